@@ -1,0 +1,63 @@
+"""Log-probabilities and entropy of tokens, and the one-token shift between what is read and what is predicted."""
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in float32
+
+
+def predicting(states: Tensor, response_length: int) -> Tensor:
+    """The positions that predict the last `response_length` tokens: (B, S, ...) -> (B, T, ...).
+
+    Response token t stands at sequence position P + t and is predicted from position P - 1 + t, so the last position,
+    which predicts a token not in the sequence, is left out.
+    """
+    return states[:, -response_length - 1:-1]
+
+
+def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0,
+                   with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+    """Log-probability of each label and entropy of each distribution, in float32.
+
+    Args:
+        logits: (..., V) in any float dtype.
+        labels: (...) int64.
+        temperature: what the logits are divided by before the softmax.
+        with_entropy: otherwise the entropies are zeros; they carry no gradient either way.
+
+    Returns: (logprobs, entropy), each (...) float32, entropy in nats.
+    """
+    logprobs = F.log_softmax(logits.float() / temperature, dim=-1)
+    chosen = logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    entropy = torch.zeros_like(chosen)
+    if with_entropy:
+        # A token of probability 0 adds 0, not 0 * -inf.
+        entropy = -(logprobs.exp() * logprobs.clamp(min=torch.finfo(torch.float32).min)).sum(-1).detach()
+    return chosen, entropy
+
+
+def head_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float = 1.0,
+                  with_entropy: bool = False, chunk_elements: int = CHUNK_ELEMENTS) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` of the linear head applied to `hidden`, in chunks of positions.
+
+    Only one chunk of float32 logits exists at a time, in the backward pass too (it computes them again).
+
+    Args:
+        hidden: (B, T, d) in the model's dtype.
+        weight, bias: (V, d) and (V,) or None, the head's.
+        labels: (B, T) int64.
+
+    Returns: (logprobs, entropy), each (B, T) float32.
+    """
+    def one_chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(F.linear(states, weight, bias), targets, temperature, with_entropy)
+
+    rows = max(1, chunk_elements // weight.shape[0])
+    states, targets = hidden.flatten(0, 1).split(rows), labels.flatten().split(rows)
+    if len(states) > 1 and torch.is_grad_enabled():
+        parts = [checkpoint(one_chunk, s, t, use_reentrant=False) for s, t in zip(states, targets)]
+    else:
+        parts = [one_chunk(s, t) for s, t in zip(states, targets)]
+    logprobs, entropy = (torch.cat(column).view(labels.shape) for column in zip(*parts))
+    return logprobs, entropy

@@ -1,0 +1,53 @@
+"""Sums, means and whitening over the positions that count."""
+import torch
+from torch import Tensor
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of `values` (any shape, float) where `mask` (same shape, bool) is set, over `dim` or over everything.
+
+    What stands outside the mask is never read, so a NaN there does no harm.
+    """
+    kept = torch.where(mask, values, torch.zeros_like(values))
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `values` where `mask` is set; 0 where nothing is."""
+    return masked_sum(values, mask) / mask.sum().clamp(min=1)
+
+
+def moments(values: Tensor, mask: Tensor) -> Tensor:
+    """(count, sum, sum of squares) of the masked values, float64 (3,): what ranks add up before they whiten."""
+    wide = values.double()
+    return torch.stack([mask.sum().double(), masked_sum(wide, mask), masked_sum(wide * wide, mask)])
+
+
+def mean_and_variance(totals: Tensor, unbiased: bool = False) -> tuple[Tensor, Tensor]:
+    """Mean and variance from the (summed) output of `moments`; (0, 0) where nothing was counted."""
+    count, total, squares = totals
+    mean = total / count.clamp(min=1)
+    spread = (squares - count * mean * mean).clamp(min=0)
+    return mean, spread / (count - int(unbiased)).clamp(min=1)
+
+
+def whiten(values: Tensor, mask: Tensor, *, center: bool = True, unbiased: bool = False, eps: float = 1e-8,
+           statistics: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Scale the masked values to unit variance and, with `center`, to mean 0; zeros outside the mask.
+
+        (x - mean) * rsqrt(var + eps)  [+ mean, unless centred]
+
+    Args:
+        values: any shape, float.
+        mask: same shape, bool.
+        center: remove the mean; otherwise it is added back after scaling.
+        unbiased: divide by n - 1 instead of n.
+        statistics: (mean, variance) computed elsewhere, say over all ranks; by default those of the masked values.
+
+    Source: `whiten` in openai/lm-human-preferences cbfd210b, lm_human_preferences/utils/core.py.
+    """
+    mean, variance = statistics or mean_and_variance(moments(values, mask), unbiased)
+    white = (values.double() - mean) * torch.rsqrt(variance + eps)
+    if not center:
+        white = white + mean
+    return torch.where(mask, white, torch.zeros_like(white)).to(values.dtype)

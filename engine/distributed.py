@@ -1,0 +1,108 @@
+"""Processes and what they tell each other; the only file that names torch.distributed and deepspeed.comm.
+
+Everything works unchanged with one process and no launcher: the calls then return their argument.
+"""
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def rank() -> int:
+    """This process's number, 0-based; 0 without a launcher."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """The number of processes; 1 without a launcher."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_main() -> bool:
+    """Whether this is the process that prints and writes what is written once."""
+    return rank() == 0
+
+
+def local_rank() -> int:
+    """This process's number on its node."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def init(timeout_minutes: float = 30.0) -> torch.device:
+    """Join the process group (NCCL on GPUs, gloo on CPUs), once, and return the device of this rank."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if not dist.is_initialized():
+        defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        for name, value in defaults.items():
+            os.environ.setdefault(name, value)
+        accelerator = get_accelerator()
+        if accelerator.device_name() != "cpu":
+            accelerator.set_device(local_rank())
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
+            auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))
+    return device()
+
+
+def device() -> torch.device:
+    """The device that this rank computes on."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of `tensor` over all ranks, in a new tensor."""
+    return _all_reduce(tensor, dist.ReduceOp.SUM)
+
+
+def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
+    """The elementwise maximum of `tensor` over all ranks, in a new tensor."""
+    return _all_reduce(tensor, dist.ReduceOp.MAX)
+
+
+def _all_reduce(tensor: torch.Tensor, op) -> torch.Tensor:
+    result = tensor.detach().clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(result, op=op)
+    return result
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on at least one rank."""
+    if world_size() == 1:
+        return bool(flag)
+    return bool(all_reduce_max(torch.tensor([float(flag)], device=device())).item())
+
+
+def all_gather_objects(value) -> list:
+    """The picklable `value` of every rank, in rank order, on all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def broadcast_object(value):
+    """Rank 0's picklable `value`, on all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def barrier() -> None:
+    """Wait until all ranks are here."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def shutdown() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

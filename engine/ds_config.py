@@ -1,0 +1,114 @@
+"""DeepSpeed configurations: read configs/ds/*.json, fill in what the program owns, refuse what contradicts it."""
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import UserError
+
+CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs" / "ds"
+
+# What the program decides; a file may leave these out, say "auto", or say the same.
+_OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_KNOWN = {*_OWNED, "zero_optimization", "fp16", "bf16", "data_types", "communication_data_type", "prescale_gradients",
+          "gradient_predivide_factor", "sparse_gradients", "steps_per_print", "wall_clock_breakdown", "dump_state",
+          "memory_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio", "comms_logger",
+          "flops_profiler", "activation_checkpointing", "checkpoint", "seq_parallel_communication_data_type", "comment"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """Which DeepSpeed configuration an engine runs under.
+
+    role: "actor", "critic", "reference" or "reward", for messages; stage: 0 to 3; offload: optimizer state (and, at
+    stage 3, parameters) in host memory; path: a JSON file that wins over the shipped one.
+    """
+    role: str
+    stage: int
+    offload: bool = False
+    path: str | None = None
+
+
+def build_ds_config(choice: EngineChoice, *, dtype: str, micro_batch_size: int, gradient_clipping: float = 0.0,
+                    trained: bool = True) -> dict:
+    """The whole DeepSpeed configuration of one engine.
+
+    Args:
+        dtype: "fp32", "fp16" or "bf16".
+        micro_batch_size: sequences per rank and forward pass, for DeepSpeed's own bookkeeping.
+        gradient_clipping: the maximal gradient norm; 0 for none.
+        trained: whether the engine has an optimizer.
+
+    Raises: UserError for a stage that is none, a missing or broken file, an unknown key, or a contradiction.
+    """
+    if choice.stage not in (0, 1, 2, 3):
+        raise UserError(f"--{choice.role}_zero_stage {choice.stage}: ZeRO has the stages 0, 1, 2 and 3.")
+    config = read_ds_file(choice)
+    owned = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": 1,
+             "gradient_clipping": gradient_clipping}
+    for name in _OWNED:
+        if config.get(name, "auto") not in ("auto", owned.get(name, "auto")):
+            raise UserError(f"{choice.path}: {name} is {config[name]!r}, but the program sets it from its flags"
+                            f"{f' ({owned[name]})' if name in owned else ''}. Leave it out of the file.")
+        config.pop(name, None)
+    for name, own in (("fp16", "fp16"), ("bf16", "bf16")):
+        section = dict(config.get(name, {}))
+        if section.get("enabled", "auto") not in ("auto", dtype == own):
+            raise UserError(f"{choice.path}: {name}.enabled is {section['enabled']!r}, but --dtype is {dtype}. "
+                            "Leave it out of the file.")
+        section["enabled"] = dtype == own
+        config[name] = section if dtype == own else {"enabled": False}
+    zero = config["zero_optimization"] = dict(config.get("zero_optimization", {}))
+    zero["stage"] = choice.stage
+    if not trained:
+        zero.pop("offload_optimizer", None)
+    config.pop("comment", None)
+    # The optimizer is ours, also where its state is offloaded; nothing is printed but what the program prints.
+    return {"steps_per_print": 10 ** 9, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
+            **config, **owned}
+
+
+def read_ds_file(choice: EngineChoice) -> dict:
+    """The JSON of one engine, checked for unknown keys and for what its flags say."""
+    path = Path(choice.path) if choice.path else \
+        CONFIG_DIR / f"zero{choice.stage}{'_offload' if choice.offload and choice.stage > 0 else ''}.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"DeepSpeed configuration of the {choice.role}: no file {path}.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} is not valid JSON ({error}).") from None
+    if not isinstance(config, dict):
+        raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} holds no JSON object.")
+    zero = config.get("zero_optimization", {})
+    _refuse_unknown(config, _KNOWN, path)
+    _refuse_unknown(zero, _zero_keys(), path, "zero_optimization.")
+    if zero.get("stage", choice.stage) != choice.stage:
+        raise UserError(f"{path}: zero_optimization.stage is {zero['stage']!r}, but --{choice.role}_zero_stage is "
+                        f"{choice.stage}. Give the same in both places.")
+    return config
+
+
+def stage_of_file(path: str, role: str) -> int | None:
+    """The ZeRO stage that a user's file asks for, if it says one."""
+    try:
+        stage = json.loads(Path(path).read_text()).get("zero_optimization", {}).get("stage")
+    except (OSError, ValueError, AttributeError):
+        return None  # build_ds_config says what is wrong with the file
+    if stage is not None and stage not in (0, 1, 2, 3):
+        raise UserError(f"{path}: zero_optimization.stage is {stage!r} for the {role}; ZeRO has the stages 0 to 3.")
+    return stage
+
+
+def _zero_keys() -> set[str]:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    fields = DeepSpeedZeroConfig.model_fields
+    return {name for field in fields for name in (field, fields[field].alias) if name}
+
+
+def _refuse_unknown(section: dict, known: set[str], path: Path, prefix: str = "") -> None:
+    for key in section:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f" Did you mean {prefix}{near[0]}?" if near else f" Known: {', '.join(sorted(known))}."
+            raise UserError(f"{path}: unknown key {prefix}{key}.{hint}")

@@ -1,0 +1,231 @@
+"""Modules under DeepSpeed: the only file that calls deepspeed.initialize."""
+import contextlib
+from collections.abc import Iterator
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor, nn
+
+from engine import distributed
+
+GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
+
+
+class TrainedModel:
+    """A module that learns: forward, backward over micro-batches, one optimizer step, whatever the ZeRO stage.
+
+        for i, batch in enumerate(micro_batches):
+            loss_sum = loss(model(...))
+            model.backward(loss_sum / count_over_all_ranks, last=i == len(micro_batches) - 1)
+        model.step(lr)
+
+    Every rank must run the same number of micro-batches; one that has fewer runs the rest with a loss times 0.
+    """
+
+    def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer):
+        self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
+        self.stage = self.engine.zero_optimization_stage()
+        self.version = 0           # changes with the weights: tells copies of them whether they are stale
+        self.grad_norm = 0.0       # of the latest step, before clipping
+        self._fp16 = self.engine.fp16_enabled()
+        self.engine.train()
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self.engine.module
+
+    def __call__(self, *args, **kwargs):
+        return self.engine(*args, **kwargs)
+
+    def resident(self) -> contextlib.AbstractContextManager:
+        """Does nothing: a trained model always stands where it computes."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of `loss`, this rank's share of the global mean.
+
+        Args:
+            loss: scalar; this rank's loss sum divided by the count over *all* ranks and micro-batches. DeepSpeed
+                averages gradients over ranks, which the factor world_size undoes.
+            last: whether the optimizer step follows; gradients are then reduced over ranks.
+        """
+        # Not "managed_gradient_accumulation": false, under which stages 0 and 1 reduce inside step(), too late for an
+        # overflow or a gradient norm to be looked at before weights change.
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss * distributed.world_size(), scale_wrt_gas=False)
+
+    def overflowed(self) -> bool:
+        """Whether a gradient is infinite or NaN on any rank, after the last backward; always False but in fp16."""
+        if not self._fp16:
+            return False
+        optimizer = self.engine.optimizer
+        if self.stage == 0:
+            return distributed.any_rank(optimizer.overflow_checker.has_overflow(_flat(optimizer.fp16_groups)))
+        return type(optimizer).has_overflow(optimizer)
+
+    def step(self, lr: float, overflow: bool = False, skip: bool = False) -> bool:
+        """Apply one optimizer step at learning rate `lr`; returns whether the weights changed.
+
+        Args:
+            overflow: what `overflowed` said; the loss scale is lowered and the gradients are dropped.
+            skip: drop the gradients though they are finite, because a partner overflowed.
+        """
+        optimizer = self.engine.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if self._fp16:
+            # DeepSpeed's own way of skipping a step, told the joint verdict; the scale follows this model's alone.
+            checker = optimizer.overflow_checker if self.stage == 0 else optimizer
+            checker.check = checker.has_overflow = lambda *_, **__: overflow or skip
+            optimizer._update_scale = lambda *_: type(optimizer)._update_scale(optimizer, overflow)
+        if self.stage == 0 and not self._fp16 and not self.engine.bfloat16_enabled():
+            squares = [p.grad.double().pow(2).sum() for p in self.module.parameters() if p.grad is not None]
+            self.grad_norm = torch.stack(squares).sum().sqrt().item()  # DeepSpeed gives none here
+            self.engine.step()
+        else:
+            self.engine.step()
+            if not (overflow or skip):
+                self.grad_norm = float(self.engine.get_global_grad_norm()) / self._norm_scale()
+        self.version += not (overflow or skip)
+        return not (overflow or skip)
+
+    def _norm_scale(self) -> float:
+        """What DeepSpeed's gradient norm is still multiplied by: stage 0 in fp16 reports the scaled one."""
+        return self.engine.optimizer.loss_scale_config.cur_scale if self._fp16 and self.stage == 0 else 1.0
+
+    @property
+    def loss_scale(self) -> float:
+        """The fp16 loss scale; 1 in other dtypes."""
+        return float(self.engine.optimizer.loss_scale) if self._fp16 else 1.0
+
+    def master_shards(self) -> list[Tensor]:
+        """This rank's float32 weights: the tensors that the optimizer updates, each element on one rank (stage 0: all)."""
+        optimizer = self.engine.optimizer
+        if self.stage == 3:
+            return [shard.data for shard in optimizer.fp32_partitioned_groups_flat]
+        if self.stage in (1, 2):
+            return [shard.data for shard in optimizer.single_partition_of_fp32_groups]
+        if hasattr(optimizer, "fp32_groups"):
+            return [p.data for p in _flat(optimizer.fp32_groups)]
+        return [p.data for group in optimizer.param_groups for p in group["params"]]
+
+    @contextlib.contextmanager
+    def swapped(self, shards: list[Tensor]) -> Iterator[None]:
+        """Within this context the model computes with other float32 weights, given like `master_shards`.
+
+        Both are exchanged in place, so it takes no memory beyond one shard, and on leaving all is as before, bit by bit.
+        """
+        self._exchange(shards)
+        try:
+            yield
+        finally:
+            self._exchange(shards)
+
+    @torch.no_grad()
+    def _exchange(self, shards: list[Tensor]) -> None:
+        for own, other in zip(self.master_shards(), shards, strict=True):
+            kept = own.clone()
+            own.copy_(other)
+            other.copy_(kept)
+        self._refresh_from_masters()
+        self.version += 1
+
+    def _refresh_from_masters(self) -> None:
+        """Give the module the weights that its float32 masters hold."""
+        optimizer = self.engine.optimizer
+        if self.stage == 3:
+            optimizer._partition_all_parameters()  # some may still stand gathered, with what they held before
+            for index in range(len(optimizer.fp16_groups)):
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            if optimizer.persistent_parameters:
+                optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+        elif self.stage in (1, 2):
+            optimizer.update_lp_params()
+        elif hasattr(optimizer, "fp32_groups"):
+            for own, master in zip(_flat(optimizer.fp16_groups), _flat(optimizer.fp32_groups)):
+                own.data.copy_(master.data)
+
+    def save_checkpoint(self, folder: str, tag: str) -> None:
+        """Write weights, optimizer and loss scale (all ranks call this)."""
+        self.engine.save_checkpoint(folder, tag=tag, client_state={"version": self.version})
+
+    def load_checkpoint(self, folder: str, tag: str) -> None:
+        """Read back what `save_checkpoint` wrote (all ranks call this)."""
+        path, state = self.engine.load_checkpoint(folder, tag=tag)
+        assert path is not None, f"DeepSpeed found no checkpoint {tag} in {folder}"
+        self.version = state["version"]
+
+
+class FrozenModel:
+    """A module that only computes. `offload` at stage 0 keeps it in host memory outside `resident`."""
+
+    def __init__(self, module: nn.Module, ds_config: dict, offload: bool = False):
+        module.requires_grad_(False)
+        self.engine, *_ = deepspeed.initialize(model=module, config=ds_config)
+        self.stage = self.engine.zero_optimization_stage()
+        self.version = 0
+        self._moves = offload and self.stage == 0
+        self.engine.eval()
+        if self._moves:
+            self.module.to("cpu")
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self.engine.module
+
+    @torch.no_grad()
+    def __call__(self, *args, **kwargs):
+        return self.engine(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def resident(self) -> Iterator[None]:
+        """Within this context the weights are where they are computed with."""
+        if self._moves:
+            self.module.to(distributed.device())
+        try:
+            yield
+        finally:
+            if self._moves:
+                self.module.to("cpu")
+
+
+def _flat(groups) -> list:
+    return [item for group in groups for item in group]
+
+
+def parameter_buckets(module: nn.Module, numel: int = GATHER_BUCKET) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """A module's named parameters in runs of about `numel` elements; tied ones come once."""
+    bucket, size = [], 0
+    for name, parameter in module.named_parameters():
+        bucket.append((name, parameter))
+        size += getattr(parameter, "ds_numel", parameter.numel())
+        if size >= numel:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+@contextlib.contextmanager
+def gathered_params(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Within this context partitioned parameters have their full shape on all ranks; nothing happens to others."""
+    partitioned = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
+    with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+        yield
+
+
+def full_state(module: nn.Module) -> dict[str, Tensor]:
+    """The module's full weights in host memory on the main rank, and {} on others (all ranks call this)."""
+    state = {}
+    for bucket in parameter_buckets(module):
+        with gathered_params([parameter for _, parameter in bucket]):
+            if distributed.is_main():
+                state.update({name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket})
+    if distributed.is_main():
+        persistent = module.state_dict().keys()
+        state.update({name: buffer.detach().to("cpu", copy=True) for name, buffer in module.named_buffers()
+                      if name in persistent})
+    return state

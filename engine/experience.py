@@ -1,0 +1,171 @@
+"""What flows through a step: prompts, rollouts, experience. Frozen, and sure of their shapes."""
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """(B, S) int64, the exclusive cumulative sum of the attention mask: left padding shifts no token's position."""
+    return attention_mask.cumsum(-1) - attention_mask
+
+
+def _check(name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype) -> None:
+    assert tuple(tensor.shape) == shape and tensor.dtype == dtype, \
+        f"{name} is {tuple(tensor.shape)} {tensor.dtype}, should be {shape} {dtype}"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """Prompts to be answered; left-padded.
+
+    input_ids (B, P) int64; attention_mask (B, P) int64; indices (B,) int64, each prompt's index in the data;
+    samples (B,) int64, which sample of that prompt is to be drawn.
+    """
+    input_ids: Tensor
+    attention_mask: Tensor
+    indices: Tensor
+    samples: Tensor
+
+    def __post_init__(self):
+        shape = tuple(self.input_ids.shape)
+        _check("input_ids", self.input_ids, shape, torch.int64)
+        _check("attention_mask", self.attention_mask, shape, torch.int64)
+        _check("indices", self.indices, shape[:1], torch.int64)
+        _check("samples", self.samples, shape[:1], torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def to(self, device) -> "PromptBatch":
+        return PromptBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+    def repeat(self, k: int) -> "PromptBatch":
+        """k rows of each prompt, side by side, with samples k * s + 0 .. k * s + k - 1."""
+        if k == 1:
+            return self
+        which = torch.arange(k, device=self.samples.device).repeat(len(self))
+        return PromptBatch(self.input_ids.repeat_interleave(k, 0), self.attention_mask.repeat_interleave(k, 0),
+                           self.indices.repeat_interleave(k), self.samples.repeat_interleave(k) * k + which)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Prompts with sampled responses: P prompt slots (left-padded), T response slots (right-padded), S = P + T.
+
+    sequences (B, S) int64; attention_mask (B, S) int64, 1 on real prompt tokens and on sampled tokens;
+    response_mask (B, T) bool, 1 on every sampled token, EOS included; ended (B,) bool, whether a stop was reached;
+    indices, samples (B,) int64 as in PromptBatch.
+    """
+    sequences: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    ended: Tensor
+    indices: Tensor
+    samples: Tensor
+
+    def __post_init__(self):
+        rows, width = self.sequences.shape
+        _check("sequences", self.sequences, (rows, width), torch.int64)
+        _check("attention_mask", self.attention_mask, (rows, width), torch.int64)
+        _check("response_mask", self.response_mask, (rows, self.response_length), torch.bool)
+        assert 0 < self.response_length < width, f"{self.response_length} response slots in a width of {width}"
+        for name in ("ended", "indices", "samples"):
+            _check(name, getattr(self, name), (rows,), torch.bool if name == "ended" else torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def response_length(self) -> int:
+        """T, the number of response slots."""
+        return self.response_mask.shape[1]
+
+    @property
+    def prompt_length(self) -> int:
+        """P, the number of prompt slots."""
+        return self.sequences.shape[1] - self.response_length
+
+    @property
+    def position_ids(self) -> Tensor:
+        """(B, S) int64."""
+        return position_ids(self.attention_mask)
+
+    @property
+    def prompts(self) -> Tensor:
+        """(B, P) int64."""
+        return self.sequences[:, :self.prompt_length]
+
+    @property
+    def responses(self) -> Tensor:
+        """(B, T) int64."""
+        return self.sequences[:, self.prompt_length:]
+
+    def select(self, rows: Tensor | slice) -> "Rollout":
+        """The given rows, without the slots that are padding in all of them."""
+        picked = Rollout(*(getattr(self, field.name)[rows] for field in fields(self)))
+        prompt, response = picked.prompt_length, picked.response_mask.any(0).sum().clamp(min=1).item()
+        left = (prompt - picked.attention_mask[:, :prompt].any(0).sum()).clamp(max=prompt - 1).item()
+        return Rollout(picked.sequences[:, left:prompt + response], picked.attention_mask[:, left:prompt + response],
+                       picked.response_mask[:, :response], picked.ended, picked.indices, picked.samples)
+
+    @staticmethod
+    def cat(parts: "list[Rollout]", pad_token_id: int) -> "Rollout":
+        """All rows in one rollout, padded to the widest prompt and the widest response."""
+        if len(parts) == 1:
+            return parts[0]
+        prompt = max(part.prompt_length for part in parts)
+        response = max(part.response_length for part in parts)
+
+        def padded(part: Rollout, tensor: Tensor, value: int) -> Tensor:
+            return F.pad(tensor, (prompt - part.prompt_length, response - part.response_length), value=value)
+
+        return Rollout(
+            torch.cat([padded(part, part.sequences, pad_token_id) for part in parts]),
+            torch.cat([padded(part, part.attention_mask, 0) for part in parts]),
+            torch.cat([F.pad(part.response_mask, (0, response - part.response_length)) for part in parts]),
+            *(torch.cat([getattr(part, name) for part in parts]) for name in ("ended", "indices", "samples")))
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """A rollout and all that PPO learns from it. Slot t belongs to response token t.
+
+    old policy:   logprobs (B, T) float32, entropy (B, T) float32
+    reference:    ref_logprobs (B, T) float32
+    old critic:   values (B, T) float32
+    reward model: scores (B,) float32, as it gave them; kl (B, T) float32, the estimate in the reward
+    rewards, advantages, returns: (B, T) float32
+    policy_mask, value_mask: (B, T) bool, the slots that each loss is summed over
+    """
+    rollout: Rollout
+    logprobs: Tensor
+    entropy: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    scores: Tensor
+    kl: Tensor
+    rewards: Tensor
+    advantages: Tensor
+    returns: Tensor
+    policy_mask: Tensor
+    value_mask: Tensor
+
+    def __post_init__(self):
+        shape = tuple(self.rollout.response_mask.shape)
+        for name in ("logprobs", "entropy", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns"):
+            _check(name, getattr(self, name), shape, torch.float32)
+        for name in ("policy_mask", "value_mask"):
+            _check(name, getattr(self, name), shape, torch.bool)
+        _check("scores", self.scores, shape[:1], torch.float32)
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+    def select(self, rows: Tensor | slice) -> "Experience":
+        """The given rows, without the slots that are padding in all of them."""
+        rollout = self.rollout.select(rows)
+        picked = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "rollout"}
+        return Experience(rollout=rollout, **{name: value if value.dim() == 1 else value[:, :rollout.response_length]
+                                              for name, value in picked.items()})

@@ -1,0 +1,109 @@
+"""From rollouts to experience: log-probs, values and scores, then rewards, then advantages."""
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine import distributed
+from engine.algo.advantages import gae
+from engine.algo.kl import kl_estimate
+from engine.algo.masked import mean_and_variance, moments, whiten
+from engine.algo.rewards import compute_rewards, counted_lengths, first_slots, score_slots
+from engine.dialects import Dialect
+from engine.ds_engine import TrainedModel
+from engine.experience import Experience, Rollout
+from engine.reference import Reference
+from engine.reward.base import RewardSource
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the four models say of a rollout: (B, T) float32 each, scores (B,)."""
+    logprobs: Tensor
+    entropy: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    scores: Tensor
+
+
+class ExperienceMaker:
+    """Runs the four models over rollouts and turns what they say into what PPO learns from."""
+
+    def __init__(self, *, actor: TrainedModel, critic: TrainedModel, reference: Reference, reward: RewardSource,
+                 dialect: Dialect, pad_token_id: int, micro_batch_size: int):
+        self.actor, self.critic = actor, critic
+        self.reference, self.reward = reference, reward
+        self.dialect, self.pad_token_id, self.micro_batch_size = dialect, pad_token_id, micro_batch_size
+
+    def make(self, rollouts: list[Rollout], kl_coef: float) -> Experience:
+        """One experience of all rollouts; advantages are whitened over all of them and all ranks.
+
+        All ranks call this together, each with equally many rows in each rollout.
+        """
+        parts = [self.learnable(rollout, self.judge(rollout), kl_coef) for rollout in rollouts]
+        experience = cat_experience(parts, self.pad_token_id)
+        if not self.dialect.whiten_advantages:
+            return experience
+        totals = distributed.all_reduce_sum(moments(experience.advantages, experience.policy_mask))
+        white = whiten(experience.advantages, experience.policy_mask, statistics=mean_and_variance(totals))
+        return replace(experience, advantages=white)
+
+    @torch.no_grad()
+    def judge(self, rollout: Rollout) -> Judged:
+        """Forward passes of all four models, in micro-batches that leave out their common padding."""
+        pieces = [rollout.select(slice(start, start + self.micro_batch_size))
+                  for start in range(0, len(rollout), self.micro_batch_size)]
+        temperature = self.dialect.logprob_temperature
+        policy = [self.actor(piece.sequences, piece.attention_mask, piece.position_ids,
+                             response_length=piece.response_length, temperature=temperature, with_entropy=True)
+                  for piece in pieces]
+        values = [self.critic(piece.sequences, piece.attention_mask, piece.position_ids)[:, piece.prompt_length - 1:-1]
+                  for piece in pieces]
+        with self.reference.resident():
+            reference = [self.reference.ref_logprobs(piece, temperature) for piece in pieces]
+        with self.reward.resident():
+            scores = [self.reward.score(piece).float() for piece in pieces]
+
+        def whole(columns: list[Tensor]) -> Tensor:
+            return torch.cat([F.pad(column, (0, rollout.response_length - column.shape[1])) for column in columns])
+
+        return Judged(whole([logprobs for logprobs, _ in policy]), whole([entropy for _, entropy in policy]),
+                      whole(reference), whole(values), torch.cat(scores))
+
+    def clipped(self, scores: Tensor) -> Tensor:
+        """The scores (B,) as they enter the rewards."""
+        limit = self.dialect.score_clip
+        return scores if limit is None else scores.clamp(-limit, limit)
+
+    def learnable(self, rollout: Rollout, judged: Judged, kl_coef: float) -> Experience:
+        """Rewards, advantages and masks as the dialect has them; advantages not yet whitened."""
+        dialect, width = self.dialect, rollout.response_length
+        lengths = counted_lengths(rollout.responses, rollout.response_mask, self.pad_token_id, dialect.length_rule)
+        response = first_slots(lengths, width)
+        state = response if dialect.reward_slots == "response" else first_slots(lengths + 1, width)
+        learned = response & (lengths >= dialect.min_response_tokens).unsqueeze(-1)
+        scores = self.clipped(judged.scores)
+        penalty = kl_estimate(judged.logprobs, judged.ref_logprobs, dialect.kl_estimator)
+        rewards = compute_rewards(penalty, kl_coef, state, scores, score_slots(lengths, width, dialect.score_slot))
+        values = torch.where(state, judged.values, torch.zeros_like(judged.values))
+        advantages, returns = gae(rewards, values, dialect.gamma, dialect.lam)
+        kl = torch.where(rollout.response_mask, judged.logprobs - judged.ref_logprobs, torch.zeros_like(penalty))
+        return Experience(
+            rollout=rollout, logprobs=judged.logprobs, entropy=judged.entropy, ref_logprobs=judged.ref_logprobs,
+            values=values, scores=judged.scores, kl=kl, rewards=rewards, advantages=advantages, returns=returns,
+            policy_mask=learned, value_mask=learned)
+
+
+def cat_experience(parts: list[Experience], pad_token_id: int) -> Experience:
+    """All rows in one experience, padded to the widest."""
+    if len(parts) == 1:
+        return parts[0]
+    rollout = Rollout.cat([part.rollout for part in parts], pad_token_id)
+
+    def column(name: str) -> Tensor:
+        tensors = [getattr(part, name) for part in parts]
+        return torch.cat([tensor if tensor.dim() == 1 else F.pad(tensor, (0, rollout.response_length - tensor.shape[1]))
+                          for tensor in tensors])
+
+    return Experience(rollout=rollout, **{name: column(name) for name in Experience.__slots__ if name != "rollout"})

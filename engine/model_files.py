@@ -1,0 +1,216 @@
+"""From folders (or hub names) to Policy and Scorer modules and back; the only place where HfDeepSpeedConfig lives."""
+import contextlib
+import json
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.models.auto.modeling_auto import (MODEL_FOR_CAUSAL_LM_MAPPING,
+                                                    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+
+from engine.errors import UserError
+from engine.models import Policy, Scorer
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@contextlib.contextmanager
+def partitioned_loading(ds_config: dict | None):
+    """Within this context models load straight into ZeRO-3 partitions; does nothing for other stages.
+
+    The Hugging Face switch behind it is global to the process, so it is on for the load alone: left on, the next model
+    would be partitioned too, a rollout replica say.
+    """
+    if ds_config is None or ds_config.get("zero_optimization", {}).get("stage") != 3:
+        yield
+        return
+    switch = HfDeepSpeedConfig(ds_config)
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del switch
+
+
+def read_config(path: str, what: str):
+    """The model configuration at `path`.
+
+    Raises: UserError, naming `what` (a flag), if there is none.
+    """
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise UserError(f"{what}: the folder {path} holds no config.json. Give a folder that save_pretrained wrote.")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{what}: no model at {path!r} ({reason}). Give a Hugging Face folder or hub name.") from None
+
+
+def read_tokenizer(path: str, what: str) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`, left-padding; a missing pad token becomes the EOS token.
+
+    Raises: UserError, naming `what` (a flag), if there is none or it has neither pad nor EOS.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{what}: no tokenizer at {path!r} ({reason}). Save one beside the model.") from None
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"{what}: the tokenizer at {path!r} has neither a pad nor an EOS token. Set one.")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_policy(path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "model") -> Policy:
+    """A causal language model, dropout off, in `dtype` (always given: the checkpoint's own would differ by stage)."""
+    config, dropouts = _without_dropout(read_config(path, what))
+    _require_family(config, MODEL_FOR_CAUSAL_LM_MAPPING, what, path)
+    with partitioned_loading(ds_config):
+        return Policy(AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype), dropouts)
+
+
+def empty_policy(config, dtype: torch.dtype, device: torch.device) -> Policy:
+    """A plain, unpartitioned Policy of this configuration whose weights are still to be filled in."""
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return Policy(model).to(device).requires_grad_(False).eval()
+
+
+def load_scorer(path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "reward model") -> Scorer:
+    """A reward model, dropout off: ours, any decoder-only `num_labels = 1` classifier, or DeepSpeed-Chat's format."""
+    form = check_scorer(path, what)
+    config, dropouts = _without_dropout(read_config(path, what))
+    config.num_labels = 1
+    model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    with partitioned_loading(ds_config):
+        if form == "deepspeed_chat":
+            _deepspeed_chat_padding(config, path, what)
+            state = _deepspeed_chat_state(path, model_class.base_model_prefix)
+            model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
+        else:
+            model = model_class.from_pretrained(path, config=config, dtype=dtype)
+    return Scorer(model, dropouts)
+
+
+def new_scorer(path: str, dtype: torch.dtype, pad_token_id: int | None, seed: int, ds_config: dict | None = None,
+               what: str = "model") -> Scorer:
+    """A fresh reward model: the language model's trunk and a head drawn from N(0, 1 / sqrt(d + 1)).
+
+    Source of the head's scale: Stiennon et al. 2020 (openai/summarize-from-feedback) and
+    openai/lm-human-preferences cbfd210b, both by way of vwxyzjn/summarize_from_feedback_details ee77a9ab.
+
+    Args:
+        pad_token_id: the tokenizer's pad token; None where it doubles as EOS, so that Hugging Face's own pooling
+            cannot take a final EOS for padding.
+    """
+    config, dropouts = _without_dropout(read_config(path, what))
+    _require_family(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what, path)
+    config.num_labels, config.pad_token_id = 1, pad_token_id
+    config.score_position, config.score_offset = "last", 0.0
+    model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    with partitioned_loading(ds_config):
+        model = model_class.from_pretrained(path, config=config, dtype=dtype)
+    scorer = Scorer(model, dropouts)
+    width = scorer.model.score.in_features
+    fresh = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) / math.sqrt(width + 1)
+    set_parameter(scorer.model.score.weight, fresh)
+    return scorer
+
+
+def set_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Overwrite a parameter, partitioned or not, on all ranks; `value` has its full shape."""
+    import deepspeed
+
+    partitioned = hasattr(parameter, "ds_id")
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned), torch.no_grad():
+        parameter.copy_(value)
+
+
+def check_scorer(path: str, what: str) -> str:
+    """Whether a reward model stands at `path`, looked at before anything large is loaded.
+
+    Returns: "sequence_classification" or "deepspeed_chat". Raises: UserError that says what stands there instead.
+    """
+    config = read_config(path, what)
+    _require_family(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what, path)
+    if _is_deepspeed_chat_scorer(path):
+        return "deepspeed_chat"
+    names = config.architectures or []
+    if not any(name.endswith("ForSequenceClassification") for name in names):
+        raise UserError(f"{what}: {path} is no reward model but {', '.join(names) or 'of no named architecture'}. "
+                        "Give a folder written by training/step2_reward.py or a ForSequenceClassification model with "
+                        "num_labels = 1.")
+    if config.num_labels != 1:
+        raise UserError(f"{what}: {path} has num_labels = {config.num_labels}; a reward model has 1.")
+    return "sequence_classification"
+
+
+def check_vocabularies(actor_tokenizer: PreTrainedTokenizerBase, path: str, what: str) -> None:
+    """Refuse a reward model that would read the actor's tokens as other words.
+
+    Raises: UserError if its embedding has fewer rows than the tokenizer has tokens, or its own tokenizer differs.
+    """
+    rows = getattr(read_config(path, what), "vocab_size", None)
+    needed = max(actor_tokenizer.get_vocab().values()) + 1
+    if rows is not None and rows < needed:
+        raise UserError(f"{what}: {path} knows {rows} tokens, the actor's tokenizer has {needed}. The reward model "
+                        "must be trained with the actor's tokenizer.")
+    if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return
+    if AutoTokenizer.from_pretrained(path).get_vocab() != actor_tokenizer.get_vocab():
+        raise UserError(f"{what}: the tokenizer in {path} gives other ids than the actor's. The reward model must be "
+                        "trained with the actor's tokenizer.")
+
+
+def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write a Hugging Face folder (safetensors, config, tokenizer) from gathered weights; one process calls this.
+
+    Args:
+        state: full weights by the names of `module.model`, tied ones once.
+    """
+    model = module.model
+    silenced = {name: getattr(model.config, name) for name in module.dropouts}
+    vars(model.config).update(module.dropouts)
+    try:
+        model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
+    finally:
+        vars(model.config).update(silenced)
+
+
+def _without_dropout(config) -> tuple:
+    """The configuration with every dropout probability 0, and what they were, for the saved model's sake."""
+    dropouts = {name: value for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
+    for name in dropouts:
+        setattr(config, name, 0.0)
+    return config, dropouts
+
+
+def _require_family(config, mapping, what: str, path: str) -> None:
+    if type(config) not in mapping or config.is_encoder_decoder:
+        raise UserError(f"{what}: {path} is of type {config.model_type!r}, which is not a decoder-only model that "
+                        "transformers offers for this role.")
+
+
+def _is_deepspeed_chat_scorer(path: str) -> bool:
+    weights = Path(path) / "pytorch_model.bin"
+    return weights.is_file() and "v_head.weight" in torch.load(weights, mmap=True, weights_only=True)
+
+
+def _deepspeed_chat_state(path: str, prefix: str) -> dict:
+    """DeepSpeed-Chat's `rwtransformer.*` and `v_head.weight` under Hugging Face's names."""
+    state = torch.load(Path(path) / "pytorch_model.bin", mmap=True, weights_only=True)
+    names = {name: name.replace("rwtransformer.", f"{prefix}.", 1).replace("v_head.", "score.", 1) for name in state}
+    return {names[name]: tensor for name, tensor in state.items()}
+
+
+def _deepspeed_chat_padding(config, path: str, what: str) -> None:
+    """DeepSpeed-Chat reads the score before the first pad token, and its pad token may be the tokenizer's EOS."""
+    tokenizer_config = Path(path) / "tokenizer_config.json"
+    if tokenizer_config.is_file() and json.loads(tokenizer_config.read_text()).get("pad_token"):
+        config.pad_token_id = read_tokenizer(path, what).pad_token_id

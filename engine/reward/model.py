@@ -1,0 +1,21 @@
+"""Scores from a reward model in a frozen engine."""
+from torch import Tensor
+
+from engine.ds_engine import FrozenModel
+from engine.experience import Rollout
+
+
+class RewardModel:
+    """The frozen reward model, read at the token that it was trained to be read at."""
+
+    def __init__(self, model: FrozenModel):
+        self.model = model
+
+    def score(self, rollout: Rollout) -> Tensor:
+        """(B,) float32, with the stored normalisation."""
+        token_scores = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
+        return self.model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
+
+    def resident(self):
+        """Context in which the weights are on the device."""
+        return self.model.resident()

@@ -1,0 +1,119 @@
+"""The four engines of PPO: actor, critic, reference, reward.
+
+    engine = RLHFEngine.from_pretrained(EngineSpec(actor_path="sft", critic_path="reward_model"))
+    logprobs, _ = engine.actor(sequences, attention_mask, position_ids, response_length=8)
+    values = engine.critic(sequences, attention_mask, position_ids)
+"""
+import gc
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from engine import distributed
+from engine.ds_config import EngineChoice, build_ds_config
+from engine.ds_engine import FrozenModel, TrainedModel
+from engine.ema import EMA
+from engine.model_files import DTYPES, load_policy, load_scorer, read_tokenizer
+from engine.models import Policy
+from engine.optim import build_optimizer
+from engine.reference import EngineReference
+from engine.reward.model import RewardModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """Adam's settings, the maximal gradient norm (0: no clipping) and the peak learning rate."""
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Which models, in which precision, under which DeepSpeed configurations.
+
+    reward_path: the critic's path unless given. reference, reward: stage 3 where the actor (critic) is at stage 3, else
+    0, unless given. ema_decay: None for no average; ema_device: "cpu" keeps it in host memory.
+    """
+    actor_path: str
+    critic_path: str
+    reward_path: str | None = None
+    dtype: str = "fp32"
+    actor: EngineChoice = field(default_factory=lambda: EngineChoice("actor", 0))
+    critic: EngineChoice = field(default_factory=lambda: EngineChoice("critic", 0))
+    reference: EngineChoice | None = None
+    reward: EngineChoice | None = None
+    actor_optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec(lr=1e-5))
+    critic_optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec(lr=1e-5))
+    micro_batch_size: int = 8
+    actor_gradient_checkpointing: bool = False
+    critic_gradient_checkpointing: bool = False
+    ema_decay: float | None = None
+    ema_device: str | None = None
+
+
+class RLHFEngine:
+    """actor and critic (trained), reference and reward (frozen), ema (or None), and the actor's tokenizer."""
+
+    def __init__(self, *, actor: TrainedModel, critic: TrainedModel, reference: EngineReference, reward: RewardModel,
+                 ema: EMA | None, tokenizer):
+        self.actor, self.critic = actor, critic
+        self.reference, self.reward = reference, reward
+        self.ema, self.tokenizer = ema, tokenizer
+
+    @classmethod
+    def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
+        """Load the models and wrap each in an engine; joins the process group if that has not been done."""
+        distributed.init()
+        tokenizer = read_tokenizer(spec.actor_path, "actor")
+        reference = spec.reference or EngineChoice("reference", 3 if spec.actor.stage == 3 else 0)
+        reward = spec.reward or EngineChoice("reward", 3 if spec.critic.stage == 3 else 0)
+        reward_path = spec.reward_path or spec.critic_path
+        actor = trained_model(load_policy, spec.actor_path, spec.actor, spec.actor_optimizer, spec,
+                              spec.actor_gradient_checkpointing)
+        critic = trained_model(load_scorer, spec.critic_path, spec.critic, spec.critic_optimizer, spec,
+                               spec.critic_gradient_checkpointing)
+        return cls(actor=actor, critic=critic, tokenizer=tokenizer,
+                   reference=EngineReference(frozen_model(load_policy, spec.actor_path, reference, spec)),
+                   reward=RewardModel(frozen_model(load_scorer, reward_path, reward, spec)),
+                   ema=EMA(actor, spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None)
+
+
+def trained_model(load, path: str, choice: EngineChoice, optimizer: OptimizerSpec, spec: EngineSpec,
+                  gradient_checkpointing: bool = False) -> TrainedModel:
+    """An engine with an optimizer around what `load` (`load_policy`, `load_scorer`, or alike) makes of `path`."""
+    ds_config = build_ds_config(choice, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size,
+                                gradient_clipping=optimizer.max_grad_norm)
+    module = load(path, DTYPES[spec.dtype], ds_config, what=f"{choice.role} model")
+    return wrap_trained(module, ds_config, choice, optimizer, gradient_checkpointing)
+
+
+def wrap_trained(module: nn.Module, ds_config: dict, choice: EngineChoice, optimizer: OptimizerSpec,
+                 gradient_checkpointing: bool = False) -> TrainedModel:
+    """An engine with an optimizer around a module that was loaded under the same `ds_config`."""
+    if gradient_checkpointing:
+        module.model.gradient_checkpointing_enable({"use_reentrant": False})
+    offload = "offload_optimizer" in ds_config["zero_optimization"]
+    adam = build_optimizer(module, optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, offload)
+    return _probed(TrainedModel(module, ds_config, adam))
+
+
+def frozen_model(load, path: str, choice: EngineChoice, spec: EngineSpec) -> FrozenModel:
+    """An engine without optimizer around what `load` makes of `path`."""
+    ds_config = build_ds_config(choice, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)
+    module = load(path, DTYPES[spec.dtype], ds_config, what=f"{choice.role} model")
+    return _probed(FrozenModel(module, ds_config, choice.offload))
+
+
+def _probed(model: TrainedModel | FrozenModel) -> TrainedModel | FrozenModel:
+    """Let a Policy find out, within its engine, whether its head's output is all there is to its logits."""
+    if isinstance(model.module, Policy):
+        vocabulary = model.module.model.config.get_text_config().vocab_size
+        tokens = (torch.arange(8, device=distributed.device()) * 7919 % vocabulary).unsqueeze(0)
+        with torch.no_grad(), model.resident():
+            model(tokens, probe=True)
+    gc.collect()  # the loader's full copy of the weights, before the next model comes
+    return model

@@ -1,0 +1,34 @@
+"""What every rollout backend offers, and how samples are to be drawn."""
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.experience import PromptBatch, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """How responses are sampled: from the policy itself, at a temperature, with keyed uniform numbers.
+
+    There is no top_k and no top_p: log-probs describe the whole distribution, so that is what is sampled from.
+
+    max_new_tokens: T, the most tokens a response may have.
+    temperature: of sampling; the log-probs that PPO compares are taken at the same one.
+    stop_token_ids: tokens that end a response and belong to it.
+    stop_strings: texts that end a response with the token that completes them.
+    pad_token_id: what fills the slots after a response.
+    seed: of the keyed uniform numbers.
+    """
+    max_new_tokens: int
+    pad_token_id: int
+    stop_token_ids: tuple[int, ...]
+    temperature: float = 1.0
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+
+
+class RolloutBackend(Protocol):
+    """Draws responses from the actor as it stands now."""
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+        """One response for each row. All ranks call this together, each with its own prompts."""
+        ...

@@ -1,0 +1,79 @@
+"""Restart points: everything that changes during a run, in one folder that is there whole or not at all.
+
+    checkpoints/step_000100/
+        actor/ critic/          DeepSpeed's checkpoints
+        ema_rank0.pt ...        each rank's share of the averaged weights, if there are any
+        trainer_state.json      steps, controllers, world size; written last
+
+A point is written under another name and renamed when complete, so a kill in between leaves the ones before it alone.
+"""
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from engine import distributed
+from engine.errors import UserError
+from engine.rlhf_engine import RLHFEngine
+
+STATE_FILE = "trainer_state.json"
+
+
+def save(output_dir: Path, engine: RLHFEngine, state: dict) -> Path:
+    """Write the restart point of `state["steps_done"]` (all ranks call this); returns its folder."""
+    final = output_dir / "checkpoints" / f"step_{state['steps_done']:06d}"
+    partial = final.with_name(final.name + ".partial")
+    if distributed.is_main():
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    distributed.barrier()
+    engine.actor.save_checkpoint(str(partial), "actor")
+    engine.critic.save_checkpoint(str(partial), "critic")
+    if engine.ema is not None:
+        torch.save(engine.ema.state_dict(), partial / f"ema_rank{distributed.rank()}.pt")
+    distributed.barrier()
+    if distributed.is_main():
+        state = {**state, "world_size": distributed.world_size(), "ema": engine.ema is not None}
+        (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
+        shutil.rmtree(final, ignore_errors=True)  # an earlier run's, overwritten on request or trained anew
+        os.replace(partial, final)
+    distributed.barrier()
+    return final
+
+
+def find(path: str) -> tuple[Path, dict]:
+    """The restart point at `path`, or the newest one in a run's output folder, and its state.
+
+    Raises: UserError if there is none, or it was written by another number of ranks.
+    """
+    folder = Path(path)
+    if not (folder / STATE_FILE).is_file():
+        points = sorted(folder.glob(f"checkpoints/step_*/{STATE_FILE}"))
+        if not points:
+            raise UserError(f"--resume {path}: no restart point there. Give a folder .../checkpoints/step_N, or the "
+                            "output folder of a run that wrote some (--save_steps).")
+        folder = points[-1].parent
+    try:
+        state = json.loads((folder / STATE_FILE).read_text())
+    except ValueError as error:
+        raise UserError(f"--resume: {folder / STATE_FILE} is broken ({error}). Use an earlier restart point.") from None
+    if state["world_size"] != distributed.world_size():
+        raise UserError(f"--resume {folder}: written by {state['world_size']} ranks, this run has "
+                        f"{distributed.world_size()}. DeepSpeed's partitions fit the same number only.")
+    return folder, state
+
+
+def load(folder: Path, engine: RLHFEngine, state: dict) -> None:
+    """Put the engines back to a restart point (all ranks call this).
+
+    Raises: UserError if the point and the run disagree on having an EMA.
+    """
+    if state["ema"] != (engine.ema is not None):
+        raise UserError(f"--resume {folder}: written {'with' if state['ema'] else 'without'} --enable_ema. "
+                        "Give the same flags as when the run began.")
+    engine.actor.load_checkpoint(str(folder), "actor")
+    engine.critic.load_checkpoint(str(folder), "critic")
+    if engine.ema is not None:
+        engine.ema.load_state_dict(torch.load(folder / f"ema_rank{distributed.rank()}.pt", weights_only=True))

@@ -1,0 +1,58 @@
+"""In which order the data are visited; numbers only, so that it depends on the seed and on nothing else.
+
+    order = PromptOrder(len(prompts), batch_size=64, seed=0)
+    indices, visits = order.batch(step)
+
+An epoch's permutation is drawn from (seed, epoch) alone. There is nothing to save: a run that is resumed at step n, on
+however many ranks, asks for batch n.
+"""
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+
+
+def epoch_permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+    """(size,) int64, the order in which epoch `epoch` visits 0 .. size - 1."""
+    return np.random.default_rng((seed, epoch)).permutation(size)
+
+
+class PromptOrder:
+    """Step 3's order: the endless row of epochs, cut into batches that run across the borders of epochs."""
+
+    def __init__(self, size: int, batch_size: int, seed: int):
+        if batch_size > size:
+            raise UserError(f"a batch of {batch_size} prompts is asked for, and there are {size}; lower the batch size "
+                            "or add prompts.")
+        self.size, self.batch_size, self.seed = size, batch_size, seed
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """(indices, visits) of batch `step`, counted from 0, over all ranks; both (batch_size,) int64.
+
+        visits: how many times each prompt was visited before, which is the number of its epoch.
+        """
+        positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        visits, places = np.divmod(positions, self.size)
+        orders = {epoch: epoch_permutation(self.size, self.seed, epoch) for epoch in np.unique(visits).tolist()}
+        indices = [orders[epoch][place] for epoch, place in zip(visits.tolist(), places.tolist())]
+        return torch.tensor(np.array(indices)), torch.tensor(visits)
+
+
+def epoch_batches(size: int, batch_size: int, epoch: int, seed: int, rank: int, world: int,
+                  drop_last: bool = True) -> list[list[int]]:
+    """The indices of each of this rank's batches in one epoch of step 1 or 2.
+
+    Global batch b is the b-th run of batch_size * world places of the epoch's permutation, of which each rank takes its
+    share in one piece: what an optimizer step sees does not depend on the number of ranks while batch_size * world
+    stays. Every rank is given the same number of batches. With drop_last=False the last ones may be short, and empty on
+    some ranks: the caller puts a zero-weight dummy in their place.
+    """
+    whole = batch_size * world
+    if drop_last and size < whole:
+        raise UserError(f"{size} examples are fewer than one batch of {batch_size} on each of {world} ranks; lower the "
+                        "batch size or add data.")
+    permutation = epoch_permutation(size, seed, epoch).tolist()
+    end = size - size % whole if drop_last else size
+    batches = [permutation[start:start + whole] for start in range(0, end, whole)]
+    return [batch[len(batch) * rank // world:len(batch) * (rank + 1) // world] for batch in batches]

@@ -1,0 +1,128 @@
+"""How the three programs start and end: flags parsed, mistakes told once, exit codes the launcher understands."""
+import logging
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from engine.errors import RunStopped, UserError
+from training.arguments import parse_flags
+
+USER_ERROR, STOPPED = 2, 1
+
+
+def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
+    """Parse the flags, join the process group and call `main(args)`; returns the exit code.
+
+    A UserError is printed once, by rank 0, without a stack trace.
+    """
+    try:
+        quiet_libraries()
+        args = parse_flags(arguments_class, sys.argv[1:] if argv is None else argv, description)
+        from engine import distributed  # seconds of imports: a mistyped flag is told before them
+        _quiet_transformers()
+        distributed.init()
+        main(args)
+        distributed.barrier()
+        distributed.shutdown()
+        return 0
+    except UserError as error:
+        return _end(f"error: {error}", USER_ERROR)
+    except RunStopped as stop:
+        return _end(f"stopped: {stop}", STOPPED)
+
+
+def _end(message: str, code: int) -> int:
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)  # the launcher kills all ranks once one has gone: let the main one print first
+    return code
+
+
+def checked(check: Callable):
+    """Rank 0's `check()`, for all ranks; where it raises UserError, all ranks do.
+
+    For checks that read files: one process looks, and none goes on before the verdict is known.
+    """
+    from engine import distributed
+    result = message = None
+    if distributed.is_main():
+        try:
+            result = check()
+        except UserError as error:
+            message = str(error)
+    message = distributed.broadcast_object(message)
+    if message is not None:
+        raise UserError(message)
+    return distributed.broadcast_object(result)
+
+
+def quiet_libraries() -> None:
+    """Keep the terminal for the run: libraries say warnings and errors only, and no progress bars of their own."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed|transformers")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def _quiet_transformers() -> None:
+    from transformers.utils import logging as transformers_logging
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def prepare_output_dir(folder: str, overwrite: bool, resumed: bool = False) -> None:
+    """Make sure that a run's folder is its own: new, empty, resumed, or given up by its owner.
+
+    Raises: UserError if another run, or anything else, stands there.
+    """
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--output_dir {folder} is a file. Give a folder.")
+    if path.is_dir() and any(path.iterdir()) and not (overwrite or resumed):
+        raise UserError(f"--output_dir {folder} is not empty. Choose another folder, go on from a restart point in it "
+                        "with --resume, or give --overwrite_output_dir to overwrite what stands there.")
+
+
+def clear_output_dir(folder: str) -> None:
+    """Remove what an earlier run logged there (rank 0 does), so that its curves do not go on in the new run's.
+
+    Models and restart points are left until they are overwritten.
+    """
+    from engine import distributed
+    if distributed.is_main():
+        (Path(folder) / "metrics.jsonl").unlink(missing_ok=True)
+        for name in ("tensorboard", "samples"):
+            shutil.rmtree(Path(folder) / name, ignore_errors=True)
+    distributed.barrier()
+
+
+def generation_stops(path: str, tokenizer) -> tuple[int, ...]:
+    """The tokens that end a response of the model at `path`: the one thing taken from its generation_config."""
+    from transformers import GenerationConfig
+
+    from engine.model_files import read_config
+    from training.tokens import stop_token_ids
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation = None
+    return tuple(stop_token_ids(tokenizer, generation, read_config(path, "model")))
+
+
+def check_precision(dtype: str) -> None:
+    """Raise UserError where the machine cannot train in this dtype."""
+    from deepspeed.accelerator import get_accelerator
+    accelerator = get_accelerator()
+    if dtype == "fp16" and not accelerator.is_fp16_supported():
+        raise UserError(f"--dtype fp16: this machine's {accelerator.device_name()} has no fp16 training in DeepSpeed. "
+                        "Use fp32, or bf16.")
+    if dtype == "bf16" and not accelerator.is_bf16_supported():
+        raise UserError(f"--dtype bf16: this machine's {accelerator.device_name()} has no bf16. Use fp16 or fp32.")

@@ -1,0 +1,110 @@
+"""Sampled responses as tables that people read: plain text for a terminal, Markdown for TensorBoard.
+
+    rows = [{"prompt": "The film was", "response": " good.\n", "score": 1.25, "kl": 0.5}]
+    print(samples_table(rows, width=100))
+    tensorboard.text(step, "samples", samples_markdown(rows))
+
+Models write anything, escape sequences and HTML included, so no character of theirs reaches the terminal or the
+browser with a meaning. A missing score or KL (None, or no such key) leaves its cell empty.
+"""
+import unicodedata
+from collections.abc import Mapping, Sequence
+
+MAX_LINES = 4
+"""Lines of text in a row of the terminal's table; what is longer is cut."""
+GAP = "  "
+NUMBER_WIDTH = 9
+MIN_WIDTH = 48
+
+MARKDOWN_MEANING = "&<>|`*_[]\\~"
+
+
+def samples_table(rows: Sequence[Mapping], width: int) -> str:
+    """A table at most `width` columns wide. Long prompts lose their beginning, which the response is farthest from;
+    long responses their end."""
+    assert width >= MIN_WIDTH, f"a table of samples needs {MIN_WIDTH} columns, not {width}"
+    text_width = width - 2 * (len(GAP) + NUMBER_WIDTH) - len(GAP)
+    prompt_width = text_width * 2 // 5
+    widths = [prompt_width, text_width - prompt_width]
+    rules = ["-" * columns for columns in (*widths, NUMBER_WIDTH, NUMBER_WIDTH)]
+    lines = [_line(["prompt", "response", "score", "kl"], widths), _line(rules, widths)]
+    for row in rows:
+        prompt = _cut_start(_wrap(visible(row["prompt"]), widths[0]), widths[0])
+        response = _cut_end(_wrap(visible(row["response"]), widths[1]), widths[1])
+        for i in range(max(len(prompt), len(response), 1)):
+            numbers = [_number(row.get("score")), _number(row.get("kl"))] if i == 0 else ["", ""]
+            lines.append(_line([_at(prompt, i), _at(response, i), *numbers], widths))
+    return "\n".join(lines)
+
+
+def samples_markdown(rows: Sequence[Mapping]) -> str:
+    """A Markdown table of the whole texts; a newline shows as \\n and breaks the line, inside its cell."""
+    lines = ["| prompt | response | score | kl |", "| :-- | :-- | --: | --: |"]
+    for row in rows:
+        cells = [_escape_markdown(row["prompt"]), _escape_markdown(row["response"]),
+                 _number(row.get("score")), _number(row.get("kl"))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def visible(text: str) -> str:
+    """`text` in one line: newlines, tabs and everything unprintable as escapes, \\n, \\t, \\x1b."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def _escape_markdown(text: str) -> str:
+    lines = ("".join(f"&#{ord(char)};" if char in MARKDOWN_MEANING else char for char in visible(line))
+             for line in text.split("\n"))
+    return "&#92;n<br>".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """One line of the table: the two texts to the left of their columns, the two numbers to the right."""
+    texts = [cell + " " * (width - _columns(cell)) for cell, width in zip(cells, widths)]
+    return GAP.join(texts + [cell.rjust(NUMBER_WIDTH) for cell in cells[2:]]).rstrip()
+
+
+def _at(lines: Sequence[str], i: int) -> str:
+    return lines[i] if i < len(lines) else ""
+
+
+def _columns(text: str) -> int:
+    """The columns that `text` takes in a terminal: 2 for wide characters, 0 for combining marks."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """`text` in lines of at most `width` columns, broken after a space where the line has one.
+
+    No character is dropped at a break: spaces are part of what the model wrote.
+    """
+    lines, line = [], ""
+    for char in text:
+        while _columns(line + char) > width:
+            end = line.rfind(" ") + 1 or len(line)
+            lines.append(line[:end])
+            line = line[end:]
+        line += char
+    return lines + [line] if line else lines
+
+
+def _cut_end(lines: list[str], width: int) -> list[str]:
+    if len(lines) <= MAX_LINES:
+        return lines
+    last = lines[MAX_LINES - 1]
+    while _columns(last) > width - 3:
+        last = last[:-1]
+    return lines[:MAX_LINES - 1] + [last + "..."]
+
+
+def _cut_start(lines: list[str], width: int) -> list[str]:
+    if len(lines) <= MAX_LINES:
+        return lines
+    first = lines[-MAX_LINES]
+    while _columns(first) > width - 3:
+        first = first[1:]
+    return ["..." + first] + lines[len(lines) - MAX_LINES + 1:]

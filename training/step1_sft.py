@@ -1,0 +1,86 @@
+"""Step 1: supervised fine-tuning of a causal language model.
+
+    deepspeed --num_gpus 8 training/step1_sft.py --model_name_or_path base --data_path sft.jsonl --output_dir out/sft
+
+Rows hold `text`, or `prompt` and `response`; then the loss covers the response only, unless --loss_on all.
+"""
+import math
+import sys
+from dataclasses import dataclass
+
+from engine import distributed
+from engine.algo.masked import masked_sum
+from engine.experience import position_ids
+from engine.model_files import DTYPES, load_policy, read_config, read_tokenizer
+from engine.rlhf_engine import wrap_trained
+from training.arguments import flag
+from training.data import SFTBatch, SFTExamples, collate_sft
+from training.metrics import Accumulator
+from training.program import check_precision, checked, clear_output_dir, prepare_output_dir, run
+from training.rows import SFT_COLUMNS
+from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
+
+
+@dataclass(kw_only=True)
+class SFTFlags(SupervisedFlags):
+    """Step 1."""
+    loss_on: str = flag("response", "which tokens of prompt + response are learned", choices=("response", "all"))
+
+
+def main(args: SFTFlags) -> None:
+    """Check, load, train, save."""
+    checked(lambda: check(args))
+    clear_output_dir(args.output_dir)
+    tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+    examples, held_out = (SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on)
+                          for rows in args.rows(SFT_COLUMNS))
+    ds_config = args.ds_settings()
+    module = load_policy(args.model_name_or_path, DTYPES[args.dtype], ds_config, "--model_name_or_path")
+    model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
+
+    def negative_log_likelihood(batch: SFTBatch):
+        logprobs, _ = model(batch.sequences, batch.attention_mask, position_ids(batch.attention_mask),
+                            response_length=batch.loss_mask.shape[1])
+        return -masked_sum(logprobs, batch.loss_mask)
+
+    def loss(batch: SFTBatch, metrics: Accumulator):
+        total = negative_log_likelihood(batch)
+        metrics.add("train/loss", total, batch.loss_mask.sum())
+        return total
+
+    def evaluate(batch: SFTBatch, metrics: Accumulator) -> None:
+        metrics.add("eval/loss", negative_log_likelihood(batch), batch.loss_mask.sum())
+
+    trainer = SFTTrainer(model, args=args, examples=examples, held_out=held_out, loss=loss, evaluate=evaluate,
+                         collate=lambda rows: collate_sft(rows, tokenizer.pad_token_id),
+                         count=lambda batch: int(batch.loss_mask.sum()))
+    if distributed.is_main():
+        print(f"{len(examples)} texts ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} held "
+              f"out; {trainer.total_steps} steps on {distributed.world_size()} ranks", flush=True)
+    found = trainer.fit()
+    save_trained(model, tokenizer, args.output_dir)
+    if distributed.is_main():
+        print(f"held-out perplexity {found['eval/perplexity']:.3f} a token; saved in {args.output_dir}", flush=True)
+
+
+class SFTTrainer(SupervisedTrainer):
+    """The supervised loop, with perplexity among the held-out metrics."""
+
+    def held_out_metrics(self) -> dict[str, float]:
+        """Loss and perplexity: e to the mean negative log-likelihood of a token, in nats."""
+        metrics = super().held_out_metrics()
+        return {**metrics, "eval/perplexity": math.exp(metrics["eval/loss"])}
+
+
+def check(args: SFTFlags) -> None:
+    """What can be wrong with files, model and machine, before anything large is loaded."""
+    check_precision(args.dtype)
+    prepare_output_dir(args.output_dir, args.overwrite_output_dir)
+    args.rows(SFT_COLUMNS)
+    args.ds_settings()
+    read_config(args.model_name_or_path, "--model_name_or_path")
+    read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, SFTFlags, __doc__.splitlines()[0]))

@@ -1,0 +1,184 @@
+"""Step 2: the reward model, from pairs of a better and a worse response.
+
+    deepspeed --num_gpus 8 training/step2_reward.py --model_name_or_path out/sft --data_path pairs.jsonl \\
+        --output_dir out/reward
+
+Rows hold `prompt`, `chosen`, `rejected`. After training, scores are normalised to mean 0 and variance 1 on responses
+that the SFT model samples. What is saved opens with AutoModelForSequenceClassification; its score plus `score_offset`
+of config.json is ours.
+"""
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine import distributed
+from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
+from engine.algo.masked import mean_and_variance, moments
+from engine.dialects import Dialect
+from engine.ds_config import EngineChoice
+from engine.ds_engine import TrainedModel
+from engine.errors import RunStopped
+from engine.experience import position_ids
+from engine.model_files import DTYPES, load_policy, new_scorer, read_config, read_tokenizer
+from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, wrap_trained
+from engine.rollout import ReplicaRollouts, SamplingConfig, Zero3Rollouts
+from training.arguments import flag
+from training.data import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
+from training.metrics import Accumulator
+from training.program import (check_precision, checked, clear_output_dir, generation_stops, prepare_output_dir,
+                              run)
+from training.rows import PAIR_COLUMNS, PROMPT_COLUMNS, read_rows
+from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
+
+
+@dataclass(kw_only=True)
+class RewardFlags(SupervisedFlags):
+    """Step 2."""
+    pairwise_loss: str = flag("last_token", "compare the last tokens' scores, or every token's from the first that "
+                              "differs (DeepSpeed-Chat)", choices=("last_token", "from_difference"))
+    sft_model_name_or_path: str | None = flag(None, "whose responses are scored 0 on average, with variance 1; by "
+                                              "default --model_name_or_path")
+    normalization_data_path: str | None = flag(None, "prompts for these responses; by default those of --data_path")
+    normalization_samples: int = flag(512, "how many such responses; 0 for no normalisation")
+    max_prompt_seq_len: int = flag(256, "longest prompt of these responses, in tokens")
+    max_answer_seq_len: int = flag(256, "longest of these responses, in tokens; use step 3's")
+    temperature: float = flag(Dialect().temperature, "of sampling them")
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work."""
+        SupervisedFlags.validate(self)
+        self.at_least(0, "normalization_samples")
+        self.at_least(1, "max_prompt_seq_len", "max_answer_seq_len")
+        self.above(0, "temperature")
+
+    @property
+    def sft_path(self) -> str:
+        """The model whose responses normalise the scores."""
+        return self.sft_model_name_or_path or self.model_name_or_path
+
+    def sft_choice(self) -> EngineChoice:
+        """Its engine: partitioned where the reward model is."""
+        return EngineChoice("reference", 3 if self.choice().stage == 3 else 0)
+
+    def normalization_rows(self) -> list[dict]:
+        """Rows with a prompt; raises UserError with file and line."""
+        return read_rows(self.normalization_data_path or self.data_path, PROMPT_COLUMNS)
+
+
+def main(args: RewardFlags) -> None:
+    """Check, load, train, normalise, save."""
+    checked(lambda: check(args))
+    clear_output_dir(args.output_dir)
+    tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+    examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len) for rows in args.rows(PAIR_COLUMNS))
+    ds_config = args.ds_settings()
+    pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
+    module = new_scorer(args.model_name_or_path, DTYPES[args.dtype], pad, args.seed, ds_config, "--model_name_or_path")
+    model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
+    trainer = RewardTrainer(model, args, examples, held_out, tokenizer.pad_token_id)
+    if distributed.is_main():
+        print(f"{len(examples)} pairs ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} held "
+              f"out; {trainer.total_steps} steps on {distributed.world_size()} ranks", flush=True)
+    found = trainer.fit()
+    gain, offset = 1.0, 0.0
+    if args.normalization_samples:
+        mean, variance = score_statistics(args, model, tokenizer)
+        gain, offset = variance ** -0.5, -mean * variance ** -0.5
+        if distributed.is_main():
+            print(f"scores of {args.normalization_samples} responses of the SFT model: mean {mean:.3f}, standard "
+                  f"deviation {variance ** 0.5:.3f}; stored so that they become 0 and 1", flush=True)
+    module.model.config.score_offset = offset
+    save_trained(model, tokenizer, args.output_dir,
+                 edit=lambda state: state.update({"score.weight": state["score.weight"] * gain}))
+    if distributed.is_main():
+        print(f"held-out pair accuracy {found['eval/accuracy']:.3f}, margin {found['eval/margin']:.3f} before "
+              f"normalisation; saved in {args.output_dir}", flush=True)
+
+
+class RewardTrainer(SupervisedTrainer):
+    """The supervised loop over pairs."""
+
+    def __init__(self, model: TrainedModel, args: RewardFlags, examples: PairExamples, held_out: PairExamples,
+                 pad_token_id: int):
+        super().__init__(model, args=args, examples=examples, held_out=held_out, loss=self._loss,
+                         evaluate=self._evaluate, collate=lambda pairs: collate_pairs(pairs, pad_token_id),
+                         count=lambda batch: len(batch.first_difference))
+
+    def _scores(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
+        """Token scores (2B, S) and sequence scores (2B,), chosen first."""
+        token_scores = self.model(batch.sequences, batch.attention_mask, position_ids(batch.attention_mask))
+        return token_scores, self.model.module.sequence_scores(token_scores, batch.sequences, batch.attention_mask)
+
+    def _loss(self, batch: PairBatch, metrics: Accumulator) -> Tensor:
+        token_scores, scores = self._scores(batch)
+        if self.args.pairwise_loss == "last_token":
+            total = pairwise_loss(*scores.chunk(2))
+        else:
+            slots = torch.arange(batch.sequences.shape[1], device=batch.sequences.device)
+            either = batch.attention_mask.bool().view(2, -1, len(slots)).any(0)
+            total = pairwise_loss_from_difference(*token_scores.chunk(2),
+                                                  either & (slots >= batch.first_difference.unsqueeze(1)))
+        metrics.add("train/loss", total, self.count(batch))
+        self._add_margins("train", scores, metrics)
+        return total
+
+    def _evaluate(self, batch: PairBatch, metrics: Accumulator) -> None:
+        self._add_margins("eval", self._scores(batch)[1], metrics)
+
+    def _add_margins(self, prefix: str, scores: Tensor, metrics: Accumulator) -> None:
+        margins = (scores[:len(scores) // 2] - scores[len(scores) // 2:]).detach()
+        metrics.add(f"{prefix}/accuracy", (margins > 0).sum(), len(margins))
+        everywhere = torch.ones_like(margins, dtype=torch.bool)
+        metrics.add_moments(margins, everywhere, mean=f"{prefix}/margin", std=f"{prefix}/margin_std")
+
+
+@torch.no_grad()
+def score_statistics(args: RewardFlags, model: TrainedModel, tokenizer) -> tuple[float, float]:
+    """Mean and variance of this model's scores of responses that the SFT model samples, over all ranks.
+
+    Raises: RunStopped if all scores are the same, which nothing can scale to variance 1.
+    """
+    spec = EngineSpec(actor_path=args.sft_path, critic_path="", dtype=args.dtype,
+                      actor_optimizer=OptimizerSpec(lr=0.0))
+    choice = args.sft_choice()
+    policy = frozen_model(load_policy, args.sft_path, choice, spec)
+    rollouts = (Zero3Rollouts if choice.stage == 3 else ReplicaRollouts)(policy, tokenizer)
+    sampling = SamplingConfig(max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
+                              stop_token_ids=generation_stops(args.sft_path, tokenizer),
+                              temperature=args.temperature, seed=args.seed)
+    prompts = Prompts(args.normalization_rows(), tokenizer, args.max_prompt_seq_len)
+    world, size = distributed.world_size(), args.per_device_eval_batch_size
+    totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
+    for start in range(0, args.normalization_samples, size * world):
+        numbers = torch.arange(start, start + size * world)[distributed.rank()::world]
+        indices, samples = numbers % len(prompts), numbers // len(prompts)
+        batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, samples,
+                                sampling.pad_token_id)
+        rollout = rollouts.generate(batch.to(distributed.device()), sampling)
+        token_scores = model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
+        scores = model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
+        totals += moments(scores, (numbers < args.normalization_samples).to(scores.device))
+    mean, variance = (value.item() for value in mean_and_variance(distributed.all_reduce_sum(totals)))
+    if not variance > 0:
+        raise RunStopped(f"all {args.normalization_samples} responses of the SFT model score {mean:.4g}: nothing can be "
+                         "normalised. Look at eval/accuracy and the learning rate, or give --normalization_samples 0.")
+    return mean, variance
+
+
+def check(args: RewardFlags) -> None:
+    """What can be wrong with files, models and machine, before anything large is loaded."""
+    check_precision(args.dtype)
+    prepare_output_dir(args.output_dir, args.overwrite_output_dir)
+    args.rows(PAIR_COLUMNS)
+    args.ds_settings()
+    read_config(args.model_name_or_path, "--model_name_or_path")
+    read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+    if args.normalization_samples:
+        args.normalization_rows()
+        read_config(args.sft_path, "--sft_model_name_or_path")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, RewardFlags, __doc__.splitlines()[0]))

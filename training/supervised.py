@@ -1,0 +1,178 @@
+"""The loop of steps 1 and 2: epochs over examples, optimizer steps over micro-batches, held-out metrics each epoch."""
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine import distributed
+from engine.ds_config import EngineChoice, build_ds_config, stage_of_file
+from engine.ds_engine import TrainedModel, full_state
+from engine.errors import RunStopped, UserError
+from engine.model_files import save_model
+from engine.optim import lr_factor
+from engine.rlhf_engine import OptimizerSpec
+from training.arguments import REQUIRED, RunFlags, flag
+from training.metrics import Accumulator
+from training.order import epoch_batches
+from training.ppo_trainer import peak_memory_gb
+from training.rlhf_arguments import SCHEDULES
+from training.rows import read_rows, split_held_out
+from training.sinks import MetricWriter
+
+
+@dataclass(kw_only=True)
+class SupervisedFlags(RunFlags):
+    """What steps 1 and 2 share."""
+    data_path: str = flag(REQUIRED, "a .jsonl or .json file")
+    eval_data_path: str | None = flag(None, "held-out rows; by default some of --data_path are held out")
+    held_out: float = flag(0.05, "how much of --data_path is held out: a fraction, or a number of rows")
+    model_name_or_path: str = flag(REQUIRED, "the model to start from")
+    max_seq_len: int = flag(512, "longest sequence, in tokens; longer ones lose their end")
+    per_device_train_batch_size: int = flag(16, "examples in one forward and backward pass of each rank")
+    per_device_eval_batch_size: int = flag(16, "the same, for held-out examples")
+    gradient_accumulation_steps: int = flag(1, "passes in one optimizer step")
+    num_train_epochs: int = flag(1, "passes over the data")
+    learning_rate: float = flag(1e-5, "peak learning rate")
+    weight_decay: float = flag(0.0, "AdamW's, of matrices")
+    lr_scheduler_type: str = flag("linear", "shape of the learning rate", choices=SCHEDULES)
+    num_warmup_steps: int = flag(0, "optimizer steps of rising learning rate")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0 for no clipping")
+    zero_stage: int | None = flag(None, "ZeRO stage (default 0)")
+    offload: bool = flag(False, "optimizer states (stage 3: parameters too) in host memory")
+    ds_config: str | None = flag(None, "DeepSpeed JSON, instead of one of configs/ds")
+    gradient_checkpointing: bool = flag(False, "compute activations again in backward passes")
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work."""
+        RunFlags.validate(self)
+        self.at_least(1, "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+                      "num_train_epochs")
+        self.at_least(2, "max_seq_len")
+        self.at_least(0, "learning_rate", "weight_decay", "num_warmup_steps", "max_grad_norm")
+        self.above(0, "held_out")
+        if self.zero_stage not in (None, 0, 1, 2, 3):
+            raise UserError(f"--zero_stage {self.zero_stage}: ZeRO has the stages 0, 1, 2 and 3.")
+        if self.offload and self.choice().stage == 0:
+            raise UserError("--offload with --zero_stage 0: there is nothing that could be offloaded. "
+                            "Offload needs stage 1, 2 or 3.")
+
+    def choice(self) -> EngineChoice:
+        """The DeepSpeed configuration asked for."""
+        stage = self.zero_stage
+        if stage is None and self.ds_config is not None:
+            stage = stage_of_file(self.ds_config, "model")
+        return EngineChoice("model", stage or 0, self.offload, self.ds_config)
+
+    def ds_settings(self) -> dict:
+        """The whole DeepSpeed configuration; raises UserError for a contradiction."""
+        return build_ds_config(self.choice(), dtype=self.dtype, micro_batch_size=self.per_device_train_batch_size,
+                               gradient_clipping=self.max_grad_norm)
+
+    def optimizer(self) -> OptimizerSpec:
+        """AdamW's settings."""
+        return OptimizerSpec(lr=self.learning_rate, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm)
+
+    def rows(self, columns) -> tuple[list[dict], list[dict]]:
+        """(training rows, held-out rows); raises UserError with file and line."""
+        rows = read_rows(self.data_path, columns)
+        if self.eval_data_path is not None:
+            return rows, read_rows(self.eval_data_path, columns)
+        return split_held_out(rows, self.held_out, self.seed)
+
+
+class SupervisedTrainer:
+    """Trains one model on examples.
+
+    collate: examples -> a batch with `.to(device)`. loss: (batch, metrics or None) -> (sum, count): a scalar tensor and
+    the number of targets that it sums over, which for a batch are known before: `count`.
+    """
+
+    def __init__(self, model: TrainedModel, *, args: SupervisedFlags, examples: Sequence, held_out: Sequence,
+                 collate: Callable, loss: Callable, count: Callable, evaluate: Callable):
+        self.model, self.args = model, args
+        self.examples, self.held_out = examples, held_out
+        self.collate, self.loss, self.count, self.evaluate = collate, loss, count, evaluate
+        world = distributed.world_size()
+        self.steps_per_epoch = len(examples) // (args.per_device_train_batch_size * world
+                                                 * args.gradient_accumulation_steps)
+        if self.steps_per_epoch == 0:
+            raise UserError(f"--data_path {args.data_path}: {len(examples)} examples are too few for one optimizer step "
+                            f"of --per_device_train_batch_size {args.per_device_train_batch_size} on {world} ranks, "
+                            f"{args.gradient_accumulation_steps} times. Lower the batch size or add data.")
+        self.total_steps = self.steps_per_epoch * args.num_train_epochs
+        self.writer = MetricWriter(args.output_dir, total_steps=self.total_steps,
+                                   shown={"loss": "train/loss", "lr": "train/lr"})
+
+    def fit(self) -> dict[str, float]:
+        """Train all epochs; returns the last held-out metrics."""
+        self.writer.hparams(vars(self.args))
+        found = self.held_out_metrics()
+        self.writer.log(0, 0, found)
+        step = 0
+        for epoch in range(self.args.num_train_epochs):
+            for batches in self._steps(epoch):
+                step += 1
+                metrics = self.optimizer_step(step, batches)
+                if step % self.steps_per_epoch == 0:
+                    found = self.held_out_metrics()
+                    metrics |= found
+                    self.writer.write(f"epoch {epoch + 1}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()))
+                self.writer.log(step, step * self.args.per_device_train_batch_size * distributed.world_size()
+                                * self.args.gradient_accumulation_steps, metrics)
+        self.writer.close()
+        return found
+
+    def _steps(self, epoch: int):
+        """The micro-batches of each optimizer step of an epoch, as example indices."""
+        accumulation = self.args.gradient_accumulation_steps
+        batches = epoch_batches(len(self.examples), self.args.per_device_train_batch_size, epoch, self.args.seed,
+                                distributed.rank(), distributed.world_size())
+        for start in range(0, self.steps_per_epoch * accumulation, accumulation):
+            yield [self._batch(self.examples, indices) for indices in batches[start:start + accumulation]]
+
+    def _batch(self, examples: Sequence, indices: list[int]):
+        return self.collate([examples[index] for index in indices]).to(distributed.device())
+
+    def optimizer_step(self, step: int, batches: list) -> dict[str, float]:
+        """One optimizer step over micro-batches, normalised by the number of targets over all ranks."""
+        started, metrics, total = time.perf_counter(), Accumulator(), 0.0
+        own = torch.tensor(float(sum(self.count(batch) for batch in batches)), device=distributed.device())
+        targets = distributed.all_reduce_sum(own)
+        for index, batch in enumerate(batches):
+            share = self.loss(batch, metrics) / targets
+            total = total + share.detach()
+            self.model.backward(share, last=index == len(batches) - 1)
+        if distributed.any_rank(not torch.isfinite(total)):
+            raise RunStopped(f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the learning "
+                             "rate and the gradient norms of the steps before, and in fp16 the range of the model.")
+        overflow = self.model.overflowed()
+        lr = self.args.learning_rate * lr_factor(step - 1, self.total_steps, self.args.num_warmup_steps,
+                                                 self.args.lr_scheduler_type)
+        stepped = self.model.step(lr, overflow)
+        if stepped:
+            metrics.add("train/grad_norm", self.model.grad_norm, 1)
+        metrics.add_max("train/lr", lr)
+        metrics.add_max("time/step", time.perf_counter() - started)
+        metrics.add_max("memory/peak_gb", peak_memory_gb())
+        return metrics.reduce()
+
+    @torch.no_grad()
+    def held_out_metrics(self) -> dict[str, float]:
+        """`evaluate` over all held-out examples; every rank runs equally many batches, some of them empty."""
+        metrics = Accumulator()
+        for indices in epoch_batches(len(self.held_out), self.args.per_device_eval_batch_size, 0, self.args.seed,
+                                     distributed.rank(), distributed.world_size(), drop_last=False):
+            self.evaluate(self._batch(self.held_out, indices or [0]), metrics if indices else Accumulator())
+        return metrics.reduce()
+
+
+def save_trained(model: TrainedModel, tokenizer, folder: str, edit: Callable[[dict], None] | None = None) -> None:
+    """Write a trained model as a Hugging Face folder (all ranks call this); `edit` may change the weights on the way."""
+    state = full_state(model.module.model)
+    if distributed.is_main():
+        if edit is not None:
+            edit(state)
+        save_model(model.module, state, tokenizer, Path(folder))
+    distributed.barrier()

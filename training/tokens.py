@@ -1,0 +1,90 @@
+"""How texts become token ids, and which ids end a response: the same in steps 1, 2 and 3.
+
+A prompt has the same ids in all steps, whatever follows it: those that the actor will be given in step 3. A response is
+tokenised as what follows its prompt, so that the SFT and the reward model learn on the ids that the actor will sample.
+`tokenizer` is a Hugging Face tokenizer throughout.
+"""
+from engine.errors import UserError
+
+
+def opening_tokens(tokenizer) -> list[int]:
+    """The special tokens that the tokenizer itself puts before a text, such as BOS; often none.
+
+    Seen by trying, because the settings that lead to them have other names in each family of tokenizers. Tokens that it
+    puts behind a text (EOS, SEP) are no part of this: the data sets decide where a text ends.
+    """
+    added, bare = tokenizer("x")["input_ids"], _encode(tokenizer, "x")
+    start = next(start for start in range(len(added) + 1) if added[start:start + len(bare)] == bare)
+    return added[:start]
+
+
+def encode_prompt(tokenizer, text: str) -> list[int]:
+    """The ids of a text that begins a sequence: the opening tokens, once, and the text.
+
+    A text that spells its BOS out, as texts made with a chat template do, gets no second one.
+    """
+    opening, ids = opening_tokens(tokenizer), _encode(tokenizer, text)
+    return ids if ids[:len(opening)] == opening else opening + ids
+
+
+def encode_continuation(tokenizer, prompt: str, text: str) -> list[int]:
+    """The ids of `text` where it follows `prompt`, so that encode_prompt(prompt) + these spell prompt + text.
+
+    A SentencePiece tokenizer puts a space before whatever it is given, so `text` is encoded behind something, whose ids
+    are then cut off: behind the prompt, which makes the whole equal to the encoding of prompt + text. Where a token
+    would span the border ("Review : " + "the" has the one token " the"), the prompt's ids win, because they are what
+    step 3 generates from; then a newline stands in for the prompt. Where that merges too, `text` is encoded alone.
+    """
+    for before in (prompt, "\n", ""):
+        head, whole = _encode(tokenizer, before), _encode(tokenizer, before + text)
+        if whole[:len(head)] == head:
+            break
+    return whole[len(head):]
+
+
+def with_eos(tokenizer, ids: list[int]) -> list[int]:
+    """`ids` and the EOS token, which a text that spells it out has already."""
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise UserError(f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no EOS token, so no text can be "
+                        "shown to end; set eos_token in its tokenizer_config.json.")
+    return ids if ids and ids[-1] == eos else ids + [eos]
+
+
+def stop_token_ids(tokenizer, generation_config, model_config) -> list[int]:
+    """The ids that end a response, ascending.
+
+    Those of the generation config (an int or a list), or else of the model's config; the tokenizer's EOS, with which
+    steps 1 and 2 end their texts; and the token with which the tokenizer's chat template ends an assistant's turn,
+    which chat models use and their configs often leave out. Either config may be None.
+    """
+    stops = set()
+    for config in (generation_config, model_config):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            stops.update([ids] if isinstance(ids, int) else ids)
+            break
+    stops.update({tokenizer.eos_token_id, _end_of_turn(tokenizer)} - {None})
+    if not stops:
+        raise UserError(f"no token ends a response of {tokenizer.name_or_path or 'the model'}: neither its generation "
+                        "config, its config nor its tokenizer has an EOS token. Set eos_token in its "
+                        "tokenizer_config.json.")
+    return sorted(stops)
+
+
+def _end_of_turn(tokenizer) -> int | None:
+    """The first special or added token behind what an assistant says; None without a template or such a token."""
+    if not tokenizer.chat_template:
+        return None
+    reply = "the-reply"
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": reply}]
+    _, found, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(reply)
+    if not found:
+        return None
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    return next((token for token in _encode(tokenizer, tail) if token in special), None)
+
+
+def _encode(tokenizer, text: str) -> list[int]:
+    """The ids of the text alone; not verbose, because what is too long is cut and counted by the data sets."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
