@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from engine.errors import UserError
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs" / "ds"
@@ -28,6 +30,11 @@ class EngineChoice:
     offload: bool = False
     path: str | None = None
 
+    @property
+    def stage_flag(self) -> str:
+        """The flag that `stage` comes from: steps 1 and 2 train one "model", and have one."""
+        return "--zero_stage" if self.role == "model" else f"--{self.role}_zero_stage"
+
 
 def build_ds_config(choice: EngineChoice, *, dtype: str, micro_batch_size: int, gradient_clipping: float = 0.0,
                     trained: bool = True) -> dict:
@@ -42,7 +49,7 @@ def build_ds_config(choice: EngineChoice, *, dtype: str, micro_batch_size: int, 
     Raises: UserError for a stage that is none, a missing or broken file, an unknown key, or a contradiction.
     """
     if choice.stage not in (0, 1, 2, 3):
-        raise UserError(f"--{choice.role}_zero_stage {choice.stage}: ZeRO has the stages 0, 1, 2 and 3.")
+        raise UserError(f"{choice.stage_flag} {choice.stage}: ZeRO has the stages 0, 1, 2 and 3.")
     config = read_ds_file(choice)
     owned = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": 1,
              "gradient_clipping": gradient_clipping}
@@ -74,17 +81,18 @@ def read_ds_file(choice: EngineChoice) -> dict:
         CONFIG_DIR / f"zero{choice.stage}{'_offload' if choice.offload and choice.stage > 0 else ''}.json"
     try:
         config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"DeepSpeed configuration of the {choice.role}: no file {path}.") from None
+    except OSError as error:
+        raise UserError(f"DeepSpeed configuration of the {choice.role}: cannot read {path} ({error.strerror}).") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} is not valid JSON ({error}).") from None
     if not isinstance(config, dict):
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} holds no JSON object.")
-    zero = config.get("zero_optimization", {})
     _refuse_unknown(config, _KNOWN, path)
-    _refuse_unknown(zero, _zero_keys(), path, "zero_optimization.")
+    for name, fields in _sections().items():
+        _check_section(config.get(name, {}), fields, path, name)
+    zero = config.get("zero_optimization", {})
     if zero.get("stage", choice.stage) != choice.stage:
-        raise UserError(f"{path}: zero_optimization.stage is {zero['stage']!r}, but --{choice.role}_zero_stage is "
+        raise UserError(f"{path}: zero_optimization.stage is {zero['stage']!r}, but {choice.stage_flag} is "
                         f"{choice.stage}. Give the same in both places.")
     return config
 
@@ -100,10 +108,25 @@ def stage_of_file(path: str, role: str) -> int | None:
     return stage
 
 
-def _zero_keys() -> set[str]:
+def _sections() -> dict[str, type]:
+    """DeepSpeed's own description of each section that it describes as a pydantic model."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    fields = DeepSpeedZeroConfig.model_fields
-    return {name for field in fields for name in (field, fields[field].alias) if name}
+    return {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+
+
+def _check_section(section, model: type, path: Path, name: str) -> None:
+    """Refuse keys and values that DeepSpeed would refuse later, when the weights are loaded."""
+    if not isinstance(section, dict):
+        raise UserError(f"{path}: {name} is {section!r}, but should be a JSON object.")
+    fields = model.model_fields
+    _refuse_unknown(section, {key for field in fields for key in (field, fields[field].alias) if key}, path, f"{name}.")
+    try:
+        model(**section)
+    except ValidationError as refusal:
+        error = refusal.errors()[0]
+        key = ".".join(str(part) for part in (name, *error["loc"]))
+        raise UserError(f"{path}: {key} is {error['input']!r}: {error['msg']}.") from None
 
 
 def _refuse_unknown(section: dict, known: set[str], path: Path, prefix: str = "") -> None:

@@ -84,14 +84,14 @@ others     = the book | the trailer | the poster | most films | the others
 us         = us | me | everyone | the audience | the critics | the children
 advice     = you should <see> | anyone should <see> | everyone should <see> | nobody should <~see>
 
-clever+    = clever | moving | funny | gripping | fresh | honest | charming | vivid | tender | elegant
-clever-    = dull | boring | tedious | clumsy | tired | flat | shallow | noisy | messy | bland
-charm+     = charm | wit | heart | energy | warmth | tension
-charm-     = noise | filler | nonsense | clutter | padding | gloom
-moved+     = moved | charmed | surprised | delighted | amused
-moved-     = bored | annoyed | confused | irritated | disappointed
-see+       = see it | catch it | seek it out | watch it twice
-see-       = skip it | avoid it | leave it alone | walk out early
+clever+    = clever | funny | gripping | fresh | charming | tender
+clever-    = dull | boring | clumsy | shallow | noisy | bland
+charm+     = charm | wit | heart | warmth
+charm-     = noise | filler | clutter | gloom
+moved+     = moved | delighted | amused | impressed
+moved-     = bored | annoyed | confused | irritated
+see+       = see it | catch it | watch it twice
+see-       = skip it | avoid it | leave it alone
 """
 
 EITHER = ""  # for matching only: whatever the sentiment

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# From nothing to a model that PPO has taught to write positive film reviews: environment, corpus, tokenizer, SFT model,
+# reward model, PPO with two ranks under ZeRO-3. About 8 minutes on two CPU cores; on GPUs where it finds some.
+#
+#   scripts/quickstart.sh [OUTPUT_DIR]      by default quickstart/ in the repository; must be empty
+set -euo pipefail
+started=$SECONDS
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+out="${1:-$root/quickstart}"
+[ -z "$(ls -A "$out" 2>/dev/null)" ] || fail "$out is not empty. Remove it, or name another folder: $0 OUTPUT_DIR"
+mkdir -p "$out"
+out="$(cd "$out" && pwd)"
+cd "$root"
+
+ranks=$(( gpus > 0 ? gpus : 2 ))
+say() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - started)); }
+launch() { deepspeed --quiet --num_gpus "$ranks" --master_port "$(free_port)" "$@"; }
+free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+
+say "corpus, tokenizer and an untrained model"
+python -m training.builtin_reviews make --output_dir "$out/data"
+python -m training.builtin_model --data "$out/data/sft.jsonl" "$out/data/pairs.jsonl" --output_dir "$out/base"
+
+say "step 1: supervised fine-tuning"
+launch training/step1_sft.py --model_name_or_path "$out/base" --data_path "$out/data/sft.jsonl" \
+    --output_dir "$out/sft" --max_seq_len 48 --per_device_train_batch_size 32 --num_train_epochs 2 \
+    --learning_rate 3e-3 --lr_scheduler_type cosine --num_warmup_steps 20 --held_out 256 \
+    --per_device_eval_batch_size 64
+
+say "step 2: reward model"
+launch training/step2_reward.py --model_name_or_path "$out/sft" --data_path "$out/data/pairs.jsonl" \
+    --output_dir "$out/reward" --max_seq_len 48 --per_device_train_batch_size 16 --num_train_epochs 2 \
+    --learning_rate 1e-3 --num_warmup_steps 10 --held_out 256 --per_device_eval_batch_size 64 \
+    --normalization_data_path "$out/data/prompts.jsonl" --max_answer_seq_len 32
+
+say "step 3: PPO, four engines under ZeRO-3"
+launch training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \
+    --data_path "$out/data/prompts.jsonl" --eval_data_path "$out/data/eval_prompts.jsonl" --num_eval_prompts 256 \
+    --output_dir "$out/ppo" --actor_zero_stage 3 --critic_zero_stage 3 --max_prompt_seq_len 12 \
+    --max_answer_seq_len 32 --per_device_generation_batch_size $((64 / ranks)) \
+    --per_device_training_batch_size $((64 / ranks)) --max_steps 20 --actor_learning_rate 3e-4 \
+    --critic_learning_rate 3e-4 --enable_ema
+
+say "the result, by the grammar that wrote the corpus"
+python -m training.builtin_reviews judge "$out/ppo/samples/before.jsonl" "$out/ppo/samples/after.jsonl"
+echo
+echo "curves: $out/ppo/curves.png; TensorBoard: tensorboard --logdir $out/ppo/tensorboard"
+say "done"
