@@ -18,7 +18,7 @@ class Dialect:
     name: str = "default"
 
     # KL penalty. A fixed coefficient makes curves of score against KL comparable between runs.
-    kl_coef: float = 0.05
+    kl_coef: float = 0.1
     kl_estimator: str = "k1"            # the only one whose expected gradient, in the reward, is the KL's own
 
     # Which tokens count. What was sampled is what is learned, EOS included, or the model never learns to stop.
@@ -86,7 +86,6 @@ DIALECTS = {dialect.name: dialect for dialect in (
     Dialect(),
     Dialect(
         name="deepspeed_chat",
-        kl_coef=0.1,
         length_rule="before_pad",       # its masks are `ids != pad`, so EOS counts only where pad is another token
         reward_slots="one_past",        # the first pad slot holds a KL term, the score, and a value
         score_slot="after_last",

@@ -50,6 +50,9 @@ def build_ds_config(choice: EngineChoice, *, dtype: str, micro_batch_size: int, 
     """
     if choice.stage not in (0, 1, 2, 3):
         raise UserError(f"{choice.stage_flag} {choice.stage}: ZeRO has the stages 0, 1, 2 and 3.")
+    if not trained and choice.stage in (1, 2):
+        raise UserError(f"DeepSpeed configuration of the {choice.role}: stage {choice.stage} partitions what an "
+                        "optimizer needs, and a frozen model has none. Use stage 0 or 3.")
     config = read_ds_file(choice)
     owned = {"train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": 1,
              "gradient_clipping": gradient_clipping}
@@ -65,10 +68,8 @@ def build_ds_config(choice: EngineChoice, *, dtype: str, micro_batch_size: int, 
                             "Leave it out of the file.")
         section["enabled"] = dtype == own
         config[name] = section if dtype == own else {"enabled": False}
-    zero = config["zero_optimization"] = dict(config.get("zero_optimization", {}))
-    zero["stage"] = choice.stage
     if not trained:
-        zero.pop("offload_optimizer", None)
+        config["zero_optimization"].pop("offload_optimizer", None)
     config.pop("comment", None)
     # The optimizer is ours, also where its state is offloaded; nothing is printed but what the program prints.
     return {"steps_per_print": 10 ** 9, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
@@ -76,24 +77,29 @@ def build_ds_config(choice: EngineChoice, *, dtype: str, micro_batch_size: int, 
 
 
 def read_ds_file(choice: EngineChoice) -> dict:
-    """The JSON of one engine, checked for unknown keys and for what its flags say."""
+    """The JSON of one engine, with its stage in it, checked for unknown keys and for what its flags say."""
     path = Path(choice.path) if choice.path else \
         CONFIG_DIR / f"zero{choice.stage}{'_offload' if choice.offload and choice.stage > 0 else ''}.json"
     try:
         config = json.loads(path.read_text())
     except OSError as error:
-        raise UserError(f"DeepSpeed configuration of the {choice.role}: cannot read {path} ({error.strerror}).") from None
+        raise UserError(f"DeepSpeed configuration of the {choice.role}: cannot read {path} "
+                        f"({error.strerror}).") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} is not valid JSON ({error}).") from None
     if not isinstance(config, dict):
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} holds no JSON object.")
     _refuse_unknown(config, _KNOWN, path)
-    for name, fields in _sections().items():
-        _check_section(config.get(name, {}), fields, path, name)
-    zero = config.get("zero_optimization", {})
-    if zero.get("stage", choice.stage) != choice.stage:
+    sections = _sections()
+    for name in sections:
+        if not isinstance(config.setdefault(name, {}), dict):
+            raise UserError(f"{path}: {name} is {config[name]!r}, but should be a JSON object.")
+    zero = config["zero_optimization"]
+    if zero.setdefault("stage", choice.stage) != choice.stage:
         raise UserError(f"{path}: zero_optimization.stage is {zero['stage']!r}, but {choice.stage_flag} is "
                         f"{choice.stage}. Give the same in both places.")
+    for name, model in sections.items():
+        _check_section(config[name], model, path, name)
     return config
 
 
@@ -115,10 +121,8 @@ def _sections() -> dict[str, type]:
     return {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
 
 
-def _check_section(section, model: type, path: Path, name: str) -> None:
+def _check_section(section: dict, model: type, path: Path, name: str) -> None:
     """Refuse keys and values that DeepSpeed would refuse later, when the weights are loaded."""
-    if not isinstance(section, dict):
-        raise UserError(f"{path}: {name} is {section!r}, but should be a JSON object.")
     fields = model.model_fields
     _refuse_unknown(section, {key for field in fields for key in (field, fields[field].alias) if key}, path, f"{name}.")
     try:

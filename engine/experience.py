@@ -102,10 +102,11 @@ class Rollout:
         """(B, T) int64."""
         return self.sequences[:, self.prompt_length:]
 
-    def select(self, rows: Tensor | slice) -> "Rollout":
-        """The given rows, without the slots that are padding in all of them."""
+    def select(self, rows: Tensor | slice, beyond: int = 0) -> "Rollout":
+        """The given rows, without the slots that are padding in all of them but `beyond` after the longest response."""
         picked = Rollout(*(getattr(self, field.name)[rows] for field in fields(self)))
-        prompt, response = picked.prompt_length, picked.response_mask.any(0).sum().clamp(min=1).item()
+        prompt = picked.prompt_length
+        response = (picked.response_mask.any(0).sum() + beyond).clamp(1, picked.response_length).item()
         left = (prompt - picked.attention_mask[:, :prompt].any(0).sum()).clamp(max=prompt - 1).item()
         return Rollout(picked.sequences[:, left:prompt + response], picked.attention_mask[:, left:prompt + response],
                        picked.response_mask[:, :response], picked.ended, picked.indices, picked.samples)

@@ -52,7 +52,8 @@ class ExperienceMaker:
     @torch.no_grad()
     def judge(self, rollout: Rollout) -> Judged:
         """Forward passes of all four models, in micro-batches that leave out their common padding."""
-        pieces = [rollout.select(slice(start, start + self.micro_batch_size))
+        beyond = int(self.dialect.reward_slots == "one_past")  # the slot after a response counts there too
+        pieces = [rollout.select(slice(start, start + self.micro_batch_size), beyond)
                   for start in range(0, len(rollout), self.micro_batch_size)]
         temperature = self.dialect.logprob_temperature
         policy = [self.actor(piece.sequences, piece.attention_mask, piece.position_ids,

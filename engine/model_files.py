@@ -2,13 +2,15 @@
 import contextlib
 import json
 import math
+import zipfile
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
+                          PreTrainedTokenizerBase)
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
-from transformers.models.auto.modeling_auto import (MODEL_FOR_CAUSAL_LM_MAPPING,
+from transformers.models.auto.modeling_auto import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING,
                                                     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
 
 from engine.errors import UserError
@@ -68,10 +70,11 @@ def read_tokenizer(path: str, what: str) -> PreTrainedTokenizerBase:
 
 def load_policy(path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "model") -> Policy:
     """A causal language model, dropout off, in `dtype` (always given: the checkpoint's own would differ by stage)."""
-    config, dropouts = _without_dropout(read_config(path, what))
-    _require_family(config, MODEL_FOR_CAUSAL_LM_MAPPING, what, path)
+    config, dropouts = _without_dropout(check_policy(path, what))
     with partitioned_loading(ds_config):
-        return Policy(AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype), dropouts)
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+    _make_saveable(model)
+    return Policy(model, dropouts)
 
 
 def empty_policy(config, dtype: torch.dtype, device: torch.device) -> Policy:
@@ -131,6 +134,22 @@ def set_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
         parameter.copy_(value)
 
 
+def check_policy(path: str, what: str):
+    """The configuration of the language model at `path`, looked at before anything large is loaded.
+
+    Raises: UserError, naming `what` (a flag), if something else stands there.
+    """
+    config = read_config(path, what)
+    _require_family(config, MODEL_FOR_CAUSAL_LM_MAPPING, what, path)
+    _require_weights(path, what)
+    heads = [name for name in config.architectures or [] if name.endswith("ForSequenceClassification")]
+    if _is_deepspeed_chat_scorer(path):
+        heads = ["a reward model of DeepSpeed-Chat"]
+    if heads:  # it would load, with random numbers for weights
+        raise UserError(f"{what}: {path} is no language model but {heads[0]}. Give the SFT model or a base model.")
+    return config
+
+
 def check_scorer(path: str, what: str) -> str:
     """Whether a reward model stands at `path`, looked at before anything large is loaded.
 
@@ -138,6 +157,7 @@ def check_scorer(path: str, what: str) -> str:
     """
     config = read_config(path, what)
     _require_family(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what, path)
+    _require_weights(path, what)
     if _is_deepspeed_chat_scorer(path):
         return "deepspeed_chat"
     names = config.architectures or []
@@ -146,7 +166,7 @@ def check_scorer(path: str, what: str) -> str:
                         "Give a folder written by training/step2_reward.py or a ForSequenceClassification model with "
                         "num_labels = 1.")
     if config.num_labels != 1:
-        raise UserError(f"{what}: {path} has num_labels = {config.num_labels}; a reward model has 1.")
+        raise UserError(f"{what}: {path} has num_labels = {config.num_labels}. Give a reward model, which has 1.")
     return "sequence_classification"
 
 
@@ -183,6 +203,21 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
         vars(model.config).update(silenced)
 
 
+def _make_saveable(model) -> None:
+    """Mend a generation_config that transformers reads but refuses to write, as Llama-2's: found out at the end of a
+    run, it would cost the run. Sampling does not use it."""
+    generation = model.generation_config
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True  # what its temperature and top_p meant
+        try:
+            generation.validate(strict=True)
+        except ValueError:
+            model.generation_config = GenerationConfig(eos_token_id=generation.eos_token_id,
+                                                       pad_token_id=generation.pad_token_id)
+
+
 def _without_dropout(config) -> tuple:
     """The configuration with every dropout probability 0, and what they were, for the saved model's sake."""
     dropouts = {name: value for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
@@ -192,14 +227,26 @@ def _without_dropout(config) -> tuple:
 
 
 def _require_family(config, mapping, what: str, path: str) -> None:
-    if type(config) not in mapping or config.is_encoder_decoder:
+    kind = type(config)
+    # BERT and its like are offered as causal models too; what is trained on masked words is told apart by that.
+    decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING and kind not in MODEL_FOR_MASKED_LM_MAPPING
+    if kind not in mapping or not decoder or config.is_encoder_decoder:
         raise UserError(f"{what}: {path} is of type {config.model_type!r}, which is not a decoder-only model that "
-                        "transformers offers for this role.")
+                        "transformers offers for this role. Give one, such as Llama, Qwen, OPT or GPT-2.")
+
+
+def _require_weights(path: str, what: str) -> None:
+    folder = Path(path)
+    if folder.is_dir() and not any(True for kind in ("*.safetensors", "*.bin") for _ in folder.glob(kind)):
+        raise UserError(f"{what}: the folder {path} holds a config.json but no weights (*.safetensors or *.bin). Was its "
+                        "writing cut off? Write it again.")
 
 
 def _is_deepspeed_chat_scorer(path: str) -> bool:
     weights = Path(path) / "pytorch_model.bin"
-    return weights.is_file() and "v_head.weight" in torch.load(weights, mmap=True, weights_only=True)
+    if not zipfile.is_zipfile(weights):  # none, or in torch's first format, which is older than DeepSpeed-Chat
+        return False
+    return "v_head.weight" in torch.load(weights, mmap=True, weights_only=True)
 
 
 def _deepspeed_chat_state(path: str, prefix: str) -> dict:

@@ -69,6 +69,11 @@ def make_scorer(folder: Path | str, family: str = "llama", *, seed: int = 1, lay
     return _saved(model, folder, pad_is_eos)
 
 
+def save_random(model, folder: Path | str, *, seed: int = 0, pad_is_eos: bool = False) -> str:
+    """Give a model of any kind random weights and save it with the tokenizer; returns the folder."""
+    return _saved(_randomised(model, seed), folder, pad_is_eos)
+
+
 @torch.no_grad()
 def _randomised(model, seed: int):
     generator = torch.Generator().manual_seed(seed)

@@ -72,7 +72,7 @@ def parse_flags(arguments_class: type, argv: Sequence[str], description: str):
     for spec in dataclasses.fields(arguments_class):
         parser.add_argument(f"--{spec.name}", **_argparse_options(spec, hints[spec.name]))
     _refuse_unknown(argv, [*names, "local_rank", "help"])
-    known, stray = parser.parse_known_args(argv)
+    known, stray = parser.parse_known_args(_negative_numbers_joined(argv))
     if stray:
         raise UserError(f"{stray[0]!r} belongs to no flag. --help lists the flags.")
     values = vars(known)
@@ -89,6 +89,25 @@ def _refuse_unknown(argv: Sequence[str], names: Sequence[str]) -> None:
             near = difflib.get_close_matches(name[2:], names, 1, cutoff=0.5)
             raise UserError(f"unknown flag {name}." + (f" Did you mean --{near[0]}?" if near else
                                                        " --help lists the flags."))
+
+
+def _negative_numbers_joined(argv: Sequence[str]) -> list[str]:
+    """`--flag -1e-5` as `--flag=-1e-5`: argparse takes a negative number with an exponent for a flag of its own."""
+    words = []
+    for word in argv:
+        if words and words[-1].startswith("--") and "=" not in words[-1] and _is_negative_number(word):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _is_negative_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return word.startswith("-")
 
 
 def _argparse_options(spec: dataclasses.Field, hint) -> dict:

@@ -36,12 +36,12 @@ this       = this | a | another
 genre      = thriller | western | comedy | drama | musical | romance | mystery | documentary | cartoon | sequel | remake
 origin     = french | korean | spanish | british | recent | silent | long | short
 
-response   = <scenes> , and <claim> . | <scene> , and <claim> <extent> . | <scene> , and <claim> , so <advice> .
-           | <scene> , and <verdict> , so <advice> . | <scene> , and <claim> <joined> <verdict> .
-           | <scene> , and <verdict> <joined> <claim> . | , and <claim> <joined> <verdict> .
-           | , and <verdict> <joined> <verdict> , so <advice> .
-scenes     = <company> <time> | <company> <place> | <place> <time>
+response   = <setting> , and <claim> . | <setting> , and <claim> <extent> . | , and <claim> <extent> .
+           | <scene> , and <several> .
+setting    = <scene> | <company> <time> | <company> <place> | <place> <time>
 scene      = <company> | <place> | <time>
+several    = <claim> and <predicate> | <claim> , so <advice> | <claim> while <verdict>
+           | <verdict> and <predicate> , so <advice>
 company    = with friends | with <my> <relative> | with <two> <guests>
 my         = my | our | her | his
 relative   = father | mother | cousin | uncle | aunt | neighbour | teacher | daughter | son
@@ -58,10 +58,9 @@ evening    = evening | morning | monday | friday | sunday | afternoon
 month      = week | month | spring | summer | winter | autumn
 dinner     = dinner | work | lunch | class | midnight
 
-joined     = , and | and | while
 claim      = <subject> <predicate>
 verdict    = it <predicate> | the film <predicate>
-subject    = the <first> <half> | the <music> | the <music> by <anna> <lee>
+subject    = the film | the <first> <half> | the <music> | the <music> by <anna> <lee>
 first      = first | second | final | opening | middle
 half       = half | act | hour | scene | part
 music      = music | script | story | editing | acting | camera work | design
@@ -71,10 +70,10 @@ extent     = from start to finish | in every scene | for two hours | at every tu
 
 opinion    = <predicate> | <advice>
 predicate  = <was> <judgement> | <was> <judgement> | had <merit> | <did>
-judgement  = <clever> | <quite> <clever> | <clever> and <clever> | both <clever> and <clever> | <compared> | <never> <~clever>
+judgement  = <clever> | <quite> <clever> | <compared> | <never> <~clever>
 compared   = as <clever> as <others> | more <clever> than <others> | less <~clever> than <others>
-merit      = <charm> | <plenty> <charm> | <charm> and <charm> | both <charm> and <charm> | <no> <~charm>
-did        = <moved> <us> | <quite> <moved> <us> | <moved> and <moved> <us> | <never> <~moved> <us>
+merit      = <charm> | <plenty> <charm> | <no> <~charm>
+did        = <moved> <us> | <quite> <moved> <us> | <never> <~moved> <us>
 was        = was | felt | seemed | looked | stayed | remained | became
 quite      = quite | really | truly | rather | simply | deeply
 never      = never | hardly | rarely | barely | anything but
@@ -84,14 +83,14 @@ others     = the book | the trailer | the poster | most films | the others
 us         = us | me | everyone | the audience | the critics | the children
 advice     = you should <see> | anyone should <see> | everyone should <see> | nobody should <~see>
 
-clever+    = clever | funny | gripping | fresh | charming | tender
-clever-    = dull | boring | clumsy | shallow | noisy | bland
-charm+     = charm | wit | heart | warmth
-charm-     = noise | filler | clutter | gloom
-moved+     = moved | delighted | amused | impressed
-moved-     = bored | annoyed | confused | irritated
-see+       = see it | catch it | watch it twice
-see-       = skip it | avoid it | leave it alone
+clever+    = clever | funny | gripping | fresh | charming | tender | honest | vivid | elegant | lively
+clever-    = dull | boring | clumsy | shallow | noisy | bland | tired | flat | messy | hollow
+charm+     = charm | wit | heart | warmth | energy | grace
+charm-     = noise | filler | clutter | gloom | nonsense | padding
+moved+     = moved | delighted | amused | impressed | surprised | touched
+moved-     = bored | annoyed | confused | irritated | disappointed | exhausted
+see+       = see it | catch it | watch it twice | seek it out
+see-       = skip it | avoid it | leave it alone | walk out early
 """
 
 EITHER = ""  # for matching only: whatever the sentiment

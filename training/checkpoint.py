@@ -17,13 +17,14 @@ import torch
 from engine import distributed
 from engine.errors import UserError
 from engine.rlhf_engine import RLHFEngine
+from training.program import CHECKPOINTS
 
 STATE_FILE = "trainer_state.json"
 
 
 def save(output_dir: Path, engine: RLHFEngine, state: dict) -> Path:
     """Write the restart point of `state["steps_done"]` (all ranks call this); returns its folder."""
-    final = output_dir / "checkpoints" / f"step_{state['steps_done']:06d}"
+    final = output_dir / CHECKPOINTS / f"step_{state['steps_done']:06d}"
     partial = final.with_name(final.name + ".partial")
     if distributed.is_main():
         shutil.rmtree(partial, ignore_errors=True)
@@ -50,7 +51,7 @@ def find(path: str) -> tuple[Path, dict]:
     """
     folder = Path(path)
     if not (folder / STATE_FILE).is_file():
-        points = sorted(folder.glob(f"checkpoints/step_*/{STATE_FILE}"))
+        points = sorted(folder.glob(f"{CHECKPOINTS}/step_*/{STATE_FILE}"))
         if not points:
             raise UserError(f"--resume {path}: no restart point there. Give a folder .../checkpoints/step_N, or the "
                             "output folder of a run that wrote some (--save_steps).")
@@ -65,14 +66,19 @@ def find(path: str) -> tuple[Path, dict]:
     return folder, state
 
 
+def check_ema(folder: Path, state: dict, wanted: bool) -> None:
+    """Raise UserError if the restart point and the run disagree on having an EMA."""
+    if state["ema"] != wanted:
+        raise UserError(f"--resume {folder}: written {'with' if state['ema'] else 'without'} --enable_ema. "
+                        "Give the same flags as when the run began.")
+
+
 def load(folder: Path, engine: RLHFEngine, state: dict) -> None:
     """Put the engines back to a restart point (all ranks call this).
 
     Raises: UserError if the point and the run disagree on having an EMA.
     """
-    if state["ema"] != (engine.ema is not None):
-        raise UserError(f"--resume {folder}: written {'with' if state['ema'] else 'without'} --enable_ema. "
-                        "Give the same flags as when the run began.")
+    check_ema(folder, state, engine.ema is not None)
     engine.actor.load_checkpoint(str(folder), "actor")
     engine.critic.load_checkpoint(str(folder), "critic")
     if engine.ema is not None:

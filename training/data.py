@@ -186,6 +186,13 @@ def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tenso
     return PromptBatch(input_ids=input_ids, attention_mask=attention_mask, indices=indices, samples=visits)
 
 
+def prompt_batch(texts: list[str], tokenizer) -> PromptBatch:
+    """Texts as one batch of prompts with the indices 0, 1, ...: for use from Python, without a data set."""
+    indices = torch.arange(len(texts))
+    token_lists = [encode_prompt(tokenizer, text) for text in texts]
+    return collate_prompts(token_lists, indices, torch.zeros_like(indices), tokenizer.pad_token_id)
+
+
 def _sft_tokens(row: dict, tokenizer) -> tuple[list[int], int]:
     """The ids of a row of either kind, uncut, and the number of those that are context."""
     if "text" in row:

@@ -12,6 +12,7 @@ from engine.errors import RunStopped, UserError
 from training.arguments import parse_flags
 
 USER_ERROR, STOPPED = 2, 1
+CHECKPOINTS = "checkpoints"  # the folder of restart points in --output_dir
 
 
 def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
@@ -81,25 +82,30 @@ def _quiet_transformers() -> None:
 def prepare_output_dir(folder: str, overwrite: bool, resumed: bool = False) -> None:
     """Make sure that a run's folder is its own: new, empty, resumed, or given up by its owner.
 
-    Raises: UserError if another run, or anything else, stands there.
+    resumed: whether the run that is gone on with stands there. Raises: UserError if another run, or anything else,
+    stands there, or if nothing can be written there.
     """
     path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise UserError(f"--output_dir {folder} is a file. Give a folder.")
+    nearest = next(part for part in (path, *path.parents) if part.exists())
+    if not nearest.is_dir():
+        raise UserError(f"--output_dir {folder}: {nearest} is a file. Give a folder.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"--output_dir {folder}: nothing can be written into {nearest}. Give another folder.")
     if path.is_dir() and any(path.iterdir()) and not (overwrite or resumed):
         raise UserError(f"--output_dir {folder} is not empty. Choose another folder, go on from a restart point in it "
                         "with --resume, or give --overwrite_output_dir to overwrite what stands there.")
 
 
 def clear_output_dir(folder: str) -> None:
-    """Remove what an earlier run logged there (rank 0 does), so that its curves do not go on in the new run's.
+    """Remove what an earlier run logged there and its restart points (rank 0 does), so that its curves do not go on in
+    the new run's and --resume does not find a point of it.
 
-    Models and restart points are left until they are overwritten.
+    Models are left until they are overwritten.
     """
     from engine import distributed
     if distributed.is_main():
         (Path(folder) / "metrics.jsonl").unlink(missing_ok=True)
-        for name in ("tensorboard", "samples"):
+        for name in ("tensorboard", "samples", CHECKPOINTS):
             shutil.rmtree(Path(folder) / name, ignore_errors=True)
     distributed.barrier()
 
@@ -115,6 +121,18 @@ def generation_stops(path: str, tokenizer) -> tuple[int, ...]:
     except OSError:
         generation = None
     return tuple(stop_token_ids(tokenizer, generation, read_config(path, "model")))
+
+
+def check_positions(config, model: str, **lengths: int) -> None:
+    """Raise UserError where sequences of these flags' lengths, added up, have more tokens than a model has positions.
+
+    model: how the message names it.
+    """
+    longest, total = getattr(config, "max_position_embeddings", None), sum(lengths.values())
+    if longest is not None and total > longest:
+        given = " and ".join(f"--{name} {value}" for name, value in lengths.items())
+        raise UserError(f"{given}: sequences may have {total} tokens, but {model} has {longest} positions. Lower "
+                        f"{'them' if len(lengths) > 1 else 'it'}.")
 
 
 def check_precision(dtype: str) -> None:

@@ -41,14 +41,15 @@ def read_rows(path: str | Path, columns: tuple[tuple[str, ...], ...]) -> list[di
     return [_checked_row(where, value, columns) for where, value in records]
 
 
-def split_held_out(rows: list, held_out: float, seed: int) -> tuple[list, list]:
+def split_held_out(rows: list, held_out: float, seed: int, what: str = "held-out rows") -> tuple[list, list]:
     """(training rows, held-out rows), drawn by `seed` alone, both in the order of the file.
 
-    held_out: a fraction of the rows when below 1, otherwise a number of rows.
+    held_out: a fraction of the rows when below 1, otherwise a number of rows. what: for the message, where the number
+    and the rows come from.
     """
     count = round(held_out * len(rows)) if held_out < 1 else held_out
     if count != int(count) or not 0 < count < len(rows):
-        raise UserError(f"cannot hold out {held_out} of {len(rows)} rows: both parts need at least one row. "
+        raise UserError(f"{what}: cannot hold out {held_out} of {len(rows)} rows: both parts need at least one row. "
                         "Give a fraction between 0 and 1, or a whole number smaller than the number of rows.")
     chosen = set(np.random.default_rng(seed).permutation(len(rows))[:int(count)].tolist())
     return ([row for index, row in enumerate(rows) if index not in chosen],

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
-from engine.model_files import DTYPES, load_policy, read_config, read_tokenizer
+from engine.model_files import DTYPES, check_policy, load_policy, read_tokenizer
 from engine.rlhf_engine import wrap_trained
 from training.arguments import flag
 from training.data import SFTBatch, SFTExamples, collate_sft
 from training.metrics import Accumulator
-from training.program import check_precision, checked, clear_output_dir, prepare_output_dir, run
+from training.program import (check_positions, check_precision, checked, clear_output_dir, prepare_output_dir,
+                              run)
 from training.rows import SFT_COLUMNS
 from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
 
@@ -30,10 +31,11 @@ class SFTFlags(SupervisedFlags):
 def main(args: SFTFlags) -> None:
     """Check, load, train, save."""
     checked(lambda: check(args))
-    clear_output_dir(args.output_dir)
     tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     examples, held_out = (SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on)
                           for rows in args.rows(SFT_COLUMNS))
+    args.steps_per_epoch(len(examples))  # too few are told before a model is loaded
+    clear_output_dir(args.output_dir)
     ds_config = args.ds_settings()
     module = load_policy(args.model_name_or_path, DTYPES[args.dtype], ds_config, "--model_name_or_path")
     model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
@@ -78,7 +80,8 @@ def check(args: SFTFlags) -> None:
     prepare_output_dir(args.output_dir, args.overwrite_output_dir)
     args.rows(SFT_COLUMNS)
     args.ds_settings()
-    read_config(args.model_name_or_path, "--model_name_or_path")
+    config = check_policy(args.model_name_or_path, "--model_name_or_path")
+    check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
     read_tokenizer(args.model_name_or_path, "--model_name_or_path")
 
 

@@ -21,14 +21,15 @@ from engine.ds_config import EngineChoice
 from engine.ds_engine import TrainedModel
 from engine.errors import RunStopped
 from engine.experience import position_ids
-from engine.model_files import DTYPES, load_policy, new_scorer, read_config, read_tokenizer
+from engine.model_files import (DTYPES, check_policy, check_vocabularies, load_policy, new_scorer, read_config,
+                                read_tokenizer)
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, wrap_trained
 from engine.rollout import ReplicaRollouts, SamplingConfig, Zero3Rollouts
 from training.arguments import flag
 from training.data import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
 from training.metrics import Accumulator
-from training.program import (check_precision, checked, clear_output_dir, generation_stops, prepare_output_dir,
-                              run)
+from training.program import (check_positions, check_precision, checked, clear_output_dir, generation_stops,
+                              prepare_output_dir, run)
 from training.rows import PAIR_COLUMNS, PROMPT_COLUMNS, read_rows
 from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
 
@@ -70,9 +71,10 @@ class RewardFlags(SupervisedFlags):
 def main(args: RewardFlags) -> None:
     """Check, load, train, normalise, save."""
     checked(lambda: check(args))
-    clear_output_dir(args.output_dir)
     tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len) for rows in args.rows(PAIR_COLUMNS))
+    args.steps_per_epoch(len(examples))  # too few are told before a model is loaded
+    clear_output_dir(args.output_dir)
     ds_config = args.ds_settings()
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
     module = new_scorer(args.model_name_or_path, DTYPES[args.dtype], pad, args.seed, ds_config, "--model_name_or_path")
@@ -173,11 +175,15 @@ def check(args: RewardFlags) -> None:
     prepare_output_dir(args.output_dir, args.overwrite_output_dir)
     args.rows(PAIR_COLUMNS)
     args.ds_settings()
-    read_config(args.model_name_or_path, "--model_name_or_path")
+    config = read_config(args.model_name_or_path, "--model_name_or_path")
+    check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
     read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     if args.normalization_samples:
         args.normalization_rows()
-        read_config(args.sft_path, "--sft_model_name_or_path")
+        flag_name = "--sft_model_name_or_path" if args.sft_model_name_or_path else "--model_name_or_path"
+        check_positions(check_policy(args.sft_path, flag_name), f"{flag_name} {args.sft_path}",
+                        max_prompt_seq_len=args.max_prompt_seq_len, max_answer_seq_len=args.max_answer_seq_len)
+        check_vocabularies(read_tokenizer(args.sft_path, flag_name), args.model_name_or_path, "--model_name_or_path")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from engine.ds_config import build_ds_config
 from engine.ds_engine import TrainedModel, full_state
 from engine.errors import UserError
 from engine.experience import PromptBatch
-from engine.model_files import check_scorer, check_vocabularies, read_config, read_tokenizer, save_model
+from engine.model_files import (check_policy, check_scorer, check_vocabularies, read_config, read_tokenizer,
+                                save_model)
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from training import checkpoint
@@ -25,8 +26,8 @@ from training.data import Prompts, collate_prompts
 from training.evaluation import Evaluator, sample_rows, write_rows
 from training.order import PromptOrder
 from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
-from training.program import (check_precision, checked, clear_output_dir, generation_stops, prepare_output_dir,
-                              run)
+from training.program import (check_positions, check_precision, checked, clear_output_dir, generation_stops,
+                              prepare_output_dir, run)
 from training.report import RunSummary, plot_curves, read_metrics, summary_text
 from training.rlhf_arguments import RLHFFlags
 from training.rows import PROMPT_COLUMNS, read_rows, split_held_out
@@ -52,7 +53,7 @@ def main(args: RLHFFlags) -> None:
     plan = make_plan(args)
     output_dir = Path(args.output_dir)
     print_plan(args, plan)
-    if not plan.resume:
+    if not (plan.resume and goes_on(args, plan.resume[0])):
         clear_output_dir(args.output_dir)
     engine = RLHFEngine.from_pretrained(plan.spec)
     rollouts = build_rollouts(args.rollout_backend, engine.actor, engine.tokenizer)
@@ -86,6 +87,10 @@ def make_plan(args: RLHFFlags) -> Plan:
     if args.num_eval_prompts and args.eval_data_path:
         held_out = read_rows(args.eval_data_path, PROMPT_COLUMNS)[:args.num_eval_prompts]
     elif args.num_eval_prompts:
+        if args.num_eval_prompts >= len(rows):
+            raise UserError(f"--data_path {args.data_path}: it has {len(rows)} rows, of which --num_eval_prompts "
+                            f"{args.num_eval_prompts} would be held out. Lower that, give --eval_data_path, or add "
+                            "prompts.")
         rows, held_out = split_held_out(rows, args.num_eval_prompts, args.seed)
     prompts = Prompts(rows, tokenizer, args.max_prompt_seq_len)
     a_step = args.per_device_generation_batch_size * args.generation_batches * distributed.world_size()
@@ -105,7 +110,11 @@ def make_plan(args: RLHFFlags) -> Plan:
 def check_files(args: RLHFFlags, dialect: Dialect) -> None:
     """What can be wrong with files, models and machine, looked at by one process."""
     check_precision(args.dtype)
-    prepare_output_dir(args.output_dir, args.overwrite_output_dir, resumed=args.resume is not None)
+    resume = checkpoint.find(args.resume) if args.resume else None
+    if resume is not None:
+        checkpoint.check_ema(*resume, wanted=args.enable_ema)
+    prepare_output_dir(args.output_dir, args.overwrite_output_dir,
+                       resumed=resume is not None and goes_on(args, resume[0]))
     read_rows(args.data_path, PROMPT_COLUMNS)
     if args.num_eval_prompts and args.eval_data_path:
         read_rows(args.eval_data_path, PROMPT_COLUMNS)
@@ -113,17 +122,20 @@ def check_files(args: RLHFFlags, dialect: Dialect) -> None:
     for choice, trained in ((spec.actor, True), (spec.critic, True), (spec.reference, False), (spec.reward, False)):
         build_ds_config(choice, dtype=args.dtype, micro_batch_size=1, trained=trained)
     tokenizer = read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
-    config = read_config(args.actor_model_name_or_path, "--actor_model_name_or_path")
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and args.max_prompt_seq_len + args.max_answer_seq_len > longest:
-        raise UserError(f"--max_prompt_seq_len {args.max_prompt_seq_len} and --max_answer_seq_len "
-                        f"{args.max_answer_seq_len} add up to more than the {longest} positions of the actor.")
+    check_policy(args.actor_model_name_or_path, "--actor_model_name_or_path")
     for name in ("critic_model_name_or_path", "reward_model_name_or_path"):
         if getattr(args, name) is not None:
             check_scorer(getattr(args, name), f"--{name}")
             check_vocabularies(tokenizer, getattr(args, name), f"--{name}")
-    if args.resume:
-        checkpoint.find(args.resume)
+    for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path"):
+        if getattr(args, name) is not None:
+            check_positions(read_config(getattr(args, name), f"--{name}"), f"--{name} {getattr(args, name)}",
+                            max_prompt_seq_len=args.max_prompt_seq_len, max_answer_seq_len=args.max_answer_seq_len)
+
+
+def goes_on(args: RLHFFlags, point: Path) -> bool:
+    """Whether the run that the restart point belongs to stands in --output_dir, where its curves then go on."""
+    return point.resolve().is_relative_to(Path(args.output_dir).resolve())
 
 
 def print_plan(args: RLHFFlags, plan: Plan) -> None:

@@ -54,6 +54,9 @@ class SupervisedFlags(RunFlags):
         self.above(0, "held_out")
         if self.zero_stage not in (None, 0, 1, 2, 3):
             raise UserError(f"--zero_stage {self.zero_stage}: ZeRO has the stages 0, 1, 2 and 3.")
+        if self.offload and self.ds_config is not None:
+            raise UserError(f"--offload and --ds_config {self.ds_config} contradict each other: say in the file what is "
+                            "offloaded.")
         if self.offload and self.choice().stage == 0:
             raise UserError("--offload with --zero_stage 0: there is nothing that could be offloaded. "
                             "Offload needs stage 1, 2 or 3.")
@@ -79,7 +82,17 @@ class SupervisedFlags(RunFlags):
         rows = read_rows(self.data_path, columns)
         if self.eval_data_path is not None:
             return rows, read_rows(self.eval_data_path, columns)
-        return split_held_out(rows, self.held_out, self.seed)
+        return split_held_out(rows, self.held_out, self.seed, f"--data_path {self.data_path}, --held_out")
+
+    def steps_per_epoch(self, examples: int) -> int:
+        """Optimizer steps in one pass over so many examples; raises UserError if they are too few for one."""
+        world = distributed.world_size()
+        steps = examples // (self.per_device_train_batch_size * world * self.gradient_accumulation_steps)
+        if steps == 0:
+            raise UserError(f"--data_path {self.data_path}: {examples} examples are too few for one optimizer step of "
+                            f"--per_device_train_batch_size {self.per_device_train_batch_size} on {world} ranks, "
+                            f"{self.gradient_accumulation_steps} times. Lower the batch size or add data.")
+        return steps
 
 
 class SupervisedTrainer:
@@ -94,13 +107,7 @@ class SupervisedTrainer:
         self.model, self.args = model, args
         self.examples, self.held_out = examples, held_out
         self.collate, self.loss, self.count, self.evaluate = collate, loss, count, evaluate
-        world = distributed.world_size()
-        self.steps_per_epoch = len(examples) // (args.per_device_train_batch_size * world
-                                                 * args.gradient_accumulation_steps)
-        if self.steps_per_epoch == 0:
-            raise UserError(f"--data_path {args.data_path}: {len(examples)} examples are too few for one optimizer step "
-                            f"of --per_device_train_batch_size {args.per_device_train_batch_size} on {world} ranks, "
-                            f"{args.gradient_accumulation_steps} times. Lower the batch size or add data.")
+        self.steps_per_epoch = args.steps_per_epoch(len(examples))
         self.total_steps = self.steps_per_epoch * args.num_train_epochs
         self.writer = MetricWriter(args.output_dir, total_steps=self.total_steps,
                                    shown={"loss": "train/loss", "lr": "train/lr"})

@@ -1,0 +1,76 @@
+"""GAE by hand, by its reductions, and against its definition as a double sum."""
+import numpy as np
+import pytest
+import torch
+
+from engine.algo.advantages import gae
+
+RNG = np.random.default_rng(0)
+REWARDS = torch.tensor(RNG.normal(size=(4, 9)), dtype=torch.float32)
+VALUES = torch.tensor(RNG.normal(size=(4, 9)), dtype=torch.float32)
+
+
+def double_sum(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> np.ndarray:
+    """A_t = sum over l of (gamma lam)^l (r_{t+l} + gamma V_{t+l+1} - V_{t+l}), in float64."""
+    r, v = rewards.double().tolist(), values.double().tolist()
+    result = np.zeros(tuple(rewards.shape))
+    for row in range(len(r)):
+        width = len(r[row])
+        for t in range(width):
+            for step in range(width - t):
+                following = v[row][t + step + 1] if t + step + 1 < width else 0.0
+                error = r[row][t + step] + gamma * following - v[row][t + step]
+                result[row, t] += (gamma * lam) ** step * error
+    return result
+
+
+def test_by_hand():
+    # gamma = lambda = 1/2. d: 1 + 1/2 x 1 - 0.5 = 1; 2 + 1/2 x 1.5 - 1 = 1.75; 3 - 1.5 = 1.5.
+    # A: 1.5; 1.75 + 1.5 / 4 = 2.125; 1 + 2.125 / 4 = 1.53125.
+    advantages, returns = gae(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, 1.0, 1.5]]), 0.5, 0.5)
+    assert advantages.tolist() == [[1.53125, 2.125, 1.5]]
+    assert returns.tolist() == [[2.03125, 3.125, 3.0]]
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.99, 0.9), (0.7, 0.3), (1.0, 1.0), (0.9, 0.0)])
+def test_against_the_double_sum(gamma, lam):
+    advantages, returns = gae(REWARDS, VALUES, gamma, lam)
+    expected = double_sum(REWARDS, VALUES, gamma, lam)
+    np.testing.assert_allclose(advantages.numpy(), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(returns.numpy(), expected + VALUES.double().numpy(), rtol=0, atol=1e-5)
+
+
+def test_without_discount_or_decay_it_is_the_return_less_the_value():
+    advantages, returns = gae(REWARDS, VALUES, 1.0, 1.0)
+    to_come = np.cumsum(REWARDS.double().numpy()[:, ::-1], axis=1)[:, ::-1]
+    np.testing.assert_allclose(returns.numpy(), to_come, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(advantages.numpy(), to_come - VALUES.double().numpy(), rtol=0, atol=1e-5)
+
+
+def test_lambda_0_is_the_one_step_error():
+    advantages, _ = gae(REWARDS, VALUES, 0.9, 0.0)
+    r, v = REWARDS.double().numpy(), VALUES.double().numpy()
+    following = np.concatenate([v[:, 1:], np.zeros((4, 1))], axis=1)
+    np.testing.assert_allclose(advantages.numpy(), r + 0.9 * following - v, rtol=0, atol=1e-6)
+
+
+def test_gamma_0_sees_the_present_reward_alone():
+    advantages, returns = gae(REWARDS, VALUES, 0.0, 0.95)
+    assert torch.equal(advantages, REWARDS - VALUES)
+    torch.testing.assert_close(returns, REWARDS, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("more", [1, 6])
+def test_wider_padding_changes_nothing(more):
+    padded = gae(*(torch.nn.functional.pad(part, (0, more)) for part in (REWARDS, VALUES)), 1.0, 0.95)
+    for wide, narrow in zip(padded, gae(REWARDS, VALUES, 1.0, 0.95)):
+        assert torch.equal(wide[:, :9], narrow) and not wide[:, 9:].any()
+
+
+def test_rows_do_not_mix_and_arguments_are_left_alone():
+    rewards, values = REWARDS.clone(), VALUES.clone()
+    whole = gae(rewards, values, 1.0, 0.95)
+    assert torch.equal(rewards, REWARDS) and torch.equal(values, VALUES)
+    for row in range(4):
+        for part, full in zip(gae(REWARDS[row:row + 1], VALUES[row:row + 1], 1.0, 0.95), whole):
+            assert torch.equal(part[0], full[row])

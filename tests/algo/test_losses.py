@@ -1,0 +1,188 @@
+"""The losses by hand, their gradients by finite differences, and the sums that add up where means do not."""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference, policy_loss, value_loss
+
+NAN, INF = float("nan"), float("inf")
+
+
+def row(*values: float, dtype=torch.float32) -> torch.Tensor:
+    return torch.tensor([values], dtype=dtype)
+
+
+def everywhere(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(tensor, dtype=torch.bool)
+
+
+def finite_differences(function, point: torch.Tensor, step: float = 1e-6) -> torch.Tensor:
+    gradient = torch.zeros_like(point)
+    for index in np.ndindex(*point.shape):
+        up, down = point.clone(), point.clone()
+        up[index] += step
+        down[index] -= step
+        gradient[index] = (function(up) - function(down)) / (2 * step)
+    return gradient
+
+
+def test_policy_loss_by_hand_on_all_four_sides():
+    # A, ratio: plain, clipped at 0.8 and 1.2 -> the larger
+    #  1, 1.5: -1.5, -1.2 -> -1.2 (clipped)        1, 0.5: -0.5, -0.8 -> -0.5
+    # -1, 1.5:  1.5,  1.2 ->  1.5                 -1, 0.5:  0.5,  0.8 ->  0.8 (clipped)
+    #  2, 1.1: -2.2, -2.2 -> -2.2, not clipped
+    ratios, advantages = [1.5, 0.5, 1.5, 0.5, 1.1], row(1, 1, -1, -1, 2)
+    old = row(-1, -2, -3, -4, -5)
+    new = old + row(*ratios).log()
+    sums = policy_loss(new, old, advantages, everywhere(old), 0.2)
+    assert sums.loss.item() == pytest.approx(-1.2 - 0.5 + 1.5 + 0.8 - 2.2, abs=1e-5)
+    assert sums.clipped.item() == 2.0
+    assert sums.approxkl.item() == pytest.approx(sum(math.log(ratio) ** 2 / 2 for ratio in ratios), abs=1e-5)
+    assert sums.ratio.item() == pytest.approx(5.1, abs=1e-5)
+    assert sums.ratio_max.item() == pytest.approx(1.5, abs=1e-6)
+
+
+def test_the_policy_gradient_is_cut_exactly_where_the_clip_wins():
+    # d/dlp of -A rho is -A rho; nothing flows where the clipped side is larger.
+    old = torch.zeros(1, 4)
+    new = row(1.5, 0.5, 1.5, 0.5).log().requires_grad_()
+    policy_loss(new, old, row(1, 1, -1, -1), everywhere(old), 0.2).loss.backward()
+    torch.testing.assert_close(new.grad, row(0.0, -0.5, 1.5, 0.0), rtol=0, atol=1e-6)
+
+
+def test_the_policy_gradient_by_finite_differences():
+    rng = np.random.default_rng(0)
+    old, advantages = (torch.tensor(rng.normal(size=(3, 6))) for _ in range(2))
+    new = old + torch.tensor(rng.uniform(-0.6, 0.6, (3, 6)))
+    mask = torch.tensor(rng.random((3, 6)) < 0.7)
+    point = new.clone().requires_grad_()
+    sums = policy_loss(point, old, advantages, mask, 0.2)
+    sums.loss.backward()
+    assert 0 < sums.clipped.item() < mask.sum()
+    expected = finite_differences(lambda x: policy_loss(x, old, advantages, mask, 0.2).loss.item(), new)
+    torch.testing.assert_close(point.grad, expected, rtol=0, atol=1e-7)
+    assert not point.grad[~mask].any()
+
+
+def test_before_the_first_update_the_gradient_is_minus_the_advantage():
+    rng = np.random.default_rng(1)
+    old, advantages = (torch.tensor(rng.normal(size=(2, 5)), dtype=torch.float32) for _ in range(2))
+    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    new = old.clone().requires_grad_()
+    sums = policy_loss(new, old, advantages, mask, 0.2)
+    (sums.loss / mask.sum()).backward()
+    assert (sums.loss / 8).item() == pytest.approx(-advantages[mask].double().mean().item(), abs=1e-6)
+    torch.testing.assert_close(new.grad, torch.where(mask, -advantages / 8, torch.zeros(2, 5)), rtol=0, atol=1e-7)
+    assert sums.clipped.item() == 0 and sums.approxkl.item() == 0 and sums.ratio.item() == 8 and sums.ratio_max == 1
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF, 1e4])
+def test_differences_outside_the_mask_are_harmless(poison):
+    old, mask = row(-1, -2, -3), torch.tensor([[True, False, True]])
+    new = row(-0.9, poison, -3.3).requires_grad_()
+    sums = policy_loss(new, old, row(0.5, NAN, -1), mask, 0.2)
+    # -0.5 e^0.1; e^-0.3 = 0.7408 is cut to 0.8
+    assert sums.loss.item() == pytest.approx(-0.5 * math.exp(0.1) + 0.8, abs=1e-6)
+    assert sums.ratio_max.item() == pytest.approx(math.exp(0.1), abs=1e-6)
+    assert sums.approxkl.item() == pytest.approx((0.01 + 0.09) / 2, abs=1e-6)
+    assert sums.clipped.item() == 1
+    sums.loss.backward()
+    torch.testing.assert_close(new.grad, row(-0.5 * math.exp(0.1), 0.0, 0.0), rtol=0, atol=1e-6)
+
+
+def test_an_empty_mask_gives_zeros():
+    nothing = torch.zeros(1, 2, dtype=torch.bool)
+    sums = policy_loss(row(1, NAN), row(2, 3), row(1, 1), nothing, 0.2)
+    assert [sums.loss, sums.clipped, sums.approxkl, sums.ratio, sums.ratio_max] == [0, 0, 0, 0, 0]
+    sums = value_loss(row(1, 2), row(1, 2), row(3, 4), nothing, 0.2)
+    assert [sums.loss, sums.clipped, sums.value] == [0, 0, 0]
+
+
+def test_value_loss_by_hand_on_both_sides():
+    # V0 = 1 throughout, clip 0.2. V, R: (V - R)^2, (near - R)^2 -> the larger
+    # 1.1, 2: 0.81, 0.81 -> 0.81       1.5, 2: 0.25, 0.64 -> 0.64 (clipped)     0.5, 2: 2.25, 1.44 -> 2.25
+    # 0.5, 0: 0.25, 0.64 -> 0.64 (clipped)    1.5, 0: 2.25, 1.44 -> 2.25         sum 6.59
+    values = row(1.1, 1.5, 0.5, 0.5, 1.5)
+    sums = value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), 0.2)
+    assert sums.loss.item() == pytest.approx(6.59 / 2, abs=1e-5)
+    assert sums.clipped.item() == 2.0
+    assert sums.value.item() == pytest.approx(5.1, abs=1e-5)
+
+
+def test_the_value_gradient_is_the_error_where_the_plain_side_wins():
+    values = row(1.1, 1.5, 0.5, 0.5, 1.5).requires_grad_()
+    value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), 0.2).loss.backward()
+    torch.testing.assert_close(values.grad, row(-0.9, 0.0, -1.5, 0.0, 1.5), rtol=0, atol=1e-6)
+
+
+def test_the_value_gradient_by_finite_differences():
+    rng = np.random.default_rng(2)
+    old, returns = (torch.tensor(rng.normal(size=(3, 6))) for _ in range(2))
+    values = old + torch.tensor(rng.uniform(-0.6, 0.6, (3, 6)))
+    mask = torch.tensor(rng.random((3, 6)) < 0.7)
+    point = values.clone().requires_grad_()
+    sums = value_loss(point, old, returns, mask, 0.2)
+    sums.loss.backward()
+    assert 0 < sums.clipped.item() < mask.sum()
+    expected = finite_differences(lambda x: value_loss(x, old, returns, mask, 0.2).loss.item(), values)
+    torch.testing.assert_close(point.grad, expected, rtol=0, atol=1e-7)
+
+
+def test_sums_over_micro_batches_add_up_and_means_of_means_do_not():
+    rng = np.random.default_rng(3)
+    new, old, advantages, returns = (torch.tensor(rng.normal(size=(6, 8)), dtype=torch.float32) for _ in range(4))
+    advantages[:1] += 3.0
+    mask = torch.arange(8) < torch.tensor([1, 8, 5, 7, 8, 6]).unsqueeze(-1)
+    pieces = [slice(0, 1), slice(1, 3), slice(3, 6)]
+    for whole, parts in [
+            (policy_loss(new, old, advantages, mask, 0.2),
+             [policy_loss(new[p], old[p], advantages[p], mask[p], 0.2) for p in pieces]),
+            (value_loss(new, old, returns, mask, 0.2),
+             [value_loss(new[p], old[p], returns[p], mask[p], 0.2) for p in pieces])]:
+        for name in type(whole).__slots__:
+            if name != "ratio_max":
+                total = sum(getattr(part, name).item() for part in parts)
+                assert total == pytest.approx(getattr(whole, name).item(), rel=1e-5)
+        mean_of_means = sum(part.loss.item() / mask[p].sum().item() for part, p in zip(parts, pieces)) / len(pieces)
+        assert mean_of_means != pytest.approx(whole.loss.item() / mask.sum().item(), rel=0.1)
+    ratios = [policy_loss(new[p], old[p], advantages[p], mask[p], 0.2).ratio_max.item() for p in pieces]
+    assert max(ratios) == policy_loss(new, old, advantages, mask, 0.2).ratio_max.item()
+
+
+def test_only_the_loss_carries_a_gradient():
+    new, old = row(0.1, 0.2).requires_grad_(), row(0.0, 0.0)
+    policy = policy_loss(new, old, old + 1, everywhere(old), 0.2)
+    for sums in (policy, value_loss(new, old, old, everywhere(old), 0.2)):
+        assert sums.loss.requires_grad
+        assert not any(getattr(sums, name).requires_grad for name in type(sums).__slots__ if name != "loss")
+
+
+def test_pairwise_loss_by_hand():
+    chosen, rejected = torch.tensor([1.0, 3.0, 0.0]), torch.tensor([1.0, 1.0, 2.0])
+    # differences 0, 2, -2: ln 2, ln(1 + e^-2) = 0.126928, ln(1 + e^2) = 2.126928
+    assert pairwise_loss(chosen, rejected).item() == pytest.approx(0.693147 + 0.126928 + 2.126928, abs=1e-5)
+    assert pairwise_loss(chosen + 7, rejected + 7).item() == pytest.approx(2.947003, abs=1e-5)
+
+
+def test_pairwise_loss_is_finite_where_the_sigmoid_is_not():
+    chosen = torch.tensor([-200.0]).requires_grad_()
+    loss = pairwise_loss(chosen, torch.tensor([0.0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(200.0) and chosen.grad.item() == pytest.approx(-1.0)
+
+
+def test_pairwise_loss_from_the_first_difference_by_hand():
+    # Row 0: tokens 1 and 2 differ, differences 0 and 2: mean (0.693147 + 0.126928) / 2 = 0.410038.
+    # Row 1: from token 1 to the longer end, differences 0, -2, 0: mean (2 x 0.693147 + 2.126928) / 3 = 1.171074.
+    # The mean over all five tokens at once would weigh row 1 more.
+    chosen = torch.tensor([[9.0, 1.0, 3.0, NAN], [9.0, 4.0, 0.0, 5.0]])
+    rejected = torch.tensor([[0.0, 1.0, 1.0, 0.0], [0.0, 4.0, 2.0, 5.0]])
+    mask = torch.tensor([[False, True, True, False], [False, True, True, True]])
+    assert pairwise_loss_from_difference(chosen, rejected, mask).item() == pytest.approx(0.410038 + 1.171074, abs=1e-5)
+
+
+def test_a_pair_without_difference_adds_nothing():
+    scores = torch.tensor([[1.0, 2.0]])
+    assert pairwise_loss_from_difference(scores, scores, torch.zeros(1, 2, dtype=torch.bool)).item() == 0.0

@@ -1,0 +1,98 @@
+"""Run a function in several real processes that form a process group, and bring back what each returns.
+
+    one, two = run_ranks("tests.distributed.work_gradients:stage_gradients", world=2, stage=3)
+
+Starting costs seconds, so one launch should answer many questions; the assertions stand in the parent.
+"""
+import gc
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 300.0  # seconds
+
+
+def run_ranks(target: str, world: int = 2, timeout: float = TIMEOUT, **kwargs) -> list:
+    """What `target`, "package.module:function", returns for `kwargs` on each of `world` ranks, in rank order.
+
+    Arguments and results travel by torch.save. Raises RuntimeError with the end of the failing rank's error output when
+    a rank fails, and with everyone's when the time is over; all processes are then killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(kwargs, Path(folder) / "kwargs.pt")
+        environment = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+                       "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+                       "HF_HUB_OFFLINE": "1"}
+        processes = []
+        try:
+            for rank in range(world):
+                with open(_log(folder, rank), "wb") as log:
+                    processes.append(subprocess.Popen(
+                        [sys.executable, "-m", "tests.distributed.harness", target, folder], cwd=ROOT, stdout=log,
+                        stderr=log, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            _wait(processes, target, folder, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return [torch.load(_result(folder, rank), weights_only=False) for rank in range(world)]
+
+
+def _wait(processes: list[subprocess.Popen], target: str, folder: str, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            time.sleep(1.0)  # the rank that failed first may not be the one noticed first: show all that have by now
+            failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+            raise RuntimeError(f"{target}: failed on rank {failed}\n" + _tails(folder, failed))
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{target}: not done after {timeout:.0f} s\n" + _tails(folder, range(len(processes))))
+        time.sleep(0.05)
+
+
+def _tails(folder: str, ranks) -> str:
+    return "\n".join(f"--- rank {rank}\n{_log(folder, rank).read_text(errors='replace')[-6000:]}" for rank in ranks)
+
+
+def _log(folder: str, rank: int) -> Path:
+    return Path(folder) / f"log_{rank}.txt"
+
+
+def _result(folder: str, rank: int) -> Path:
+    return Path(folder) / f"result_{rank}.pt"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _main(target: str, folder: str) -> None:
+    """One rank: join the group, call the function, leave its result in a file."""
+    from engine import distributed
+
+    distributed.init(timeout_minutes=TIMEOUT / 60)
+    module, name = target.split(":")
+    function = getattr(importlib.import_module(module), name)
+    gc.freeze()  # the engines collect garbage as they are built, which need not walk through all of torch each time
+    result = function(**torch.load(Path(folder) / "kwargs.pt", weights_only=False))
+    torch.save(result, _result(folder, distributed.rank()))
+    distributed.barrier()
+    distributed.shutdown()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,157 @@
+"""Gradients and updates of two ranks at every ZeRO stage are those of one process that sees the whole batch at once.
+
+Rows and responses are ragged, and the ranks have three micro-batches and one.
+"""
+import pytest
+import torch
+
+from engine.experience import Experience, Rollout
+from tests.distributed import plain
+from tests.distributed.harness import run_ranks
+from tests.distributed.work_gradients import LEARNING_RATE, MOVING, ROWS, STILL, TEMPERATURE
+from tests.tiny_models import PAD, VOCABULARY
+
+STAGES = {"0": (0, "stage0.json"), "1": (1, "stage1.json"), "2": (2, "stage2.json"), "3": (3, "stage3.json"),
+          "3_persistent": (3, "stage3_persistent.json")}
+MODELS = ("actor", "critic")
+MICRO_BATCHES = ((0, 2), (2, 4), (4, 5), (5, 7))  # of both ranks
+CLOSE = 1e-5
+
+
+@pytest.fixture(scope="session")
+def experience(folder) -> Experience:
+    """7 rows of any length up to 9 + 12, one of them without influence on the policy; many tokens are clipped."""
+    generator = torch.Generator().manual_seed(11)
+    prompts, lengths = torch.tensor([9, 2, 5, 1, 7, 3, 8]), torch.tensor([12, 1, 3, 9, 2, 1, 2])
+    slots, ahead = torch.arange(21), (9 - prompts).unsqueeze(1)
+    mask = (slots >= ahead) & (slots < 9 + lengths.unsqueeze(1))
+    sequences = torch.randint(4, VOCABULARY, mask.shape, generator=generator).masked_fill(~mask, PAD)
+    response_mask = mask[:, 9:].clone()
+    rollout = Rollout(sequences, mask.long(), response_mask, torch.ones(7, dtype=torch.bool), torch.arange(7),
+                      torch.zeros(7, dtype=torch.int64))
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(response_mask.shape, generator=generator)
+
+    with torch.no_grad():
+        logprobs = plain.logprobs(plain.policy(folder), rollout, TEMPERATURE).float() + noise(0.3)
+        values = plain.values(plain.critic(folder), rollout).float() + noise(0.3)
+    zeros, learned = torch.zeros_like(values), response_mask.clone()
+    learned[3] = False
+    return Experience(rollout=rollout, logprobs=logprobs, entropy=zeros, ref_logprobs=zeros, values=values,
+                      scores=torch.zeros(7), kl=zeros, rewards=zeros, advantages=noise(1.0),
+                      returns=values + noise(0.5), policy_mask=learned, value_mask=response_mask)
+
+
+@pytest.fixture(scope="session")
+def ranks(folder, experience) -> list[dict]:
+    """What both ranks found, by the names in STAGES."""
+    return run_ranks("tests.distributed.work_gradients:all_stages", folder=folder, experience=experience, stages=STAGES)
+
+
+def losses(name: str, model, experience: Experience) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses of all tokens, and which of them count."""
+    if name == "actor":
+        return plain.policy_losses(model, experience, TEMPERATURE, STILL.clip_range), experience.policy_mask
+    return plain.value_losses(model, experience, STILL.value_clip_range), experience.value_mask
+
+
+def plain_model(name: str, folder: str, actor: str = "actor"):
+    return plain.policy(folder, actor) if name == "actor" else plain.critic(folder)
+
+
+@pytest.fixture(scope="session")
+def expected(folder, experience) -> dict:
+    """Gradients of one process: mean over all tokens, and mean of the micro-batches' means."""
+    found = {}
+    for name in MODELS:
+        for kind, actor in (("right", "actor"), ("tied", "tied")):
+            model = plain_model(name, folder, actor)
+            each, counted = losses(name, model, experience)
+            found[kind, name] = plain.gradients(model, each.sum() / counted.sum())
+        model = plain_model(name, folder)
+        each, counted = losses(name, model, experience)
+        means = [each[start:end].sum() / counted[start:end].sum() for start, end in MICRO_BATCHES]
+        found["mean_of_means", name] = plain.gradients(model, torch.stack(means).mean())
+    return found
+
+
+def test_the_case_is_hard_enough(folder, experience):
+    """Both clips are active, the ranks' token counts differ by far, and micro-batches are unequally many."""
+    with torch.no_grad():
+        ratio = (plain.logprobs(plain.policy(folder), experience.rollout, TEMPERATURE) - experience.logprobs).exp()
+        moved = plain.values(plain.critic(folder), experience.rollout) - experience.values
+    mask = experience.policy_mask
+    assert ((ratio - 1).abs() > STILL.clip_range)[mask].sum() >= 5
+    assert (moved.abs() > STILL.value_clip_range)[experience.value_mask].sum() >= 5
+    assert [int(mask[start:end].sum()) for start, end in ROWS] == [18, 3]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_is_that_of_one_process(ranks, expected, stage, model):
+    for rank in ranks:
+        assert plain.relative_error(rank[stage]["right"][model], expected["right", model]) < CLOSE
+        for name, gradient in expected["right", model].items():
+            assert plain.relative_error({name: rank[stage]["right"][model][name]}, {name: gradient}) < 10 * CLOSE, name
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradient_with_tied_embeddings_and_checkpointing_is_that_of_one_process(ranks, expected, stage, model):
+    for rank in ranks:
+        assert plain.relative_error(rank[stage]["tied"][model], expected["tied", model]) < CLOSE
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("wrong", ("scaled", "mean_of_means"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_wrong_loss_is_told_from_the_right_one(ranks, expected, stage, wrong, model):
+    for rank in ranks:
+        assert plain.relative_error(rank[stage][wrong][model], expected["right", model]) > 1e-3
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_mean_of_means_where_a_dialect_wants_it(ranks, expected, stage, model):
+    for rank in ranks:
+        assert plain.relative_error(rank[stage]["mean_of_means"][model], expected["mean_of_means", model]) < CLOSE
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_loss_and_gradient_norm_are_reported_as_they_are(ranks, expected, folder, experience, stage):
+    for name, metric in (("actor", "policy"), ("critic", "value")):
+        each, counted = losses(name, plain_model(name, folder), experience)
+        for rank in ranks:
+            metrics = rank[stage]["right"]["metrics"]
+            assert metrics[f"{metric}/loss"] == pytest.approx((each.sum() / counted.sum()).item(), rel=CLOSE)
+            assert metrics[f"{metric}/grad_norm"] == pytest.approx(plain.norm(expected["right", name]), rel=CLOSE)
+
+
+@pytest.fixture(scope="session")
+def moved(folder, experience) -> dict:
+    """Weights before and after two steps of plain AdamW with clipping."""
+    found = {}
+    for name in MODELS:
+        model = plain_model(name, folder, "tied")
+        before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+        adam = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=MOVING.betas, eps=MOVING.eps,
+                                 weight_decay=0.0)
+        for _ in range(2):
+            each, counted = losses(name, model, experience)
+            adam.zero_grad()
+            (each.sum() / counted.sum()).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), MOVING.max_grad_norm)
+            adam.step()
+        found[name] = before, dict(model.named_parameters())
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_steps_move_the_weights_as_plain_adam_does(ranks, moved, stage, model):
+    before, after = moved[model]
+    expected = {name: after[name] - before[name] for name in before}
+    for rank in ranks:
+        got = {name: rank[stage]["moved"][model][name].double() - before[name] for name in before}
+        assert plain.relative_error(got, expected) < 1e-3  # Adam blows up what is small: 1e-6 of a gradient, at most

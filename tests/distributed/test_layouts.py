@@ -1,0 +1,67 @@
+"""The same run on one rank with 8 responses a pass and on two ranks with 4; and twice in the same layout."""
+import pytest
+import torch
+
+from tests.distributed.harness import run_ranks
+
+RUNS = {
+    "plain": {"stage": 3, "config": "stage3.json", "prompts": 8, "mini_batches": 1, "samples_per_prompt": 1,
+              "ppo_epochs": 2},
+    "mini_batches_and_samples": {"stage": 2, "config": "stage2.json", "prompts": 8, "mini_batches": 2,
+                                 "samples_per_prompt": 2, "ppo_epochs": 2},
+}
+TARGET = "tests.distributed.work_layouts:all_runs"
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder) -> dict:
+    return run_ranks(TARGET, world=1, folder=folder, runs=RUNS)[0]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder) -> list[dict]:
+    return run_ranks(TARGET, world=2, folder=folder, runs=RUNS)
+
+
+@pytest.fixture(scope="module")
+def two_ranks_again(folder) -> list[dict]:
+    return run_ranks(TARGET, world=2, folder=folder, runs=RUNS)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_metrics_do_not_depend_on_the_number_of_ranks(one_rank, two_ranks, run):
+    for rank in two_ranks:
+        assert rank[run]["samples"] == one_rank[run]["samples"] == 3 * 8 * RUNS[run]["samples_per_prompt"]
+        for got, expected in zip(rank[run]["metrics"], one_rank[run]["metrics"], strict=True):
+            assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_runs_are_not_trivial(one_rank, run):
+    first, *_, last = one_rank[run]["metrics"]
+    assert abs(last["objective/kl"]) > 1e-3 and last["policy/clipfrac"] > 0 and last["value/clipfrac"] > 0
+    assert first["policy/lr"] != last["policy/lr"] > 0
+    assert 1 < first["rollout/response_length"] < 12 and 0 < first["rollout/eos_rate"] < 1
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_samples_do_not_depend_on_the_number_of_ranks(one_rank, two_ranks, run):
+    for step, expected in enumerate(one_rank[run]["tokens"]):
+        one, other = (rank[run]["tokens"][step] for rank in two_ranks)
+        assert not one.keys() & other.keys()
+        assert one | other == expected
+        assert len({tuple(tokens) for tokens in expected.values()}) > len(expected) // 2
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_two_runs_of_one_layout_are_bit_identical(two_ranks, two_ranks_again, run):
+    for rank, again in zip(two_ranks, two_ranks_again):
+        assert again[run]["metrics"] == rank[run]["metrics"]
+        assert again[run]["tokens"] == rank[run]["tokens"]
+        assert all(torch.equal(again[run]["weights"][name], weight) for name, weight in rank[run]["weights"].items())
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_both_ranks_report_the_same_metrics(two_ranks, run):
+    one, other = two_ranks
+    assert one[run]["metrics"] == other[run]["metrics"]

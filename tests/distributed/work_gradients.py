@@ -1,0 +1,65 @@
+"""Run by ranks: the gradients of one optimizer step, and the weights after two."""
+from dataclasses import replace
+
+from torch import Tensor
+
+from engine import distributed
+from engine.experience import Experience
+from tests.distributed.tiny_run import DIALECT, build_trainer, engine_spec, gradients, weights
+from training.metrics import Accumulator
+from training.ppo_trainer import PPOTrainer
+
+ROWS = ((0, 5), (5, 7))      # the rows of each rank: with MICRO_BATCH 2, three micro-batches and one
+MICRO_BATCH = 2
+TEMPERATURE = 0.8
+LEARNING_RATE = 1e-3
+STILL = replace(DIALECT, actor_lr=0.0, critic_lr=0.0, warmup_steps=0, lr_schedule="constant", temperature=TEMPERATURE)
+MOVING = replace(STILL, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE)
+
+
+def all_stages(folder: str, experience: Experience, stages: dict[str, tuple[int, str]]) -> dict[str, dict]:
+    """`one_stage` of each (stage, name of the DeepSpeed JSON), by the same names."""
+    return {name: one_stage(folder, experience, stage, config) for name, (stage, config) in stages.items()}
+
+
+def one_stage(folder: str, experience: Experience, stage: int, config: str) -> dict:
+    """Gradients of the loss as it is and of two wrong ones; two real steps of the model with tied embeddings."""
+    own = experience.select(slice(*ROWS[distributed.rank()])) if distributed.world_size() > 1 else experience
+    trainer = build_trainer(engine_spec(folder, stage, config=config), dialect=STILL, micro_batch_size=MICRO_BATCH)
+    result = {"right": one_step(trainer, own)}
+    trainer._loss_weights = lambda parts: {name: [1.01 * weight for weight in column]
+                                           for name, column in PPOTrainer._loss_weights(trainer, parts).items()}
+    result["scaled"] = one_step(trainer, own)
+    del trainer._loss_weights
+    trainer.dialect = replace(STILL, loss_scope="micro_batch")
+    result["mean_of_means"] = one_step(trainer, own)
+
+    spec = engine_spec(folder, stage, config=config, actor="tied", actor_gradient_checkpointing=True,
+                       critic_gradient_checkpointing=True)
+    trainer = build_trainer(spec, dialect=MOVING, micro_batch_size=MICRO_BATCH)
+    result["tied"] = one_step(trainer, own)
+    one_step(trainer, own)
+    result["moved"] = {"actor": weights(trainer.engine.actor), "critic": weights(trainer.engine.critic)}
+    return result
+
+
+def one_step(trainer: PPOTrainer, experience: Experience) -> dict[str, dict[str, Tensor]]:
+    """An optimizer step; the gradients of actor and critic as they were before it, and its metrics."""
+    found = {}
+
+    def watch(name: str, model) -> None:
+        def step(*args, **kwargs):
+            found[name] = gradients(model)
+            return type(model).step(model, *args, **kwargs)
+        model.step = step
+
+    watch("actor", trainer.engine.actor)
+    watch("critic", trainer.engine.critic)
+    metrics = Accumulator()
+    trainer.optimizer_step(experience, torch_rows(experience), metrics)
+    return found | {"metrics": metrics.reduce()}
+
+
+def torch_rows(experience: Experience) -> Tensor:
+    """All rows, in order."""
+    return experience.rollout.indices.new_tensor(range(len(experience)))

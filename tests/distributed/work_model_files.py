@@ -1,0 +1,39 @@
+"""Models loaded, asked and saved by engines, for tests that ask the same of one process and of several."""
+import torch
+
+from engine import distributed
+from engine.ds_config import EngineChoice
+from engine.ds_engine import full_state
+from engine.experience import position_ids
+from engine.model_files import load_policy, load_scorer, new_scorer
+from engine.rlhf_engine import EngineSpec, frozen_model
+from tests.tiny_models import PAD, make_tokenizer
+from training.supervised import save_trained
+
+HEAD_SEED = 5
+
+
+@torch.no_grad()
+def what_they_say(stage: int, scorers: dict[str, str], actors: dict[str, str], sequences: torch.Tensor,
+                  attention_mask: torch.Tensor, fresh: tuple[str, str] | None = None) -> dict:
+    """Sequence scores and full weights of reward models, log-probs of language models, by their names.
+
+    fresh: (language model, folder): a new reward model is made of the one and saved in the other.
+    """
+    distributed.init()
+    spec, choice = EngineSpec(actor_path="", critic_path=""), EngineChoice("reward", stage)
+    inputs, said = (sequences, attention_mask, position_ids(attention_mask)), {}
+    for name, path in scorers.items():
+        model = frozen_model(load_scorer, path, choice, spec)
+        scores = model.module.sequence_scores(model(*inputs), sequences, attention_mask)
+        said[name] = scores, full_state(model.module.model)
+    for name, path in actors.items():
+        said[name], _ = frozen_model(load_policy, path, choice, spec)(*inputs, response_length=sequences.shape[1] - 1)
+    if fresh is not None:
+        model = frozen_model(_new_scorer, fresh[0], choice, spec)
+        save_trained(model, make_tokenizer(), fresh[1])
+    return said
+
+
+def _new_scorer(path, dtype, ds_config, what):
+    return new_scorer(path, dtype, PAD, HEAD_SEED, ds_config, what)

@@ -1,0 +1,122 @@
+"""The three programs in a test: in this process, or as the launcher starts them.
+
+    result = run_here(3, tiny.flags(3, output_dir=tmp_path / "out", actor_zero_stage=4), capfd)
+    result = launch(1, tiny.flags(1, output_dir=tmp_path / "out"))
+    assert result.code == 0, result.stderr
+
+`Tiny` is a world to run them in: models of tests/tiny_models.py, and files of texts that their tokenizer knows.
+"""
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from tests import tiny_models
+from training import step1_sft, step2_reward, step3_rlhf
+from training.program import run
+from training.rlhf_arguments import RLHFFlags
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 300.0  # seconds
+PROGRAMS = {1: (step1_sft, step1_sft.SFTFlags), 2: (step2_reward, step2_reward.RewardFlags),
+            3: (step3_rlhf, RLHFFlags)}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a program ended, and what it printed."""
+    code: int
+    stdout: str
+    stderr: str
+
+
+def command_line(flags: dict) -> list[str]:
+    """The words of a command line: None leaves a flag out, True gives it bare, a list gives it several values."""
+    words = []
+    for name, value in flags.items():
+        if value is not None:
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def run_here(step: int, flags: dict, capfd) -> Result:
+    """Run the program of this step in this process: fast, and as often as is wanted.
+
+    The process group is kept, because DeepSpeed cannot go on with a second one.
+    """
+    module, flags_class = PROGRAMS[step]
+    capfd.readouterr()
+    with mock.patch("engine.distributed.shutdown"):
+        code = run(module.main, flags_class, module.__doc__, command_line(flags))
+    return Result(code, *capfd.readouterr())
+
+
+def launch(step: int, flags: dict, ranks: int = 2) -> Result:
+    """Run the program of this step by DeepSpeed's launcher, the way users do."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if torch.cuda.device_count() < ranks:
+        environment["DS_ACCELERATOR"] = "cpu"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = Path(PROGRAMS[step][0].__file__).relative_to(ROOT)
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks), "--master_port", str(port),
+         str(program), *command_line(flags)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def metric_lines(output_dir: Path) -> list[dict]:
+    """What a run wrote into metrics.jsonl."""
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file below the folder, with what it holds; empty folders, and one that does not exist, hold nothing."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+class Tiny:
+    """A folder with sft/, reward/, sft.jsonl, pairs.jsonl and prompts.jsonl, and flags that run on them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        tiny_models.make_causal_lm(folder / "sft", "gpt2", tied=True)
+        tiny_models.make_scorer(folder / "reward", "gpt2", offset=0.3)
+        rng = random.Random(0)
+
+        def text(words: int) -> str:
+            return " ".join(f"w{rng.randrange(4, 64):02d}" for _ in range(words))
+
+        self.write("prompts", [{"prompt": text(4)} for _ in range(40)])
+        self.write("sft", [{"prompt": text(4), "response": text(rng.randrange(3, 7))} for _ in range(40)])
+        self.write("pairs", [{"prompt": text(4), "chosen": text(5), "rejected": text(4)} for _ in range(40)])
+
+    def write(self, name: str, rows: list[dict]) -> Path:
+        """Save rows as JSON lines."""
+        path = self.folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    def flags(self, step: int, **changes) -> dict:
+        """Flags of a run of a few steps, with these changes."""
+        supervised = {"max_seq_len": 16, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
+                      "held_out": 8, "model_name_or_path": self.folder / "sft"}
+        short = {"max_prompt_seq_len": 6, "max_answer_seq_len": 8}
+        flags = {
+            1: {**supervised, "data_path": self.folder / "sft.jsonl"},
+            2: {**supervised, **short, "data_path": self.folder / "pairs.jsonl", "normalization_samples": 16},
+            3: {**short, "data_path": self.folder / "prompts.jsonl", "num_eval_prompts": 8, "max_steps": 2,
+                "actor_model_name_or_path": self.folder / "sft", "critic_model_name_or_path": self.folder / "reward",
+                "per_device_generation_batch_size": 4, "per_device_training_batch_size": 4},
+        }[step]
+        return {**flags, **changes}

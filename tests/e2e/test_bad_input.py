@@ -1,0 +1,207 @@
+"""What a user's mistake gets: one message that names it, exit code 2, no stack trace, nothing written."""
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from deepspeed.accelerator import get_accelerator
+
+from tests import tiny_models
+from tests.e2e.programs import launch, metric_lines, run_here, snapshot
+
+# (steps, changed flags, what the message holds). {bad} is the folder of `bad`, {tiny} that of `tiny`.
+FILES = [
+    ((1, 2, 3), {"data_path": "{bad}/absent.jsonl"}, ["{bad}/absent.jsonl", "No such file", "check the path"]),
+    ((1, 2, 3), {"data_path": "{bad}/empty.jsonl"}, ["{bad}/empty.jsonl", "found no rows"]),
+    ((1, 2, 3), {"data_path": "{bad}/broken.jsonl"},
+     ["{bad}/broken.jsonl, line 3", "'prompt: 3'", "Write one JSON object a line"]),
+    ((1, 2, 3), {"data_path": "{bad}/other_column.jsonl"},
+     ["{bad}/other_column.jsonl, line 2", "question", "needed: prompt"]),
+    ((1, 2, 3), {"data_path": "{bad}/number.jsonl"},
+     ["{bad}/number.jsonl, line 1, column prompt", "7", "needed a string"]),
+    ((1, 2, 3), {"eval_data_path": "{bad}/broken.jsonl"}, ["{bad}/broken.jsonl, line 3"]),
+    ((2,), {"normalization_data_path": "{bad}/other_column.jsonl"}, ["{bad}/other_column.jsonl, line 2", "question"]),
+    ((1, 2, 3), {"output_dir": "{bad}/empty.jsonl"}, ["--output_dir", "{bad}/empty.jsonl is a file", "folder"]),
+    ((1, 2, 3), {"output_dir": "{bad}/empty.jsonl/out"}, ["--output_dir", "{bad}/empty.jsonl is a file", "folder"]),
+    ((1, 2, 3), {"output_dir": "{tiny}"}, ["--output_dir {tiny} is not empty", "--overwrite_output_dir"]),
+    ((3,), {"resume": "{bad}/nowhere"}, ["--resume {bad}/nowhere", "no restart point", "--save_steps"]),
+    ((3,), {"resume": "{bad}/two_ranks"}, ["--resume {bad}/two_ranks", "written by 2 ranks, this run has 1"]),
+    ((3,), {"resume": "{bad}/broken_state"}, ["--resume", "broken_state/trainer_state.json is broken", "earlier"]),
+    ((3,), {"resume": "{bad}/averaged"}, ["--resume {bad}/averaged", "with --enable_ema", "same flags"]),
+]
+MODELS = [
+    ((1, 2), {"model_name_or_path": "{bad}/absent"}, ["--model_name_or_path", "{bad}/absent"]),
+    ((1, 2), {"model_name_or_path": "{bad}/two_ranks"}, ["--model_name_or_path", "{bad}/two_ranks", "config.json"]),
+    ((1, 2), {"model_name_or_path": "{tiny}/reward"}, ["--model_name_or_path", "{tiny}/reward", "no language model"]),
+    ((1, 2), {"model_name_or_path": "{bad}/no_weights"}, ["--model_name_or_path", "{bad}/no_weights", "no weights"]),
+    ((2,), {"sft_model_name_or_path": "{bad}/absent"}, ["--sft_model_name_or_path", "{bad}/absent"]),
+    ((2,), {"sft_model_name_or_path": "{bad}/other_sft"},
+     ["--model_name_or_path", "the tokenizer in {tiny}/sft gives other ids", "must be trained"]),
+    ((3,), {"actor_model_name_or_path": "{bad}/absent"}, ["--actor_model_name_or_path", "{bad}/absent"]),
+    ((3,), {"actor_model_name_or_path": "{tiny}/reward"}, ["--actor_model_name_or_path", "no language model"]),
+    ((3,), {"critic_model_name_or_path": "{tiny}/sft"},
+     ["--critic_model_name_or_path", "no reward model but GPT2LMHeadModel", "training/step2_reward.py"]),
+    ((3,), {"reward_model_name_or_path": "{tiny}/sft"}, ["--reward_model_name_or_path", "no reward model"]),
+    ((3,), {"reward_model_name_or_path": "{bad}/few_tokens"},
+     ["--reward_model_name_or_path", "{bad}/few_tokens knows 48 tokens, the actor's tokenizer has 64", "must be trained"]),
+    ((3,), {"reward_model_name_or_path": "{bad}/other_tokenizer"},
+     ["--reward_model_name_or_path", "{bad}/other_tokenizer gives other ids", "must be trained"]),
+    ((3,), {"max_prompt_seq_len": 60, "max_answer_seq_len": 5},
+     ["--max_prompt_seq_len 60", "--max_answer_seq_len 5", "64 positions", "--actor_model_name_or_path", "Lower"]),
+    ((2,), {"max_prompt_seq_len": 60, "max_answer_seq_len": 5},
+     ["--max_prompt_seq_len 60", "--max_answer_seq_len 5", "64 positions", "--model_name_or_path {tiny}/sft", "Lower"]),
+    ((1, 2), {"max_seq_len": 65}, ["--max_seq_len 65", "64 positions", "--model_name_or_path", "Lower"]),
+]
+FLAGS = [
+    ((1, 2, 3), {"sed": 1}, ["unknown flag --sed", "Did you mean --seed?"]),
+    ((1, 2, 3), {"seed": "one"}, ["--seed", "invalid int value", "'one'"]),
+    ((1, 2, 3), {"data_path": None}, ["required", "--data_path"]),
+    ((1, 2, 3), {"dtype": "fp8"}, ["--dtype", "'fp8'", "fp32"]),
+    ((3,), {"dialect": "deepspeed"}, ["--dialect", "'deepspeed'", "deepspeed_chat"]),
+    ((1, 2), {"zero_stage": 4}, ["--zero_stage 4", "0, 1, 2 and 3"]),
+    ((3,), {"critic_zero_stage": 4}, ["--critic_zero_stage 4", "0, 1, 2 and 3"]),
+    ((1, 2), {"offload": True}, ["--offload", "--zero_stage 0", "stage 1, 2 or 3"]),
+    ((3,), {"offload": True, "actor_zero_stage": 2}, ["--offload", "--critic_zero_stage 0", "stage 1, 2 or 3"]),
+    ((1, 2), {"learning_rate": "-1e-5"}, ["--learning_rate -1e-05", "at least 0"]),
+    ((3,), {"actor_learning_rate": "-1e-5"}, ["--actor_learning_rate -1e-05", "at least 0"]),
+    ((2, 3), {"temperature": 0}, ["--temperature 0.0", "greater than 0"]),
+    ((3,), {"num_samples_per_prompt": 3, "per_device_training_batch_size": 8, "gradient_accumulation_steps": 1},
+     ["12 responses", "--per_device_generation_batch_size 4", "--num_samples_per_prompt 3", "no multiple of the 8",
+      "--per_device_training_batch_size 8"]),
+    ((1, 2), {"per_device_train_batch_size": 33},
+     ["--data_path", "32 examples", "--per_device_train_batch_size 33", "Lower"]),
+    ((1, 2, 3), {"data_path": "{bad}/three.jsonl", "held_out": None, "num_eval_prompts": None},
+     ["3 rows", "--data_path {bad}/three.jsonl", "--{held_out_flag}"]),
+    ((3,), {"per_device_generation_batch_size": 33, "per_device_training_batch_size": 33},
+     ["--data_path", "32 prompts are too few", "33 over 1 ranks", "Lower"]),
+    ((1, 2), {"ds_config": "{bad}/unknown_key.json"},
+     ["{bad}/unknown_key.json", "zero_optimisation", "Did you mean zero_optimization"]),
+    ((1, 2), {"ds_config": "{bad}/stage2.json", "zero_stage": 3},
+     ["{bad}/stage2.json", "stage is 2", "--zero_stage is 3"]),
+    ((1, 2), {"ds_config": "{bad}/stage2.json", "offload": True}, ["--offload", "--ds_config {bad}/stage2.json"]),
+    ((3,), {"actor_ds_config": "{bad}/unknown_key.json"},
+     ["{bad}/unknown_key.json", "zero_optimisation", "Did you mean zero_optimization"]),
+    ((3,), {"actor_ds_config": "{bad}/stage2.json", "actor_zero_stage": 3},
+     ["{bad}/stage2.json", "stage is 2", "--actor_zero_stage is 3"]),
+    ((3,), {"critic_ds_config": "{bad}/clipping.json"},
+     ["{bad}/clipping.json", "gradient_clipping is 5", "Leave it out"]),
+    ((3,), {"reward_ds_config": "{bad}/absent.json"}, ["reward", "{bad}/absent.json"]),
+    ((3,), {"reference_ds_config": "{bad}/stage2.json"}, ["reference", "stage 2", "0 or 3"]),
+]
+CASES = [pytest.param(step, change, expected, id=f"step{step}-" + "-".join(f"{k}={v}" for k, v in change.items()))
+         for steps, change, expected in FILES + MODELS + FLAGS for step in steps]
+
+
+@pytest.fixture(scope="session")
+def bad(tiny, tmp_path_factory) -> Path:
+    """A folder of files that do not work."""
+    folder = tmp_path_factory.mktemp("bad")
+    row = json.dumps({"prompt": "w04", "response": "w05", "chosen": "w06", "rejected": "w07"}) + "\n"
+    texts = {"empty.jsonl": "", "broken.jsonl": row * 2 + "prompt: 3\n" + row,
+             "other_column.jsonl": row + row.replace("prompt", "question"), "number.jsonl": row.replace('"w04"', "7"),
+             "three.jsonl": row * 3, "unknown_key.json": '{"zero_optimisation": {"stage": 2}}',
+             "stage2.json": '{"zero_optimization": {"stage": 2}}', "clipping.json": '{"gradient_clipping": 5}'}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    states = {"two_ranks": '{"world_size": 2, "ema": false}', "averaged": '{"world_size": 1, "ema": true}',
+              "broken_state": '{"world_size": 1'}
+    for name, text in states.items():
+        (folder / name).mkdir()
+        (folder / name / "trainer_state.json").write_text(text)
+    for name in ("few_tokens", "other_tokenizer"):
+        shutil.copytree(tiny.folder / "reward", folder / name)
+    for name in ("no_weights", "other_sft"):
+        shutil.copytree(tiny.folder / "sft", folder / name)
+    (folder / "no_weights" / "model.safetensors").unlink()
+    config = json.loads((folder / "few_tokens" / "config.json").read_text())
+    (folder / "few_tokens" / "config.json").write_text(json.dumps({**config, "vocab_size": 48}))
+    for name in ("other_tokenizer", "other_sft"):
+        words = folder / name / "tokenizer.json"
+        words.write_text(words.read_text().replace("w63", "w64"))
+    return folder
+
+
+def assert_one_message(result, expected: list[str], code: int = 2) -> None:
+    """Nothing on stderr but one line that holds all of `expected`."""
+    assert result.code == code, result.stdout + result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.rstrip()[-1] in ".?", f"no sentence that says what to do: {result.stderr}"
+    assert result.stdout.count("error: ") == 0
+    for part in expected:
+        assert part in result.stderr, f"{part!r} is missing in {result.stderr!r}"
+
+
+@pytest.mark.parametrize("step, change, expected", CASES)
+def test_a_mistake_is_told_in_one_message(step, change, expected, tiny, bad, tmp_path, capfd):
+    places = {"bad": bad, "tiny": tiny.folder, "held_out_flag": "num_eval_prompts" if step == 3 else "held_out"}
+    change = {name: value.format(**places) if isinstance(value, str) else value for name, value in change.items()}
+    if step == 3:
+        change.pop("held_out", None)
+    else:
+        change.pop("num_eval_prompts", None)
+    before = snapshot(bad), snapshot(tiny.folder)
+    result = run_here(step, tiny.flags(step, **{"output_dir": tmp_path / "out", **change}), capfd)
+    assert_one_message(result, [part.format(**places) for part in expected])
+    assert not (tmp_path / "out").exists()
+    assert (snapshot(bad), snapshot(tiny.folder)) == before
+
+
+@pytest.mark.skipif(get_accelerator().is_fp16_supported(), reason="this machine trains in fp16")
+@pytest.mark.parametrize("step", (1, 2, 3))
+def test_fp16_where_the_machine_has_none(step, tiny, tmp_path, capfd):
+    result = run_here(step, tiny.flags(step, output_dir=tmp_path / "out", dtype="fp16"), capfd)
+    assert_one_message(result, ["--dtype fp16", get_accelerator().device_name(), "Use fp32"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written(tiny, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("training.program.os.access", lambda *_: False)  # these tests may run as root
+    result = run_here(1, tiny.flags(1, output_dir=tmp_path / "new" / "out"), capfd)
+    assert_one_message(result, [f"--output_dir {tmp_path}/new/out", f"nothing can be written into {tmp_path}"])
+
+
+@pytest.mark.parametrize("step", (1, 2, 3))
+def test_another_run_is_overwritten_on_request_only(step, tiny, tmp_path, capfd):
+    out = tmp_path / "out"
+    assert run_here(step, tiny.flags(step, output_dir=out), capfd).code == 0
+    stale = [out / "checkpoints" / "step_000009" / "trainer_state.json", out / "samples" / "stale.jsonl"]
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"world_size": 1, "ema": false}')
+    before, steps = snapshot(out), [line["step"] for line in metric_lines(out)]
+
+    assert_one_message(run_here(step, tiny.flags(step, output_dir=out, seed=7), capfd), [f"{out} is not empty"])
+    assert snapshot(out) == before
+    # A mistake that is found only when the data are tokenised leaves the old run alone, too.
+    size = "per_device_generation_batch_size" if step == 3 else "per_device_train_batch_size"
+    short = tiny.flags(step, output_dir=out, overwrite_output_dir=True, **{size: 36, "gradient_accumulation_steps": None})
+    assert run_here(step, short, capfd).code == 2
+    assert snapshot(out) == before
+
+    assert run_here(step, tiny.flags(step, output_dir=out, seed=7, overwrite_output_dir=True), capfd).code == 0
+    assert [line["step"] for line in metric_lines(out)] == steps
+    assert not any(path.exists() for path in stale), "logs and restart points of the earlier run stand among the new ones"
+    assert len(list((out / "tensorboard").iterdir())) == 1
+
+
+def test_resuming_into_the_folder_of_a_third_run(tiny, bad, tmp_path, capfd):
+    point = tmp_path / "one" / "checkpoints" / "step_000001"
+    point.mkdir(parents=True)
+    (point / "trainer_state.json").write_text('{"world_size": 1, "ema": false}')
+    flags = tiny.flags(3, output_dir=bad, resume=tmp_path / "one")
+    before = snapshot(bad)
+    assert_one_message(run_here(3, flags, capfd), [f"--output_dir {bad} is not empty", "--overwrite_output_dir"])
+    assert snapshot(bad) == before
+
+
+@pytest.mark.parametrize("step, change, expected", [
+    (3, {"acter_zero_stage": 3}, "unknown flag --acter_zero_stage. Did you mean --actor_zero_stage?"),  # each rank sees
+    (2, {"data_path": "{bad}/broken.jsonl"}, "{bad}/broken.jsonl, line 3"),                             # rank 0 sees
+    (3, {"per_device_generation_batch_size": 16, "per_device_training_batch_size": 8}, "32 prompts are too few"),
+])
+def test_two_ranks_say_it_once(step, change, expected, tiny, bad, tmp_path):
+    change = {name: value.format(bad=bad) if isinstance(value, str) else value for name, value in change.items()}
+    result = launch(step, tiny.flags(step, output_dir=tmp_path / "out", **change))
+    assert_one_message(result, [expected.format(bad=bad)])
+    assert not (tmp_path / "out").exists()

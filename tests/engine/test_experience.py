@@ -1,0 +1,182 @@
+"""Prompts, rollouts and experience: their shape checks, and cutting and joining without a number changed."""
+import dataclasses
+
+import pytest
+import torch
+
+from engine.experience import Experience, PromptBatch, Rollout, position_ids
+
+PAD = 0
+
+
+def prompt_batch(**changed) -> PromptBatch:
+    fields = {"input_ids": torch.tensor([[PAD, 5, 6], [7, 8, 9]]),
+              "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]), "indices": torch.tensor([4, 2]),
+              "samples": torch.tensor([0, 1])}
+    return PromptBatch(**{**fields, **changed})
+
+
+def rollout_of(prompts: list[list[int]], responses: list[list[int]], prompt_width: int = 0,
+               response_width: int = 0) -> Rollout:
+    """Left-padded prompts and right-padded responses, as wide as needed or wider."""
+    left = max(prompt_width, *map(len, prompts))
+    right = max(response_width, *map(len, responses))
+    rows = [[PAD] * (left - len(p)) + p + r + [PAD] * (right - len(r)) for p, r in zip(prompts, responses)]
+    masks = [[0] * (left - len(p)) + [1] * (len(p) + len(r)) + [0] * (right - len(r))
+             for p, r in zip(prompts, responses)]
+    response_masks = [[True] * len(r) + [False] * (right - len(r)) for r in responses]
+    numbers = torch.arange(len(rows))
+    return Rollout(torch.tensor(rows), torch.tensor(masks), torch.tensor(response_masks), numbers % 2 == 0,
+                   numbers + 10, numbers)
+
+
+def experience_of(rollout: Rollout, **changed) -> Experience:
+    """Every field filled with numbers of its own: 100 x field + 10 x row + slot."""
+    shape = rollout.response_mask.shape
+    grid = 10.0 * torch.arange(shape[0]).unsqueeze(1) + torch.arange(shape[1])
+    names = ("logprobs", "entropy", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
+    fields = {name: 100.0 * number + grid for number, name in enumerate(names)}
+    fields |= {"scores": torch.arange(float(shape[0])), "policy_mask": rollout.response_mask,
+               "value_mask": rollout.response_mask}
+    return Experience(rollout=rollout, **{**fields, **changed})
+
+
+RAGGED = ([[5], [6, 7], [8, 9]], [[1, 2], [3, 2], [4, 4, 4, 2]])
+
+
+def test_positions_of_the_published_example():
+    # [x, pad, pad] + [a, b, c], the mask 1 0 0 1 1 1: a token's position is the number of real tokens before it.
+    assert position_ids(torch.tensor([[1, 0, 0, 1, 1, 1]])).tolist() == [[0, 1, 1, 1, 2, 3]]
+
+
+def test_left_padding_shifts_no_position():
+    rollout = rollout_of([[5], [6, 7, 8]], [[1, 2], [3]])
+    assert rollout.position_ids.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert rollout.position_ids[0, 2:].tolist() == rollout_of([[5]], [[1, 2]]).position_ids[0].tolist()
+
+
+@pytest.mark.parametrize("changed", [
+    {"attention_mask": torch.ones(2, 4, dtype=torch.int64)}, {"attention_mask": torch.ones(2, 3, dtype=torch.bool)},
+    {"indices": torch.zeros(3, dtype=torch.int64)}, {"samples": torch.zeros(2, dtype=torch.int32)},
+    {"input_ids": torch.zeros(2, 3)}])
+def test_prompt_batches_check_their_shapes(changed):
+    with pytest.raises(AssertionError, match=f"{next(iter(changed))} is .* should be"):
+        prompt_batch(**changed)
+
+
+@pytest.mark.parametrize("changed", [
+    {"attention_mask": torch.ones(2, 4, dtype=torch.int64)}, {"sequences": torch.zeros(2, 5, dtype=torch.int32)},
+    {"response_mask": torch.ones(2, 2, dtype=torch.int64)}, {"response_mask": torch.ones(3, 2, dtype=torch.bool)},
+    {"ended": torch.ones(2, dtype=torch.int64)}, {"ended": torch.ones(2, 1, dtype=torch.bool)},
+    {"indices": torch.zeros(2)}, {"samples": torch.zeros(1, dtype=torch.int64)}])
+def test_rollouts_check_their_shapes(changed):
+    whole = rollout_of([[5], [6, 7, 8]], [[1, 2], [3]])
+    with pytest.raises(AssertionError, match=f"{next(iter(changed))} is .* should be"):
+        dataclasses.replace(whole, **changed)
+
+
+@pytest.mark.parametrize("width", [0, 5, 6])
+def test_a_rollout_has_prompt_and_response(width):
+    whole = rollout_of([[5], [6, 7, 8]], [[1, 2], [3]])
+    with pytest.raises(AssertionError, match=f"{width} response slots in a width of 5"):
+        dataclasses.replace(whole, response_mask=torch.ones(2, width, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("changed", [
+    *({name: torch.zeros(2, 3)} for name in ("logprobs", "entropy", "ref_logprobs", "values", "kl", "rewards",
+                                             "advantages", "returns")),
+    {"advantages": torch.zeros(2, 2, dtype=torch.float64)}, {"logprobs": torch.zeros(2, 2, dtype=torch.bfloat16)},
+    {"scores": torch.zeros(2, 1)}, {"scores": torch.zeros(3)}, {"policy_mask": torch.ones(2, 2)},
+    {"value_mask": torch.ones(2, 1, dtype=torch.bool)}])
+def test_experience_checks_its_shapes(changed):
+    rollout = rollout_of([[5], [6, 7, 8]], [[1, 2], [3]])
+    with pytest.raises(AssertionError, match=f"{next(iter(changed))} is .* should be"):
+        experience_of(rollout, **changed)
+
+
+def test_nothing_can_be_reassigned():
+    rollout = rollout_of(*RAGGED)
+    for part, name in ((prompt_batch(), "indices"), (rollout, "sequences"), (experience_of(rollout), "rewards")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, name, torch.zeros(1))
+
+
+def test_prompts_and_responses_are_the_two_ends_of_a_sequence():
+    rollout = rollout_of([[5], [6, 7]], [[1, 2], [3]])
+    assert (rollout.prompt_length, rollout.response_length, len(rollout)) == (2, 2, 2)
+    assert rollout.prompts.tolist() == [[PAD, 5], [6, 7]]
+    assert rollout.responses.tolist() == [[1, 2], [3, PAD]]
+
+
+def test_select_leaves_out_the_padding_that_all_rows_share():
+    rollout = rollout_of(*RAGGED, prompt_width=5, response_width=6)
+    two = rollout.select(slice(0, 2))  # the longest prompt of the two has 2 tokens, the longest response 2
+    assert two.sequences.tolist() == [[PAD, 5, 1, 2], [6, 7, 3, 2]]
+    assert two.attention_mask.tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    assert two.response_mask.tolist() == [[True, True], [True, True]]
+    assert (two.ended.tolist(), two.indices.tolist(), two.samples.tolist()) == ([True, False], [10, 11], [0, 1])
+    one = rollout.select(torch.tensor([0]))
+    assert one.sequences.tolist() == [[5, 1, 2]]
+    ragged = rollout.select(torch.tensor([2, 0]))  # in the order asked for; row 0 keeps what row 2 needs
+    assert ragged.sequences.tolist() == [[8, 9, 4, 4, 4, 2], [PAD, 5, 1, 2, PAD, PAD]]
+    assert ragged.response_mask.tolist() == [[True] * 4, [True, True, False, False]]
+    assert ragged.indices.tolist() == [12, 10]
+
+
+def test_select_may_keep_a_slot_beyond_the_longest_response():
+    rollout = rollout_of(*RAGGED, prompt_width=5, response_width=6)
+    two = rollout.select(slice(0, 2), beyond=1)
+    assert two.sequences.tolist() == [[PAD, 5, 1, 2, PAD], [6, 7, 3, 2, PAD]]
+    assert two.response_mask.tolist() == [[True, True, False]] * 2
+    assert rollout_of(*RAGGED).select(slice(2, 3), beyond=1).response_length == 4  # where there is one
+
+
+def test_select_keeps_pad_tokens_that_are_part_of_the_text():
+    # The pad token inside a prompt and sampled as a response token: only the masks say what is padding.
+    rollout = rollout_of([[PAD, 5], [7]], [[3, PAD], [4]], prompt_width=4, response_width=3)
+    picked = rollout.select(slice(0, 1))
+    assert picked.sequences.tolist() == [[PAD, 5, 3, PAD]] and picked.attention_mask.tolist() == [[1, 1, 1, 1]]
+
+
+def test_select_of_an_experience_keeps_all_its_numbers():
+    wide = experience_of(rollout_of(*RAGGED, prompt_width=5, response_width=6))
+    rows = torch.tensor([2, 0])
+    picked = wide.select(rows)
+    assert len(picked) == 2 and picked.rollout.response_length == 4
+    for field in dataclasses.fields(Experience):
+        if field.name == "rollout":
+            continue
+        own, kept = getattr(wide, field.name)[rows], getattr(picked, field.name)
+        assert torch.equal(kept, own if own.dim() == 1 else own[:, :4])
+    assert picked.returns[1].tolist() == [700.0, 701.0, 702.0, 703.0]
+    assert torch.equal(picked.policy_mask, picked.rollout.response_mask)
+
+
+def test_cat_pads_prompts_on_the_left_and_responses_on_the_right():
+    short, long = rollout_of([[5]], [[1, 2, 3]]), rollout_of([[6, 7, 8], [9]], [[4], [2]])
+    whole = Rollout.cat([short, long], pad_token_id=99)
+    assert whole.sequences.tolist() == [[99, 99, 5, 1, 2, 3], [6, 7, 8, 4, 99, 99], [PAD, PAD, 9, 2, 99, 99]]
+    assert whole.attention_mask.tolist() == [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]
+    assert whole.response_mask.int().tolist() == [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
+    assert whole.indices.tolist() == [10, 10, 11] and whole.samples.tolist() == [0, 0, 1]
+    assert whole.ended.tolist() == [True, True, False]
+    assert whole.position_ids[0, 2:].tolist() == short.position_ids[0].tolist()
+    alone = whole.select(slice(0, 1))
+    assert torch.equal(alone.sequences, short.sequences) and torch.equal(alone.response_mask, short.response_mask)
+    assert Rollout.cat([short], 99) is short
+
+
+def test_repeat_numbers_the_samples_of_each_prompt_side_by_side():
+    twice = prompt_batch().repeat(2)
+    assert twice.input_ids.tolist() == [[PAD, 5, 6], [PAD, 5, 6], [7, 8, 9], [7, 8, 9]]
+    assert twice.attention_mask.tolist() == [[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]]
+    assert twice.indices.tolist() == [4, 4, 2, 2]
+    assert twice.samples.tolist() == [0, 1, 2, 3]  # visit 0 draws samples 0 and 1, visit 1 draws 2 and 3
+    assert prompt_batch().repeat(3).samples.tolist() == [0, 1, 2, 3, 4, 5]
+    batch = prompt_batch()
+    assert batch.repeat(1) is batch
+
+
+def test_repeats_of_different_visits_never_share_a_number():
+    numbers = [prompt_batch(samples=torch.full((2,), visit)).repeat(4).samples[:4].tolist() for visit in range(5)]
+    assert sum(numbers, []) == list(range(20))

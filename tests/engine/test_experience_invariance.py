@@ -1,0 +1,136 @@
+"""What must change no number of an experience: padding, micro-batches, and how rows are spread over rollouts."""
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from engine.dialects import Dialect, get_dialect
+from engine.experience import Experience, Rollout
+from engine.experience_maker import ExperienceMaker
+from engine.model_files import load_policy, load_scorer
+from engine.reference import EngineReference
+from engine.reward.model import RewardModel
+from tests.engine.fake_models import PrefixModels, Resident, rollout_of
+from tests.tiny_models import EOS, PAD, make_causal_lm, make_scorer
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14], [15, 16, 17]]
+RESPONSES = [[20, 21, EOS], [22, 23, 24, 25, EOS], [26, EOS], [27, 28, 29, 30], [EOS]]
+FIELDS = [field.name for field in dataclasses.fields(Experience) if field.name != "rollout"]
+DIALECTS = {"default": get_dialect("default"), "deepspeed_chat": get_dialect("deepspeed_chat"),
+            "unwhitened": get_dialect("default").override(whiten_advantages=False)}
+
+
+def rollout(rows=range(5), *, width: int = 0, prompt_width: int = 0) -> Rollout:
+    return rollout_of([PROMPTS[row] for row in rows], [RESPONSES[row] for row in rows], PAD, width=width,
+                      prompt_width=prompt_width)
+
+
+def make(parts: list[Rollout], dialect: Dialect, micro_batch_size: int = 8, roles: dict | None = None) -> Experience:
+    maker = ExperienceMaker(**(roles or PrefixModels().roles()), dialect=dialect, pad_token_id=PAD,
+                            micro_batch_size=micro_batch_size)
+    return maker.make(parts, 0.1)
+
+
+def same(wide: Experience, narrow: Experience, tolerance: float = 1e-6) -> None:
+    """All numbers of `narrow` stand in `wide`, and beyond them there is nothing that is learned from."""
+    width = narrow.rollout.response_length
+    read = narrow.rollout.response_mask  # log-probs of padding are nobody's
+    for name in FIELDS:
+        own, other = getattr(narrow, name), getattr(wide, name)
+        if name in ("logprobs", "ref_logprobs", "entropy"):
+            own, other = own[read], other[:, :width][read]
+        elif own.dim() == 2:
+            assert not other[:, width:].any(), f"{name} beyond the response"
+            other = other[:, :width]
+        if own.dtype == torch.bool:
+            assert torch.equal(own, other), name
+        else:
+            torch.testing.assert_close(other, own, rtol=0, atol=tolerance, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("micro_batch_size", [8, 2])
+@pytest.mark.parametrize("dialect", ["default", "unwhitened"])
+def test_more_padding_on_either_side_changes_no_number(dialect, micro_batch_size):
+    narrow = make([rollout()], DIALECTS[dialect], micro_batch_size)
+    same(make([rollout(prompt_width=9)], DIALECTS[dialect], micro_batch_size), narrow)
+    same(make([rollout(width=11)], DIALECTS[dialect], micro_batch_size), narrow)
+    same(make([rollout(width=11, prompt_width=9)], DIALECTS[dialect], micro_batch_size), narrow)
+
+
+def test_deepspeed_chat_sees_no_padding_beyond_the_slot_after_a_response():
+    # Its score stands one slot past the response, so width counts where that slot is missing, and only there.
+    chat = DIALECTS["deepspeed_chat"]
+    same(make([rollout(prompt_width=9)], chat), make([rollout()], chat))
+    same(make([rollout(width=11, prompt_width=9)], chat), make([rollout(width=6)], chat))
+    narrow, wide = make([rollout()], chat), make([rollout(width=6)], chat)
+    assert not torch.allclose(narrow.advantages[1], wide.advantages[1, :5], atol=1e-2)  # five tokens in five slots
+    for row in (0, 2, 3, 4):
+        torch.testing.assert_close(wide.advantages[row, :5], narrow.advantages[row], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dialect", list(DIALECTS))
+@pytest.mark.parametrize("width", [0, 9])
+def test_micro_batches_change_no_number(dialect, width):
+    whole = make([rollout(width=width)], DIALECTS[dialect], 8)
+    for size in (1, 2, 3):
+        same(make([rollout(width=width)], DIALECTS[dialect], size), whole)
+
+
+@pytest.mark.parametrize("dialect", list(DIALECTS))
+def test_the_order_of_rows_changes_no_number(dialect):
+    order = [3, 0, 4, 2, 1]
+    straight, turned = make([rollout()], DIALECTS[dialect]), make([rollout(order)], DIALECTS[dialect], 2)
+    for name in ("rewards", "advantages", "returns", "values", "scores", "kl"):
+        expected = getattr(straight, name)[order]
+        torch.testing.assert_close(getattr(turned, name), expected, rtol=0, atol=1e-6)
+
+
+def test_rollouts_of_different_widths_are_joined():
+    parts = [rollout([0, 2]), rollout([1, 3, 4])]  # 3 and 5 response slots, prompts of 4 and 3
+    joined = make(parts, DIALECTS["unwhitened"])
+    same(joined, make([rollout([0, 2, 1, 3, 4])], DIALECTS["unwhitened"]))
+    assert joined.rollout.sequences.shape == (5, 9)
+    assert joined.rollout.sequences[2].tolist() == [PAD, PAD, PAD, 8, 22, 23, 24, 25, EOS]
+
+
+def test_whitening_over_two_rollouts_is_the_whitening_of_both_together():
+    parts = [rollout([0, 2]), rollout([1, 3, 4])]
+    plain, white = make(parts, DIALECTS["unwhitened"]), make(parts, DIALECTS["default"])
+    chosen = plain.advantages[plain.policy_mask].double().numpy()
+    assert len(chosen) == 3 + 2 + 5 + 4 + 1
+    expected = np.zeros((5, 5))
+    expected[plain.policy_mask.numpy()] = (chosen - chosen.mean()) / np.sqrt(chosen.var() + 1e-8)
+    np.testing.assert_allclose(white.advantages.numpy(), expected, rtol=0, atol=1e-5)
+    for name in ("rewards", "returns", "values"):  # only the policy's advantages are scaled
+        assert torch.equal(getattr(white, name), getattr(plain, name))
+    apart = torch.cat([make([part], DIALECTS["default"]).advantages[:, :2] for part in parts])
+    assert not torch.allclose(apart, white.advantages[:, :2], atol=1e-2)
+
+
+class Bare(Resident):
+    """A module in the place of an engine."""
+
+    def __init__(self, module: torch.nn.Module):
+        super().__init__(None)
+        self.module = module
+
+    @torch.no_grad()
+    def __call__(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_real_models_see_no_padding_either(family, tmp_path):
+    def policy(seed):
+        return Bare(load_policy(make_causal_lm(tmp_path / f"policy{seed}", family, seed=seed), torch.float32))
+
+    def scorer(seed):
+        return Bare(load_scorer(make_scorer(tmp_path / f"scorer{seed}", family, seed=seed), torch.float32))
+
+    roles = {"actor": policy(0), "reference": EngineReference(policy(1)), "critic": scorer(2),
+             "reward": RewardModel(scorer(3))}
+    narrow = make([rollout()], DIALECTS["unwhitened"], 8, roles)
+    assert narrow.logprobs[narrow.rollout.response_mask].std() > 0.5  # large enough for a wrong slot to show
+    for size in (8, 2, 1):
+        same(make([rollout(width=9, prompt_width=7)], DIALECTS["unwhitened"], size, roles), narrow, 5e-5)

@@ -1,0 +1,99 @@
+"""Learning-rate schedules by hand; which parameters AdamW decays, and its first step."""
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from engine.optim import build_optimizer, lr_factor
+
+
+@pytest.mark.parametrize("schedule, expected", [
+    # 2 steps of warm-up of 10: 1/2, 1; then progress 0/8 .. 8/8
+    ("constant", {0: 0.5, 1: 1.0, 2: 1.0, 6: 1.0, 9: 1.0, 10: 1.0, 11: 1.0}),
+    ("linear", {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.875, 6: 0.5, 9: 0.125, 10: 0.0, 11: 0.0}),
+    ("cosine", {0: 0.5, 1: 1.0, 2: 1.0, 4: 0.5 + math.sqrt(2) / 4, 6: 0.5, 8: 0.5 - math.sqrt(2) / 4, 10: 0.0,
+                11: 0.0}),
+])
+def test_schedules_by_hand(schedule, expected):
+    for step, factor in expected.items():
+        assert lr_factor(step, total=10, warmup=2, schedule=schedule) == pytest.approx(factor, abs=1e-12)
+
+
+def test_warm_up_grows_in_equal_steps_and_its_first_is_not_lost():
+    assert [lr_factor(step, 100, 4, "cosine") for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_without_warm_up_the_first_step_is_at_the_peak():
+    assert [lr_factor(step, 4, 0, "linear") for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+
+
+def test_a_run_shorter_than_its_warm_up():
+    assert [lr_factor(step, 2, 4, "linear") for step in range(2)] == [0.25, 0.5]
+    assert lr_factor(4, 4, 4, "linear") == 1.0  # no division by the 0 steps that are left
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match="'step': known are constant, linear, cosine"):
+        lr_factor(5, 10, 2, "step")
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(3, 2)
+        self.norm = nn.LayerNorm(2)
+        self.linear = nn.Linear(2, 4)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+
+
+def build(module: nn.Module, **changed) -> torch.optim.Optimizer:
+    settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.5, "offload": False}
+    return build_optimizer(module, **{**settings, **changed})
+
+
+def test_matrices_are_decayed_and_vectors_are_not():
+    module = Small()
+    optimizer = build(module)
+    assert type(optimizer) is torch.optim.AdamW
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    names = {name: decays.get(id(parameter)) for name, parameter in module.named_parameters()}
+    assert names == {"embedding.weight": 0.5, "norm.weight": 0.0, "norm.bias": 0.0, "linear.weight": 0.5,
+                     "linear.bias": 0.0, "frozen.weight": None, "frozen.bias": None}
+    assert all((group["lr"], group["betas"], group["eps"]) == (0.1, (0.9, 0.95), 1e-8)
+               for group in optimizer.param_groups)
+
+
+def test_a_partitioned_parameter_counts_by_its_whole_shape():
+    module = nn.Linear(2, 4)
+    for parameter in module.parameters():
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)  # as ZeRO-3 leaves it between uses
+    groups = build(module).param_groups
+    assert [(group["weight_decay"], [tuple(p.ds_shape) for p in group["params"]]) for group in groups] == [
+        (0.5, [(4, 2)]), (0.0, [(4,)])]
+
+
+def test_a_group_without_parameters_is_left_out():
+    module = nn.Linear(2, 4, bias=False)
+    assert [group["weight_decay"] for group in build(module).param_groups] == [0.5]
+
+
+def test_the_first_steps_of_adamw_by_hand():
+    module = nn.Linear(1, 1)
+    with torch.no_grad():
+        module.weight.fill_(2.0)
+        module.bias.fill_(2.0)
+    optimizer = build(module)
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    optimizer.step()
+    # Bias-corrected, the first step is lr x sign(g); decay takes lr x 0.5 of the weight: 2 x 0.95 - 0.1.
+    assert (module.weight.item(), module.bias.item()) == (pytest.approx(1.8, abs=1e-6), pytest.approx(1.9, abs=1e-6))
+    for parameter in module.parameters():
+        parameter.grad.fill_(-1.0)
+    optimizer.step()
+    # m = 0.09 x 3 - 0.1 = 0.17, /(1 - 0.81); v = 0.95 x 0.05 x 9 + 0.05 = 0.4775, /(1 - 0.9025)
+    move = 0.1 * (0.17 / 0.19) / math.sqrt(0.4775 / 0.0975)
+    assert module.bias.item() == pytest.approx(1.9 - move, abs=1e-6)
+    assert module.weight.item() == pytest.approx(1.8 * 0.95 - move, abs=1e-6)

@@ -1,0 +1,191 @@
+"""The direction of imports and the owners of names, read from the syntax trees; and that a breach would be seen."""
+import ast
+import graphlib
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A module may import from its own layer, if no circle closes, and from those above it in this list.
+LAYERS = [
+    ["engine.algo"],
+    ["engine.dialects", "engine.experience"],
+    ["engine.models", "engine.model_files", "engine.optim", "engine.ds_config", "engine.distributed"],
+    ["engine.ds_engine"],
+    ["engine.ema", "engine.rlhf_engine", "engine.reference", "engine.rollout", "engine.reward"],
+    ["engine.experience_maker"],
+    ["training"],
+]
+FOR_ALL = "engine.errors"  # imports nothing of ours; everything but the pure math may import it
+OWNERS = {"torch.distributed": "engine.distributed", "deepspeed.comm": "engine.distributed",
+          "deepspeed.initialize": "engine.ds_engine"}
+OWNED_WORDS = {"HfDeepSpeedConfig": "engine.model_files"}
+
+
+def project() -> dict[str, str]:
+    """The source of every module, by its full name; a package's is that of its __init__.py."""
+    modules = {}
+    for path in [*(ROOT / "engine").rglob("*.py"), *(ROOT / "training").rglob("*.py")]:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+    return modules
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def layer_of(module: str) -> int | None:
+    return next((number for number, names in enumerate(LAYERS) if any(within(module, name) for name in names)), None)
+
+
+def imported_names(tree: ast.Module) -> set[str]:
+    """All that is imported anywhere in the file, "a.b" for `from a import b`; relative ones begin with a dot."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            start = "." * node.level + (node.module or "")
+            names |= {f"{start}.{alias.name}" for alias in node.names}
+    return names
+
+
+def mentioned_names(tree: ast.Module) -> set[str]:
+    """All dotted names in the file, imports and expressions, with what the file calls them by undone."""
+    called = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            called |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            called |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+
+    def dotted(node) -> str | None:
+        if isinstance(node, ast.Name):
+            return called.get(node.id, node.id)
+        start = dotted(node.value) if isinstance(node, ast.Attribute) else None
+        return start and f"{start}.{node.attr}"
+
+    return imported_names(tree) | {dotted(node) or "" for node in ast.walk(tree)}
+
+
+def own_module(name: str, modules: dict[str, str]) -> str | None:
+    """The module of ours that an imported name is or stands in."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def breaches(modules: dict[str, str]) -> list[str]:
+    """Every breach of the rules above, as "module: what"."""
+    found, graph = [], {}
+    siblings = {module.split(".")[1] for module in modules if module.startswith("training.")}
+    for module, source in modules.items():
+        tree = ast.parse(source)
+        imports, mentions = imported_names(tree), mentioned_names(tree)
+        targets = {own_module(name, modules) for name in imports} - {None, module}
+        graph[module] = targets
+        packages = module in ("engine", "training")
+        if layer_of(module) is None and module != FOR_ALL and not packages:
+            found.append(f"{module}: stands in no layer")
+            continue
+        for target in sorted(targets):
+            if target == FOR_ALL and not within(module, "engine.algo"):
+                continue
+            if module == FOR_ALL or packages or target in ("engine", "training") or layer_of(target) is None \
+                    or layer_of(target) > layer_of(module):
+                found.append(f"{module}: imports {target}")
+        for name in sorted(imports):
+            root = name.split(".")[0]
+            if name.startswith("."):
+                found.append(f"{module}: relative import {name}")
+            elif root in siblings:
+                found.append(f"{module}: {name} instead of training.{name}")
+            elif within(module, "engine.algo") and root not in ("torch", "engine", *sys.stdlib_module_names):
+                found.append(f"{module}: {root} in the pure math")
+        for name, owner in OWNERS.items():
+            if module != owner and any(within(mention, name) for mention in mentions):
+                found.append(f"{module}: names {name}")
+        for word, owner in OWNED_WORDS.items():
+            if module != owner and any(word in mention.split(".") for mention in mentions):
+                found.append(f"{module}: names {word}")
+        if within(module, "engine") and mentions & {"importlib.import_module", "__import__"}:
+            found.append(f"{module}: imports at run time")
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        found.append(f"circle: {' <- '.join(error.args[1])}")
+    return found
+
+
+EMPTY = dict.fromkeys(project(), "")  # the project's modules without their imports, to put a made-up one among them
+
+
+def test_the_project_keeps_its_direction():
+    modules = project()
+    assert {"engine.algo.masked", "engine.rollout", "engine.reward.model", "training.ppo_trainer"} <= set(modules)
+    assert breaches(modules) == []
+
+
+def test_the_owners_do_name_what_they_own():
+    modules = project()
+    for name, owner in {"torch.distributed": "engine.distributed", "deepspeed.initialize": "engine.ds_engine"}.items():
+        assert any(within(mention, name) for mention in mentioned_names(ast.parse(modules[owner])))
+    assert "HfDeepSpeedConfig" in modules["engine.model_files"]
+
+
+@pytest.mark.parametrize("module, source, breach", [
+    ("engine.algo.new", "from engine.experience import Rollout", "imports engine.experience"),
+    ("engine.algo.new", "from engine.errors import UserError", "imports engine.errors"),
+    ("engine.algo.new", "import numpy as np", "numpy in the pure math"),
+    ("engine.algo.new", "def f():\n    import transformers.utils", "transformers in the pure math"),
+    ("engine.dialects", "from engine import optim", "imports engine.optim"),
+    ("engine.experience", "import engine.models", "imports engine.models"),
+    ("engine.models", "from engine.ds_engine import TrainedModel", "imports engine.ds_engine"),
+    ("engine.distributed", "def f():\n    from engine.ds_engine import full_state", "imports engine.ds_engine"),
+    ("engine.ds_engine", "from engine.ema import EMA", "imports engine.ema"),
+    ("engine.reward.new", "import engine.experience_maker as maker", "imports engine.experience_maker"),
+    ("engine.rollout.new", "from training.metrics import Accumulator", "imports training.metrics"),
+    ("engine.experience_maker", "import training", "imports training"),
+    ("engine.errors", "from engine.algo import masked", "imports engine.algo.masked"),
+    ("engine", "from engine.rlhf_engine import RLHFEngine", "imports engine.rlhf_engine"),
+    ("engine.reward.new", "from engine import anything", "imports engine"),
+    ("engine.new", "import torch", "stands in no layer"),
+    ("engine.ds_engine", "import torch.distributed as dist", "names torch.distributed"),
+    ("engine.ds_engine", "from torch import distributed", "names torch.distributed"),
+    ("engine.ds_engine", "from torch.distributed import all_reduce", "names torch.distributed"),
+    ("training.order", "import torch\nworld = torch.distributed.get_world_size()", "names torch.distributed"),
+    ("training.order", "import torch as t\nt.distributed.barrier()", "names torch.distributed"),
+    ("training.order", "import deepspeed.comm as dist", "names deepspeed.comm"),
+    ("training.order", "from deepspeed import comm", "names deepspeed.comm"),
+    ("engine.rlhf_engine", "import deepspeed\ndeepspeed.initialize(model=1)", "names deepspeed.initialize"),
+    ("engine.rlhf_engine", "import deepspeed as ds\nstart = ds.initialize", "names deepspeed.initialize"),
+    ("training.order", "from deepspeed import initialize as start", "names deepspeed.initialize"),
+    ("engine.models", "from transformers.integrations.deepspeed import HfDeepSpeedConfig", "names HfDeepSpeedConfig"),
+    ("engine.models", "import transformers\ntransformers.integrations.HfDeepSpeedConfig", "names HfDeepSpeedConfig"),
+    ("training.order", "from metrics import Sum", "metrics.Sum instead of training.metrics.Sum"),
+    ("training.order", "import rows", "rows instead of training.rows"),
+    ("training.order", "from . import rows", "relative import ..rows"),
+    ("training.order", "from .rows import read_rows", "relative import .rows.read_rows"),
+    ("engine.reward.new", "import importlib\nimportlib.import_module('training.rows')", "imports at run time"),
+])
+def test_a_breach_would_be_seen(module, source, breach):
+    assert f"{module}: {breach}" in breaches({**EMPTY, module: source})
+
+
+@pytest.mark.parametrize("module, source", [
+    ("engine.algo.new", "import math\nimport torch.nn.functional as F\nfrom engine.algo.masked import masked_sum"),
+    ("engine.reward.new", "import numpy\nfrom engine.errors import UserError\nfrom engine.reward import base"),
+    ("engine.ds_engine", "import deepspeed\nfrom engine import distributed\nrank = distributed.rank()"),
+    ("training.order", "from engine import distributed, rlhf_engine\nfrom training.rows import read_rows"),
+    ("training.new", "import deepspeed\n'torch.distributed'\ndeepspeed.runtime  # deepspeed.comm"),
+])
+def test_what_is_allowed_passes(module, source):
+    assert breaches({**EMPTY, module: source}) == []
+
+
+def test_a_circle_within_a_layer_would_be_seen():
+    circle = {"engine.reward.a": "from engine.reward import b", "engine.reward.b": "import engine.reward.a"}
+    assert any(breach.startswith("circle: ") and "engine.reward.a" in breach for breach in breaches(EMPTY | circle))
