@@ -54,7 +54,9 @@ class TrainedModel:
         # Not "managed_gradient_accumulation": false, under which stages 0 and 1 reduce inside step(), too late for an
         # overflow or a gradient norm to be looked at before weights change.
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss * distributed.world_size(), scale_wrt_gas=False)
+        # At stages 1 to 3 DeepSpeed scales the loss for fp16. At stage 0 it leaves that out, and unscales all the same.
+        scale = self.loss_scale if self.stage == 0 else 1.0
+        self.engine.backward(loss * (distributed.world_size() * scale), scale_wrt_gas=False)
 
     def overflowed(self) -> bool:
         """Whether a gradient is infinite or NaN on any rank, after the last backward; always False but in fp16."""
@@ -62,8 +64,9 @@ class TrainedModel:
             return False
         optimizer = self.engine.optimizer
         if self.stage == 0:
-            return distributed.any_rank(optimizer.overflow_checker.has_overflow(_flat(optimizer.fp16_groups)))
-        return type(optimizer).has_overflow(optimizer)
+            checker = optimizer.overflow_checker
+            return distributed.any_rank(type(checker).has_overflow(checker, _flat(optimizer.fp16_groups)))
+        return type(optimizer).has_overflow(optimizer)  # the class's: `step` puts its verdict over the instance's
 
     def step(self, lr: float, overflow: bool = False, skip: bool = False) -> bool:
         """Apply one optimizer step at learning rate `lr`; returns whether the weights changed.
@@ -79,7 +82,7 @@ class TrainedModel:
             # DeepSpeed's own way of skipping a step, told the joint verdict; the scale follows this model's alone.
             checker = optimizer.overflow_checker if self.stage == 0 else optimizer
             checker.check = checker.has_overflow = lambda *_, **__: overflow or skip
-            optimizer._update_scale = lambda *_: type(optimizer)._update_scale(optimizer, overflow)
+            optimizer._update_scale = lambda *_: None  # not before this step's gradients have been divided by it
         if self.stage == 0 and not self._fp16 and not self.engine.bfloat16_enabled():
             squares = [p.grad.double().pow(2).sum() for p in self.module.parameters() if p.grad is not None]
             self.grad_norm = torch.stack(squares).sum().sqrt().item()  # DeepSpeed gives none here
@@ -88,6 +91,8 @@ class TrainedModel:
             self.engine.step()
             if not (overflow or skip):
                 self.grad_norm = float(self.engine.get_global_grad_norm()) / self._norm_scale()
+        if self._fp16:
+            type(optimizer)._update_scale(optimizer, overflow)
         self.version += not (overflow or skip)
         return not (overflow or skip)
 

@@ -136,7 +136,8 @@ class Experience:
     old policy:   logprobs (B, T) float32, entropy (B, T) float32
     reference:    ref_logprobs (B, T) float32
     old critic:   values (B, T) float32
-    reward model: scores (B,) float32, as it gave them; kl (B, T) float32, the estimate in the reward
+    reward model: scores (B,) float32, as it gave them
+    kl (B, T) float32, log-prob minus reference log-prob of each sampled token: what is reported, whatever the penalty
     rewards, advantages, returns: (B, T) float32
     policy_mask, value_mask: (B, T) bool, the slots that each loss is summed over
     """

@@ -12,7 +12,11 @@ mkdir -p "$out"
 out="$(cd "$out" && pwd)"
 cd "$root"
 
-ranks=$(( gpus > 0 ? gpus : 2 ))
+ranks=2                                                            # on the CPU
+if [ "$gpus" -gt 0 ]; then                                         # on GPUs: 1, 2, 4 or 8, which divide the batches
+    ranks=1
+    while [ $((ranks * 2)) -le "$gpus" ] && [ "$ranks" -lt 8 ]; do ranks=$((ranks * 2)); done
+fi
 say() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - started)); }
 launch() { deepspeed --quiet --num_gpus "$ranks" --master_port "$(free_port)" "$@"; }
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
@@ -31,7 +35,7 @@ say "step 2: reward model"
 launch training/step2_reward.py --model_name_or_path "$out/sft" --data_path "$out/data/pairs.jsonl" \
     --output_dir "$out/reward" --max_seq_len 48 --per_device_train_batch_size 16 --num_train_epochs 2 \
     --learning_rate 1e-3 --num_warmup_steps 10 --held_out 256 --per_device_eval_batch_size 64 \
-    --normalization_data_path "$out/data/prompts.jsonl" --max_answer_seq_len 32
+    --normalization_data_path "$out/data/prompts.jsonl" --max_prompt_seq_len 12 --max_answer_seq_len 32
 
 say "step 3: PPO, four engines under ZeRO-3"
 launch training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \

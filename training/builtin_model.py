@@ -2,34 +2,32 @@
 
     python -m training.builtin_model --data data/sft.jsonl data/pairs.jsonl --output_dir data/base
 
-A word is one token together with the space before it, so that a response of the built-in corpus is about 20 tokens,
+A word is one token together with the space before it, so that a response of the built-in corpus is about 15 tokens,
 any text of known words comes back exactly, and the tokens of a prompt and of its response stand side by side in the
 tokens of the whole. Real models come with their own tokenizer; this file is for a run that downloads nothing.
 """
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from engine.errors import UserError
-from training.builtin_reviews import read_rows, refuse_non_empty
+from training.builtin_reviews import refuse_non_empty
+from training.program import quiet_libraries
+from training.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, read_rows
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # in the order of their ids, 0 to 3
 TEXT_FIELDS = ("text", "prompt", "response", "chosen", "rejected")
 MAX_POSITIONS = 256
 
 
-def read_texts(paths: Sequence[Path]) -> Iterator[str]:
-    """All texts of the given JSON-lines files, under whichever of `TEXT_FIELDS` they stand."""
-    for path in paths:
-        for number, row in enumerate(read_rows(path, fields=()), start=1):
-            texts = [row[field] for field in TEXT_FIELDS if isinstance(row.get(field), str)]
-            if not texts:
-                raise UserError(f"{path}:{number}: no text under any of {', '.join(TEXT_FIELDS)}")
-            yield from texts
+def read_texts(paths: Sequence[Path]) -> list[str]:
+    """All texts of the given files: SFT rows, preference pairs and prompts may stand side by side."""
+    rows = [row for path in paths for row in read_rows(path, PAIR_COLUMNS + SFT_COLUMNS + PROMPT_COLUMNS)]
+    return [row[field] for row in rows for field in TEXT_FIELDS if field in row]
 
 
-def train_tokenizer(texts: Iterator[str]):
+def train_tokenizer(texts: Iterable[str]):
     """A `PreTrainedTokenizerFast` whose tokens are the words of `texts`, each with the space before it.
 
     It adds no special tokens of its own: where a text begins and ends is for the trainer to say, and a BOS in the
@@ -57,12 +55,17 @@ def train_tokenizer(texts: Iterator[str]):
 
 
 def make_model(tokenizer, *, hidden_size: int, num_layers: int, num_heads: int, seed: int):
-    """A `LlamaForCausalLM` with random weights; its vocabulary is the tokenizer's, rounded up to a multiple of 8."""
+    """A `LlamaForCausalLM` with random weights; its vocabulary is the tokenizer's, rounded up to a multiple of 8.
+
+    The weights' scale follows the width: Llama's own 0.02 suits models of thousands of channels, and one of 64 starts
+    so close to zero with it that it learns late.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    if hidden_size % (2 * num_heads):
-        raise UserError(f"--hidden_size {hidden_size} must be a multiple of twice --num_heads {num_heads}")
+    if min(hidden_size, num_layers, num_heads) < 1 or hidden_size % (2 * num_heads):
+        raise UserError(f"--hidden_size {hidden_size} --num_layers {num_layers} --num_heads {num_heads}: all must be 1 "
+                        "or more, and the hidden size a multiple of twice the number of heads.")
     config = LlamaConfig(
         vocab_size=-(-len(tokenizer) // 8) * 8,
         hidden_size=hidden_size,
@@ -71,6 +74,7 @@ def make_model(tokenizer, *, hidden_size: int, num_layers: int, num_heads: int, 
         num_attention_heads=num_heads,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
+        initializer_range=0.4 * hidden_size**-0.5,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -81,6 +85,7 @@ def make_model(tokenizer, *, hidden_size: int, num_layers: int, num_heads: int, 
 
 def make_base(args: argparse.Namespace) -> None:
     """Train the tokenizer, make the model, and save both into one folder."""
+    quiet_libraries()
     refuse_non_empty(args.output_dir, args.overwrite)
     tokenizer = train_tokenizer(read_texts(args.data))
     sizes = {"hidden_size": args.hidden_size, "num_layers": args.num_layers, "num_heads": args.num_heads}
@@ -97,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
-    parser.add_argument("--hidden_size", type=int, default=96)
+    parser.add_argument("--hidden_size", type=int, default=64)
     parser.add_argument("--num_layers", type=int, default=3)
     parser.add_argument("--num_heads", type=int, default=4)
     args = parser.parse_args(arguments)

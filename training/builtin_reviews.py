@@ -7,7 +7,7 @@ A generated corpus needs no download, and the grammar that wrote a review can te
 formed and whether it is positive, which no reward model can. `GRAMMAR` is the only definition: `_derive` samples from
 it, and `_pattern` turns it into the regular expressions of the judge.
 
-Sentiment cannot be read off single words: half of the opinions deny a word of the opposite sentiment ("never dull",
+Sentiment cannot be read off single words: a third of the opinions deny a word of the opposite sentiment ("never dull",
 "nobody should skip it"), so that both kinds of review are made of the same words. Most of a text says who, where, when,
 and which part of the film, and prompts say nothing else. A policy can thus become positive without giving up variety,
 and `distinct_bigrams` shows whether it did.
@@ -24,46 +24,45 @@ from itertools import pairwise
 from pathlib import Path
 
 from engine.errors import UserError
+from training.rows import PROMPT_COLUMNS, read_rows
 
-# One symbol a line, its equally likely alternatives between bars; an alternative may be empty. A symbol with a sign has
-# one line per sentiment. `<x>` keeps the sentiment of the text around it and `<~x>` turns it over. There is no
-# recursion, and but for the sentiment every choice depends on its neighbours only: a small model can learn it.
+# One symbol a line, its equally likely alternatives between bars. A symbol with a sign has one line per sentiment.
+# `<x>` keeps the sentiment of the text around it and `<~x>` turns it over. There is no recursion, and but for the
+# sentiment every choice depends on its neighbours only: a small model can learn it.
 GRAMMAR = """
 prompt     = Review : <viewer> <watched> <this> <genre> | Review : <viewer> <watched> <this> <origin> <genre>
-viewer     = i | we | they | some | students | families | my sister | my brother
+viewer     = i | we | they | some | many | families | my sister | my brother
 watched    = saw | watched | caught | rented | streamed | chose | finished | tried
 this       = this | a | another
 genre      = thriller | western | comedy | drama | musical | romance | mystery | documentary | cartoon | sequel | remake
 origin     = french | korean | spanish | british | recent | silent | long | short
 
-response   = <setting> , and <claim> . | <setting> , and <claim> <extent> . | , and <claim> <extent> .
-           | <scene> , and <several> .
-setting    = <scene> | <company> <time> | <company> <place> | <place> <time>
-scene      = <company> | <place> | <time>
-several    = <claim> and <predicate> | <claim> , so <advice> | <claim> while <verdict>
-           | <verdict> and <predicate> , so <advice>
-company    = with friends | with <my> <relative> | with <two> <guests>
+response   = <scene> , and <claim> . | <scene> , and <claim> <extent> . | , and <claim> <extent> .
+           | <scene> , and <claim> <more> .
+scene      = <company> | <place> | <time> | <company> <time> | <place> <time>
+company    = with friends | with <my> <aunt> | with <two> <guests>
 my         = my | our | her | his
-relative   = father | mother | cousin | uncle | aunt | neighbour | teacher | daughter | son
+aunt       = aunt | uncle | father | mother | cousin | neighbour | teacher | daughter | son
 two        = two | three | four | several
-guests     = strangers | colleagues | children | classmates | tourists
-place      = at home | at the <old> <cinema> | in <town> | on a <train>
-old        = old | small | local | new | nearby
-cinema     = cinema | theatre | festival | library | school | museum
+guests     = strangers | colleagues | classmates | tourists | students
+place      = at home | at the <cinema> | in <town> | on <a> <train>
+cinema     = cinema | theatre | festival | library | school | museum | club
 town       = london | dublin | boston | lisbon | oslo | vienna | prague | chicago | toronto
+a          = a | the
 train      = train | plane | ferry | bus
-time       = on a <rainy> <evening> | last <month> | after <dinner>
-rainy      = rainy | windy | snowy | sunny | busy
-evening    = evening | morning | monday | friday | sunday | afternoon
+time       = last <month> | one <evening> | on <friday> | <after> <dinner>
 month      = week | month | spring | summer | winter | autumn
+evening    = evening | morning | afternoon | night
+friday     = monday | tuesday | wednesday | thursday | friday | saturday | sunday
+after      = after | before
 dinner     = dinner | work | lunch | class | midnight
 
 claim      = <subject> <predicate>
-verdict    = it <predicate> | the film <predicate>
-subject    = the film | the <first> <half> | the <music> | the <music> by <anna> <lee>
+more       = and <predicate> | while <subject> <predicate> | so <advice> | and <predicate> so <advice>
+subject    = it | the film | the <first> <half> | the <music> | the <music> by <anna> <lee>
 first      = first | second | final | opening | middle
 half       = half | act | hour | scene | part
-music      = music | script | story | editing | acting | camera work | design
+music      = music | script | story | editing | acting | casting | design
 anna       = anna | tom | maria | james | nina | peter | ruth | omar | helen | victor | clara | hugo
 lee        = lee | reed | stone | novak | weber | silva | brown | moreau | tanaka | olsen | costa | grant
 extent     = from start to finish | in every scene | for two hours | at every turn | to the very end | most of the time
@@ -71,17 +70,17 @@ extent     = from start to finish | in every scene | for two hours | at every tu
 opinion    = <predicate> | <advice>
 predicate  = <was> <judgement> | <was> <judgement> | had <merit> | <did>
 judgement  = <clever> | <quite> <clever> | <compared> | <never> <~clever>
-compared   = as <clever> as <others> | more <clever> than <others> | less <~clever> than <others>
+compared   = as <clever> as <usual> | more <clever> than <usual> | less <~clever> than <usual>
 merit      = <charm> | <plenty> <charm> | <no> <~charm>
 did        = <moved> <us> | <quite> <moved> <us> | <never> <~moved> <us>
 was        = was | felt | seemed | looked | stayed | remained | became
 quite      = quite | really | truly | rather | simply | deeply
-never      = never | hardly | rarely | barely | anything but
-plenty     = plenty of | a lot of | so much | enough
+usual      = usual | expected | before | most | others
+never      = never | hardly | rarely | barely
+plenty     = plenty of | lots of | so much | enough
 no         = no | little | hardly any | not much
-others     = the book | the trailer | the poster | most films | the others
-us         = us | me | everyone | the audience | the critics | the children
-advice     = you should <see> | anyone should <see> | everyone should <see> | nobody should <~see>
+us         = us | me | everyone | viewers | critics
+advice     = you should <see> it | anyone should <see> it | everyone should <see> it | nobody should <~see> it
 
 clever+    = clever | funny | gripping | fresh | charming | tender | honest | vivid | elegant | lively
 clever-    = dull | boring | clumsy | shallow | noisy | bland | tired | flat | messy | hollow
@@ -89,8 +88,8 @@ charm+     = charm | wit | heart | warmth | energy | grace
 charm-     = noise | filler | clutter | gloom | nonsense | padding
 moved+     = moved | delighted | amused | impressed | surprised | touched
 moved-     = bored | annoyed | confused | irritated | disappointed | exhausted
-see+       = see it | catch it | watch it twice | seek it out
-see-       = skip it | avoid it | leave it alone | walk out early
+see+       = see | catch | watch | find
+see-       = skip | avoid | leave | miss
 """
 
 EITHER = ""  # for matching only: whatever the sentiment
@@ -118,8 +117,8 @@ class Verdict:
 def _read_grammar(text: str) -> dict[str, list[list[str]]]:
     """The alternatives of each symbol, each a list of words and references; lines that begin with a bar continue."""
     rules = {}
-    for line in re.sub(r"\n\s*\|", " |", text).strip().splitlines():
-        if line.strip():
+    for line in re.sub(r"\n\s*\|", " |", text).split("\n"):
+        if line:
             symbol, alternatives = line.split(" = ")
             rules[symbol.strip()] = [alternative.split() for alternative in alternatives.split("|")]
     return rules
@@ -154,7 +153,6 @@ def _derive(rng: random.Random, symbol: str, sign: str) -> list[str]:
 @cache
 def _pattern(symbol: str, sign: str) -> str:
     """A regular expression of all texts of `symbol` with the sentiment `sign`, a space after every word."""
-
     def item_pattern(item: str) -> str:
         reference = _reference(item, sign)
         return _pattern(*reference) if reference else re.escape(item) + " "
@@ -201,15 +199,13 @@ def distinct_bigrams(responses: Iterable[str]) -> int:
     return len({pair for response in responses for pair in pairwise(response.split())})
 
 
-def summarize_responses(prompts: list[str], responses: list[str]) -> dict[str, float]:
+def summarize_responses(prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
     """The fractions of positive, negative and grammatical responses, and their distinct bigrams."""
     if not responses or len(prompts) != len(responses):
         raise ValueError(f"need one prompt per response and at least one, got {len(prompts)} and {len(responses)}")
     verdicts = [judge(prompt, response) for prompt, response in zip(prompts, responses)]
-    fractions = {
-        name: sum(getattr(verdict, name) for verdict in verdicts) / len(verdicts)
-        for name in ("positive", "negative", "grammatical")
-    }
+    fractions = {name: sum(getattr(verdict, name) for verdict in verdicts) / len(verdicts)
+                 for name in ("positive", "negative", "grammatical")}
     return fractions | {"distinct_bigrams": distinct_bigrams(responses)}
 
 
@@ -232,31 +228,12 @@ def make_corpus(seed: int, sft: int, pairs: int, prompts: int, eval_prompts: int
     }
 
 
-def read_rows(path: Path, fields: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a JSON-lines file, each of which must hold a text under every name in `fields`."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not a JSON object ({error})") from error
-        missing = [name for name in fields if not isinstance(row, dict) or not isinstance(row.get(name), str)]
-        if missing:
-            raise UserError(f"{path}:{number}: no text under {', '.join(missing)}; each row needs {', '.join(fields)}")
-        rows.append(row)
-    if not rows:
-        raise UserError(f"{path}: the file is empty; each row needs {', '.join(fields)}")
-    return rows
-
-
 def refuse_non_empty(directory: Path, overwrite: bool) -> None:
     """Raise if `directory` holds anything, unless the user said that it may be written over."""
     if directory.exists() and not directory.is_dir():
-        raise UserError(f"--output_dir {directory} is a file; name a folder")
+        raise UserError(f"--output_dir {directory} is a file. Name a folder.")
     if not overwrite and directory.is_dir() and any(directory.iterdir()):
-        raise UserError(f"--output_dir {directory} is not empty; name another folder or add --overwrite")
+        raise UserError(f"--output_dir {directory} is not empty. Name another folder or add --overwrite.")
 
 
 def run_make(args: argparse.Namespace) -> None:
@@ -268,13 +245,21 @@ def run_make(args: argparse.Namespace) -> None:
         print(f"{args.output_dir / name}: {len(rows)} rows")
 
 
+def read_samples(path: Path) -> list[dict]:
+    """The rows of a file of prompts and responses; unlike in training data, a response may be empty."""
+    rows = read_rows(path, PROMPT_COLUMNS)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get("response"), str):
+            found = "no such column" if "response" not in row else repr(row["response"])
+            raise UserError(f"{path}, row {number}, column response: found {found}; needed a string.")
+    return rows
+
+
 def run_judge(args: argparse.Namespace) -> None:
     """Print one column of numbers per file, and how much of the first file's variety the second one has."""
-    files = [read_rows(path, ("prompt", "response")) for path in args.files]
-    summaries = [
-        {"responses": len(rows)} | summarize_responses([r["prompt"] for r in rows], [r["response"] for r in rows])
-        for rows in files
-    ]
+    files = [read_samples(path) for path in args.files]
+    summaries = [{"responses": len(rows)} | summarize_responses(*zip(*((r["prompt"], r["response"]) for r in rows)))
+                 for rows in files]
     width = max(12, *(len(path.name) + 2 for path in args.files))
     print(" " * 16 + "".join(f"{path.name:>{width}}" for path in args.files))
     for name in summaries[0]:
@@ -294,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make = commands.add_parser("make", help="write sft.jsonl, pairs.jsonl, prompts.jsonl and eval_prompts.jsonl")
     make.add_argument("--output_dir", type=Path, required=True)
     make.add_argument("--seed", type=int, default=0)
-    make.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+    make.add_argument("--overwrite", action="store_true", help="write even into a folder that is not empty")
     for name, count in (("sft", 8000), ("pairs", 3000), ("prompts", 4000), ("eval_prompts", 512)):
         make.add_argument(f"--{name}", type=int, default=count, help=f"rows of {name}.jsonl (default %(default)s)")
     make.set_defaults(run=run_make)

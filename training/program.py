@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from engine.errors import RunStopped, UserError
 from training.arguments import parse_flags
@@ -42,6 +43,19 @@ def _end(message: str, code: int) -> int:
     else:
         time.sleep(5)  # the launcher kills all ranks once one has gone: let the main one print first
     return code
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with the exit code of `run`.
+
+    After a mistake at once, because the process group still stands: in an orderly exit gloo's threads may abort, which
+    hides the code behind another one (seen), and NCCL may wait for ranks that are gone.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+    sys.exit(0)
 
 
 def checked(check: Callable):

@@ -5,7 +5,6 @@
 Rows hold `text`, or `prompt` and `response`; then the loss covers the response only, unless --loss_on all.
 """
 import math
-import sys
 from dataclasses import dataclass
 
 from engine import distributed
@@ -16,8 +15,8 @@ from engine.rlhf_engine import wrap_trained
 from training.arguments import flag
 from training.data import SFTBatch, SFTExamples, collate_sft
 from training.metrics import Accumulator
-from training.program import (check_positions, check_precision, checked, clear_output_dir, prepare_output_dir,
-                              run)
+from training.program import (check_positions, check_precision, checked, clear_output_dir, leave,
+                              prepare_output_dir, run)
 from training.rows import SFT_COLUMNS
 from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
 
@@ -86,4 +85,4 @@ def check(args: SFTFlags) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, SFTFlags, __doc__.splitlines()[0]))
+    leave(run(main, SFTFlags, __doc__.splitlines()[0]))

@@ -7,7 +7,6 @@ Rows hold `prompt`, `chosen`, `rejected`. After training, scores are normalised 
 that the SFT model samples. What is saved opens with AutoModelForSequenceClassification; its score plus `score_offset`
 of config.json is ours.
 """
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,7 @@ from training.arguments import flag
 from training.data import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
 from training.metrics import Accumulator
 from training.program import (check_positions, check_precision, checked, clear_output_dir, generation_stops,
-                              prepare_output_dir, run)
+                              leave, prepare_output_dir, run)
 from training.rows import PAIR_COLUMNS, PROMPT_COLUMNS, read_rows
 from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
 
@@ -187,4 +186,4 @@ def check(args: RewardFlags) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, RewardFlags, __doc__.splitlines()[0]))
+    leave(run(main, RewardFlags, __doc__.splitlines()[0]))

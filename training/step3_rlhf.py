@@ -5,8 +5,8 @@
 
 Writes out/actor (and out/actor_ema, out/critic), metrics.jsonl, tensorboard/, samples/, curves.png and checkpoints/.
 """
+import contextlib
 import dataclasses
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from training.evaluation import Evaluator, sample_rows, write_rows
 from training.order import PromptOrder
 from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
 from training.program import (check_positions, check_precision, checked, clear_output_dir, generation_stops,
-                              prepare_output_dir, run)
+                              leave, prepare_output_dir, run)
 from training.report import RunSummary, plot_curves, read_metrics, summary_text
 from training.rlhf_arguments import RLHFFlags
 from training.rows import PROMPT_COLUMNS, read_rows, split_held_out
@@ -71,9 +71,10 @@ def main(args: RLHFFlags) -> None:
         plan.held_out, rollouts=rollouts, maker=trainer.maker, sampling=plan.sampling, tokenizer=engine.tokenizer,
         batch_size=args.per_device_generation_batch_size * args.num_samples_per_prompt)
     session = Session(args, plan, trainer, evaluator, output_dir)
-    session.begin()
-    for report in trainer.fit(ShuffledPrompts(args, plan)):
-        session.after_step(report)
+    with contextlib.closing(session.writer):  # so that TensorBoard has the last steps also of a run that stops
+        session.begin()
+        for report in trainer.fit(ShuffledPrompts(args, plan)):
+            session.after_step(report)
     session.end()
 
 
@@ -228,7 +229,6 @@ class Session:
         if self.engine.ema is not None:
             with self.engine.ema.swapped():
                 saved["actor_ema"] = self.save(self.engine.actor, "actor_ema")
-        self.writer.close()
         if distributed.is_main():
             curves = self.output_dir / "curves.png"
             plot_curves(self.output_dir / METRICS_FILE, curves)
@@ -249,4 +249,4 @@ def _is_due(step: int, interval: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, RLHFFlags, __doc__.splitlines()[0]))
+    leave(run(main, RLHFFlags, __doc__.splitlines()[0]))

@@ -1,4 +1,5 @@
 """The loop of steps 1 and 2: epochs over examples, optimizer steps over micro-batches, held-out metrics each epoch."""
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,10 @@ class SupervisedTrainer:
 
     def fit(self) -> dict[str, float]:
         """Train all epochs; returns the last held-out metrics."""
+        with contextlib.closing(self.writer):  # so that TensorBoard has the last steps also of a run that stops
+            return self._fit()
+
+    def _fit(self) -> dict[str, float]:
         self.writer.hparams(vars(self.args))
         found = self.held_out_metrics()
         self.writer.log(0, 0, found)
@@ -128,7 +133,6 @@ class SupervisedTrainer:
                     self.writer.write(f"epoch {epoch + 1}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()))
                 self.writer.log(step, step * self.args.per_device_train_batch_size * distributed.world_size()
                                 * self.args.gradient_accumulation_steps, metrics)
-        self.writer.close()
         return found
 
     def _steps(self, epoch: int):

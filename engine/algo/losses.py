@@ -65,6 +65,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
 
     Source: openai/lm-human-preferences cbfd210b, train_policy.py, `loss`.
     """
+    values = torch.where(mask, values, torch.zeros_like(values))  # as above: nothing from outside reaches the gradient
     near = torch.minimum(torch.maximum(values, old_values - clip_range), old_values + clip_range)
     plain, clipped = (values - returns) ** 2, (near - returns) ** 2
     return ValueLoss(

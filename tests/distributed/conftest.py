@@ -10,23 +10,29 @@ ALWAYS_PARTITIONED = {"stage3_param_persistence_threshold": 0, "stage3_max_live_
                       "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 VECTORS_PERSIST = ALWAYS_PARTITIONED | {"stage3_param_persistence_threshold": 40}
 STEADY_FP16 = {"initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1}
+GROWING_FP16 = STEADY_FP16 | {"loss_scale_window": 2}
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> str:
-    """A folder with actor, tied (an actor with tied embeddings), reward, and the JSON files stage*.json."""
+    """A folder with actor, tied (an actor with tied embeddings), reward, and DeepSpeed JSON files.
+
+    stage0.json to stage3.json; stage3_persistent.json, in which matrices are partitioned and vectors are not; and
+    stage0_growing.json to stage3_growing.json, whose fp16 loss scale doubles every other step.
+    """
     folder = tmp_path_factory.mktemp("tiny")
     make_causal_lm(folder / "actor", "llama", seed=0)
     make_causal_lm(folder / "tied", "llama", seed=2, tied=True)
     make_scorer(folder / "reward", "llama", seed=1, offset=-0.3)
     for stage in range(4):
         shipped = json.loads((CONFIG_DIR / f"zero{stage}.json").read_text())
-        _write(folder / f"stage{stage}.json", shipped, ALWAYS_PARTITIONED if stage == 3 else {})
-    _write(folder / "stage3_persistent.json", shipped, VECTORS_PERSIST)
+        thresholds = ALWAYS_PARTITIONED if stage == 3 else {}
+        _write(folder / f"stage{stage}.json", shipped, thresholds, STEADY_FP16)
+        _write(folder / f"stage{stage}_growing.json", shipped, thresholds, GROWING_FP16)
+    _write(folder / "stage3_persistent.json", shipped, VECTORS_PERSIST, STEADY_FP16)
     return str(folder)
 
 
-def _write(path, shipped: dict, zero: dict) -> None:
-    """A shipped configuration with other ZeRO-3 thresholds, and an fp16 loss scale that is low from the start."""
-    merged = shipped | {"zero_optimization": shipped["zero_optimization"] | zero, "fp16": STEADY_FP16}
-    path.write_text(json.dumps(merged))
+def _write(path, shipped: dict, zero: dict, fp16: dict) -> None:
+    """A shipped configuration with other ZeRO-3 thresholds and another fp16 loss scale."""
+    path.write_text(json.dumps(shipped | {"zero_optimization": shipped["zero_optimization"] | zero, "fp16": fp16}))

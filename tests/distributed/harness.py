@@ -30,7 +30,7 @@ def run_ranks(target: str, world: int = 2, timeout: float = TIMEOUT, **kwargs) -
         torch.save(kwargs, Path(folder) / "kwargs.pt")
         environment = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
                        "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-                       "HF_HUB_OFFLINE": "1"}
+                       "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         processes = []
         try:
             for rank in range(world):

@@ -11,11 +11,11 @@ from tests.tiny_models import EOS, PAD, make_tokenizer
 
 STAGE3 = {"stage": 3, "config": "stage3.json"}
 SAMPLINGS = {
-    "one EOS": SamplingConfig(max_new_tokens=20, pad_token_id=PAD, stop_token_ids=(EOS,), seed=3),
+    "one EOS": SamplingConfig(max_new_tokens=20, pad_token_id=PAD, stop_token_ids=(EOS,), seed=5),
     "several EOS": SamplingConfig(max_new_tokens=20, pad_token_id=PAD, stop_token_ids=(EOS, 7, 11, 19, 23, 41), seed=4,
                                   temperature=0.7),
     "stop strings": SamplingConfig(max_new_tokens=20, pad_token_id=PAD, stop_token_ids=(EOS,), seed=3,
-                                   stop_strings=("w39", "5 w3", "0 w2")),
+                                   stop_strings=("w39", "3 w2", "1 w1")),
 }
 
 
@@ -25,14 +25,11 @@ def one_rank(folder) -> dict:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder) -> list[dict]:
-    return run_ranks("tests.distributed.work_rollouts:answers", world=2, folder=folder, samplings=SAMPLINGS, **STAGE3)
-
-
-@pytest.fixture(scope="module")
-def moving(folder) -> list[dict]:
-    return run_ranks("tests.distributed.work_rollouts:gathers", world=2, folder=folder,
-                     sampling=SAMPLINGS["several EOS"], **STAGE3)
+def two_ranks(folder) -> dict[str, list[dict]]:
+    """What each function of work_rollouts returned on both ranks, by its name."""
+    ranks = run_ranks("tests.distributed.work_rollouts:everything", world=2, folder=folder, samplings=SAMPLINGS,
+                      moving=SAMPLINGS["several EOS"], **STAGE3)
+    return {name: [rank[name] for rank in ranks] for name in ("answers", "gathers", "uneven")}
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +93,13 @@ def test_one_rank_answers_as_plain_sampling_does(one_rank, expected, backend, or
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("backend", ("replica", "zero3"))
 def test_two_ranks_answer_as_plain_sampling_does(two_ranks, expected, backend, order, sampling):
-    one, other = (rank[backend, order, sampling] for rank in two_ranks)
+    one, other = (rank[backend, order, sampling] for rank in two_ranks["answers"])
     assert len(one) == len(other) == 8
     assert one | other == expected[sampling]
 
 
-def test_the_replica_gathers_once_per_change_of_the_weights(moving):
-    for rank in moving:
+def test_the_replica_gathers_once_per_change_of_the_weights(two_ranks):
+    for rank in two_ranks["gathers"]:
         assert rank["gathers"] == {"start": 1, "start again": 0, "step": 0, "after the step": 1,
                                    "after the step again": 0, "after the step, zero3": 0, "averaged": 1,
                                    "swapped back": 1}
@@ -110,15 +107,27 @@ def test_the_replica_gathers_once_per_change_of_the_weights(moving):
 
 @pytest.mark.parametrize("event, weights", (("after the step", "weights"), ("after the step, zero3", "weights"),
                                             ("averaged", "averaged weights"), ("swapped back", "weights")))
-def test_responses_come_from_the_weights_as_they_stand(moving, folder, event, weights):
+def test_responses_come_from_the_weights_as_they_stand(two_ranks, folder, event, weights):
     model, how = plain.policy(folder), SAMPLINGS["several EOS"]
-    model.load_state_dict({name: tensor.double() for name, tensor in moving[0][weights].items()})
-    for rank in moving:
+    model.load_state_dict({name: tensor.double() for name, tensor in two_ranks["gathers"][0][weights].items()})
+    for rank in two_ranks["gathers"]:
         answers = rank["answers"][event]
         assert answers == {(index, sample): plain_answer(model, index, sample, how) for index, sample in answers}
 
 
-def test_the_step_changes_responses(moving):
-    for rank in moving:
+def test_the_step_changes_responses(two_ranks):
+    for rank in two_ranks["gathers"]:
         answers = rank["answers"]
         assert answers["start"] == answers["start again"] != answers["after the step"] != answers["averaged"]
+
+
+def test_ranks_whose_responses_differ_in_length_end_together(two_ranks):
+    """The zero3 backend and ZeRO-3 wait for each other in every layer: a rank too few would be noticed by a hang."""
+    for backend in ("zero3", "replica"):
+        one, other = (rank[backend] for rank in two_ranks["uneven"])
+        assert one["shape"] == (4, 1) and other["shape"] == (4, 20)
+        assert one["metrics"]["rollout/response_length"] == (1 + 20) / 2
+        assert one["metrics"]["rollout/eos_rate"] == 0.5
+        assert one["finite"] and other["finite"]
+    zero3, replica = (two_ranks["uneven"][0][backend]["metrics"] for backend in ("zero3", "replica"))
+    assert zero3 == pytest.approx(replica, rel=1e-4, abs=1e-6)

@@ -4,7 +4,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from torch import Tensor
 
 from engine import distributed
@@ -84,11 +84,27 @@ def masters(model: TrainedModel) -> dict[str, Tensor]:
     named = model.module.model.named_parameters()
     if model.stage > 0:
         return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in named}
+    return {name: _master(model, parameter).detach().clone() for name, parameter in named}
+
+
+def momenta(model: TrainedModel) -> dict[str, Tensor]:
+    """Copies of Adam's full first moments (all ranks call this)."""
+    named = model.module.model.named_parameters()
+    if model.stage in (1, 2):  # DeepSpeed links them when the first group has been stepped, and the others have none
+        model.engine.optimizer._hp_optimizer_states_linked = False
+        model.engine.optimizer._lazy_init_hp_params_optimizer_state()
+    if model.stage > 0:
+        return {name: safe_get_full_optimizer_state(parameter, "exp_avg").clone() for name, parameter in named}
+    state = model.engine.optimizer.state
+    return {name: state[_master(model, parameter)]["exp_avg"].clone() for name, parameter in named}
+
+
+def _master(model: TrainedModel, parameter: Tensor) -> Tensor:
+    """At stage 0: the float32 copy that the optimizer holds of a parameter, or the parameter itself."""
     optimizer = model.engine.optimizer
     halves = [p for group in getattr(optimizer, "fp16_groups", []) for p in group]
     wholes = [p for group in getattr(optimizer, "fp32_groups", []) for p in group]
-    kept = {id(half): whole for half, whole in zip(halves, wholes, strict=True)}
-    return {name: kept.get(id(parameter), parameter).detach().clone() for name, parameter in named}
+    return next((whole for half, whole in zip(halves, wholes, strict=True) if half is parameter), parameter)
 
 
 def gradients(model: TrainedModel) -> dict[str, Tensor]:

@@ -1,16 +1,21 @@
 """Run by ranks: the same prompts answered by both backends, in several orders, with several ways to stop."""
 from dataclasses import replace
 
-import torch
-
 from engine import distributed
 from engine.experience import Rollout
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import SamplingConfig
-from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, masters, prompt_batch
+from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, masters, prompt_batch, timeless
 
 ORDERS = {"in order": [[0, 1, 2, 3, 4, 5, 6, 7]], "shuffled, in two batches": [[6, 1, 4, 3], [0, 7, 2, 5]]}
+
+
+def everything(folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig],
+               moving: SamplingConfig) -> dict[str, dict]:
+    """What the three functions below return, by their names."""
+    return {"answers": answers(folder, stage, config, samplings), "gathers": gathers(folder, stage, config, moving),
+            "uneven": uneven(folder, stage, config, moving)}
 
 
 def answers(folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig]) -> dict:
@@ -77,6 +82,7 @@ def uneven(folder: str, stage: int, config: str, sampling: SamplingConfig) -> di
         trainer = build_trainer(engine_spec(folder, stage, config=config), backend=backend,
                                 sampling=replace(sampling, max_new_tokens=20, stop_token_ids=stops))
         report = trainer.step(TinyPrompts(8).batches(0))
-        found[backend] = {"shape": tuple(report.experience.rollout.response_mask.shape), "metrics": report.metrics,
-                          "finite": all(bool(torch.isfinite(w).all()) for w in masters(trainer.engine.actor).values())}
+        found[backend] = {"shape": tuple(report.experience.rollout.response_mask.shape),
+                          "metrics": timeless(report.metrics),
+                          "finite": all(w.isfinite().all().item() for w in masters(trainer.engine.actor).values())}
     return found

@@ -1,0 +1,64 @@
+"""A run that goes on from a restart point, in new processes, is the run that was never interrupted."""
+import pytest
+import torch
+
+from tests.distributed.harness import run_ranks
+from tests.distributed.work_restart import SAVED_AFTER, STEPS
+
+RUNS = {f"{dtype}_{stage}{suffix}": {"stage": stage, "config": f"stage{stage}{suffix}.json", "dtype": dtype}
+        for dtype, stage, suffix in (("fp32", 0, ""), ("fp32", 1, ""), ("fp32", 2, ""), ("fp32", 3, ""),
+                                     ("fp32", 3, "_persistent"), ("bf16", 0, ""), ("bf16", 2, ""), ("bf16", 3, ""),
+                                     ("fp16", 0, "_growing"), ("fp16", 2, "_growing"), ("fp16", 3, "_growing"))}
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("output"))
+
+
+@pytest.fixture(scope="module")
+def whole(folder, output) -> list[dict]:
+    return run_ranks("tests.distributed.work_restart:uninterrupted", folder=folder, output=output, runs=RUNS)
+
+
+@pytest.fixture(scope="module")
+def rest(folder, output, whole) -> list[dict]:
+    return run_ranks("tests.distributed.work_restart:resumed", folder=folder, output=output, runs=RUNS)
+
+
+def assert_same_state(got: dict, expected: dict) -> None:
+    assert got["counters"] == expected["counters"]
+    assert got["tensors"].keys() == expected["tensors"].keys()
+    for kind, tensors in expected["tensors"].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(got["tensors"][kind][name], tensor), (kind, name)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_everything_is_loaded_as_it_was_saved(whole, rest, run):
+    for one, other in zip(whole, rest):
+        assert_same_state(other[run]["loaded"], one[run]["saved"])
+        fresh, loaded = (other[run][when]["tensors"] for when in ("fresh", "loaded"))
+        for kind in ("ema", "actor masters", "critic masters"):
+            assert any(not torch.equal(fresh[kind][name], loaded[kind][name]) for name in fresh[kind])
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_steps_after_a_restart_have_the_metrics_of_the_uninterrupted_run(whole, rest, run):
+    for one, other in zip(whole, rest):
+        assert len(one[run]["metrics"]) == STEPS
+        expected = one[run]["metrics"][SAVED_AFTER:]
+        for got, metrics in zip(other[run]["metrics"], expected, strict=True):
+            assert got == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+        assert one[run]["metrics"][0]["value/loss"] != pytest.approx(expected[0]["value/loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_restarted_run_ends_with_the_same_weights_and_average(whole, rest, run):
+    for one, other in zip(whole, rest):
+        assert_same_state(other[run]["end"], one[run]["end"])
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.startswith("fp16")])
+def test_the_loss_scale_had_moved_when_it_was_saved(whole, run):
+    assert min(whole[0][run]["saved"]["counters"]["loss scales"]) > 2 ** 8

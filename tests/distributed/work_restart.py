@@ -1,0 +1,58 @@
+"""Run by ranks: four training steps with a restart point after the second, and the last two once more from there."""
+from pathlib import Path
+
+from deepspeed.accelerator import get_accelerator
+
+from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, masters, timeless, weights
+from training import checkpoint
+from training.ppo_trainer import PPOTrainer
+
+STEPS, SAVED_AFTER = 4, 2
+
+
+def uninterrupted(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
+    """Each run to its end, with a restart point in `output`/name on the way."""
+    found = {}
+    for name, arguments in runs.items():
+        trainer = new_trainer(folder, **arguments)
+        metrics = []
+        for report in trainer.fit(TinyPrompts(8)):
+            metrics.append(timeless(report.metrics))
+            if report.step == SAVED_AFTER:
+                checkpoint.save(Path(output) / name, trainer.engine, trainer.state_dict())
+                saved = state(trainer)
+        found[name] = {"metrics": metrics, "saved": saved, "end": state(trainer)}
+    return found
+
+
+def resumed(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
+    """Each run from its restart point to its end, in new engines."""
+    found = {}
+    for name, arguments in runs.items():
+        trainer = new_trainer(folder, **arguments)
+        fresh = state(trainer)
+        point, progress = checkpoint.find(str(Path(output) / name))
+        checkpoint.load(point, trainer.engine, progress)
+        trainer.load_state_dict(progress)
+        loaded = state(trainer)
+        metrics = [timeless(report.metrics) for report in trainer.fit(TinyPrompts(8))]
+        found[name] = {"metrics": metrics, "fresh": fresh, "loaded": loaded, "end": state(trainer)}
+    return found
+
+
+def new_trainer(folder: str, stage: int, config: str, dtype: str) -> PPOTrainer:
+    """Two epochs of two mini-batches a step, with an EMA."""
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs, where it is slow but right
+    return build_trainer(engine_spec(folder, stage, config=config, dtype=dtype, ema_decay=0.9),
+                         dialect=DIALECT.override(ppo_epochs=2), total_steps=STEPS, mini_batches=2)
+
+
+def state(trainer: PPOTrainer) -> dict:
+    """The weights of actor and critic, the EMA, the loss scales and the counters."""
+    engine = trainer.engine
+    tensors = {"ema": dict(enumerate(shard.clone() for shard in engine.ema.shards))}
+    for name, model in (("actor", engine.actor), ("critic", engine.critic)):
+        tensors |= {f"{name} weights": weights(model), f"{name} masters": masters(model)}
+    counters = {"trainer": trainer.state_dict(), "actor version": engine.actor.version,
+                "loss scales": (engine.actor.loss_scale, engine.critic.loss_scale)}
+    return {"tensors": tensors, "counters": counters}

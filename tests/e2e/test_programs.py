@@ -1,0 +1,250 @@
+"""Steps 1, 2 and 3 as users run them: two ranks, ZeRO-3, each starting from what the ones before it wrote."""
+import json
+import math
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from engine.experience import position_ids
+from engine.model_files import load_scorer
+from tests.e2e.programs import Result, launch, metric_lines, run_here
+
+STEPS, EVALUATED = 4, 8
+EVERY_STEP = {
+    *(f"objective/{name}" for name in ("kl", "kl_per_token", "kl_coef", "entropy", "scores", "rlhf_reward",
+                                       "non_score_reward")),
+    *(f"policy/{name}" for name in ("loss", "approxkl", "clipfrac", "ratio_mean", "ratio_max", "grad_norm", "lr")),
+    *(f"value/{name}" for name in ("loss", "clipfrac", "explained_variance", "mean", "grad_norm", "lr")),
+    "advantages/mean", "advantages/std", "returns/mean", "returns/var",
+    *(f"rollout/{name}" for name in ("response_length", "eos_rate", "tokens_per_second", "degenerate")),
+    *(f"time/{name}" for name in ("generate", "make_experience", "train", "step")), "memory/peak_gb"}
+EVALUATION = {f"eval/{name}" for name in ("score", "kl", "response_length", "distinct_bigrams")}
+AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION}
+MACHINE = ("time/", "memory/", "rollout/tokens_per_second")
+"""What differs between two runs of the same numbers."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Folders of the three steps and of step 3 resumed, and how each ended."""
+    folder: Path
+    results: dict[str, Result]
+
+    def __getitem__(self, name: str) -> Path:
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def chain(tiny, tmp_path_factory) -> Chain:
+    """Four launches, of which every test here looks at another side."""
+    folder, results = tmp_path_factory.mktemp("chain"), {}
+
+    def started(name: str, step: int, **flags) -> None:
+        results[name] = launch(step, tiny.flags(step, output_dir=folder / name, **flags))
+        assert results[name].code == 0, results[name].stdout + results[name].stderr
+
+    started("sft", 1, zero_stage=3, learning_rate=1e-3)
+    started("reward", 2, zero_stage=3, learning_rate=1e-3, model_name_or_path=folder / "sft")
+    ppo = {"actor_model_name_or_path": folder / "sft", "critic_model_name_or_path": folder / "reward",
+           "reward_model_name_or_path": tiny.folder / "reward", "actor_zero_stage": 3, "critic_zero_stage": 3,
+           "max_steps": STEPS, "num_eval_prompts": EVALUATED, "save_steps": 2, "print_answers_interval": 2,
+           "enable_ema": True, "kl_coef": 0.25, "ppo_epochs": 2, "num_warmup_steps": 0, "actor_learning_rate": 1e-3,
+           "critic_learning_rate": 1e-3}
+    started("ppo", 3, **ppo)
+    # As if the run had been killed within step 4: what is beyond the last restart point is dropped and done again.
+    shutil.copytree(folder / "ppo", folder / "resumed")
+    shutil.rmtree(folder / "resumed" / "checkpoints" / f"step_{STEPS:06d}")
+    for name in ("actor", "actor_ema", "critic", "curves.png"):
+        path = folder / "resumed" / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    started("resumed", 3, **ppo, resume=folder / "resumed")
+    return Chain(folder, results)
+
+
+@pytest.mark.parametrize("path", ("sft", "ppo/actor", "ppo/actor_ema", "resumed/actor", "resumed/actor_ema"))
+def test_language_models_open(chain, path):
+    model, info = AutoModelForCausalLM.from_pretrained(chain[path], output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert AutoTokenizer.from_pretrained(chain[path]).decode([4, 5]) == "w04 w05"
+
+
+@pytest.mark.parametrize("path", ("reward", "ppo/critic", "resumed/critic"))
+def test_reward_models_open(chain, path):
+    model, info = AutoModelForSequenceClassification.from_pretrained(chain[path], output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert model.config.num_labels == 1 and math.isfinite(model.config.score_offset)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_steps_1_and_2_report(chain):
+    for name, held_out, last_words in (("sft", "eval/perplexity", "held-out perplexity"),
+                                       ("reward", "eval/accuracy", "held-out pair accuracy")):
+        lines = metric_lines(chain[name])
+        assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+        assert held_out in lines[0] and held_out in lines[-1]
+        assert all({"train/loss", "train/lr", "train/grad_norm", "time/step"} <= set(line) for line in lines[1:])
+        assert last_words in chain.results[name].stdout
+        assert_finite(lines)
+    assert "stored so that they become 0 and 1" in chain.results["reward"].stdout
+
+
+@pytest.mark.parametrize("name", ("ppo", "resumed"))
+def test_every_metric_is_logged_and_finite(chain, name):
+    lines = metric_lines(chain[name])
+    assert [(line["step"], line["samples"]) for line in lines] == [(step, 8 * step) for step in range(STEPS + 1)]
+    assert set(lines[0]) == {"step", "samples"} | EVALUATION
+    for line in lines[1:]:
+        assert EVERY_STEP <= set(line), f"step {line['step']} lacks {sorted(EVERY_STEP - set(line))}"
+    assert EVALUATION | AVERAGED <= set(lines[-1])
+    assert_finite(lines)
+
+
+def test_restart_points_are_timed_and_whole(chain):
+    timed = [line["step"] for line in metric_lines(chain["ppo"]) if "time/checkpoint" in line]
+    assert timed == [3]  # in the line after the one that it followed; the last one has no such line
+    points = sorted(chain["ppo/checkpoints"].iterdir())
+    assert [point.name for point in points] == ["step_000002", "step_000004"]
+    for point in points:
+        names = {path.name for path in point.iterdir()}
+        assert {"actor", "critic", "trainer_state.json", "ema_rank0.pt", "ema_rank1.pt"} <= names
+
+
+def test_a_resumed_run_ends_like_the_uninterrupted_one(chain):
+    whole, resumed = (metric_lines(chain[name])[-1] for name in ("ppo", "resumed"))
+    numbers = {name for name in whole if not name.startswith(MACHINE)}
+    assert numbers == {name for name in resumed if not name.startswith(MACHINE)}
+    for name in sorted(numbers):
+        assert resumed[name] == pytest.approx(whole[name], abs=1e-5, rel=1e-5), name
+    before = metric_lines(chain["ppo"])[2]
+    assert any(abs(before[name] - whole[name]) > 1e-3 for name in EVERY_STEP & numbers), "nothing moved after step 2"
+
+
+def test_tensorboard_holds_what_the_file_holds(chain):
+    events = EventAccumulator(str(chain["ppo/tensorboard"]), size_guidance={"tensors": 0, "scalars": 0})
+    events.Reload()
+    for line in metric_lines(chain["ppo"]):
+        for name, value in line.items():
+            if name != "step":
+                shown = {event.step: event.value for event in events.Scalars(name)}
+                assert shown[line["step"]] == pytest.approx(value, rel=1e-5), (name, line["step"])
+    tags = events.Tags()
+    assert {"objective/scores_histogram", "rollout/length_histogram"} <= set(tags["histograms"])
+    samples = {event.step: text_of(event) for event in events.Tensors("samples/text_summary")}
+    assert set(samples) == {2, 4} and "score" in samples[4] and "| w" in samples[4]
+    settings = text_of(events.Tensors("hparams/text_summary")[0])
+    assert '"kl_coef": 0.25' in settings and '"clip_range": 0.2' in settings  # one given, one of the dialect
+
+
+def test_the_resumed_tensorboard_has_no_step_twice(chain):
+    events = EventAccumulator(str(chain["resumed/tensorboard"]), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [event.step for event in events.Scalars("objective/scores")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ("ppo", "resumed"))
+def test_curves_are_a_picture(chain, name):
+    head = chain[f"{name}/curves.png"].read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:])
+    assert 1000 <= width <= 4000 and 500 <= height <= 3000
+
+
+def test_samples_before_and_after(chain):
+    first, *_, last = metric_lines(chain["ppo"])
+    for name, line, prefix in (("before", first, "eval/"), ("after", last, "eval/"), ("after_ema", last, "eval/ema_")):
+        rows = sample_rows(chain, name)
+        assert len(rows) == EVALUATED and all(row["prompt"].startswith("w") for row in rows)
+        assert any(row["response"].strip().startswith("w") for row in rows)
+        for key, metric in (("score", "score"), ("kl", "kl"), ("tokens", "response_length")):
+            assert sum(row[key] for row in rows) / EVALUATED == pytest.approx(line[prefix + metric], abs=1e-5)
+    before, after = (sample_rows(chain, name) for name in ("before", "after"))
+    assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
+    assert all(abs(row["kl"]) < 1e-4 for row in before), "the actor starts as the reference"
+    assert any(abs(row["kl"]) > 1e-2 for row in after), "the actor has not moved"
+
+
+def test_scores_come_from_the_reward_model_that_was_named(chain, tiny):
+    rows = [row for row in sample_rows(chain, "before") if len(row["response"].split()) == row["tokens"]]  # without EOS
+    tokenizer = AutoTokenizer.from_pretrained(chain["sft"])
+    ids = [torch.tensor([tokenizer(f"{row['prompt']} {row['response']}")["input_ids"]]) for row in rows]
+
+    def scores(path: Path) -> list[float]:
+        scorer = load_scorer(str(path), torch.float32)
+        ones = [torch.ones_like(row) for row in ids]
+        with torch.no_grad():
+            return [scorer.sequence_scores(scorer(row, one, position_ids(one)), row, one).item()
+                    for row, one in zip(ids, ones)]
+
+    found = [row["score"] for row in rows]
+    assert len(found) >= 3
+    assert found == pytest.approx(scores(tiny.folder / "reward"), abs=1e-4)
+    assert max(abs(a - b) for a, b in zip(found, scores(chain["reward"]))) > 0.1, "the critic's path would pass, too"
+
+
+def test_the_average_lags_behind_the_actor(chain):
+    sft, actor, averaged = (AutoModelForCausalLM.from_pretrained(chain[name]).state_dict()
+                            for name in ("sft", "ppo/actor", "ppo/actor_ema"))
+
+    def distance(a: dict, b: dict) -> float:
+        return sum((a[name] - b[name]).square().sum().item() for name in a) ** 0.5
+
+    assert 0 < distance(averaged, sft) < 0.2 * distance(actor, sft)  # 8 optimizer steps at a decay of 0.992
+
+
+def test_what_is_printed(chain):
+    out = chain.results["ppo"].stdout
+    assert out.count("dialect default\n") == 1, "printed by both ranks, or by none"
+    for name in ("kl_coef = 0.25 (given; the dialect's is ", "ppo_epochs = 2 (given; the dialect's is ",
+                 "actor_lr = 0.001 (given; the dialect's is "):
+        assert name in out
+    assert "gamma = " not in out and "temperature = " not in out
+    assert "32 prompts (0 truncated), 8 held out; 4 steps of 8 responses on 2 ranks" in out
+    assert "ZeRO stages: actor 3, critic 3, reference 3, reward 3; fp32" in out
+    summary = out[out.index("held-out prompts"):]
+    first, *_, last = metric_lines(chain["ppo"])
+    assert f"{first['eval/score']:.3f}" in summary and f"{last['eval/score']:.3f}" in summary
+    assert f"{last['eval/ema_score']:.3f}" in summary
+    assert "32 episodes in 4 steps" in summary
+    for name in ("actor", "critic", "actor_ema", "curves.png"):
+        assert str(chain[f"ppo/{name}"]) in summary
+    printed = [result.stdout + result.stderr for result in chain.results.values()]
+    assert all("Traceback" not in text and "Warning" not in text for text in printed)
+
+
+def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
+    """In one process, without an EMA, and with the sizes that the other runs leave at 1."""
+    flags = tiny.flags(3, output_dir=tmp_path / "out", dialect="deepspeed_chat", per_device_generation_batch_size=2,
+                       generation_batches=2, num_samples_per_prompt=3, per_device_training_batch_size=2,
+                       gradient_accumulation_steps=3, eval_steps=1, actor_zero_stage=2)
+    result = run_here(3, flags, capfd)
+    assert result.code == 0, result.stderr
+    assert "dialect deepspeed_chat\n" in result.stdout and "(given;" not in result.stdout
+    lines = metric_lines(tmp_path / "out")
+    assert [line["samples"] for line in lines] == [0, 12, 24]
+    assert all(EVERY_STEP <= set(line) for line in lines[1:])
+    assert all(EVALUATION <= set(line) for line in lines)
+    assert lines[1]["objective/kl_coef"] == 0.1
+    assert_finite(lines)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"actor", "critic", "metrics.jsonl", "tensorboard",
+                                                                   "samples", "curves.png"}
+
+
+def sample_rows(chain: Chain, name: str) -> list[dict]:
+    return [json.loads(line) for line in chain[f"ppo/samples/{name}.jsonl"].read_text().splitlines()]
+
+
+def text_of(event) -> str:
+    return event.tensor_proto.string_val[0].decode()
+
+
+def assert_finite(lines: list[dict]) -> None:
+    for line in lines:
+        bad = [name for name, value in line.items() if value is None or not math.isfinite(value)]
+        assert not bad, f"step {line['step']}: {bad}"
