@@ -106,7 +106,7 @@ class TrainedModel:
         return float(self.engine.optimizer.loss_scale) if self._fp16 else 1.0
 
     def master_shards(self) -> list[Tensor]:
-        """This rank's float32 weights: the tensors that the optimizer updates, each element on one rank (stage 0: all)."""
+        """This rank's float32 weights: the tensors that the optimizer updates, each on one rank (stage 0: on all)."""
         optimizer = self.engine.optimizer
         if self.stage == 3:
             return [shard.data for shard in optimizer.fp32_partitioned_groups_flat]
@@ -120,7 +120,7 @@ class TrainedModel:
     def swapped(self, shards: list[Tensor]) -> Iterator[None]:
         """Within this context the model computes with other float32 weights, given like `master_shards`.
 
-        Both are exchanged in place, so it takes no memory beyond one shard, and on leaving all is as before, bit by bit.
+        Both are exchanged in place, so it takes no memory beyond one shard; on leaving all is as before, bit by bit.
         """
         self._exchange(shards)
         try:

@@ -238,8 +238,8 @@ def _require_family(config, mapping, what: str, path: str) -> None:
 def _require_weights(path: str, what: str) -> None:
     folder = Path(path)
     if folder.is_dir() and not any(True for kind in ("*.safetensors", "*.bin") for _ in folder.glob(kind)):
-        raise UserError(f"{what}: the folder {path} holds a config.json but no weights (*.safetensors or *.bin). Was its "
-                        "writing cut off? Write it again.")
+        raise UserError(f"{what}: the folder {path} holds a config.json but no weights (*.safetensors or *.bin). "
+                        "Was its writing cut off? Write it again.")
 
 
 def _is_deepspeed_chat_scorer(path: str) -> bool:

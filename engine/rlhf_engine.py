@@ -115,5 +115,5 @@ def _probed(model: TrainedModel | FrozenModel) -> TrainedModel | FrozenModel:
         tokens = (torch.arange(8, device=distributed.device()) * 7919 % vocabulary).unsqueeze(0)
         with torch.no_grad(), model.resident():
             model(tokens, probe=True)
-    gc.collect(1)  # the loader's full copy of the weights goes before the next model comes; only what is new is looked at
+    gc.collect(1)  # the loader's full copy of the weights goes before the next model comes; old objects are left out
     return model

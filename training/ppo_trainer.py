@@ -56,7 +56,7 @@ class PromptFeed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A finished step: its number (from 1), responses seen so far over all ranks, metrics, and what was learned from."""
+    """A finished step: its number (from 1), responses seen so far over all ranks, metrics, what was learned from."""
     step: int
     samples: int
     metrics: dict[str, float]

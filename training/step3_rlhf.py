@@ -71,7 +71,7 @@ def main(args: RLHFFlags) -> None:
         plan.held_out, rollouts=rollouts, maker=trainer.maker, sampling=plan.sampling, tokenizer=engine.tokenizer,
         batch_size=args.per_device_generation_batch_size * args.num_samples_per_prompt)
     session = Session(args, plan, trainer, evaluator, output_dir)
-    with contextlib.closing(session.writer):  # so that TensorBoard has the last steps also of a run that stops
+    with contextlib.closing(session.writer):  # of a run that stops, too: its last steps are written out, its bar ends
         session.begin()
         for report in trainer.fit(ShuffledPrompts(args, plan)):
             session.after_step(report)

@@ -115,7 +115,7 @@ class SupervisedTrainer:
 
     def fit(self) -> dict[str, float]:
         """Train all epochs; returns the last held-out metrics."""
-        with contextlib.closing(self.writer):  # so that TensorBoard has the last steps also of a run that stops
+        with contextlib.closing(self.writer):  # of a run that stops, too: its last steps are written out, its bar ends
             return self._fit()
 
     def _fit(self) -> dict[str, float]:

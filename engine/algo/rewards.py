@@ -27,7 +27,7 @@ def score_slots(lengths: Tensor, width: int, rule: str) -> Tensor:
     Args:
         lengths: (B,) int64, L.
         width: T, the number of response slots.
-        rule: "last" is slot L - 1, the last real token; "after_last" is slot L, or the row's last slot where L fills it.
+        rule: "last" is slot L - 1, the last real token; "after_last" is slot L, or the last slot where L fills the row.
     """
     if rule == "last":
         return (lengths - 1).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Rollouts through the partitioned engine itself: no second copy of the weights, but every token gathers every layer."""
+"""Rollouts through the partitioned engine itself: no second copy of the weights, but each token gathers every layer."""
 from engine import distributed
 from engine.ds_engine import TrainedModel
 from engine.experience import PromptBatch, Rollout

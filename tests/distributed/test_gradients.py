@@ -98,6 +98,13 @@ def test_gradient_is_that_of_one_process(ranks, expected, stage, model):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("stage", STAGES)
+def test_gradient_is_the_same_where_one_rank_has_all_the_rows(ranks, expected, stage, model):
+    for rank in ranks:
+        assert plain.relative_error(rank[stage]["one_sided"][model], expected["right", model]) < CLOSE
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("stage", STAGES)
 def test_gradient_with_tied_embeddings_and_checkpointing_is_that_of_one_process(ranks, expected, stage, model):
     for rank in ranks:
         assert plain.relative_error(rank[stage]["tied"][model], expected["tied", model]) < CLOSE

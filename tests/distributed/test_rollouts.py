@@ -21,7 +21,8 @@ SAMPLINGS = {
 
 @pytest.fixture(scope="module")
 def one_rank(folder) -> dict:
-    return run_ranks("tests.distributed.work_rollouts:answers", world=1, folder=folder, samplings=SAMPLINGS, **STAGE3)[0]
+    return run_ranks("tests.distributed.work_rollouts:answers", world=1, folder=folder, samplings=SAMPLINGS,
+                     **STAGE3)[0]
 
 
 @pytest.fixture(scope="module")

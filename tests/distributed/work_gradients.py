@@ -1,9 +1,10 @@
 """Run by ranks: the gradients of one optimizer step, and the weights after two."""
 from dataclasses import replace
 
-from torch import Tensor
+import torch
 
 from engine import distributed
+from engine.ds_engine import TrainedModel
 from engine.experience import Experience
 from tests.distributed.tiny_run import DIALECT, build_trainer, engine_spec, gradients, weights
 from training.metrics import Accumulator
@@ -24,9 +25,10 @@ def all_stages(folder: str, experience: Experience, stages: dict[str, tuple[int,
 
 def one_stage(folder: str, experience: Experience, stage: int, config: str) -> dict:
     """Gradients of the loss as it is and of two wrong ones; two real steps of the model with tied embeddings."""
-    own = experience.select(slice(*ROWS[distributed.rank()])) if distributed.world_size() > 1 else experience
+    own = experience.select(slice(*ROWS[distributed.rank()]))
     trainer = build_trainer(engine_spec(folder, stage, config=config), dialect=STILL, micro_batch_size=MICRO_BATCH)
-    result = {"right": one_step(trainer, own)}
+    result = {"right": one_step(trainer, own),
+              "one_sided": one_step(trainer, experience, rows=len(experience) if distributed.is_main() else 0)}
     trainer._loss_weights = lambda parts: {name: [1.01 * weight for weight in column]
                                            for name, column in PPOTrainer._loss_weights(trainer, parts).items()}
     result["scaled"] = one_step(trainer, own)
@@ -43,23 +45,18 @@ def one_stage(folder: str, experience: Experience, stage: int, config: str) -> d
     return result
 
 
-def one_step(trainer: PPOTrainer, experience: Experience) -> dict[str, dict[str, Tensor]]:
-    """An optimizer step; the gradients of actor and critic as they were before it, and its metrics."""
+def one_step(trainer: PPOTrainer, experience: Experience, rows: int | None = None) -> dict[str, dict]:
+    """An optimizer step on the first `rows`, by default all; the gradients before it, and its metrics."""
     found = {}
 
     def watch(name: str, model) -> None:
         def step(*args, **kwargs):
             found[name] = gradients(model)
-            return type(model).step(model, *args, **kwargs)
+            return TrainedModel.step(model, *args, **kwargs)
         model.step = step
 
     watch("actor", trainer.engine.actor)
     watch("critic", trainer.engine.critic)
     metrics = Accumulator()
-    trainer.optimizer_step(experience, torch_rows(experience), metrics)
+    trainer.optimizer_step(experience, torch.arange(len(experience) if rows is None else rows), metrics)
     return found | {"metrics": metrics.reduce()}
-
-
-def torch_rows(experience: Experience) -> Tensor:
-    """All rows, in order."""
-    return experience.rollout.indices.new_tensor(range(len(experience)))

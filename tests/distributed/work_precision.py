@@ -51,14 +51,14 @@ def repeated_gradient(folder: str, dtype: str, stage: int) -> dict:
 
 
 def joint_skips(folder: str, dtype: str, stage: int) -> dict:
-    """What everything is after each of: a step, one in which the critic overflows, one in which the actor does, a step."""
+    """What everything is after a step, one in which the critic overflows, one in which the actor does, and a step."""
     trainer = build_trainer(engine_spec(folder, stage, dtype=dtype, config=f"stage{stage}.json", ema_decay=0.5), dialect=STEADY)
     feed, states = TinyPrompts(8), {}
-    for number, (event, overflowing) in enumerate((
-            ("first step", None), ("critic overflows", trainer.engine.critic), ("actor overflows", trainer.engine.actor),
-            ("last step", None))):
+    events = {"first step": None, "critic overflows": trainer.engine.critic, "actor overflows": trainer.engine.actor,
+              "last step": None}
+    for event, overflowing in events.items():
         with overflow_on_last_rank(overflowing):
-            report = trainer.step(feed.batches(number))
+            report = trainer.step(feed.batches(len(states)))
         states[event] = everything(trainer) | {"metrics": timeless(report.metrics)}
     return {"events": states}
 

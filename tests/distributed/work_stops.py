@@ -1,0 +1,62 @@
+"""Run by ranks: steps in which a number of one rank is not finite."""
+import math
+
+import torch
+
+from engine import distributed
+from engine.errors import RunStopped
+from engine.experience import Rollout
+from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, masters
+from training.ppo_trainer import PPOTrainer
+
+BAD_ROW = 2  # of the last rank, in the second step
+
+
+def all_stops(folder: str, stage: int, config: str) -> dict[str, dict]:
+    """What becomes of a NaN among the scores, and of one in the critic's loss, each in the second step."""
+    return {"score": stopped_step(folder, stage, config, nan_score),
+            "value loss": stopped_step(folder, stage, config, nan_value_loss)}
+
+
+def stopped_step(folder: str, stage: int, config: str, spoil) -> dict:
+    """The message of the stop, and the weights before and after it."""
+    trainer, feed = build_trainer(engine_spec(folder, stage, config=config)), TinyPrompts(8)
+    trainer.step(feed.batches(0))
+    before = {name: masters(model) for name, model in _trained(trainer).items()}
+    rollouts = []
+    if distributed.rank() == distributed.world_size() - 1:
+        spoil(trainer, rollouts)
+    try:
+        trainer.step(feed.batches(1))
+        message = None
+    except RunStopped as stop:
+        message = str(stop)
+    return {"message": message, "before": before, "steps_done": trainer.steps_done,
+            "after": {name: masters(model) for name, model in _trained(trainer).items()},
+            "response": _response(trainer, rollouts[0]) if rollouts else None}
+
+
+def _trained(trainer: PPOTrainer) -> dict:
+    return {"actor": trainer.engine.actor, "critic": trainer.engine.critic}
+
+
+def _response(trainer: PPOTrainer, rollout: Rollout) -> str:
+    return trainer.engine.tokenizer.decode(rollout.responses[BAD_ROW][rollout.response_mask[BAD_ROW]])
+
+
+def nan_score(trainer: PPOTrainer, rollouts: list) -> None:
+    """One score of this rank is NaN; the rollout that it belongs to is put into `rollouts`."""
+    score = trainer.maker.reward.score
+
+    def spoiled(rollout: Rollout) -> torch.Tensor:
+        scores = score(rollout)
+        rollouts.append(rollout)
+        return scores.index_fill(0, torch.tensor(BAD_ROW), math.nan)
+
+    trainer.maker.reward.score = spoiled
+
+
+def nan_value_loss(trainer: PPOTrainer, rollouts: list) -> None:
+    """The critic's loss of this rank is NaN."""
+    loss = trainer._value_loss
+    trainer._value_loss = lambda part, metrics: loss(part, metrics) * math.nan
