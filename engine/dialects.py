@@ -46,6 +46,7 @@ class Dialect:
     critic_lr: float = 1e-5
     lr_schedule: str = "linear"
     warmup_steps: int = 10              # optimizer steps in which Adam's second moments fill
+    warmup_from_zero: bool = False      # the first step of warm-up has a rate, or it would be lost
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0           # the KL penalty is the regulariser
@@ -97,6 +98,7 @@ DIALECTS = {dialect.name: dialect for dialect in (
         critic_lr=5e-6,
         lr_schedule="cosine",
         warmup_steps=100,
+        warmup_from_zero=True,
         temperature_in_logprobs=False,
     ),
 )}

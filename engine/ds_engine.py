@@ -29,6 +29,11 @@ class TrainedModel:
         self.version = 0           # changes with the weights: tells copies of them whether they are stale
         self.grad_norm = 0.0       # of the latest step, before clipping
         self._fp16 = self.engine.fp16_enabled()
+        if hasattr(self.engine.optimizer, "fp32_groups"):
+            # At stage 0 in 16 bits DeepSpeed allocates Adam's moments by a step on zero gradients. It counts as one, and
+            # decays the float32 masters: undo both.
+            self.engine.optimizer.optimizer.state.clear()
+            self.engine.optimizer.refresh_fp32_params()
         self.engine.train()
 
     @property
@@ -54,18 +59,19 @@ class TrainedModel:
         # Not "managed_gradient_accumulation": false, under which stages 0 and 1 reduce inside step(), too late for an
         # overflow or a gradient norm to be looked at before weights change.
         self.engine.set_gradient_accumulation_boundary(last)
-        # At stages 1 to 3 DeepSpeed scales the loss for fp16. At stage 0 it leaves that out, and unscales all the same.
-        scale = self.loss_scale if self.stage == 0 else 1.0
-        self.engine.backward(loss * (distributed.world_size() * scale), scale_wrt_gas=False)
+        self.engine.backward(loss * (distributed.world_size() * self._own_scale()), scale_wrt_gas=False)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients that overflow are a matter of course (fp16) and not a reason to stop."""
+        return self._fp16
 
     def overflowed(self) -> bool:
-        """Whether a gradient is infinite or NaN on any rank, after the last backward; always False but in fp16."""
-        if not self._fp16:
-            return False
+        """Whether a gradient is infinite or NaN on any rank, after the last backward."""
         optimizer = self.engine.optimizer
         if self.stage == 0:
-            checker = optimizer.overflow_checker
-            return distributed.any_rank(type(checker).has_overflow(checker, _flat(optimizer.fp16_groups)))
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            return distributed.any_rank(any(not torch.isfinite(gradient).all() for gradient in gradients))
         return type(optimizer).has_overflow(optimizer)  # the class's: `step` puts its verdict over the instance's
 
     def step(self, lr: float, overflow: bool = False, skip: bool = False) -> bool:
@@ -82,7 +88,8 @@ class TrainedModel:
             # DeepSpeed's own way of skipping a step, told the joint verdict; the scale follows this model's alone.
             checker = optimizer.overflow_checker if self.stage == 0 else optimizer
             checker.check = checker.has_overflow = lambda *_, **__: overflow or skip
-            optimizer._update_scale = lambda *_: None  # not before this step's gradients have been divided by it
+            # That would change the scale before it divides this step's gradients by it; so it is called afterwards.
+            optimizer._update_scale = lambda *_: None
         if self.stage == 0 and not self._fp16 and not self.engine.bfloat16_enabled():
             squares = [p.grad.double().pow(2).sum() for p in self.module.parameters() if p.grad is not None]
             self.grad_norm = torch.stack(squares).sum().sqrt().item()  # DeepSpeed gives none here
@@ -90,15 +97,16 @@ class TrainedModel:
         else:
             self.engine.step()
             if not (overflow or skip):
-                self.grad_norm = float(self.engine.get_global_grad_norm()) / self._norm_scale()
+                self.grad_norm = float(self.engine.get_global_grad_norm()) / self._own_scale()
         if self._fp16:
             type(optimizer)._update_scale(optimizer, overflow)
         self.version += not (overflow or skip)
         return not (overflow or skip)
 
-    def _norm_scale(self) -> float:
-        """What DeepSpeed's gradient norm is still multiplied by: stage 0 in fp16 reports the scaled one."""
-        return self.engine.optimizer.loss_scale_config.cur_scale if self._fp16 and self.stage == 0 else 1.0
+    def _own_scale(self) -> float:
+        """The fp16 loss scale where it is for us to apply: at stage 0 DeepSpeed (0.19.8) divides gradients by it, but
+        neither multiplies the loss by it nor takes it out of the gradient norm."""
+        return self.loss_scale if self.stage == 0 else 1.0
 
     @property
     def loss_scale(self) -> float:

@@ -31,10 +31,9 @@ class EMA:
 
     def state_dict(self) -> dict:
         """This rank's shards."""
-        return {"decay": self.decay, "shards": self.shards}
+        return {"shards": self.shards}
 
     def load_state_dict(self, state: dict) -> None:
         """Put this rank's shards back."""
-        self.decay = state["decay"]
         for mean, shard in zip(self.shards, state["shards"], strict=True):
             mean.copy_(shard)

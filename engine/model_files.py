@@ -170,13 +170,18 @@ def check_scorer(path: str, what: str) -> str:
     return "sequence_classification"
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id that the tokenizer knows."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def check_vocabularies(actor_tokenizer: PreTrainedTokenizerBase, path: str, what: str) -> None:
     """Refuse a reward model that would read the actor's tokens as other words.
 
     Raises: UserError if its embedding has fewer rows than the tokenizer has tokens, or its own tokenizer differs.
     """
     rows = getattr(read_config(path, what), "vocab_size", None)
-    needed = max(actor_tokenizer.get_vocab().values()) + 1
+    needed = vocabulary_size(actor_tokenizer)
     if rows is not None and rows < needed:
         raise UserError(f"{what}: {path} knows {rows} tokens, the actor's tokenizer has {needed}. The reward model "
                         "must be trained with the actor's tokenizer.")

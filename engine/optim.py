@@ -25,14 +25,15 @@ def build_optimizer(module: nn.Module, lr: float, betas: tuple[float, float], ep
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 
-def lr_factor(step: int, total: int, warmup: int, schedule: str) -> float:
+def lr_factor(step: int, total: int, warmup: int, schedule: str, warmup_from_zero: bool = False) -> float:
     """What the peak learning rate is multiplied by at optimizer step `step` (from 0) of `total`.
 
-    After `warmup` steps of linear growth (the first at 1 / warmup, not at 0: a step of rate 0 is a step lost),
+    After `warmup` steps of linear growth (the first at 1 / warmup, since a step of rate 0 is a step lost; or at 0, as
+    transformers' schedules have it, with `warmup_from_zero`)
     "constant" stays at 1, "linear" and "cosine" fall to 0 at the end.
     """
     if step < warmup:
-        return (step + 1) / warmup
+        return (step + (not warmup_from_zero)) / warmup
     progress = min((step - warmup) / max(1, total - warmup), 1.0)
     if schedule == "constant":
         return 1.0

@@ -37,7 +37,8 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
 fi
 export PATH="$venv/bin:$PATH"
 
-# Ranks share the cores; without a GPU, DeepSpeed need not look for one each time.
+# Ranks share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-gpus="$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)"
-[ "$gpus" -gt 0 ] || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
+# GPUs that torch can use: one that nvidia-smi lists may be hidden, or too old for the pinned torch.
+gpus="$(python -c 'import torch; n = torch.cuda.device_count(); n and torch.ones(1, device="cuda").add(1).item(); print(n)' 2>/dev/null || echo 0)"
+[ "$gpus" -gt 0 ] || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}" CUDA_VISIBLE_DEVICES=""

@@ -27,23 +27,24 @@ python -m training.builtin_model --data "$out/data/sft.jsonl" "$out/data/pairs.j
 
 say "step 1: supervised fine-tuning"
 launch training/step1_sft.py --model_name_or_path "$out/base" --data_path "$out/data/sft.jsonl" \
-    --output_dir "$out/sft" --max_seq_len 48 --per_device_train_batch_size 32 --num_train_epochs 2 \
-    --learning_rate 3e-3 --lr_scheduler_type cosine --num_warmup_steps 20 --held_out 256 \
+    --output_dir "$out/sft" --max_seq_len 48 --per_device_train_batch_size $((64 / ranks)) --num_train_epochs 6 \
+    --learning_rate 5e-3 --lr_scheduler_type cosine --num_warmup_steps 20 --held_out 256 \
     --per_device_eval_batch_size 64
 
 say "step 2: reward model"
 launch training/step2_reward.py --model_name_or_path "$out/sft" --data_path "$out/data/pairs.jsonl" \
-    --output_dir "$out/reward" --max_seq_len 48 --per_device_train_batch_size 16 --num_train_epochs 2 \
-    --learning_rate 1e-3 --num_warmup_steps 10 --held_out 256 --per_device_eval_batch_size 64 \
+    --output_dir "$out/reward" --max_seq_len 48 --per_device_train_batch_size $((32 / ranks)) --num_train_epochs 2 \
+    --learning_rate 3e-3 --num_warmup_steps 10 --held_out 256 --per_device_eval_batch_size 64 \
     --normalization_data_path "$out/data/prompts.jsonl" --max_prompt_seq_len 12 --max_answer_seq_len 32
 
 say "step 3: PPO, four engines under ZeRO-3"
 launch training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \
     --data_path "$out/data/prompts.jsonl" --eval_data_path "$out/data/eval_prompts.jsonl" --num_eval_prompts 256 \
     --output_dir "$out/ppo" --actor_zero_stage 3 --critic_zero_stage 3 --max_prompt_seq_len 12 \
-    --max_answer_seq_len 32 --per_device_generation_batch_size $((64 / ranks)) \
-    --per_device_training_batch_size $((64 / ranks)) --max_steps 20 --actor_learning_rate 3e-4 \
-    --critic_learning_rate 3e-4 --enable_ema
+    --max_answer_seq_len 32 --per_device_generation_batch_size $((128 / ranks)) \
+    --per_device_training_batch_size $((128 / ranks)) --max_steps 60 --eval_steps 15 --ppo_epochs 2 --kl_coef 0.15 \
+    --actor_learning_rate 1.5e-3 --critic_learning_rate 2e-3 --lr_scheduler_type cosine --enable_ema --ema_decay 0.95 \
+    --print_answers_interval 20
 
 say "the result, by the grammar that wrote the corpus"
 python -m training.builtin_reviews judge "$out/ppo/samples/before.jsonl" "$out/ppo/samples/after.jsonl"

@@ -2,6 +2,7 @@
 import argparse
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -31,20 +32,21 @@ class RunFlags:
     def validate(self) -> None:
         """Raise UserError for values that cannot work; called after parsing."""
         self.at_least(0, "seed")
+        self.at_most(2 ** 31 - 1, "seed")
 
     def at_least(self, lowest: float, *names: str) -> None:
         """Raise UserError unless each named flag that is set is at least `lowest`."""
         for name in names:
             value = getattr(self, name)
-            if value is not None and not value >= lowest:
-                raise UserError(f"--{name} {value}: must be at least {lowest}.")
+            if value is not None and not lowest <= value < math.inf:
+                raise UserError(f"--{name} {value}: must be a number of at least {lowest}.")
 
     def above(self, bound: float, *names: str) -> None:
         """Raise UserError unless each named flag that is set is greater than `bound`."""
         for name in names:
             value = getattr(self, name)
-            if value is not None and not value > bound:
-                raise UserError(f"--{name} {value}: must be greater than {bound}.")
+            if value is not None and not bound < value < math.inf:
+                raise UserError(f"--{name} {value}: must be a number greater than {bound}.")
 
     def at_most(self, highest: float, *names: str) -> None:
         """Raise UserError unless each named flag that is set is at most `highest`."""

@@ -92,7 +92,7 @@ see+       = see | catch | watch | find
 see-       = skip | avoid | leave | miss
 """
 
-EITHER = ""  # for matching only: whatever the sentiment
+EITHER = ""  # whatever the sentiment, of each opinion for itself
 _OPPOSITE = {"+": "-", "-": "+", EITHER: EITHER}
 
 
@@ -217,8 +217,8 @@ def make_corpus(seed: int, sft: int, pairs: int, prompts: int, eval_prompts: int
         return generate_reviews(count, streams[name].getrandbits(64))
 
     def pair(prompt: str) -> dict[str, str]:
-        chosen, rejected = (generate_review(streams["pairs"], positive).response for positive in (True, False))
-        return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        chosen = generate_review(streams["pairs"], positive=True).response
+        return {"prompt": prompt, "chosen": chosen, "rejected": _not_positive(streams["pairs"], prompt)}
 
     return {
         "sft.jsonl": [{"prompt": review.prompt, "response": review.response} for review in reviews("sft", sft)],
@@ -226,6 +226,14 @@ def make_corpus(seed: int, sft: int, pairs: int, prompts: int, eval_prompts: int
         "prompts.jsonl": [{"prompt": review.prompt} for review in reviews("prompts", prompts)],
         "eval_prompts.jsonl": [{"prompt": review.prompt} for review in reviews("eval_prompts", eval_prompts)],
     }
+
+
+def _not_positive(rng: random.Random, prompt: str) -> str:
+    """A response whose opinions are negative or mixed: without mixed ones, a reward model never learns to mind them."""
+    while True:
+        response = " " + " ".join(_derive(rng, "response", EITHER))
+        if not judge(prompt, response).positive:
+            return response
 
 
 def refuse_non_empty(directory: Path, overwrite: bool) -> None:

@@ -9,6 +9,7 @@ A point is written under another name and renamed when complete, so a kill in be
 """
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -51,11 +52,11 @@ def find(path: str) -> tuple[Path, dict]:
     """
     folder = Path(path)
     if not (folder / STATE_FILE).is_file():
-        points = sorted(folder.glob(f"{CHECKPOINTS}/step_*/{STATE_FILE}"))
+        points = _points(folder)
         if not points:
             raise UserError(f"--resume {path}: no restart point there. Give a folder .../checkpoints/step_N, or the "
                             "output folder of a run that wrote some (--save_steps).")
-        folder = points[-1].parent
+        folder = points[-1]
     try:
         state = json.loads((folder / STATE_FILE).read_text())
     except ValueError as error:
@@ -64,6 +65,33 @@ def find(path: str) -> tuple[Path, dict]:
         raise UserError(f"--resume {folder}: written by {state['world_size']} ranks, this run has "
                         f"{distributed.world_size()}. DeepSpeed's partitions fit the same number only.")
     return folder, state
+
+
+def _points(output_dir: Path) -> list[Path]:
+    """The complete restart points of a run, oldest first."""
+    return sorted(path.parent for path in output_dir.glob(f"{CHECKPOINTS}/step_*/{STATE_FILE}")
+                  if re.fullmatch(r"step_\d+", path.parent.name))
+
+
+def set_aside_newer(output_dir: Path, step: int) -> None:
+    """Rename the restart points after `step` to step_N.abandoned (rank 0 does): a run that goes on from an older point
+    takes another course, and the next --resume must not find the course it left."""
+    if distributed.is_main():
+        for point in _points(output_dir):
+            if int(point.name.removeprefix("step_")) > step:
+                aside = point.with_name(point.name + ".abandoned")
+                shutil.rmtree(aside, ignore_errors=True)
+                os.replace(point, aside)
+    distributed.barrier()
+
+
+def check_identity(folder: Path, state: dict, identity: dict) -> None:
+    """Raise UserError if the run differs from the restart point's in what its course depends on."""
+    for name, value in identity.items():
+        then = state["identity"].get(name)
+        if then != value:
+            raise UserError(f"--resume {folder}: {name} was {then!r} when it was written and is {value!r} now. Give the "
+                            "same flags and data as when the run began.")
 
 
 def check_ema(folder: Path, state: dict, wanted: bool) -> None:

@@ -125,6 +125,10 @@ class PPOTrainer:
             self._accumulate_gradients(model, loss, name, parts or [experience.select(slice(0, 1))], weights[name],
                                        metrics)
         overflows = [model.overflowed() for model, *_ in learners]
+        if not engine.actor.scales_loss:
+            stop_if_not_finite(self.steps_done + 1, experience, engine.tokenizer, {
+                f"{name} gradient": torch.tensor(float("nan"))
+                for (_, _, name, _), overflow in zip(learners, overflows) if overflow})
         for (model, _, name, peak), overflow in zip(learners, overflows):
             lr = peak * self._lr_factor()
             stepped = model.step(lr, overflow, skip=any(overflows))
@@ -193,7 +197,8 @@ class PPOTrainer:
 
     def _lr_factor(self) -> float:
         total = self.config.total_steps * self.dialect.ppo_epochs * self.config.mini_batches
-        return lr_factor(self.optimizer_steps, total, self.dialect.warmup_steps, self.dialect.lr_schedule)
+        return lr_factor(self.optimizer_steps, total, self.dialect.warmup_steps, self.dialect.lr_schedule,
+                         self.dialect.warmup_from_zero)
 
     def state_dict(self) -> dict:
         """What a restart needs beside the engines' own checkpoints."""

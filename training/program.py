@@ -19,11 +19,11 @@ CHECKPOINTS = "checkpoints"  # the folder of restart points in --output_dir
 def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
     """Parse the flags, join the process group and call `main(args)`; returns the exit code.
 
-    A UserError is printed once, by rank 0, without a stack trace.
+    A UserError is printed without a stack trace, once: by rank 0, or by the rank that it befell alone.
     """
     try:
         quiet_libraries()
-        args = parse_flags(arguments_class, sys.argv[1:] if argv is None else argv, description)
+        args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
         from engine import distributed  # seconds of imports: a mistyped flag is told before them
         _quiet_transformers()
         distributed.init()
@@ -32,13 +32,24 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         distributed.shutdown()
         return 0
     except UserError as error:
-        return _end(f"error: {error}", USER_ERROR)
+        return _end(f"error: {error}", USER_ERROR, everywhere=isinstance(error, SharedError))
     except RunStopped as stop:
-        return _end(f"stopped: {stop}", STOPPED)
+        return _end(f"stopped: {stop}", STOPPED, everywhere=True)
 
 
-def _end(message: str, code: int) -> int:
-    if int(os.environ.get("RANK", 0)) == 0:
+class SharedError(UserError):
+    """A UserError that all ranks raise together."""
+
+
+def _parse(arguments_class: type, argv: Sequence[str], description: str):
+    try:
+        return parse_flags(arguments_class, argv, description)
+    except UserError as error:
+        raise SharedError(str(error)) from None  # all ranks were given the same flags
+
+
+def _end(message: str, code: int, everywhere: bool) -> int:
+    if int(os.environ.get("RANK", 0)) == 0 or not everywhere:
         print(message, file=sys.stderr, flush=True)
     else:
         time.sleep(5)  # the launcher kills all ranks once one has gone: let the main one print first
@@ -72,8 +83,25 @@ def checked(check: Callable):
             message = str(error)
     message = distributed.broadcast_object(message)
     if message is not None:
-        raise UserError(message)
+        raise SharedError(message)
     return distributed.broadcast_object(result)
+
+
+def agreed(load: Callable):
+    """This rank's own `load()`; where it raises UserError on any rank, all ranks raise the first one's.
+
+    For what every rank reads for itself: a file that one node lacks ends the run on all, with its message.
+    """
+    from engine import distributed
+    result = message = None
+    try:
+        result = load()
+    except UserError as error:
+        message = str(error)
+    told = [text for text in distributed.all_gather_objects(message) if text is not None]
+    if told:
+        raise SharedError(told[0])
+    return result
 
 
 def quiet_libraries() -> None:
@@ -117,6 +145,7 @@ def clear_output_dir(folder: str) -> None:
     Models are left until they are overwritten.
     """
     from engine import distributed
+    distributed.barrier()  # no rank may still be reading there
     if distributed.is_main():
         (Path(folder) / "metrics.jsonl").unlink(missing_ok=True)
         for name in ("tensorboard", "samples", CHECKPOINTS):
@@ -151,6 +180,7 @@ def check_positions(config, model: str, **lengths: int) -> None:
 
 def check_precision(dtype: str) -> None:
     """Raise UserError where the machine cannot train in this dtype."""
+    import torch
     from deepspeed.accelerator import get_accelerator
     accelerator = get_accelerator()
     if dtype == "fp16" and not accelerator.is_fp16_supported():
@@ -158,3 +188,5 @@ def check_precision(dtype: str) -> None:
                         "Use fp32, or bf16.")
     if dtype == "bf16" and not accelerator.is_bf16_supported():
         raise UserError(f"--dtype bf16: this machine's {accelerator.device_name()} has no bf16. Use fp16 or fp32.")
+    if dtype == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"--dtype bf16: {torch.cuda.get_device_name()} only emulates bf16, slowly. Use fp16 or fp32.")

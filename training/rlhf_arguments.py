@@ -97,6 +97,16 @@ class RLHFFlags(RunFlags):
             if getattr(self, name) not in (None, 0, 1, 2, 3):
                 raise UserError(f"--{name} {getattr(self, name)}: ZeRO has the stages 0, 1, 2 and 3.")
         self._validate_division()
+        if "" in self.stop:
+            raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
+        for name in ("ema_decay", "ema_device"):
+            if getattr(self, name) is not None and not self.enable_ema:
+                raise UserError(f"--{name} {getattr(self, name)} needs --enable_ema.")
+        for role in ("reference", "reward"):
+            path = getattr(self, f"{role}_ds_config")
+            if path is not None and getattr(self, f"offload_{role}_model"):
+                raise UserError(f"--offload_{role}_model and --{role}_ds_config {path} contradict each other: say in the "
+                                "file what is offloaded.")
         for role in ("actor", "critic"):
             path = getattr(self, f"{role}_ds_config")
             if self.offload and path is not None:
@@ -135,6 +145,14 @@ class RLHFFlags(RunFlags):
         named = get_dialect(self.dialect)
         resolved = named.override(**{field: getattr(self, name) for name, field in DIALECT_FLAGS.items()})
         return resolved, named.differences(resolved)
+
+    def identity(self, dialect: Dialect, prompts: int, held_out: int) -> dict[str, object]:
+        """What a run's course depends on beyond its restart points: it cannot be gone on with under other values."""
+        return {"seed": self.seed, "number of prompts": prompts, "number of held-out prompts": held_out,
+                "responses a step and rank": self.rows_per_rank, "--num_samples_per_prompt":
+                self.num_samples_per_prompt, "--generation_batches": self.generation_batches,
+                "mini-batches": self.mini_batches, "ppo_epochs": dialect.ppo_epochs, "--dtype": self.dtype,
+                "--actor_zero_stage": self._stage("actor"), "--critic_zero_stage": self._stage("critic")}
 
     def engine_spec(self, dialect: Dialect) -> EngineSpec:
         """Which engines are to be built; raises UserError where a DeepSpeed file contradicts a flag."""

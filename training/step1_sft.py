@@ -15,7 +15,7 @@ from engine.rlhf_engine import wrap_trained
 from training.arguments import flag
 from training.data import SFTBatch, SFTExamples, collate_sft
 from training.metrics import Accumulator
-from training.program import (check_positions, check_precision, checked, clear_output_dir, leave,
+from training.program import (agreed, check_positions, check_precision, checked, leave,
                               prepare_output_dir, run)
 from training.rows import SFT_COLUMNS
 from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
@@ -30,11 +30,7 @@ class SFTFlags(SupervisedFlags):
 def main(args: SFTFlags) -> None:
     """Check, load, train, save."""
     checked(lambda: check(args))
-    tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
-    examples, held_out = (SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on)
-                          for rows in args.rows(SFT_COLUMNS))
-    args.steps_per_epoch(len(examples))  # too few are told before a model is loaded
-    clear_output_dir(args.output_dir)
+    tokenizer, examples, held_out = agreed(lambda: load_examples(args))
     ds_config = args.ds_settings()
     module = load_policy(args.model_name_or_path, DTYPES[args.dtype], ds_config, "--model_name_or_path")
     model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
@@ -71,6 +67,15 @@ class SFTTrainer(SupervisedTrainer):
         """Loss and perplexity: e to the mean negative log-likelihood of a token, in nats."""
         metrics = super().held_out_metrics()
         return {**metrics, "eval/perplexity": math.exp(metrics["eval/loss"])}
+
+
+def load_examples(args: SFTFlags) -> tuple:
+    """Tokenizer, training examples and held-out ones; raises UserError before a model is loaded."""
+    tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+    examples, held_out = (SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on)
+                          for rows in args.rows(SFT_COLUMNS))
+    args.steps_per_epoch(len(examples))
+    return tokenizer, examples, held_out
 
 
 def check(args: SFTFlags) -> None:

@@ -27,7 +27,7 @@ from engine.rollout import ReplicaRollouts, SamplingConfig, Zero3Rollouts
 from training.arguments import flag
 from training.data import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
 from training.metrics import Accumulator
-from training.program import (check_positions, check_precision, checked, clear_output_dir, generation_stops,
+from training.program import (agreed, check_positions, check_precision, checked, generation_stops,
                               leave, prepare_output_dir, run)
 from training.rows import PAIR_COLUMNS, PROMPT_COLUMNS, read_rows
 from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
@@ -70,10 +70,7 @@ class RewardFlags(SupervisedFlags):
 def main(args: RewardFlags) -> None:
     """Check, load, train, normalise, save."""
     checked(lambda: check(args))
-    tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
-    examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len) for rows in args.rows(PAIR_COLUMNS))
-    args.steps_per_epoch(len(examples))  # too few are told before a model is loaded
-    clear_output_dir(args.output_dir)
+    tokenizer, examples, held_out = agreed(lambda: load_examples(args))
     ds_config = args.ds_settings()
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
     module = new_scorer(args.model_name_or_path, DTYPES[args.dtype], pad, args.seed, ds_config, "--model_name_or_path")
@@ -148,7 +145,8 @@ def score_statistics(args: RewardFlags, model: TrainedModel, tokenizer) -> tuple
     rollouts = (Zero3Rollouts if choice.stage == 3 else ReplicaRollouts)(policy, tokenizer)
     sampling = SamplingConfig(max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
                               stop_token_ids=generation_stops(args.sft_path, tokenizer),
-                              temperature=args.temperature, seed=args.seed)
+                              temperature=args.temperature, seed=args.seed,
+                              vocabulary_size=vocabulary_size(tokenizer))
     prompts = Prompts(args.normalization_rows(), tokenizer, args.max_prompt_seq_len)
     world, size = distributed.world_size(), args.per_device_eval_batch_size
     totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
@@ -166,6 +164,14 @@ def score_statistics(args: RewardFlags, model: TrainedModel, tokenizer) -> tuple
         raise RunStopped(f"all {args.normalization_samples} responses of the SFT model score {mean:.4g}: nothing can be "
                          "normalised. Look at eval/accuracy and the learning rate, or give --normalization_samples 0.")
     return mean, variance
+
+
+def load_examples(args: RewardFlags) -> tuple:
+    """Tokenizer, training pairs and held-out ones; raises UserError before a model is loaded."""
+    tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+    examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len) for rows in args.rows(PAIR_COLUMNS))
+    args.steps_per_epoch(len(examples))
+    return tokenizer, examples, held_out
 
 
 def check(args: RewardFlags) -> None:

@@ -18,7 +18,7 @@ from engine.ds_engine import TrainedModel, full_state
 from engine.errors import UserError
 from engine.experience import PromptBatch
 from engine.model_files import (check_policy, check_scorer, check_vocabularies, read_config, read_tokenizer,
-                                save_model)
+                                save_model, vocabulary_size)
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from training import checkpoint
@@ -26,7 +26,7 @@ from training.data import Prompts, collate_prompts
 from training.evaluation import Evaluator, sample_rows, write_rows
 from training.order import PromptOrder
 from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
-from training.program import (check_positions, check_precision, checked, clear_output_dir, generation_stops,
+from training.program import (agreed, check_positions, check_precision, checked, clear_output_dir, generation_stops,
                               leave, prepare_output_dir, run)
 from training.report import RunSummary, plot_curves, read_metrics, summary_text
 from training.rlhf_arguments import RLHFFlags
@@ -46,15 +46,16 @@ class Plan:
     sampling: SamplingConfig
     total_steps: int
     resume: tuple[Path, dict] | None
+    identity: dict[str, object]
 
 
 def main(args: RLHFFlags) -> None:
     """Check everything, build the engines, train, report."""
-    plan = make_plan(args)
+    dialect, changed = args.resolved_dialect()
+    checked(lambda: check_files(args, dialect))
+    plan = agreed(lambda: make_plan(args, dialect, changed))
     output_dir = Path(args.output_dir)
     print_plan(args, plan)
-    if not (plan.resume and goes_on(args, plan.resume[0])):
-        clear_output_dir(args.output_dir)
     engine = RLHFEngine.from_pretrained(plan.spec)
     rollouts = build_rollouts(args.rollout_backend, engine.actor, engine.tokenizer)
     trainer = PPOTrainer(
@@ -67,6 +68,10 @@ def main(args: RLHFFlags) -> None:
         folder, state = plan.resume
         checkpoint.load(folder, engine, state)
         trainer.load_state_dict(state)
+    if plan.resume and goes_on(args, plan.resume[0]):
+        checkpoint.set_aside_newer(output_dir, trainer.steps_done)
+    else:
+        clear_output_dir(args.output_dir)  # not before the models are loaded: until then the new run may come to nothing
     evaluator = None if plan.held_out is None else Evaluator(
         plan.held_out, rollouts=rollouts, maker=trainer.maker, sampling=plan.sampling, tokenizer=engine.tokenizer,
         batch_size=args.per_device_generation_batch_size * args.num_samples_per_prompt)
@@ -78,10 +83,8 @@ def main(args: RLHFFlags) -> None:
     session.end()
 
 
-def make_plan(args: RLHFFlags) -> Plan:
-    """Everything checked, on rank 0 first; raises UserError before any model is loaded."""
-    dialect, changed = args.resolved_dialect()
-    checked(lambda: check_files(args, dialect))
+def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
+    """What this rank reads for itself; raises UserError before any model is loaded."""
     tokenizer = read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
     rows = read_rows(args.data_path, PROMPT_COLUMNS)
     held_out = None
@@ -102,10 +105,14 @@ def make_plan(args: RLHFFlags) -> Plan:
     sampling = SamplingConfig(
         max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=generation_stops(args.actor_model_name_or_path, tokenizer), temperature=dialect.temperature,
-        stop_strings=tuple(args.stop), seed=args.seed)
+        stop_strings=tuple(args.stop), seed=args.seed, vocabulary_size=vocabulary_size(tokenizer))
+    identity = args.identity(dialect, len(prompts), len(held_out or []))
+    resume = checkpoint.find(args.resume) if args.resume else None
+    if resume:
+        checkpoint.check_identity(*resume, identity)
     return Plan(dialect, changed, args.engine_spec(dialect), tokenizer, prompts,
-                held_out and Prompts(held_out, tokenizer, args.max_prompt_seq_len), sampling, total_steps,
-                checkpoint.find(args.resume) if args.resume else None)
+                held_out and Prompts(held_out, tokenizer, args.max_prompt_seq_len), sampling, total_steps, resume,
+                identity)
 
 
 def check_files(args: RLHFFlags, dialect: Dialect) -> None:
@@ -201,7 +208,8 @@ class Session:
             self.show_samples(report)
         if _is_due(step, args.save_steps):
             started = time.perf_counter()
-            checkpoint.save(self.output_dir, self.engine, self.trainer.state_dict())
+            checkpoint.save(self.output_dir, self.engine,
+                            {**self.trainer.state_dict(), "identity": self.plan.identity})
             self.pending["time/checkpoint"] = time.perf_counter() - started
 
     def evaluate(self, name: str) -> dict[str, float]:

@@ -18,6 +18,7 @@ from training.arguments import REQUIRED, RunFlags, flag
 from training.metrics import Accumulator
 from training.order import epoch_batches
 from training.ppo_trainer import peak_memory_gb
+from training.program import clear_output_dir
 from training.rlhf_arguments import SCHEDULES
 from training.rows import read_rows, split_held_out
 from training.sinks import MetricWriter
@@ -56,8 +57,8 @@ class SupervisedFlags(RunFlags):
         if self.zero_stage not in (None, 0, 1, 2, 3):
             raise UserError(f"--zero_stage {self.zero_stage}: ZeRO has the stages 0, 1, 2 and 3.")
         if self.offload and self.ds_config is not None:
-            raise UserError(f"--offload and --ds_config {self.ds_config} contradict each other: say in the file what is "
-                            "offloaded.")
+            raise UserError(f"--offload and --ds_config {self.ds_config} contradict each other: say in the file what "
+                            "is offloaded.")
         if self.offload and self.choice().stage == 0:
             raise UserError("--offload with --zero_stage 0: there is nothing that could be offloaded. "
                             "Offload needs stage 1, 2 or 3.")
@@ -110,6 +111,7 @@ class SupervisedTrainer:
         self.collate, self.loss, self.count, self.evaluate = collate, loss, count, evaluate
         self.steps_per_epoch = args.steps_per_epoch(len(examples))
         self.total_steps = self.steps_per_epoch * args.num_train_epochs
+        clear_output_dir(args.output_dir)  # the model is loaded by now: the run will come to something
         self.writer = MetricWriter(args.output_dir, total_steps=self.total_steps,
                                    shown={"loss": "train/loss", "lr": "train/lr"})
 
@@ -159,6 +161,9 @@ class SupervisedTrainer:
             raise RunStopped(f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the learning "
                              "rate and the gradient norms of the steps before, and in fp16 the range of the model.")
         overflow = self.model.overflowed()
+        if overflow and not self.model.scales_loss:
+            raise RunStopped(f"step {step}: a gradient is NaN or infinite, so no weight was changed. Look at the learning "
+                             "rate and the gradient norms of the steps before.")
         lr = self.args.learning_rate * lr_factor(step - 1, self.total_steps, self.args.num_warmup_steps,
                                                  self.args.lr_scheduler_type)
         stepped = self.model.step(lr, overflow)

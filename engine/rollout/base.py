@@ -13,6 +13,8 @@ class SamplingConfig:
 
     max_new_tokens: T, the most tokens a response may have.
     temperature: of sampling; the log-probs that PPO compares are taken at the same one.
+    vocabulary_size: token ids from this on are never drawn: embeddings are often padded, and an id that the tokenizer
+        does not know may be beyond the reward model's. None for no bound.
     stop_token_ids: tokens that end a response and belong to it.
     stop_strings: texts that end a response with the token that completes them.
     pad_token_id: what fills the slots after a response.
@@ -24,6 +26,7 @@ class SamplingConfig:
     temperature: float = 1.0
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
+    vocabulary_size: int | None = None
 
 
 class RolloutBackend(Protocol):

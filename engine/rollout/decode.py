@@ -43,7 +43,7 @@ def decode(model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig,
         output = model(**named)
         cache = output.past_key_values
         uniforms = keyed_uniforms(sampling.seed, prompts.indices, prompts.samples, step)
-        tokens = sample_tokens(output.logits[:, -1], uniforms, sampling.temperature)
+        tokens = sample_tokens(output.logits[:, -1, :sampling.vocabulary_size], uniforms, sampling.temperature)
         responses[:, step] = torch.where(alive, tokens, sampling.pad_token_id)
         ending = alive & torch.isin(tokens, stops)
         lengths = torch.where(ending, step + 1, lengths)

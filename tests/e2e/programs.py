@@ -9,6 +9,7 @@
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -68,11 +69,16 @@ def launch(step: int, flags: dict, ranks: int = 2) -> Result:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     program = Path(PROGRAMS[step][0].__file__).relative_to(ROOT)
-    done = subprocess.run(
+    process = subprocess.Popen(
         [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks), "--master_port", str(port),
          str(program), *command_line(flags)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
-    return Result(done.returncode, done.stdout, done.stderr)
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        stdout, stderr = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
+        raise
+    return Result(process.returncode, stdout, stderr)
 
 
 def metric_lines(output_dir: Path) -> list[dict]:

@@ -129,7 +129,7 @@ def test_corpus_files():
     assert {name: len(rows) for name, rows in files.items()} == {
         "sft.jsonl": 40, "pairs.jsonl": 30, "prompts.jsonl": 20, "eval_prompts.jsonl": 10}
     for row in files["pairs.jsonl"]:
-        assert judge(row["prompt"], row["chosen"]) == POSITIVE and judge(row["prompt"], row["rejected"]) == NEGATIVE
+        assert judge(row["prompt"], row["chosen"]) == POSITIVE and not judge(row["prompt"], row["rejected"]).positive
     assert files["prompts.jsonl"][:10] != files["eval_prompts.jsonl"]
     assert files == make_corpus(seed=0, sft=40, pairs=30, prompts=20, eval_prompts=10)
 
