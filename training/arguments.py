@@ -38,15 +38,17 @@ class RunFlags:
         """Raise UserError unless each named flag that is set is at least `lowest`."""
         for name in names:
             value = getattr(self, name)
-            if value is not None and not lowest <= value < math.inf:
-                raise UserError(f"--{name} {value}: must be a number of at least {lowest}.")
+            if value is not None and not value >= lowest:
+                raise UserError(f"--{name} {value}: must be at least {lowest}.")
+            if value is not None and value == math.inf:
+                raise UserError(f"--{name} {value}: must be finite.")
 
     def above(self, bound: float, *names: str) -> None:
         """Raise UserError unless each named flag that is set is greater than `bound`."""
         for name in names:
             value = getattr(self, name)
-            if value is not None and not bound < value < math.inf:
-                raise UserError(f"--{name} {value}: must be a number greater than {bound}.")
+            if value is not None and not value > bound:
+                raise UserError(f"--{name} {value}: must be greater than {bound}.")
 
     def at_most(self, highest: float, *names: str) -> None:
         """Raise UserError unless each named flag that is set is at most `highest`."""

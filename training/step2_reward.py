@@ -21,7 +21,7 @@ from engine.ds_engine import TrainedModel
 from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.model_files import (DTYPES, check_policy, check_vocabularies, load_policy, new_scorer, read_config,
-                                read_tokenizer)
+                                read_tokenizer, vocabulary_size)
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, wrap_trained
 from engine.rollout import ReplicaRollouts, SamplingConfig, Zero3Rollouts
 from training.arguments import flag

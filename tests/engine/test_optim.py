@@ -97,3 +97,8 @@ def test_the_first_steps_of_adamw_by_hand():
     move = 0.1 * (0.17 / 0.19) / math.sqrt(0.4775 / 0.0975)
     assert module.bias.item() == pytest.approx(1.9 - move, abs=1e-6)
     assert module.weight.item() == pytest.approx(1.8 * 0.95 - move, abs=1e-6)
+
+
+def test_a_warm_up_from_zero_lags_one_step_behind():
+    """transformers' get_scheduler: step / warmup, so the first step has rate 0 and the peak comes after the warm-up."""
+    assert [lr_factor(step, 100, 4, "constant", warmup_from_zero=True) for step in range(5)] == [0, 0.25, 0.5, 0.75, 1]

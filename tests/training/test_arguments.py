@@ -31,6 +31,8 @@ class Flags(RunFlags):
 
 def parse(*words: str, flags_class: type = Flags):
     given = REQUIRED_FLAGS.get(flags_class, ["--output_dir", "out", "--size", "3"])
+    if "--ema_decay" in words:
+        given = [*given, "--enable_ema"]
     return parse_flags(flags_class, [*given, *words], "a program")
 
 
@@ -237,3 +239,16 @@ def test_every_dialect_flag_reaches_its_field(name, field):
     resolved, changed = step3(**{name: other}).resolved_dialect()
     assert changed == {field: (getattr(DIALECTS["default"], field), False if other == "false" else other)}
     assert getattr(resolved, field) == changed[field][1]
+
+
+@pytest.mark.parametrize("words, message", [
+    (("--ema_decay", "0.5"), "--ema_decay 0.5 needs --enable_ema."),
+    (("--stop", ""), "--stop '': an empty string"),
+    (("--actor_learning_rate", "inf"), "--actor_learning_rate inf: must be finite."),
+    (("--seed", str(2 ** 31)), f"--seed {2 ** 31}: must be at most {2 ** 31 - 1}."),
+    (("--offload_reward_model", "--reward_ds_config", "x.json"), "--offload_reward_model and --reward_ds_config x.json"),
+])
+def test_flags_that_would_do_nothing_or_harm_are_refused(words, message):
+    with pytest.raises(UserError) as caught:
+        parse_flags(RLHFFlags, [*REQUIRED_FLAGS[RLHFFlags], *words], "a program")
+    assert str(caught.value).startswith(message)
