@@ -30,8 +30,8 @@ class TrainedModel:
         self.grad_norm = 0.0       # of the latest step, before clipping
         self._fp16 = self.engine.fp16_enabled()
         if hasattr(self.engine.optimizer, "fp32_groups"):
-            # At stage 0 in 16 bits DeepSpeed allocates Adam's moments by a step on zero gradients. It counts as one, and
-            # decays the float32 masters: undo both.
+            # At stage 0 in 16 bits DeepSpeed allocates Adam's moments by a step on zero gradients. It counts as one,
+            # and decays the float32 masters: undo both.
             self.engine.optimizer.optimizer.state.clear()
             self.engine.optimizer.refresh_fp32_params()
         self.engine.train()

@@ -52,7 +52,8 @@ def repeated_gradient(folder: str, dtype: str, stage: int) -> dict:
 
 def joint_skips(folder: str, dtype: str, stage: int) -> dict:
     """What everything is after a step, one in which the critic overflows, one in which the actor does, and a step."""
-    trainer = build_trainer(engine_spec(folder, stage, dtype=dtype, config=f"stage{stage}.json", ema_decay=0.5), dialect=STEADY)
+    spec = engine_spec(folder, stage, dtype=dtype, config=f"stage{stage}.json", ema_decay=0.5)
+    trainer = build_trainer(spec, dialect=STEADY)
     feed, states = TinyPrompts(8), {}
     events = {"first step": None, "critic overflows": trainer.engine.critic, "actor overflows": trainer.engine.actor,
               "last step": None}

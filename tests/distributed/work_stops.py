@@ -12,20 +12,19 @@ from training.ppo_trainer import PPOTrainer
 BAD_ROW = 2  # of the last rank, in the second step
 
 
-def all_stops(folder: str, stage: int, config: str) -> dict[str, dict]:
-    """What becomes of a NaN among the scores, and of one in the critic's loss, each in the second step."""
-    return {"score": stopped_step(folder, stage, config, nan_score),
-            "value loss": stopped_step(folder, stage, config, nan_value_loss)}
+def all_stops(folder: str, runs: dict[str, dict]) -> dict[str, dict]:
+    """What becomes of each run, by the same names; `spoil` is the name of one of the functions below."""
+    return {name: stopped_step(folder, **arguments) for name, arguments in runs.items()}
 
 
-def stopped_step(folder: str, stage: int, config: str, spoil) -> dict:
-    """The message of the stop, and the weights before and after it."""
-    trainer, feed = build_trainer(engine_spec(folder, stage, config=config)), TinyPrompts(8)
+def stopped_step(folder: str, stage: int, dtype: str, spoil: str) -> dict:
+    """A good step and a spoiled one: the message of the stop, and the weights before and after it."""
+    trainer = build_trainer(engine_spec(folder, stage, config=f"stage{stage}.json", dtype=dtype))
+    feed, rollouts = TinyPrompts(8), []
     trainer.step(feed.batches(0))
     before = {name: masters(model) for name, model in _trained(trainer).items()}
-    rollouts = []
     if distributed.rank() == distributed.world_size() - 1:
-        spoil(trainer, rollouts)
+        SPOILERS[spoil](trainer, rollouts)
     try:
         trainer.step(feed.batches(1))
         message = None
@@ -60,3 +59,12 @@ def nan_value_loss(trainer: PPOTrainer, rollouts: list) -> None:
     """The critic's loss of this rank is NaN."""
     loss = trainer._value_loss
     trainer._value_loss = lambda part, metrics: loss(part, metrics) * math.nan
+
+
+def infinite_gradient(trainer: PPOTrainer, rollouts: list) -> None:
+    """The actor's gradients of this rank are infinite though its loss is not."""
+    actor = trainer.engine.actor
+    actor.backward = lambda loss, last: type(actor).backward(actor, loss * 1e60, last)
+
+
+SPOILERS = {"score": nan_score, "value loss": nan_value_loss, "policy gradient": infinite_gradient}
