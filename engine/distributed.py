@@ -41,6 +41,9 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
         accelerator = get_accelerator()
         if accelerator.device_name() != "cpu":
             accelerator.set_device(local_rank())
+        elif "OMP_NUM_THREADS" not in os.environ:
+            # Ranks of one node share its cores; each of them taking all makes everything many times slower.
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", world_size()))))
         deepspeed.init_distributed(
             dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
             auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))

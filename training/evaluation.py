@@ -1,11 +1,13 @@
 """Held-out prompts: what the actor answers, how it scores, how far it is from the reference."""
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import torch
 
 from engine import distributed
+from engine.errors import RunStopped
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
 from engine.rollout.base import RolloutBackend, SamplingConfig
@@ -24,7 +26,10 @@ class Evaluator:
         self.tokenizer, self.batch_size = tokenizer, batch_size
 
     def run(self) -> tuple[dict[str, float], list[dict]]:
-        """Metrics and one row a prompt (prompt, response, score, kl), the same on all ranks (all ranks call this)."""
+        """Metrics and one row a prompt (prompt, response, score, kl), the same on all ranks (all ranks call this).
+
+        Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
+        """
         own = {}
         for indices in self._own_batches():
             rollout = self._answer(indices)
@@ -33,6 +38,7 @@ class Evaluator:
             own.update(zip(indices, sample_rows(rollout, judged.scores, kl, self.tokenizer)))
         found = {index: row for part in distributed.all_gather_objects(own) for index, row in part.items()}
         rows = [found[index] for index in sorted(found)]
+        _stop_if_not_finite(rows)
         metrics = {f"eval/{name}": sum(row[key] for row in rows) / len(rows)
                    for name, key in (("score", "score"), ("kl", "kl"), ("response_length", "tokens"))}
         metrics["eval/distinct_bigrams"] = float(distinct_bigrams([row["response"] for row in rows]))
@@ -50,6 +56,16 @@ class Evaluator:
         batch = collate_prompts([self.prompts[index] for index in indices], keys, torch.zeros_like(keys),
                                 self.sampling.pad_token_id)
         return self.rollouts.generate(batch.to(distributed.device()), self.sampling)
+
+
+def _stop_if_not_finite(rows: list[dict]) -> None:
+    bad = [row for row in rows if not (math.isfinite(row["score"]) and math.isfinite(row["kl"]))]
+    if bad:
+        samples = "\n".join(f"  score {row['score']:.4g}, KL {row['kl']:.4g}, prompt {row['prompt'][-200:]!r}, "
+                            f"response {row['response'][:300]!r}" for row in bad[:4])
+        raise RunStopped(f"evaluation: {len(bad)} of {len(rows)} held-out samples have a score or KL that is NaN or "
+                         f"infinite.\n{samples}\nLook at: the reward model's score of these texts, the learning rates "
+                         "and gradient norms of the steps before. Restart points are untouched.")
 
 
 def sample_rows(rollout: Rollout, scores: torch.Tensor, kl: torch.Tensor, tokenizer) -> list[dict]:
