@@ -8,6 +8,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from engine import distributed
+from engine.errors import RunStopped
 
 GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
 
@@ -99,9 +100,19 @@ class TrainedModel:
             if not (overflow or skip):
                 self.grad_norm = float(self.engine.get_global_grad_norm()) / self._own_scale()
         if self._fp16:
-            type(optimizer)._update_scale(optimizer, overflow)
+            self._update_loss_scale(overflow)
         self.version += not (overflow or skip)
         return not (overflow or skip)
+
+    def _update_loss_scale(self, overflow: bool) -> None:
+        optimizer = self.engine.optimizer
+        try:
+            type(optimizer)._update_scale(optimizer, overflow)
+        except Exception as error:
+            if not overflow:
+                raise
+            raise RunStopped(f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} ({error}). Look at "
+                             "the loss and the gradient norms of the steps before; bf16 or fp32 have the range.") from None
 
     def _own_scale(self) -> float:
         """The fp16 loss scale where it is for us to apply: at stage 0 DeepSpeed (0.19.8) divides gradients by it, but

@@ -37,6 +37,8 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
 fi
 export PATH="$venv/bin:$PATH"
 
+# What DeepSpeed compiles belongs to the DeepSpeed of this environment: shared with others it is built over and over.
+export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}"
 # Ranks share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # GPUs that torch can use: one that nvidia-smi lists may be hidden, or too old for the pinned torch.
