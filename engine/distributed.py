@@ -3,7 +3,9 @@
 Everything works unchanged with one process and no launcher: the calls then return their argument.
 """
 import os
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -44,10 +46,24 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
         elif "OMP_NUM_THREADS" not in os.environ:
             # Ranks of one node share its cores; each of them taking all makes everything many times slower.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", world_size()))))
+        _drop_stale_locks()
         deepspeed.init_distributed(
             dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
             auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))
     return device()
+
+
+def _drop_stale_locks(minutes: float = 10.0) -> None:
+    """Remove the locks of killed builds of extensions: everyone who needs the extension waits for them, for ever."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    for lock in root.glob("**/lock"):
+        try:
+            if time.time() - lock.stat().st_mtime > 60 * minutes:
+                lock.unlink()
+        except FileNotFoundError:
+            pass  # another rank was first, or the build has just ended
 
 
 def device() -> torch.device:
