@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a model that PPO has taught to write positive film reviews: environment, corpus, tokenizer, SFT model,
-# reward model, PPO with two ranks under ZeRO-3. About 8 minutes on two CPU cores; on GPUs where it finds some.
+# reward model, PPO with two ranks under ZeRO-3. Under 10 minutes on two CPU cores; on GPUs where it finds some.
 #
 #   scripts/quickstart.sh [OUTPUT_DIR]      by default quickstart/ in the repository; must be empty
 set -euo pipefail
@@ -42,7 +42,7 @@ launch training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --critic_mod
     --data_path "$out/data/prompts.jsonl" --eval_data_path "$out/data/eval_prompts.jsonl" --num_eval_prompts 256 \
     --output_dir "$out/ppo" --actor_zero_stage 3 --critic_zero_stage 3 --max_prompt_seq_len 12 \
     --max_answer_seq_len 32 --per_device_generation_batch_size $((128 / ranks)) \
-    --per_device_training_batch_size $((128 / ranks)) --max_steps 48 --eval_steps 12 --ppo_epochs 2 --kl_coef 0.15 \
+    --per_device_training_batch_size $((128 / ranks)) --max_steps 60 --eval_steps 15 --ppo_epochs 2 --kl_coef 0.15 \
     --actor_learning_rate 1.5e-3 --critic_learning_rate 2e-3 --lr_scheduler_type cosine --enable_ema --ema_decay 0.95 \
     --print_answers_interval 20
 
