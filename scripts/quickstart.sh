@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a model that PPO has taught to write positive film reviews: environment, corpus, tokenizer, SFT model,
-# reward model, PPO with two ranks under ZeRO-3. Under 10 minutes on two CPU cores; on GPUs where it finds some.
+# reward model, PPO with two ranks under ZeRO-3. About 6 minutes on two CPU cores; on GPUs where it finds some.
 #
 #   scripts/quickstart.sh [OUTPUT_DIR]      by default quickstart/ in the repository; must be empty
 set -euo pipefail
