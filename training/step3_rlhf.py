@@ -40,7 +40,6 @@ class Plan:
     dialect: Dialect
     changed: dict
     spec: EngineSpec
-    tokenizer: object
     prompts: Prompts
     held_out: Prompts | None
     sampling: SamplingConfig
@@ -110,7 +109,7 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
     resume = checkpoint.find(args.resume) if args.resume else None
     if resume:
         checkpoint.check_identity(*resume, identity)
-    return Plan(dialect, changed, args.engine_spec(dialect), tokenizer, prompts,
+    return Plan(dialect, changed, args.engine_spec(dialect), prompts,
                 held_out and Prompts(held_out, tokenizer, args.max_prompt_seq_len), sampling, total_steps, resume,
                 identity)
 
