@@ -2,8 +2,8 @@
 
 Everything works unchanged with one process and no launcher: the calls then return their argument.
 """
+import fcntl
 import os
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -46,24 +46,32 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
         elif "OMP_NUM_THREADS" not in os.environ:
             # Ranks of one node share its cores; each of them taking all makes everything many times slower.
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", world_size()))))
-        _drop_stale_locks()
+        if accelerator.device_name() == "cpu":
+            load_extension("ShareMemCommBuilder")  # which gloo's ranks reduce through
         deepspeed.init_distributed(
             dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
             auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))
     return device()
 
 
-def _drop_stale_locks(minutes: float = 10.0) -> None:
-    """Remove the locks of killed builds of extensions: everyone who needs the extension waits for them, for ever."""
+def load_extension(builder: str) -> None:
+    """Build (once) or load an extension of DeepSpeed's, one process of this machine at a time.
+
+    torch marks a build by a file, which a killed process leaves behind for everyone to wait for. The lock taken here goes
+    with its process, so a mark found while it is held is such a leftover.
+    """
+    from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    for lock in root.glob("**/lock"):
-        try:
-            if time.time() - lock.stat().st_mtime > 60 * minutes:
-                lock.unlink()
-        except FileNotFoundError:
-            pass  # another rank was first, or the build has just ended
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "four_engine_rlhf.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for mark in root.glob("**/lock"):
+            mark.unlink(missing_ok=True)
+        found = get_accelerator().create_op_builder(builder)
+        if found is not None and found.is_compatible():
+            found.load()
 
 
 def device() -> torch.device:

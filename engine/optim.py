@@ -4,6 +4,8 @@ import math
 import torch
 from torch import nn
 
+from engine import distributed
+
 
 def build_optimizer(module: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
                     offload: bool) -> torch.optim.Optimizer:
@@ -21,6 +23,8 @@ def build_optimizer(module: nn.Module, lr: float, betas: tuple[float, float], ep
     groups = [group for group in groups if group["params"]]
     if offload and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        distributed.load_extension("CPUAdamBuilder")
         return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=eps, adamw_mode=True)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 

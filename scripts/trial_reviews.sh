@@ -21,7 +21,7 @@ if [ ! -e "$out/sft/config.json" ]; then
 fi
 if [ ! -e "$out/reward/config.json" ]; then
     launch training/step2_reward.py --model_name_or_path "$out/sft" --data_path "$data/pairs.jsonl" \
-        --output_dir "$out/reward" --max_seq_len 160 \
+        --output_dir "$out/reward" --max_seq_len 160 --pairwise_loss from_difference \
         --per_device_train_batch_size 8 --num_train_epochs 2 --learning_rate 1e-3 --num_warmup_steps 20 \
         --held_out 400 --per_device_eval_batch_size 50 --normalization_data_path "$data/prompts.jsonl" \
         --max_prompt_seq_len 32 --max_answer_seq_len 48 --seed 1234
@@ -30,7 +30,7 @@ for seed in ${SEEDS:-1 2 3}; do
     launch training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \
         --data_path "$data/prompts.jsonl" --output_dir "$out/ppo_seed$seed" --seed "$seed" \
         --actor_zero_stage 3 --critic_zero_stage 3 --max_prompt_seq_len 32 --max_answer_seq_len 48 \
-        --per_device_generation_batch_size 32 --per_device_training_batch_size 32 --max_steps 40 \
-        --actor_learning_rate 3e-4 --critic_learning_rate 3e-4 --num_eval_prompts 256 --eval_steps 10
+        --per_device_generation_batch_size 32 --per_device_training_batch_size 32 --max_steps 24 \
+        --actor_learning_rate 3e-4 --critic_learning_rate 3e-4 --num_eval_prompts 256 --eval_steps 6
 done
 python -m training.compare_runs "$out"/ppo_seed* --output "$out/score_against_kl.png"

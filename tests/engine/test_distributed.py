@@ -1,17 +1,33 @@
-"""What joining the process group clears away."""
-import os
-import time
+"""What loading an extension of DeepSpeed's clears away, and that one process at a time does it."""
+import fcntl
+from types import SimpleNamespace
 
-from engine.distributed import _drop_stale_locks
+import pytest
+
+from engine.distributed import load_extension
 
 
-def test_only_locks_of_killed_builds_are_dropped(tmp_path, monkeypatch):
+def test_the_mark_of_a_killed_build_is_removed_before_and_nobody_else_builds_meanwhile(tmp_path, monkeypatch):
+    from deepspeed.accelerator import get_accelerator
+
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    old, new = tmp_path / "py311" / "op" / "lock", tmp_path / "py311" / "other" / "lock"
-    for lock in (old, new):
-        lock.parent.mkdir(parents=True)
-        lock.touch()
-    an_hour_ago = time.time() - 3600
-    os.utime(old, (an_hour_ago, an_hour_ago))
-    _drop_stale_locks()
-    assert not old.exists() and new.exists()
+    mark = tmp_path / "py311" / "op" / "lock"
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    loaded = []
+
+    def load():
+        assert not mark.exists()
+        with open(tmp_path / "four_engine_rlhf.lock") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        loaded.append(True)
+
+    builders = {"Fits": SimpleNamespace(is_compatible=lambda: True, load=load),
+                "DoesNot": SimpleNamespace(is_compatible=lambda: False, load=load)}
+    monkeypatch.setattr(get_accelerator(), "create_op_builder", builders.get)
+    load_extension("Fits")
+    load_extension("DoesNot")
+    load_extension("Unknown")
+    assert loaded == [True]
+    with open(tmp_path / "four_engine_rlhf.lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given up again
