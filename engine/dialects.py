@@ -49,7 +49,8 @@ class Dialect:
     warmup_from_zero: bool = False      # the first step of warm-up has a rate, or it would be lost
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
-    weight_decay: float = 0.0           # the KL penalty is the regulariser
+    actor_weight_decay: float = 0.0     # the KL penalty is the regulariser
+    critic_weight_decay: float = 0.0
     max_grad_norm: float = 1.0
 
     # Sampling from the policy as it is; log-probs are taken at the same temperature.

@@ -2,7 +2,9 @@
 
 Everything works unchanged with one process and no launcher: the calls then return their argument.
 """
+import contextlib
 import fcntl
+import io
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -48,9 +50,10 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", world_size()))))
         if accelerator.device_name() == "cpu":
             load_extension("ShareMemCommBuilder")  # which gloo's ranks reduce through
-        deepspeed.init_distributed(
-            dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
-            auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints which extension it has loaded
+            deepspeed.init_distributed(
+                dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
+                auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))
     return device()
 
 
@@ -79,6 +82,18 @@ def device() -> torch.device:
     from deepspeed.accelerator import get_accelerator
 
     return torch.device(get_accelerator().current_device_name())
+
+
+def natural_dtype() -> str:
+    """What this machine trains in best: "bf16" on GPUs that have it, "fp16" on others, "fp32" on CPUs."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return "fp32"
+    if accelerator.device_name() == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if accelerator.is_bf16_supported() else "fp16"
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:

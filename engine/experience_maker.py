@@ -1,4 +1,5 @@
 """From rollouts to experience: log-probs, values and scores, then rewards, then advantages."""
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,16 +16,21 @@ from engine.ds_engine import TrainedModel
 from engine.experience import Experience, Rollout
 from engine.reference import Reference
 from engine.reward.base import RewardSource
+from engine.reward.combined import CombinedReward, total
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the four models say of a rollout: (B, T) float32 each, scores (B,)."""
+    """What the four models say of a rollout: (B, T) float32 each, scores (B,).
+
+    score_parts: name -> (B,), what adds up to the scores where that is more than one thing, else empty.
+    """
     logprobs: Tensor
     entropy: Tensor
     ref_logprobs: Tensor
     values: Tensor
     scores: Tensor
+    score_parts: dict[str, Tensor]
 
 
 class ExperienceMaker:
@@ -36,12 +42,18 @@ class ExperienceMaker:
         self.reference, self.reward = reference, reward
         self.dialect, self.pad_token_id, self.micro_batch_size = dialect, pad_token_id, micro_batch_size
 
-    def make(self, rollouts: list[Rollout], kl_coef: float) -> Experience:
+    def make(self, rollouts: list[Rollout], kl_coef: float,
+             tally: Callable[[str, Tensor], None] | None = None) -> Experience:
         """One experience of all rollouts; advantages are whitened over all of them and all ranks.
 
         All ranks call this together, each with equally many rows in each rollout.
+        tally: told the name and the (B,) numbers of each of a rollout's score_parts.
         """
-        parts = [self.learnable(rollout, self.judge(rollout), kl_coef) for rollout in rollouts]
+        judged = [self.judge(rollout) for rollout in rollouts]
+        for each in judged if tally else []:
+            for name, part in each.score_parts.items():
+                tally(name, part)
+        parts = [self.learnable(rollout, each, kl_coef) for rollout, each in zip(rollouts, judged)]
         experience = cat_experience(parts, self.pad_token_id)
         if not self.dialect.whiten_advantages:
             return experience
@@ -64,13 +76,20 @@ class ExperienceMaker:
         with self.reference.resident():
             reference = [self.reference.ref_logprobs(piece, temperature) for piece in pieces]
         with self.reward.resident():
-            scores = [self.reward.score(piece).float() for piece in pieces]
+            scores, score_parts = self._scores(pieces)
 
         def whole(columns: list[Tensor]) -> Tensor:
             return torch.cat([F.pad(column, (0, rollout.response_length - column.shape[1])) for column in columns])
 
         return Judged(whole([logprobs for logprobs, _ in policy]), whole([entropy for _, entropy in policy]),
-                      whole(reference), whole(values), torch.cat(scores))
+                      whole(reference), whole(values), scores, score_parts)
+
+    def _scores(self, pieces: list[Rollout]) -> tuple[Tensor, dict[str, Tensor]]:
+        if not isinstance(self.reward, CombinedReward):
+            return torch.cat([self.reward.score(piece).float() for piece in pieces]), {}
+        by_piece = [self.reward.parts(piece) for piece in pieces]
+        parts = {name: torch.cat([part[name] for part in by_piece]) for name in by_piece[0]}
+        return total(parts), parts if len(parts) > 1 else {}
 
     def clipped(self, scores: Tensor) -> Tensor:
         """The scores (B,) as they enter the rewards."""

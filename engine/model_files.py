@@ -68,9 +68,13 @@ def read_tokenizer(path: str, what: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_policy(path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "model") -> Policy:
-    """A causal language model, dropout off, in `dtype` (always given: the checkpoint's own would differ by stage)."""
-    config, dropouts = _without_dropout(check_policy(path, what))
+def load_policy(path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "model",
+                dropout: float = 0.0) -> Policy:
+    """A causal language model in `dtype` (always given: the checkpoint's own would differ by stage).
+
+    dropout: every dropout probability of its; it counts in train mode only.
+    """
+    config, dropouts = _with_dropout(check_policy(path, what), dropout)
     with partitioned_loading(ds_config):
         model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
     _make_saveable(model)
@@ -87,7 +91,7 @@ def empty_policy(config, dtype: torch.dtype, device: torch.device) -> Policy:
 def load_scorer(path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "reward model") -> Scorer:
     """A reward model, dropout off: ours, any decoder-only `num_labels = 1` classifier, or DeepSpeed-Chat's format."""
     form = check_scorer(path, what)
-    config, dropouts = _without_dropout(read_config(path, what))
+    config, dropouts = _with_dropout(read_config(path, what), 0.0)
     config.num_labels = 1
     model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     with partitioned_loading(ds_config):
@@ -100,8 +104,8 @@ def load_scorer(path: str, dtype: torch.dtype, ds_config: dict | None = None, wh
     return Scorer(model, dropouts)
 
 
-def new_scorer(path: str, dtype: torch.dtype, pad_token_id: int | None, seed: int, ds_config: dict | None = None,
-               what: str = "model") -> Scorer:
+def new_scorer(path: str, dtype: torch.dtype, pad_token_id: int | None, seed: int | None,
+               ds_config: dict | None = None, what: str = "model", dropout: float = 0.0) -> Scorer:
     """A fresh reward model: the language model's trunk and a head drawn from N(0, 1 / sqrt(d + 1)).
 
     Source of the head's scale: Stiennon et al. 2020 (openai/summarize-from-feedback) and
@@ -110,9 +114,10 @@ def new_scorer(path: str, dtype: torch.dtype, pad_token_id: int | None, seed: in
     Args:
         pad_token_id: the tokenizer's pad token; None where it doubles as EOS, so that Hugging Face's own pooling
             cannot take a final EOS for padding.
+        seed: of the head; None for a head of zeros.
+        dropout: every dropout probability of the trunk; it counts in train mode only.
     """
-    config, dropouts = _without_dropout(read_config(path, what))
-    _require_family(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what, path)
+    config, dropouts = _with_dropout(check_trunk(path, what), dropout)
     config.num_labels, config.pad_token_id = 1, pad_token_id
     config.score_position, config.score_offset = "last", 0.0
     model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
@@ -120,9 +125,22 @@ def new_scorer(path: str, dtype: torch.dtype, pad_token_id: int | None, seed: in
         model = model_class.from_pretrained(path, config=config, dtype=dtype)
     scorer = Scorer(model, dropouts)
     width = scorer.model.score.in_features
-    fresh = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) / math.sqrt(width + 1)
+    fresh = torch.zeros(1, width)
+    if seed is not None:
+        fresh = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) / math.sqrt(width + 1)
     set_parameter(scorer.model.score.weight, fresh)
     return scorer
+
+
+def new_critic(path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "model") -> Scorer:
+    """A critic where there is no reward model to start from: the language model's trunk and a head of zeros.
+
+    Zeros, as openai/lm-human-preferences cbfd210b has for its values: a random head would add noise of the scores' own
+    size to the first advantages. The first update moves the head alone, and from then on the trunk learns too.
+    """
+    tokenizer = read_tokenizer(path, what)
+    pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
+    return new_scorer(path, dtype, pad, None, ds_config, what)
 
 
 def set_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -150,13 +168,22 @@ def check_policy(path: str, what: str):
     return config
 
 
+def check_trunk(path: str, what: str):
+    """The configuration of the model at `path`, which is to get a new score head.
+
+    Raises: UserError, naming `what` (a flag), if transformers has no scorer of its family.
+    """
+    config = read_config(path, what)
+    _require_family(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what, path)
+    return config
+
+
 def check_scorer(path: str, what: str) -> str:
     """Whether a reward model stands at `path`, looked at before anything large is loaded.
 
     Returns: "sequence_classification" or "deepspeed_chat". Raises: UserError that says what stands there instead.
     """
-    config = read_config(path, what)
-    _require_family(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what, path)
+    config = check_trunk(path, what)
     _require_weights(path, what)
     if _is_deepspeed_chat_scorer(path):
         return "deepspeed_chat"
@@ -223,11 +250,11 @@ def _make_saveable(model) -> None:
                                                        pad_token_id=generation.pad_token_id)
 
 
-def _without_dropout(config) -> tuple:
-    """The configuration with every dropout probability 0, and what they were, for the saved model's sake."""
+def _with_dropout(config, probability: float) -> tuple:
+    """The configuration with every dropout probability replaced, and what they were, for the saved model's sake."""
     dropouts = {name: value for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
     for name in dropouts:
-        setattr(config, name, 0.0)
+        setattr(config, name, probability)
     return config, dropouts
 
 

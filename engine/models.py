@@ -38,7 +38,7 @@ class ScoreHead(nn.Linear):
 class _Backbone(nn.Module):
     """A Hugging Face model and the arguments that its family's trunk understands.
 
-    `dropouts` are the probabilities that loading set to 0, by their names in the model's configuration.
+    `dropouts` are the probabilities that loading replaced, by their names in the model's configuration.
     """
 
     def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None):

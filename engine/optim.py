@@ -6,6 +6,10 @@ from torch import nn
 
 from engine import distributed
 
+# transformers' names; "constant_with_warmup" and "cosine_with_restarts" (of one cycle) are what they are there, and
+# "constant" warms up too if steps of warm-up are given.
+LR_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts")
+
 
 def build_optimizer(module: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
                     offload: bool) -> torch.optim.Optimizer:
@@ -34,15 +38,15 @@ def lr_factor(step: int, total: int, warmup: int, schedule: str, warmup_from_zer
 
     After `warmup` steps of linear growth (the first at 1 / warmup, since a step of rate 0 is a step lost; or at 0, as
     transformers' schedules have it, with `warmup_from_zero`)
-    "constant" stays at 1, "linear" and "cosine" fall to 0 at the end.
+    constant schedules stay at 1, linear and cosine ones fall to 0 at the end.
     """
     if step < warmup:
         return (step + (not warmup_from_zero)) / warmup
     progress = min((step - warmup) / max(1, total - warmup), 1.0)
-    if schedule == "constant":
+    if schedule in ("constant", "constant_with_warmup"):
         return 1.0
     if schedule == "linear":
         return 1.0 - progress
-    if schedule == "cosine":
+    if schedule in ("cosine", "cosine_with_restarts"):
         return 0.5 * (1.0 + math.cos(math.pi * progress))
-    raise ValueError(f"schedule {schedule!r}: known are constant, linear, cosine")
+    raise ValueError(f"schedule {schedule!r}: known are {', '.join(LR_SCHEDULES)}")

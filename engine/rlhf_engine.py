@@ -14,7 +14,7 @@ from engine import distributed
 from engine.ds_config import EngineChoice, build_ds_config
 from engine.ds_engine import FrozenModel, TrainedModel
 from engine.ema import EMA
-from engine.model_files import DTYPES, load_policy, load_scorer, read_tokenizer
+from engine.model_files import DTYPES, load_policy, load_scorer, new_critic, read_tokenizer
 from engine.models import Policy
 from engine.optim import build_optimizer
 from engine.reference import EngineReference
@@ -35,12 +35,15 @@ class OptimizerSpec:
 class EngineSpec:
     """Which models, in which precision, under which DeepSpeed configurations.
 
-    reward_path: the critic's path unless given. reference, reward: stage 3 where the actor (critic) is at stage 3, else
-    0, unless given. ema_decay: None for no average; ema_device: "cpu" keeps it in host memory.
+    critic_path: a reward model or critic; None for the actor's model with a new head (`new_critic`). reward_path: the
+    critic's path unless given. with_reward_model: False where scores come from elsewhere, and no such model is loaded.
+    reference, reward: stage 3 where the actor (critic) is at stage 3, else 0, unless given. ema_decay: None for no
+    average; ema_device: "cpu" keeps it in host memory.
     """
     actor_path: str
-    critic_path: str
+    critic_path: str | None
     reward_path: str | None = None
+    with_reward_model: bool = True
     dtype: str = "fp32"
     actor: EngineChoice = field(default_factory=lambda: EngineChoice("actor", 0))
     critic: EngineChoice = field(default_factory=lambda: EngineChoice("critic", 0))
@@ -54,12 +57,17 @@ class EngineSpec:
     ema_decay: float | None = None
     ema_device: str | None = None
 
+    def __post_init__(self):
+        assert not self.with_reward_model or self.reward_path is not None or self.critic_path is not None, \
+            "a reward model is wanted, and neither reward_path nor critic_path says which"
+
 
 class RLHFEngine:
-    """actor and critic (trained), reference and reward (frozen), ema (or None), and the actor's tokenizer."""
+    """actor and critic (trained), reference and reward (frozen; reward may be None), ema (or None), and the actor's
+    tokenizer."""
 
-    def __init__(self, *, actor: TrainedModel, critic: TrainedModel, reference: EngineReference, reward: RewardModel,
-                 ema: EMA | None, tokenizer):
+    def __init__(self, *, actor: TrainedModel, critic: TrainedModel, reference: EngineReference,
+                 reward: RewardModel | None, ema: EMA | None, tokenizer):
         self.actor, self.critic = actor, critic
         self.reference, self.reward = reference, reward
         self.ema, self.tokenizer = ema, tokenizer
@@ -70,16 +78,21 @@ class RLHFEngine:
         distributed.init()
         tokenizer = read_tokenizer(spec.actor_path, "actor")
         reference = spec.reference or EngineChoice("reference", 3 if spec.actor.stage == 3 else 0)
-        reward = spec.reward or EngineChoice("reward", 3 if spec.critic.stage == 3 else 0)
-        reward_path = spec.reward_path or spec.critic_path
         actor = trained_model(load_policy, spec.actor_path, spec.actor, spec.actor_optimizer, spec,
                               spec.actor_gradient_checkpointing)
-        critic = trained_model(load_scorer, spec.critic_path, spec.critic, spec.critic_optimizer, spec,
-                               spec.critic_gradient_checkpointing)
+        fresh = spec.critic_path is None
+        critic = trained_model(new_critic if fresh else load_scorer, spec.actor_path if fresh else spec.critic_path,
+                               spec.critic, spec.critic_optimizer, spec, spec.critic_gradient_checkpointing)
         return cls(actor=actor, critic=critic, tokenizer=tokenizer,
                    reference=EngineReference(frozen_model(load_policy, spec.actor_path, reference, spec)),
-                   reward=RewardModel(frozen_model(load_scorer, reward_path, reward, spec)),
+                   reward=reward_model(spec) if spec.with_reward_model else None,
                    ema=EMA(actor, spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None)
+
+
+def reward_model(spec: EngineSpec) -> RewardModel:
+    """The frozen reward model."""
+    choice = spec.reward or EngineChoice("reward", 3 if spec.critic.stage == 3 else 0)
+    return RewardModel(frozen_model(load_scorer, spec.reward_path or spec.critic_path, choice, spec))
 
 
 def trained_model(load, path: str, choice: EngineChoice, optimizer: OptimizerSpec, spec: EngineSpec,

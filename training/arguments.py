@@ -1,38 +1,79 @@
-"""Flags from dataclasses: `flag()` gives a field its help, `parse_flags` a dataclass from a command line."""
+"""Flags from dataclasses: `flag()` gives a field its help, `parse_flags` a dataclass from a command line and a YAML file."""
 import argparse
 import dataclasses
 import difflib
 import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
 
 from engine.errors import UserError
 
 REQUIRED = dataclasses.MISSING
 
 
-def flag(default, help: str, choices: Sequence[str] | None = None):
-    """A dataclass field that is a flag; `default` REQUIRED for one that must be given."""
-    metadata = {"help": help, "choices": choices}
+def flag(default, help: str, choices: Sequence[str] | None = None, group: str = ""):
+    """A dataclass field that is a flag; `default` REQUIRED for one that must be given.
+
+    group: the heading that it stands under, and those after it until the next heading.
+    """
+    metadata = {"help": help, "choices": choices, "group": group}
     if isinstance(default, (list, tuple)):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(metadata=metadata) if default is REQUIRED else field(default=default, metadata=metadata)
 
 
+@dataclass(frozen=True, slots=True)
+class OldFlag:
+    """A flag of DeepSpeed-Chat's that has nothing left to do here.
+
+    kind: of its value; bool for one without. instead: what does its work now. allowed: the only values that are
+    accepted, where another would ask for something that is not there; all of them if None.
+    """
+    kind: type
+    instead: str
+    allowed: tuple | None = None
+
+
 @dataclass(kw_only=True)
 class RunFlags:
     """What all three steps share."""
+    old_flags: ClassVar[dict[str, OldFlag]] = {}
+
+    config: str | None = flag(None, "YAML file with flags by name (without dashes); those on the command line win",
+                              group="the run")
     output_dir: str = flag(REQUIRED, "folder for models, metrics and restart points")
     overwrite_output_dir: bool = flag(False, "overwrite what stands in --output_dir")
+    dry_run: bool = flag(False, "check everything that needs no GPU and no download, print the command and each "
+                                "engine's configuration, and end")
     seed: int = flag(1234, "of data order, fresh weights and sampling")
-    dtype: str = flag("fp32", "what models compute in", choices=("fp32", "fp16", "bf16"))
+    dtype: str | None = flag(None, "what models compute in; by default bf16 on GPUs that have it, fp16 on others, fp32 "
+                                   "on CPUs", choices=("fp32", "fp16", "bf16"))
+    enable_tensorboard: bool = flag(True, "write curves, tables and histograms for TensorBoard")
+    tensorboard_path: str | None = flag(None, "folder in which this run's TensorBoard files get a folder of their own; "
+                                              "by default OUTPUT_DIR/tensorboard")
+    wandb_project: str | None = flag(None, "Weights & Biases project to send the same to (pip install wandb)")
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work; called after parsing."""
         self.at_least(0, "seed")
         self.at_most(2 ** 31 - 1, "seed")
+        for name, value in vars(self).items():
+            if isinstance(value, str) and ("\0" in value or name.endswith(("_dir", "_path")) and not value.strip()):
+                raise UserError(f"--{name} {value!r}: no name of a file or folder. Give one.")
+        if self.wandb_project is not None and not self.enable_tensorboard:
+            raise UserError("--wandb_project needs --enable_tensorboard true: it sends what TensorBoard is given.")
+
+    def as_dict(self) -> dict:
+        """All flags by name."""
+        return dataclasses.asdict(self)
+
+    def looks_at(self, path: str) -> bool:
+        """Whether the model at `path` is to be read: in a dry run only if it is on this machine."""
+        return not self.dry_run or Path(path).exists()
 
     def at_least(self, lowest: float, *names: str) -> None:
         """Raise UserError unless each named flag that is set is at least `lowest`."""
@@ -44,7 +85,7 @@ class RunFlags:
                 raise UserError(f"--{name} {value}: must be finite.")
 
     def above(self, bound: float, *names: str) -> None:
-        """Raise UserError unless each named flag that is set is greater than `bound`."""
+        """Raise UserError unless each named flag that is set is finite and greater than `bound`."""
         for name in names:
             value = getattr(self, name)
             if value is not None and not value > bound:
@@ -57,42 +98,150 @@ class RunFlags:
             if value is not None and not value <= highest:
                 raise UserError(f"--{name} {value}: must be at most {highest}.")
 
+    def finite(self, *names: str) -> None:
+        """Raise UserError unless each named flag that is set is a finite number."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise UserError(f"--{name} {value}: must be finite.")
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise UserError(f"{message}. --help lists the flags.")
 
 
-def parse_flags(arguments_class: type, argv: Sequence[str], description: str):
-    """The dataclass filled from a command line, and validated.
+def parse_flags(arguments_class: type[RunFlags], argv: Sequence[str], description: str,
+                say: Callable[[str], None] = lambda line: None):
+    """The dataclass filled from a command line, and from the YAML file that it names, and validated.
 
-    Raises: UserError for an unknown flag (naming the nearest known one), a missing one, or a value of the wrong type.
+    say: is given one line for each flag that has nothing left to do. Raises: UserError for an unknown flag or key (naming
+    the nearest known one), a missing one, a value of the wrong type, or one that asks for what is not there.
     """
-    parser = _Parser(description=description, allow_abbrev=False,
-                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the launcher's
-    hints = typing.get_type_hints(arguments_class)
-    names = [spec.name for spec in dataclasses.fields(arguments_class)]
-    for spec in dataclasses.fields(arguments_class):
-        parser.add_argument(f"--{spec.name}", **_argparse_options(spec, hints[spec.name]))
-    _refuse_unknown(argv, [*names, "local_rank", "help"])
-    known, stray = parser.parse_known_args(_negative_numbers_joined(argv))
+    parser = _parser(arguments_class, description)
+    known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)
+    _refuse_unknown(argv, [*known, "local_rank", "help"])
+    words = [*_config_words(arguments_class, argv, known), *_negative_numbers_joined(argv)]
+    found, stray = parser.parse_known_args(words)
     if stray:
         raise UserError(f"{stray[0]!r} belongs to no flag. --help lists the flags.")
-    values = vars(known)
+    values = vars(found)
     del values["local_rank"]
+    old = {name: values.pop(name) for name in arguments_class.old_flags}
+    for name, value in old.items():
+        _tell_old(arguments_class.old_flags[name], name, value, say)
     args = arguments_class(**values)
     args.validate()
     return args
+
+
+def _parser(arguments_class: type[RunFlags], description: str) -> _Parser:
+    parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the launcher's
+    hints = typing.get_type_hints(arguments_class)
+    group = parser
+    for spec in dataclasses.fields(arguments_class):
+        if spec.metadata["group"]:
+            group = parser.add_argument_group(spec.metadata["group"])
+        group.add_argument(f"--{spec.name}", **_argparse_options(spec, hints[spec.name]))
+    if arguments_class.old_flags:
+        group = parser.add_argument_group("DeepSpeed-Chat's flags that have nothing left to do")
+    for name, old in arguments_class.old_flags.items():
+        options = {"nargs": "?", "const": True, "type": _truth, "metavar": "true|false"} if old.kind is bool else \
+            {"type": old.kind}
+        group.add_argument(f"--{name}", default=None, help=old.instead.replace("%", "%%"), **options)
+    return parser
+
+
+def _tell_old(old: OldFlag, name: str, value, say: Callable[[str], None]) -> None:
+    if value is None or value is False:
+        return
+    given = f"--{name}" if value is True else f"--{name} {value}"
+    if old.allowed is not None and value not in old.allowed:
+        raise UserError(f"{given}: {old.instead}")
+    say(f"{given}: {old.instead}")
 
 
 def _refuse_unknown(argv: Sequence[str], names: Sequence[str]) -> None:
     for word in argv:
         name = word.split("=")[0]
         if name.startswith("--") and name[2:] not in names:
-            near = difflib.get_close_matches(name[2:], names, 1, cutoff=0.5)
-            raise UserError(f"unknown flag {name}." + (f" Did you mean --{near[0]}?" if near else
-                                                       " --help lists the flags."))
+            raise UserError(f"unknown flag {name}.{_nearest(name[2:], names, '--')}")
+
+
+def _nearest(name: str, names: Sequence[str], dashes: str) -> str:
+    near = difflib.get_close_matches(name, names, 1, cutoff=0.5)
+    return f" Did you mean {dashes}{near[0]}?" if near else " --help lists the flags."
+
+
+def _config_words(arguments_class: type[RunFlags], argv: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The YAML file's settings as words of a command line, each tried on its own so that a mistake names its key."""
+    path = _Parser(add_help=False, allow_abbrev=False)
+    path.add_argument("--config")
+    path = path.parse_known_args(argv)[0].config
+    if path is None:
+        return []
+    words = []
+    for key, value in _read_yaml(path).items():
+        if key == "config" or key not in known:
+            raise UserError(f"{path}: unknown key {key}.{_nearest(str(key), known, '')}")
+        own = _words(path, key, value)
+        parser = _parser(arguments_class, "")
+        for action in parser._actions:
+            action.required = False
+        try:
+            stray = parser.parse_known_args(own)[1]
+        except UserError as error:
+            raise UserError(f"{path}, key {key}: {error}") from None
+        if stray:
+            raise UserError(f"{path}, key {key}: {value!r} is more than one value. --help lists the flags.")
+        words += own
+    return words
+
+
+def _words(path: str, key: str, value) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        if not isinstance(item, (str, int, float, bool, type(None))) or item is None and isinstance(value, list):
+            raise UserError(f"{path}, key {key}: {value!r} is no text, number, truth value or list of these.")
+    if value is None:
+        return []
+    texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
+    if len(texts) == 1:
+        return [f"--{key}={texts[0]}"]
+    if any(text.startswith("--") for text in texts):
+        raise UserError(f"{path}, key {key}: a value that begins with -- cannot stand in a list.")
+    return [f"--{key}", *texts]
+
+
+def _read_yaml(path: str) -> dict:
+    import yaml
+
+    class UniqueKeys(yaml.SafeLoader):
+        """YAML in which a key that comes twice is a mistake, and not the later value."""
+
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for key_node, _ in node.value:
+                if key_node.value in seen if isinstance(key_node.value, str) else False:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key_node.value} stands there twice",
+                                                            key_node.start_mark)
+                seen.add(str(key_node.value))
+            return super().construct_mapping(node, deep)
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = yaml.load(file, UniqueKeys)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"--config {path}{where}: no valid YAML ({getattr(error, 'problem', None) or error}).") from None
+    if not isinstance(found, dict):
+        raise UserError(f"--config {path}: found {'nothing' if found is None else repr(found)[:60]}; needed lines like "
+                        "`output_dir: out`.")
+    return found
 
 
 def _negative_numbers_joined(argv: Sequence[str]) -> list[str]:
@@ -115,22 +264,20 @@ def _is_negative_number(word: str) -> bool:
 
 
 def _argparse_options(spec: dataclasses.Field, hint) -> dict:
-    options = {"help": spec.metadata["help"]}
+    default = spec.default if spec.default is not REQUIRED else None
+    if spec.default_factory is not REQUIRED:
+        default = spec.default_factory()
+    told = "" if default in (None, [], False) else f" (default: {default})"
+    options = {"help": (spec.metadata["help"] + told).replace("%", "%%"), "default": default,
+               "required": spec.default is REQUIRED and spec.default_factory is REQUIRED}
     if isinstance(hint, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
-    if hint is bool and spec.default is False:
-        return {**options, "action": "store_true"}
     if hint is bool:
-        options |= {"type": _truth, "metavar": "true|false"}
-    elif typing.get_origin(hint) is list:
-        options |= {"type": typing.get_args(hint)[0], "nargs": "+"}
-    else:
-        options |= {"type": hint, "choices": spec.metadata["choices"]}
-    if spec.default is not REQUIRED:
-        return {**options, "default": spec.default}
-    if spec.default_factory is not REQUIRED:
-        return {**options, "default": spec.default_factory()}
-    return {**options, "required": True}
+        # Bare for yes; a value takes back what a file or a script before it said.
+        return options | {"type": _truth, "metavar": "true|false", "nargs": "?", "const": True}
+    if typing.get_origin(hint) is list:
+        return options | {"type": typing.get_args(hint)[0], "nargs": "+"}
+    return options | {"type": hint, "choices": spec.metadata["choices"]}
 
 
 def _truth(text: str) -> bool:

@@ -21,16 +21,23 @@ def evaluations(folder: Path) -> list[dict]:
     return found
 
 
+def named(folders: list[Path]) -> dict[str, Path]:
+    """The folders by their own names, or by their paths where two have the same name."""
+    names = [folder.resolve().name for folder in folders]
+    return {str(folder) if names.count(name) > 1 else name: folder for name, folder in zip(names, folders)}
+
+
 def table(runs: dict[str, list[dict]]) -> str:
     """Each run's first and last evaluation, with the rise in score and the share of distinct bigrams kept."""
-    lines = [f"{'run':<24}{'episodes':>9}{'score':>17}{'rise':>7}{'KL':>8}{'length':>16}{'bigrams kept':>14}"]
+    width = max(24, *(len(name) + 2 for name in runs))
+    lines = [f"{'run':<{width}}{'responses':>10}{'score':>17}{'rise':>7}{'KL':>8}{'length':>16}{'bigrams kept':>14}"]
     for name, rows in runs.items():
         before, after = ({column: row[f"eval/{column}"] for column in COLUMNS} for row in (rows[0], rows[-1]))
         lines.append(
-            f"{name:<24}{rows[-1]['samples']:>9}{before['score']:>8.2f} ->{after['score']:>6.2f}"
+            f"{name:<{width}}{rows[-1]['samples']:>10}{before['score']:>8.2f} ->{after['score']:>6.2f}"
             f"{after['score'] - before['score']:>+7.2f}{after['kl']:>8.2f}"
             f"{before['response_length']:>7.1f} ->{after['response_length']:>6.1f}"
-            f"{after['distinct_bigrams'] / before['distinct_bigrams']:>14.2f}")
+            f"{after['distinct_bigrams'] / max(before['distinct_bigrams'], 1):>14.2f}")
     return "\n".join(lines)
 
 
@@ -57,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="where the picture goes")
     args = parser.parse_args(arguments)
     try:
-        runs = {folder.name: evaluations(folder) for folder in args.folders}
+        runs = {name: evaluations(folder) for name, folder in named(args.folders).items()}
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

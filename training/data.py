@@ -1,21 +1,31 @@
 """Data sets: SFT texts, preference pairs and prompts as token ids, and batches of them as tensors.
 
-    examples = SFTExamples(read_rows("reviews/sft.jsonl", SFT_COLUMNS), tokenizer, max_length=512)
+    rows, held_out = load_rows("reviews/sft.jsonl", SFT, tokenizer, phase=1, seed=0, held_out=0.05)
+    examples = SFTExamples(rows, tokenizer, max_length=512, cache=cache_folder(None))
     for indices in epoch_batches(len(examples), batch_size=8, epoch=0, seed=0, rank=rank(), world=world_size()):
         batch = collate_sft([examples[index] for index in indices], pad_id)
 
-All are tokenised once, at the start, on every rank: the order in which they are visited (training/order.py) is then a
-question of numbers, the same for any number of ranks. What is cut or left out is counted and never silent.
+All are tokenised once, at the start: the order in which they are visited (training/order.py) is then a question of
+numbers, the same for any number of ranks. What is cut or left out is counted and never silent. `rows` is what load_rows
+gives, or a list of such rows; with a folder for `cache`, a later run finds the ids there.
 """
+import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow
 import torch
 from torch import Tensor
 
 from engine.errors import UserError
 from engine.experience import PromptBatch
-from training.tokens import encode_continuation, encode_prompt, opening_tokens, with_eos
+from training.cache import cached_table, table_of
+from training.tokens import TextEncoder, encode_prompt
+
+IDS = pyarrow.large_list(pyarrow.int32())
 
 
 class SFTExample(NamedTuple):
@@ -33,28 +43,35 @@ class SFTExamples:
     counts those of which nothing to be learned was left, because the prompt alone is too long.
     """
 
-    def __init__(self, rows: list[dict], tokenizer, max_length: int, loss_on: str = "response"):
+    def __init__(self, rows: Sequence[dict], tokenizer, max_length: int, loss_on: str = "response",
+                 cache: Path | None = None):
         if loss_on not in ("response", "all"):
             raise UserError(f"loss_on is {loss_on!r}; choose 'response' or 'all'.")
-        self.examples = []
-        self.truncated = self.dropped = 0
-        for row in rows:
-            token_ids, first_target = _sft_tokens(row, tokenizer)
-            first_target = 1 if loss_on == "all" else max(first_target, 1)
-            if first_target >= min(len(token_ids), max_length):
-                self.dropped += 1
-                continue
-            self.truncated += len(token_ids) > max_length
-            self.examples.append(SFTExample(token_ids[:max_length], first_target))
-        if not self.examples:
+
+        def examples(counts: Counter):
+            encoder = TextEncoder(tokenizer)
+            for row in rows:
+                token_ids, first_target = _sft_tokens(row, encoder)
+                first_target = 1 if loss_on == "all" else max(first_target, 1)
+                if first_target >= min(len(token_ids), max_length):
+                    counts["dropped"] += 1
+                    continue
+                counts["truncated"] += len(token_ids) > max_length
+                yield token_ids[:max_length], first_target
+
+        schema = pyarrow.schema({"token_ids": IDS, "first_target": pyarrow.int32()})
+        self.table = cached_table(lambda: table_of(schema, examples), cache, rows, tokenizer, kind="sft",
+                                  max_length=max_length, loss_on=loss_on)
+        self.truncated, self.dropped = _counts(self.table)
+        if not len(self):
             raise UserError(f"none of the {len(rows)} texts has a token to be learned within max_length {max_length}; "
                             "raise it or shorten the prompts.")
 
     def __len__(self) -> int:
-        return len(self.examples)
+        return len(self.table)
 
     def __getitem__(self, index: int) -> SFTExample:
-        return self.examples[index]
+        return SFTExample(_ids(self.table, "token_ids", index), self.table["first_target"][index].as_py())
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,26 +111,31 @@ class PairExamples:
     learned.
     """
 
-    def __init__(self, rows: list[dict], tokenizer, max_length: int):
-        self.pairs = []
-        self.truncated = self.dropped = 0
-        for row in rows:
-            whole = [_answered(tokenizer, row["prompt"], row[side])[0] for side in ("chosen", "rejected")]
-            pair = Pair(*(token_ids[:max_length] for token_ids in whole))
-            if pair.chosen == pair.rejected:
-                self.dropped += 1
-                continue
-            self.truncated += max(map(len, whole)) > max_length
-            self.pairs.append(pair)
-        if not self.pairs:
+    def __init__(self, rows: Sequence[dict], tokenizer, max_length: int, cache: Path | None = None):
+        def examples(counts: Counter):
+            encoder = TextEncoder(tokenizer)
+            for row in rows:
+                whole = [encoder.answered(row["prompt"], row[side])[0] for side in ("chosen", "rejected")]
+                chosen, rejected = (token_ids[:max_length] for token_ids in whole)
+                if chosen == rejected:
+                    counts["dropped"] += 1
+                    continue
+                counts["truncated"] += max(map(len, whole)) > max_length
+                yield chosen, rejected
+
+        schema = pyarrow.schema({"chosen": IDS, "rejected": IDS})
+        self.table = cached_table(lambda: table_of(schema, examples), cache, rows, tokenizer, kind="pairs",
+                                  max_length=max_length)
+        self.truncated, self.dropped = _counts(self.table)
+        if not len(self):
             raise UserError(f"none of the {len(rows)} pairs differs within max_length {max_length}; raise it, or look "
                             "whether chosen and rejected are the same text.")
 
     def __len__(self) -> int:
-        return len(self.pairs)
+        return len(self.table)
 
     def __getitem__(self, index: int) -> Pair:
-        return self.pairs[index]
+        return Pair(_ids(self.table, "chosen", index), _ids(self.table, "rejected", index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,42 +160,62 @@ def collate_pairs(pairs: list[Pair], pad_id: int) -> PairBatch:
 
 
 class Prompts:
-    """The prompts of step 3; `rows` are those of the prompts kept, extra columns included.
+    """The prompts of step 3; `rows` is a sequence of those of the prompts kept, extra columns included.
 
     overlong: what becomes of prompts of more than max_prompt_length tokens. "truncate" cuts them on the left, behind
     the opening tokens, because what is to be answered stands at the end; "drop" leaves them out. `truncated` and
     `dropped` count them. A prompt's index, by which its samples are keyed, is its index among those kept.
     """
 
-    def __init__(self, rows: list[dict], tokenizer, max_prompt_length: int, overlong: str = "truncate"):
+    def __init__(self, rows: Sequence[dict], tokenizer, max_prompt_length: int, overlong: str = "truncate",
+                 cache: Path | None = None):
         if overlong not in ("truncate", "drop"):
             raise UserError(f"overlong is {overlong!r}; choose 'truncate' or 'drop'.")
-        opening = len(opening_tokens(tokenizer))
+        encoder = TextEncoder(tokenizer)
+        opening = len(encoder.opening)
         if max_prompt_length <= opening:
             raise UserError(f"max_prompt_length is {max_prompt_length}; it needs to be at least {opening + 1} to hold "
                             "one token of a prompt and what the tokenizer puts before it.")
-        self.rows, self.token_lists = [], []
-        self.truncated = self.dropped = 0
-        for row in rows:
-            token_ids = encode_prompt(tokenizer, row["prompt"])
-            excess = len(token_ids) - max_prompt_length
-            if excess > 0 and overlong == "drop":
-                self.dropped += 1
-                continue
-            if excess > 0:
-                self.truncated += 1
-                token_ids = token_ids[:opening] + token_ids[opening + excess:]
-            self.rows.append(row)
-            self.token_lists.append(token_ids)
-        if not self.rows:
+
+        def examples(counts: Counter):
+            for row in rows:
+                token_ids = encoder.prompt(row["prompt"])
+                excess = len(token_ids) - max_prompt_length
+                if excess > 0 and overlong == "drop":
+                    counts["dropped"] += 1
+                    continue
+                if excess > 0:
+                    counts["truncated"] += 1
+                    token_ids = token_ids[:opening] + token_ids[opening + excess:]
+                yield token_ids, json.dumps(row, default=str)
+
+        schema = pyarrow.schema({"token_ids": IDS, "row": pyarrow.large_string()})
+        self.table = cached_table(lambda: table_of(schema, examples), cache, rows, tokenizer, kind="prompts",
+                                  max_length=max_prompt_length, overlong=overlong)
+        self.truncated, self.dropped = _counts(self.table)
+        self.rows = _JsonColumn(self.table["row"])
+        if not len(self):
             raise UserError(f"none of the {len(rows)} prompts has at most {max_prompt_length} tokens; raise "
                             "max_prompt_length, or truncate long prompts instead of dropping them.")
 
     def __len__(self) -> int:
-        return len(self.token_lists)
+        return len(self.table)
 
     def __getitem__(self, index: int) -> list[int]:
-        return self.token_lists[index]
+        return _ids(self.table, "token_ids", index)
+
+
+class _JsonColumn(Sequence):
+    """A column of JSON texts as what they stand for, parsed when asked for."""
+
+    def __init__(self, column: pyarrow.ChunkedArray):
+        self.column = column
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def __getitem__(self, index: int) -> dict:
+        return json.loads(self.column[index].as_py())
 
 
 def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tensor, pad_id: int) -> PromptBatch:
@@ -193,17 +235,20 @@ def prompt_batch(texts: list[str], tokenizer) -> PromptBatch:
     return collate_prompts(token_lists, indices, torch.zeros_like(indices), tokenizer.pad_token_id)
 
 
-def _sft_tokens(row: dict, tokenizer) -> tuple[list[int], int]:
+def _sft_tokens(row: dict, encoder: TextEncoder) -> tuple[list[int], int]:
     """The ids of a row of either kind, uncut, and the number of those that are context."""
     if "text" in row:
-        return with_eos(tokenizer, encode_prompt(tokenizer, row["text"])), 1
-    return _answered(tokenizer, row["prompt"], row["response"])
+        return encoder.ended(encoder.prompt(row["text"])), 1
+    return encoder.answered(row["prompt"], row["response"])
 
 
-def _answered(tokenizer, prompt: str, answer: str) -> tuple[list[int], int]:
-    """The ids of prompt + answer + EOS, and the number of those that are the prompt's."""
-    prompt_ids = encode_prompt(tokenizer, prompt)
-    return with_eos(tokenizer, prompt_ids + encode_continuation(tokenizer, prompt, answer)), len(prompt_ids)
+def _ids(table: pyarrow.Table, column: str, index: int) -> list[int]:
+    return table[column][index].values.to_numpy().tolist()
+
+
+def _counts(table: pyarrow.Table) -> tuple[int, int]:
+    """(truncated, dropped)."""
+    return tuple(int(table.schema.metadata.get(name, 0)) for name in (b"truncated", b"dropped"))
 
 
 def _first_difference(a: list[int], b: list[int]) -> int:

@@ -10,6 +10,7 @@ from engine import distributed
 from engine.errors import RunStopped
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
+from engine.reward.texts import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.data import Prompts, collate_prompts
 
@@ -17,30 +18,39 @@ EVAL_SEED = 0x5EED  # mixed into the run's seed: held-out samples share no rando
 
 
 class Evaluator:
-    """Answers the same prompts with the same random numbers each time, so that scores differ by the policy alone."""
+    """Answers the same prompts with the same random numbers each time, so that scores differ by the policy alone.
+
+    first_index: what a reward function's `rows` hold before the first held-out row, the training rows: it finds the row
+    of held-out prompt i at first_index + i.
+    """
 
     def __init__(self, prompts: Prompts, *, rollouts: RolloutBackend, maker: ExperienceMaker, sampling: SamplingConfig,
-                 tokenizer, batch_size: int):
+                 tokenizer, batch_size: int, first_index: int = 0):
         self.prompts, self.rollouts, self.maker = prompts, rollouts, maker
         self.sampling = dataclasses.replace(sampling, seed=sampling.seed ^ EVAL_SEED)
-        self.tokenizer, self.batch_size = tokenizer, batch_size
+        self.tokenizer, self.batch_size, self.first_index = tokenizer, batch_size, first_index
 
     def run(self) -> tuple[dict[str, float], list[dict]]:
-        """Metrics and one row a prompt (prompt, response, score, kl), the same on all ranks (all ranks call this).
+        """Metrics and one row a prompt (prompt, response, score, its parts, kl), the same on all ranks (all call this).
 
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
         own = {}
         for indices in self._own_batches():
             rollout = self._answer(indices)
-            judged = self.maker.judge(rollout)
+            # Shifted only now: random numbers are keyed by the index among the held-out prompts.
+            judged = self.maker.judge(dataclasses.replace(rollout, indices=rollout.indices + self.first_index))
             kl = ((judged.logprobs - judged.ref_logprobs) * rollout.response_mask).sum(-1)
             own.update(zip(indices, sample_rows(rollout, judged.scores, kl, self.tokenizer)))
+            for name, part in judged.score_parts.items():
+                for index, value in zip(indices, part.tolist()):
+                    own[index][name] = value
         found = {index: row for part in distributed.all_gather_objects(own) for index, row in part.items()}
         rows = [found[index] for index in sorted(found)]
         _stop_if_not_finite(rows)
-        metrics = {f"eval/{name}": sum(row[key] for row in rows) / len(rows)
-                   for name, key in (("score", "score"), ("kl", "kl"), ("response_length", "tokens"))}
+        columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
+        columns |= {name: name for name in judged.score_parts}
+        metrics = {f"eval/{name}": sum(row[column] for row in rows) / len(rows) for name, column in columns.items()}
         metrics["eval/distinct_bigrams"] = float(distinct_bigrams([row["response"] for row in rows]))
         return metrics, rows
 
@@ -70,19 +80,9 @@ def _stop_if_not_finite(rows: list[dict]) -> None:
 
 def sample_rows(rollout: Rollout, scores: torch.Tensor, kl: torch.Tensor, tokenizer) -> list[dict]:
     """Texts and numbers of each response, for tables and files; `scores`, `kl`: (B,), kl in nats a response."""
-    prompt_masks = rollout.attention_mask[:, :rollout.prompt_length].bool()
-    rows = []
-    for row in range(len(rollout)):
-        response = rollout.responses[row][rollout.response_mask[row]]
-        prompt = rollout.prompts[row][prompt_masks[row]]
-        prompt_text = tokenizer.decode(prompt, skip_special_tokens=True)
-        # Decoded behind its prompt, because many tokenizers drop the space that a text begins with.
-        whole = tokenizer.decode(torch.cat([prompt, response]), skip_special_tokens=True)
-        text = whole[len(prompt_text):] if whole.startswith(prompt_text) else \
-            tokenizer.decode(response, skip_special_tokens=True)
-        rows.append({"prompt": prompt_text, "response": text, "score": scores[row].item(), "kl": kl[row].item(),
-                     "tokens": len(response)})
-    return rows
+    prompts, responses = decoded(rollout, tokenizer)
+    columns = zip(prompts, responses, scores.tolist(), kl.tolist(), rollout.response_mask.sum(-1).tolist())
+    return [dict(zip(("prompt", "response", "score", "kl", "tokens"), row)) for row in columns]
 
 
 def distinct_bigrams(texts: list[str]) -> int:

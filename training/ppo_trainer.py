@@ -6,8 +6,9 @@
 """
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -22,9 +23,11 @@ from engine.ds_engine import TrainedModel
 from engine.experience import Experience, PromptBatch
 from engine.experience_maker import ExperienceMaker
 from engine.optim import lr_factor
+from engine.reward.base import RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.metrics import Accumulator
+from training.mixed_pretraining import MixedPretraining, TextFeed
 from training.step_metrics import add_experience, stop_if_not_finite
 
 
@@ -37,6 +40,7 @@ class PPOConfig:
     micro_batch_size: responses in one forward and backward pass of one rank.
     samples_per_prompt: responses drawn for each prompt.
     critic_warmup_steps: steps at the start in which the critic alone is trained.
+    unsup_coef: of the language-model loss where there are texts; 27.8 is InstructGPT's.
     """
     total_steps: int
     mini_batches: int = 1
@@ -44,6 +48,7 @@ class PPOConfig:
     samples_per_prompt: int = 1
     critic_warmup_steps: int = 0
     seed: int = 0
+    unsup_coef: float = 27.8
 
 
 class PromptFeed(Protocol):
@@ -64,16 +69,24 @@ class StepReport:
 
 
 class PPOTrainer:
-    """Trains the actor and the critic of an RLHFEngine."""
+    """Trains the actor and the critic of an RLHFEngine.
+
+    reward: where scores come from; by default the engine's reward model alone.
+    unsupervised: texts whose language-model loss the actor learns from too; none by default.
+    """
 
     def __init__(self, *, engine: RLHFEngine, rollouts: RolloutBackend, dialect: Dialect, config: PPOConfig,
-                 sampling: SamplingConfig):
+                 sampling: SamplingConfig, reward: RewardSource | None = None, unsupervised: TextFeed | None = None):
         self.engine, self.rollouts = engine, rollouts
         self.dialect, self.config, self.sampling = dialect, config, sampling
         self.kl = FixedKL(dialect.kl_coef)
+        reward = reward or engine.reward
+        assert reward is not None, "the engine has no reward model, and no other reward was given"
         self.maker = ExperienceMaker(
-            actor=engine.actor, critic=engine.critic, reference=engine.reference, reward=engine.reward,
+            actor=engine.actor, critic=engine.critic, reference=engine.reference, reward=reward,
             dialect=dialect, pad_token_id=sampling.pad_token_id, micro_batch_size=config.micro_batch_size)
+        self.pretraining = None if unsupervised is None else MixedPretraining(
+            engine.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
         self.steps_done = self.optimizer_steps = self.samples = 0
 
     def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
@@ -88,7 +101,8 @@ class PPOTrainer:
             rollouts = [self.rollouts.generate(batch.to(distributed.device()).repeat(self.config.samples_per_prompt),
                                                self.sampling) for batch in prompts]
         with clock("make_experience"):
-            experience = self.maker.make(rollouts, self.kl.value)
+            experience = self.maker.make(rollouts, self.kl.value, tally=lambda name, part: metrics.add(
+                f"objective/{name}", part.sum(), len(part)))
             stop_if_not_finite(self.steps_done + 1, experience, self.engine.tokenizer)
         with clock("train"):
             self.train(experience, metrics)
@@ -121,9 +135,13 @@ class PPOTrainer:
         learners = [(engine.critic, self._value_loss, "value", self.dialect.critic_lr)]
         if self.steps_done >= self.config.critic_warmup_steps:
             learners.append((engine.actor, self._policy_loss, "policy", self.dialect.actor_lr))
+        parts = parts or [experience.select(slice(0, 1))]
         for model, loss, name, _ in learners:
-            self._accumulate_gradients(model, loss, name, parts or [experience.select(slice(0, 1))], weights[name],
-                                       metrics)
+            shares = self._shares(loss, parts, weights[name], metrics)
+            if model is engine.actor and self.pretraining is not None:
+                shares = self.pretraining.mixed(shares, self.optimizer_steps, metrics)
+            total = accumulate_gradients(model, shares)
+            stop_if_not_finite(self.steps_done + 1, parts[0], engine.tokenizer, {f"{name} loss": total})
         overflows = [model.overflowed() for model, *_ in learners]
         if not engine.actor.scales_loss:
             stop_if_not_finite(self.steps_done + 1, experience, engine.tokenizer, {
@@ -141,8 +159,8 @@ class PPOTrainer:
     def _loss_weights(self, parts: list[Experience]) -> dict[str, list[float]]:
         """What each micro-batch's loss sum is multiplied by, the same number of entries on all ranks.
 
-        One over the number of valid tokens of the whole optimizer step over all ranks; or, where the dialect takes means
-        of means, one over the micro-batch's own tokens and the number of micro-batches.
+        One over the number of valid tokens of the whole optimizer step over all ranks; or, where the dialect takes
+        means of means, one over the micro-batch's own tokens and the number of micro-batches.
         """
         counts = torch.tensor([[part.policy_mask.sum(), part.value_mask.sum()] for part in parts],
                               dtype=torch.float64).view(-1, 2)
@@ -158,15 +176,14 @@ class PPOTrainer:
             weights[name] = own + [0.0] * (longest - len(parts))
         return weights
 
-    def _accumulate_gradients(self, model: TrainedModel, loss, name: str, parts: list[Experience],
-                              weights: list[float], metrics: Accumulator) -> None:
-        """Forward and backward over the micro-batches; ranks that have fewer go on with dummies of weight 0."""
-        total = 0.0
-        for index, weight in enumerate(weights):
-            share = loss(parts[min(index, len(parts) - 1)], metrics if weight else None) * weight
-            total = total + share.detach()
-            model.backward(share, last=index == len(weights) - 1)
-        stop_if_not_finite(self.steps_done + 1, parts[0], self.engine.tokenizer, {f"{name} loss": total})
+    def _shares(self, loss, parts: list[Experience], weights: list[float],
+                metrics: Accumulator) -> list[Callable[[], Tensor]]:
+        """One forward pass a weight, each giving its weighted loss; ranks that have fewer parts end with dummies of
+        weight 0."""
+        def share(index: int, weight: float) -> Tensor:
+            return loss(parts[min(index, len(parts) - 1)], metrics if weight else None) * weight
+
+        return [partial(share, index, weight) for index, weight in enumerate(weights)]
 
     def _policy_loss(self, part: Experience, metrics: Accumulator | None) -> Tensor:
         rollout = part.rollout
@@ -212,12 +229,22 @@ class PPOTrainer:
         self.kl.load_state_dict(state["kl"])
 
 
+def accumulate_gradients(model: TrainedModel, shares: list[Callable[[], Tensor]]) -> Tensor:
+    """Forward and backward pass of each share of the loss, equally many on all ranks; returns this rank's sum."""
+    total = 0.0
+    for index, share in enumerate(shares):
+        value = share()
+        total = total + value.detach()
+        model.backward(value, last=index == len(shares) - 1)
+    return total
+
+
 def deal(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
     """Which of this rank's rows go into which mini-batch: a list of (rows / mini_batches,) int64.
 
     Like cards: of each run of `mini_batches` neighbouring rows, every mini-batch gets one, in random order. The draw is
-    over all ranks' rows at once, from `key` alone, so each rank has equally many in each mini-batch and the mini-batches
-    do not depend on how many ranks there are. `rows` is the same on all ranks and a multiple of `mini_batches`.
+    over all ranks' rows at once, from `key` alone, so each rank has equally many in each mini-batch and they do not
+    depend on how many ranks there are. `rows` is the same on all ranks and a multiple of `mini_batches`.
     """
     assert rows % mini_batches == 0, f"{rows} rows do not divide into {mini_batches} mini-batches"
     groups = rows // mini_batches

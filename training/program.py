@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine.errors import RunStopped, UserError
-from training.arguments import parse_flags
+from training.arguments import RunFlags, parse_flags
+from training.views import View
+from training.wandb_sync import check_wandb
 
 USER_ERROR, STOPPED = 2, 1
 CHECKPOINTS = "checkpoints"  # the folder of restart points in --output_dir
@@ -19,13 +21,18 @@ CHECKPOINTS = "checkpoints"  # the folder of restart points in --output_dir
 def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
     """Parse the flags, join the process group and call `main(args)`; returns the exit code.
 
-    A UserError is printed without a stack trace, once: by rank 0, or by the rank that it befell alone.
+    With --dry_run no process group is joined, and only rank 0 goes on. A UserError is printed without a stack trace, once: by rank 0, or by the rank that it befell alone.
     """
     try:
         quiet_libraries()
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
         from engine import distributed  # seconds of imports: a mistyped flag is told before them
         _quiet_transformers()
+        args.dtype = args.dtype or distributed.natural_dtype()
+        if args.dry_run:
+            if distributed.is_main():
+                main(args)
+            return 0
         distributed.init()
         main(args)
         distributed.barrier()
@@ -42,8 +49,12 @@ class SharedError(UserError):
 
 
 def _parse(arguments_class: type, argv: Sequence[str], description: str):
+    def say(line: str) -> None:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(line, flush=True)
+
     try:
-        return parse_flags(arguments_class, argv, description)
+        return parse_flags(arguments_class, argv, description, say)
     except UserError as error:
         raise SharedError(str(error)) from None  # all ranks were given the same flags
 
@@ -90,17 +101,21 @@ def checked(check: Callable):
 def agreed(load: Callable):
     """This rank's own `load()`; where it raises UserError on any rank, all ranks raise the first one's.
 
-    For what every rank reads for itself: a file that one node lacks ends the run on all, with its message.
+    For what every rank reads for itself: a file that one node lacks ends the run on all, with its message. One rank of
+    each node goes first, so that the others find what it has put into the cache.
     """
     from engine import distributed
-    result = message = None
-    try:
-        result = load()
-    except UserError as error:
-        message = str(error)
-    told = [text for text in distributed.all_gather_objects(message) if text is not None]
-    if told:
-        raise SharedError(told[0])
+    result = None
+    for turn in (True, False):
+        message = None
+        if (distributed.local_rank() == 0) == turn:
+            try:
+                result = load()
+            except UserError as error:
+                message = str(error)
+        told = [text for text in distributed.all_gather_objects(message) if text is not None]
+        if told:
+            raise SharedError(told[0])
     return result
 
 
@@ -121,24 +136,58 @@ def _quiet_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def prepare_output_dir(folder: str, overwrite: bool, resumed: bool = False) -> None:
-    """Make sure that a run's folder is its own: new, empty, resumed, or given up by its owner.
+def check_run(args: RunFlags, resumed: bool = False) -> None:
+    """What every step looks at first: the machine, the folders that are written to, and Weights & Biases.
+
+    resumed: whether the run that is gone on with stands in the output folder. Raises: UserError.
+    """
+    if not args.dry_run:
+        check_precision(args.dtype)
+    check_wandb(args.wandb_project, tensorboard=args.enable_tensorboard)
+    check_output_dirs(args, resumed)
+
+
+def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: int | None = None):
+    """Where the run's metrics go; on the main rank its folders are made by this."""
+    from training.sinks import MetricWriter
+    return MetricWriter(args.output_dir, total_steps=total_steps, resume_step=resume_step, view=view,
+                        tensorboard=args.enable_tensorboard, tensorboard_dir=tensorboard_dir(args),
+                        wandb_project=args.wandb_project)
+
+
+def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
+    """Make sure that the output folder and TensorBoard's are the run's own: new, empty, resumed, or given up by their
+    owner.
 
     resumed: whether the run that is gone on with stands there. Raises: UserError if another run, or anything else,
     stands there, or if nothing can be written there.
     """
-    path = Path(folder)
-    nearest = next(part for part in (path, *path.parents) if part.exists())
+    _check_own("--output_dir", Path(args.output_dir), args.overwrite_output_dir or resumed)
+    if tensorboard_dir(args).parent != Path(args.output_dir):
+        _check_own("--tensorboard_path", tensorboard_dir(args), args.overwrite_output_dir or resumed)
+
+
+def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
+    nearest = next(part for part in (folder, *folder.parents) if part.exists())
     if not nearest.is_dir():
-        raise UserError(f"--output_dir {folder}: {nearest} is a file. Give a folder.")
+        raise UserError(f"{name} {folder}: {nearest} is a file. Give a folder.")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"--output_dir {folder}: nothing can be written into {nearest}. Give another folder.")
-    if path.is_dir() and any(path.iterdir()) and not (overwrite or resumed):
-        raise UserError(f"--output_dir {folder} is not empty. Choose another folder, go on from a restart point in it "
+        raise UserError(f"{name} {folder}: nothing can be written into {nearest}. Give another folder.")
+    # A log is often there before the program starts: `... > out/training.log`.
+    if folder.is_dir() and any(file.suffix != ".log" for file in folder.iterdir()) and not may_hold_files:
+        raise UserError(f"{name} {folder} is not empty. Choose another folder, go on from a restart point in it "
                         "with --resume, or give --overwrite_output_dir to overwrite what stands there.")
 
 
-def clear_output_dir(folder: str) -> None:
+def tensorboard_dir(args: RunFlags) -> Path:
+    """This run's TensorBoard folder: OUTPUT_DIR/tensorboard, or in --tensorboard_path one with the output folder's name."""
+    output_dir = Path(args.output_dir)
+    if args.tensorboard_path is None or Path(args.tensorboard_path).resolve() == output_dir.resolve():
+        return output_dir / "tensorboard"
+    return Path(args.tensorboard_path) / output_dir.resolve().name
+
+
+def clear_output_dir(args: RunFlags) -> None:
     """Remove what an earlier run logged there and its restart points (rank 0 does), so that its curves do not go on in
     the new run's and --resume does not find a point of it.
 
@@ -147,9 +196,10 @@ def clear_output_dir(folder: str) -> None:
     from engine import distributed
     distributed.barrier()  # no rank may still be reading there
     if distributed.is_main():
-        (Path(folder) / "metrics.jsonl").unlink(missing_ok=True)
-        for name in ("tensorboard", "samples", CHECKPOINTS):
-            shutil.rmtree(Path(folder) / name, ignore_errors=True)
+        folder = Path(args.output_dir)
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        for path in (tensorboard_dir(args), folder / "samples", folder / CHECKPOINTS):
+            shutil.rmtree(path, ignore_errors=True)
     distributed.barrier()
 
 

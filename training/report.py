@@ -1,4 +1,4 @@
-"""What a finished run shows: a picture of its curves and a block of text with scores before and after.
+"""What a finished run shows: a picture of its curves, and a text with scores before and after and with its health.
 
     rows = read_metrics(output_dir / "metrics.jsonl")
     plot_curves(output_dir / "metrics.jsonl", output_dir / "curves.png")
@@ -9,6 +9,7 @@ The panels of the picture are one table, PANELS; what a run did not log is left 
 """
 import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import UserError
+from training.health import Finding, health
 from training.sinks import read_lines
 
 SMOOTH_FROM = 24
@@ -75,7 +77,7 @@ def read_metrics(path: str | Path) -> list[dict]:
 
 
 def plot_curves(metrics_path: str | Path, png_path: str | Path) -> None:
-    """Draw the curves of a run, over the samples it had seen, into a PNG.
+    """Draw the curves of a run, over the responses it had seen, into a PNG.
 
     Raises:
         UserError: the file is missing, or holds none of the metrics that are drawn.
@@ -131,7 +133,7 @@ def _draw_curves(axes, rows: Sequence[Mapping], curves: Sequence[Curve]) -> None
             y = smooth(y)
         handles += target.plot(x, y, "o-" if few else "-", color=curve.color, label=curve.label, markersize=4,
                                linewidth=1.2 if few else 1.8)
-    axes.set_xlabel("samples", fontsize=9)
+    axes.set_xlabel("responses", fontsize=9)
     if right is not axes:
         right.spines["top"].set_visible(False)
         right.tick_params(labelsize=9)
@@ -171,21 +173,25 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What the end of a run reports. `before` and `after` hold metrics named eval/..., on the held-out prompts."""
+    """What the end of a run reports. `before` and `after` hold metrics named eval/..., on the held-out prompts.
+
+    responses: how many the run learned from.
+    """
 
     before: Mapping[str, float]
     after: Mapping[str, float]
     steps: int
-    episodes: int
+    responses: int
     phase_seconds: Mapping[str, float]
+    findings: Sequence[Finding] = ()
     saved: Mapping[str, str | Path] = field(default_factory=dict)
     curves: str | Path | None = None
 
     @classmethod
     def from_metrics(cls, rows: Sequence[Mapping], *, saved: Mapping[str, str | Path] | None = None,
                      curves: str | Path | None = None) -> "RunSummary":
-        """The summary of the records of a run: the evaluation of step 0 and the last one, episodes and steps, and
-        each phase's total time. What time/step holds beyond the other times is the phase "other".
+        """The summary of the records of a run: the evaluation of step 0 and the last one, responses and steps, each
+        phase's total time, and health. What time/step holds beyond the other times is the phase "other".
         """
         evaluations = [row for row in rows if "eval/score" in row]
         first = [row for row in evaluations if row["step"] == 0]
@@ -197,8 +203,8 @@ class RunSummary:
             seconds["other"] = other
         return cls(before=_evaluation(first), after=_evaluation(last[-1:]),
                    steps=max((row["step"] for row in rows), default=0),
-                   episodes=max((row["samples"] for row in rows), default=0),
-                   phase_seconds=seconds, saved=saved or {}, curves=curves)
+                   responses=max((row["samples"] for row in rows), default=0),
+                   phase_seconds=seconds, findings=health(rows), saved=saved or {}, curves=curves)
 
 
 def _evaluation(rows: Sequence[Mapping]) -> dict[str, float]:
@@ -210,9 +216,12 @@ EVALUATED = (("score", "score"), ("KL to the reference", "kl"), ("response lengt
 """The lines of the summary's first table: label, and metric behind eval/ (and behind eval/ema_ for the EMA)."""
 
 
+COLUMNS = 100
+
+
 def summary_text(summary: RunSummary) -> str:
-    """The summary as plain text of at most 100 columns, save where a path is longer: a path is never cut or broken."""
-    blocks = [_evaluation_lines(summary), _time_lines(summary), _path_lines(summary)]
+    """The summary as plain text of at most COLUMNS, save where a path is longer: a path is never cut or broken."""
+    blocks = [_evaluation_lines(summary), _health_lines(summary), _time_lines(summary), _path_lines(summary)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -235,9 +244,17 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
+def _health_lines(summary: RunSummary) -> list[str]:
+    lines = ["health"] if summary.findings else []
+    for finding in summary.findings:
+        lines += textwrap.wrap(f"{finding.severity:<7}{finding.text}", COLUMNS, initial_indent="  ",
+                               subsequent_indent=" " * 9, break_on_hyphens=False)
+    return lines
+
+
 def _time_lines(summary: RunSummary) -> list[str]:
     total = sum(summary.phase_seconds.values())
-    lines = [f"{summary.episodes} episodes in {summary.steps} steps, {timedelta(seconds=round(total))}"]
+    lines = [f"{summary.responses} responses in {summary.steps} steps, {timedelta(seconds=round(total))}"]
     for phase, seconds in summary.phase_seconds.items():
         share = seconds / total if total else 0.0
         lines.append(f"  {phase:<22}{seconds:>10.1f} s{share:>12.1%}")

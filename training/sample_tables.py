@@ -38,13 +38,20 @@ def samples_table(rows: Sequence[Mapping], width: int) -> str:
 
 
 def samples_markdown(rows: Sequence[Mapping]) -> str:
-    """A Markdown table of the whole texts; a newline shows as \\n and breaks the line, inside its cell."""
-    lines = ["| prompt | response | score | kl |", "| :-- | :-- | --: | --: |"]
+    """A Markdown table of the whole texts; a newline shows as \\n and breaks the line, inside its cell.
+
+    TensorBoard gives long texts all the width and breaks words anywhere, numbers too: only <pre> keeps them whole.
+    """
+    lines = [f"| {_unbroken('score')} | {_unbroken('kl')} | prompt | response |", "| --: | --: | :-- | :-- |"]
     for row in rows:
-        cells = [_escape_markdown(row["prompt"]), _escape_markdown(row["response"]),
-                 _number(row.get("score")), _number(row.get("kl"))]
+        cells = [_unbroken(_number(row.get("score"))), _unbroken(_number(row.get("kl"))),
+                 _escape_markdown(row["prompt"]), _escape_markdown(row["response"])]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _unbroken(text: str) -> str:
+    return f"<pre>{text}</pre>" if text else ""
 
 
 def visible(text: str) -> str:

@@ -1,6 +1,6 @@
-"""Where a run's metrics go: a file of JSON lines, TensorBoard, the terminal.
+"""Where a run's metrics go: a file of JSON lines, TensorBoard (and from there W&B), the terminal.
 
-    writer = MetricWriter(output_dir, total_steps=200, resume_step=None)
+    writer = MetricWriter(output_dir, total_steps=200, view=views.PPO)
     writer.hparams({"lr": 1e-5, "dialect": "default"})
     writer.log(step, samples, metrics.reduce())
     writer.samples(step, rows)                                   # see sample_tables.py
@@ -13,43 +13,49 @@ import json
 import math
 import os
 import shutil
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from engine.distributed import is_main
 from engine.errors import UserError
+from training.progress import ProgressBar
 from training.sample_tables import MIN_WIDTH, samples_markdown, samples_table
+from training.tensorboard_sink import TensorBoardSink
+from training.views import PPO, View
+from training.wandb_sync import start_wandb
 
 METRICS_FILE = "metrics.jsonl"
-SHOWN = {"score": "objective/scores", "kl": "objective/kl", "length": "rollout/response_length"}
-"""What stands behind the progress bar: label and metric."""
 
 
 class MetricWriter:
-    """All sinks of a run on the main rank, none on the others. Files go to `output_dir`."""
+    """All sinks of a run on the main rank, none on the others.
 
-    def __init__(self, output_dir: str | Path, *, total_steps: int, resume_step: int | None = None,
-                 tensorboard: bool = True, shown: Mapping[str, str] = SHOWN):
-        self._bar = self._tensorboard = None
+    output_dir: where metrics.jsonl goes, and tensorboard/ unless `tensorboard_dir` names another folder.
+    wandb_project: the W&B project that gets TensorBoard's curves too (call check_wandb before).
+    """
+
+    def __init__(self, output_dir: str | Path, *, total_steps: int, resume_step: int | None = None, view: View = PPO,
+                 tensorboard: bool = True, tensorboard_dir: str | Path | None = None, wandb_project: str | None = None):
+        self._bar = self._tensorboard = self._wandb = None
         self._sinks = []
         if not is_main():
             return
         output_dir = Path(output_dir)
         self._sinks.append(JsonlSink(output_dir / METRICS_FILE, resume_step=resume_step))
+        if wandb_project is not None:
+            self._wandb = start_wandb(wandb_project, run_name(output_dir), output_dir)
         if tensorboard:
-            self._tensorboard = TensorBoardSink(output_dir / "tensorboard", resume_step=resume_step)
+            self._tensorboard = TensorBoardSink(tensorboard_dir or output_dir / "tensorboard", view=view,
+                                                name=run_name(output_dir), resume_step=resume_step)
             self._sinks.append(self._tensorboard)
-        self._bar = ProgressBar(total_steps, first_step=resume_step or 0, shown=shown)
+        self._bar = ProgressBar(total_steps, shown=view.bar, first_step=resume_step or 0)
         self._sinks.append(self._bar)
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of `step`, after which `samples` samples had been seen; once a step, reduced before."""
+        """Write the metrics of `step`, after which `samples` responses (or examples) had been seen; once a step,
+        reduced before."""
         for sink in self._sinks:
             sink.log(step, samples, metrics)
 
@@ -66,10 +72,12 @@ class MetricWriter:
         if self._tensorboard:
             self._tensorboard.histogram(step, tag, values)
 
-    def hparams(self, hparams: Mapping) -> None:
-        """Write the run's settings to TensorBoard."""
+    def hparams(self, settings: Mapping) -> None:
+        """Write the run's settings to TensorBoard and W&B; nested ones are told apart as outer/inner."""
+        if self._wandb:
+            self._wandb.config.update(dict(settings), allow_val_change=True)
         if self._tensorboard:
-            self._tensorboard.hparams(hparams)
+            self._tensorboard.hparams(settings)
 
     def write(self, text: str) -> None:
         """Print `text` on the main rank without breaking the progress bar."""
@@ -77,9 +85,17 @@ class MetricWriter:
             self._bar.write(text)
 
     def close(self) -> None:
-        """Write out what is buffered and end the bar."""
+        """Write out what is buffered, end the bar and the W&B run."""
         for sink in self._sinks:
             sink.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def run_name(output_dir: Path) -> str:
+    """The run's name where several are compared: its folder's and the one's around it, which tell most runs apart."""
+    folder = output_dir.resolve()
+    return f"{folder.name} ({folder.parent.name})"
 
 
 class JsonlSink:
@@ -144,89 +160,3 @@ def truncate_after(path: str | Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-
-
-class TensorBoardSink:
-    """Scalars, texts and histograms as TensorBoard events.
-
-    Events cannot be taken back; on resume the new file tells TensorBoard to hide those after `resume_step`.
-    """
-
-    def __init__(self, log_dir: str | Path, *, resume_step: int | None = None):
-        from torch.utils.tensorboard import SummaryWriter  # takes seconds: only where it is used, on the main rank
-
-        self._writer = SummaryWriter(str(log_dir), purge_step=None if resume_step is None else resume_step + 1)
-
-    def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
-        for name, value in {"samples": samples, **metrics}.items():
-            self._writer.add_scalar(name, value, step)
-
-    def text(self, step: int, tag: str, markdown: str) -> None:
-        self._writer.add_text(tag, markdown, step)
-
-    def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
-        """A tensor without values or with none that is finite has no histogram, and writes none."""
-        values = values.detach().float().flatten()
-        values = values[values.isfinite()]
-        if values.numel():
-            self._writer.add_histogram(tag, values, step)
-
-    def hparams(self, hparams: Mapping) -> None:
-        """The settings as a text, which TensorBoard shows for every run; its hparams tab would split the run in two."""
-        text = json.dumps(dict(hparams), indent=2, default=str)
-        self._writer.add_text("hparams", "\n".join("    " + line for line in text.splitlines()), 0)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class ProgressBar:
-    """The run's progress on stderr: a bar in a terminal; elsewhere (a log file) a plain line every `interval` seconds.
-
-    Both show the rate and the time left, from the steps of this process only: those before a resume took none of its
-    time.
-    """
-
-    def __init__(self, total_steps: int, *, first_step: int = 0, shown: Mapping[str, str] = SHOWN, stream=None,
-                 interval: float = 15.0, clock=time.monotonic):
-        self._stream = sys.stderr if stream is None else stream
-        self._total, self._first, self._shown = total_steps, first_step, shown
-        self._interval, self._clock = interval, clock
-        self._started = clock()
-        self._due = self._started
-        self._bar = None
-        if self._stream.isatty():
-            self._bar = tqdm(total=total_steps, initial=first_step, unit="step", file=self._stream, dynamic_ncols=True)
-
-    def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
-        shown = {label: f"{metrics[name]:.3f}" for label, name in self._shown.items() if name in metrics}
-        if self._bar is None:
-            self._log_line(step, shown)
-            return
-        if shown:
-            self._bar.set_postfix(shown, refresh=False)
-        self._bar.update(step - self._bar.n)
-        self._bar.refresh()
-
-    def _log_line(self, step: int, shown: Mapping[str, str]) -> None:
-        now = self._clock()
-        if now < self._due and step < self._total:
-            return
-        self._due = now + self._interval
-        line = f"step {step}/{self._total} ({step / max(self._total, 1):.0%})"
-        if step > self._first:
-            seconds = (now - self._started) / (step - self._first)
-            left = timedelta(seconds=round(seconds * (self._total - step)))
-            line += f", {seconds:.2f} s/step, {left} left"
-        self.write(", ".join([line, *(f"{label} {value}" for label, value in shown.items())]))
-
-    def write(self, text: str) -> None:
-        """Print `text` above the bar."""
-        if self._bar is None:
-            print(text, file=self._stream, flush=True)
-        else:
-            self._bar.write(text, file=self._stream)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

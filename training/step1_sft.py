@@ -2,37 +2,44 @@
 
     deepspeed --num_gpus 8 training/step1_sft.py --model_name_or_path base --data_path sft.jsonl --output_dir out/sft
 
-Rows hold `text`, or `prompt` and `response`; then the loss covers the response only, unless --loss_on all.
+Rows hold `text`, or a prompt and a response (docs/data.md has all forms); then the loss covers the response only, unless
+--loss_on all.
 """
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
 from engine.model_files import DTYPES, check_policy, load_policy, read_tokenizer
 from engine.rlhf_engine import wrap_trained
+from training import dry_run, views
 from training.arguments import flag
 from training.data import SFTBatch, SFTExamples, collate_sft
 from training.metrics import Accumulator
-from training.program import (agreed, check_positions, check_precision, checked, leave,
-                              prepare_output_dir, run)
-from training.rows import SFT_COLUMNS
+from training.forms import SFT
+from training.program import agreed, check_positions, check_run, checked, leave, run
 from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
 
 
 @dataclass(kw_only=True)
 class SFTFlags(SupervisedFlags):
     """Step 1."""
+    phase: ClassVar[int] = 1
+
+    sft_only_data_path: list[str] = flag([], "data sets that no other step reads: --data_split does not divide them")
     loss_on: str = flag("response", "which tokens of prompt + response are learned", choices=("response", "all"))
 
 
 def main(args: SFTFlags) -> None:
     """Check, load, train, save."""
     checked(lambda: check(args))
+    if args.dry_run:
+        return dry_run.report_supervised(args, load_examples)
     tokenizer, examples, held_out = agreed(lambda: load_examples(args))
     ds_config = args.ds_settings()
-    module = load_policy(args.model_name_or_path, DTYPES[args.dtype], ds_config, "--model_name_or_path")
+    module = load_policy(args.model_name_or_path, DTYPES[args.dtype], ds_config, "--model_name_or_path", args.dropout)
     model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
 
     def negative_log_likelihood(batch: SFTBatch):
@@ -50,7 +57,7 @@ def main(args: SFTFlags) -> None:
 
     trainer = SFTTrainer(model, args=args, examples=examples, held_out=held_out, loss=loss, evaluate=evaluate,
                          collate=lambda rows: collate_sft(rows, tokenizer.pad_token_id),
-                         count=lambda batch: int(batch.loss_mask.sum()))
+                         count=lambda batch: int(batch.loss_mask.sum()), view=views.SFT)
     if distributed.is_main():
         print(f"{len(examples)} texts ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} held "
               f"out; {trainer.total_steps} steps on {distributed.world_size()} ranks", flush=True)
@@ -72,21 +79,21 @@ class SFTTrainer(SupervisedTrainer):
 def load_examples(args: SFTFlags) -> tuple:
     """Tokenizer, training examples and held-out ones; raises UserError before a model is loaded."""
     tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
-    examples, held_out = (SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on)
-                          for rows in args.rows(SFT_COLUMNS))
+    examples, held_out = (SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache)
+                          for rows in args.load_rows(SFT, tokenizer, held_out=args.held_out,
+                                                     undivided=args.sft_only_data_path))
     args.steps_per_epoch(len(examples))
     return tokenizer, examples, held_out
 
 
 def check(args: SFTFlags) -> None:
     """What can be wrong with files, model and machine, before anything large is loaded."""
-    check_precision(args.dtype)
-    prepare_output_dir(args.output_dir, args.overwrite_output_dir)
-    args.rows(SFT_COLUMNS)
+    check_run(args)
     args.ds_settings()
-    config = check_policy(args.model_name_or_path, "--model_name_or_path")
-    check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
-    read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+    if args.looks_at(args.model_name_or_path):
+        config = check_policy(args.model_name_or_path, "--model_name_or_path")
+        check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
+        read_tokenizer(args.model_name_or_path, "--model_name_or_path")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
     deepspeed --num_gpus 8 training/step2_reward.py --model_name_or_path out/sft --data_path pairs.jsonl \\
         --output_dir out/reward
 
-Rows hold `prompt`, `chosen`, `rejected`. After training, scores are normalised to mean 0 and variance 1 on responses
+Rows hold `prompt`, `chosen`, `rejected` (docs/data.md has all forms). After training, scores are normalised to mean 0 and variance 1 on responses
 that the SFT model samples. What is saved opens with AutoModelForSequenceClassification; its score plus `score_offset`
 of config.json is ours.
 """
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,27 +21,30 @@ from engine.ds_config import EngineChoice
 from engine.ds_engine import TrainedModel
 from engine.errors import RunStopped
 from engine.experience import position_ids
-from engine.model_files import (DTYPES, check_policy, check_vocabularies, load_policy, new_scorer, read_config,
+from engine.model_files import (DTYPES, check_policy, check_trunk, check_vocabularies, load_policy, new_scorer,
                                 read_tokenizer, vocabulary_size)
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, wrap_trained
 from engine.rollout import ReplicaRollouts, SamplingConfig, Zero3Rollouts
+from training import dry_run, views
 from training.arguments import flag
 from training.data import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
 from training.metrics import Accumulator
-from training.program import (agreed, check_positions, check_precision, checked, generation_stops,
-                              leave, prepare_output_dir, run)
-from training.rows import PAIR_COLUMNS, PROMPT_COLUMNS, read_rows
+from training.forms import PAIRS, PROMPTS
+from training.mixture import load_rows
+from training.program import agreed, check_positions, check_run, checked, generation_stops, leave, run
 from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
 
 
 @dataclass(kw_only=True)
 class RewardFlags(SupervisedFlags):
     """Step 2."""
+    phase: ClassVar[int] = 2
+
     pairwise_loss: str = flag("last_token", "compare the last tokens' scores, or every token's from the first that "
                               "differs (DeepSpeed-Chat)", choices=("last_token", "from_difference"))
     sft_model_name_or_path: str | None = flag(None, "whose responses are scored 0 on average, with variance 1; by "
                                               "default --model_name_or_path")
-    normalization_data_path: str | None = flag(None, "prompts for these responses; by default those of --data_path")
+    normalization_data_path: list[str] = flag([], "prompts for these responses; by default those of --data_path")
     normalization_samples: int = flag(512, "how many such responses; 0 for no normalisation")
     max_prompt_seq_len: int = flag(256, "longest prompt of these responses, in tokens")
     max_answer_seq_len: int = flag(256, "longest of these responses, in tokens; use step 3's")
@@ -62,18 +66,23 @@ class RewardFlags(SupervisedFlags):
         """Its engine: partitioned where the reward model is."""
         return EngineChoice("reference", 3 if self.choice().stage == 3 else 0)
 
-    def normalization_rows(self) -> list[dict]:
-        """Rows with a prompt; raises UserError with file and line."""
-        return read_rows(self.normalization_data_path or self.data_path, PROMPT_COLUMNS)
+    def normalization_prompts(self, tokenizer) -> Prompts:
+        """The prompts whose responses normalise the scores; raises UserError with file and line."""
+        rows, _ = load_rows(self.normalization_data_path or self.data_path, PROMPTS, tokenizer, phase=self.phase,
+                            seed=self.seed, split=None if self.normalization_data_path else self.data_split)
+        return Prompts(rows, tokenizer, self.max_prompt_seq_len, cache=self.cache)
 
 
 def main(args: RewardFlags) -> None:
     """Check, load, train, normalise, save."""
     checked(lambda: check(args))
-    tokenizer, examples, held_out = agreed(lambda: load_examples(args))
+    if args.dry_run:
+        return dry_run.report_supervised(args, load_examples)
+    tokenizer, examples, held_out, prompts = agreed(lambda: load_examples(args))
     ds_config = args.ds_settings()
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
-    module = new_scorer(args.model_name_or_path, DTYPES[args.dtype], pad, args.seed, ds_config, "--model_name_or_path")
+    module = new_scorer(args.model_name_or_path, DTYPES[args.dtype], pad, args.seed, ds_config, "--model_name_or_path",
+                        args.dropout)
     model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
     trainer = RewardTrainer(model, args, examples, held_out, tokenizer.pad_token_id)
     if distributed.is_main():
@@ -82,7 +91,7 @@ def main(args: RewardFlags) -> None:
     found = trainer.fit()
     gain, offset = 1.0, 0.0
     if args.normalization_samples:
-        mean, variance = score_statistics(args, model, tokenizer)
+        mean, variance = score_statistics(args, model, tokenizer, prompts)
         gain, offset = variance ** -0.5, -mean * variance ** -0.5
         if distributed.is_main():
             print(f"scores of {args.normalization_samples} responses of the SFT model: mean {mean:.3f}, standard "
@@ -102,7 +111,7 @@ class RewardTrainer(SupervisedTrainer):
                  pad_token_id: int):
         super().__init__(model, args=args, examples=examples, held_out=held_out, loss=self._loss,
                          evaluate=self._evaluate, collate=lambda pairs: collate_pairs(pairs, pad_token_id),
-                         count=lambda batch: len(batch.first_difference))
+                         count=lambda batch: len(batch.first_difference), view=views.REWARD)
 
     def _scores(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """Token scores (2B, S) and sequence scores (2B,), chosen first."""
@@ -133,7 +142,7 @@ class RewardTrainer(SupervisedTrainer):
 
 
 @torch.no_grad()
-def score_statistics(args: RewardFlags, model: TrainedModel, tokenizer) -> tuple[float, float]:
+def score_statistics(args: RewardFlags, model: TrainedModel, tokenizer, prompts: Prompts) -> tuple[float, float]:
     """Mean and variance of this model's scores of responses that the SFT model samples, over all ranks.
 
     Raises: RunStopped if all scores are the same, which nothing can scale to variance 1.
@@ -147,7 +156,6 @@ def score_statistics(args: RewardFlags, model: TrainedModel, tokenizer) -> tuple
                               stop_token_ids=generation_stops(args.sft_path, tokenizer),
                               temperature=args.temperature, seed=args.seed,
                               vocabulary_size=vocabulary_size(tokenizer))
-    prompts = Prompts(args.normalization_rows(), tokenizer, args.max_prompt_seq_len)
     world, size = distributed.world_size(), args.per_device_eval_batch_size
     totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
     for start in range(0, args.normalization_samples, size * world):
@@ -167,28 +175,29 @@ def score_statistics(args: RewardFlags, model: TrainedModel, tokenizer) -> tuple
 
 
 def load_examples(args: RewardFlags) -> tuple:
-    """Tokenizer, training pairs and held-out ones; raises UserError before a model is loaded."""
+    """Tokenizer, training pairs, held-out ones, and prompts to normalise on (or None); raises UserError before a model is
+    loaded."""
     tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
-    examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len) for rows in args.rows(PAIR_COLUMNS))
+    examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len, args.cache)
+                          for rows in args.load_rows(PAIRS, tokenizer, held_out=args.held_out))
     args.steps_per_epoch(len(examples))
-    return tokenizer, examples, held_out
+    return tokenizer, examples, held_out, args.normalization_prompts(tokenizer) if args.normalization_samples else None
 
 
 def check(args: RewardFlags) -> None:
     """What can be wrong with files, models and machine, before anything large is loaded."""
-    check_precision(args.dtype)
-    prepare_output_dir(args.output_dir, args.overwrite_output_dir)
-    args.rows(PAIR_COLUMNS)
+    check_run(args)
     args.ds_settings()
-    config = read_config(args.model_name_or_path, "--model_name_or_path")
-    check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
-    read_tokenizer(args.model_name_or_path, "--model_name_or_path")
-    if args.normalization_samples:
-        args.normalization_rows()
+    if args.looks_at(args.model_name_or_path):
+        config = check_trunk(args.model_name_or_path, "--model_name_or_path")
+        check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
+        read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+    if args.normalization_samples and args.looks_at(args.sft_path):
         flag_name = "--sft_model_name_or_path" if args.sft_model_name_or_path else "--model_name_or_path"
         check_positions(check_policy(args.sft_path, flag_name), f"{flag_name} {args.sft_path}",
                         max_prompt_seq_len=args.max_prompt_seq_len, max_answer_seq_len=args.max_answer_seq_len)
-        check_vocabularies(read_tokenizer(args.sft_path, flag_name), args.model_name_or_path, "--model_name_or_path")
+        if args.looks_at(args.model_name_or_path):
+            check_vocabularies(read_tokenizer(args.sft_path, flag_name), args.model_name_or_path, "--model_name_or_path")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,14 @@ def add_experience(metrics: Accumulator, experience: Experience, clipped_scores:
     metrics.add_sum("rollout/degenerate", (~learned.any(-1)).sum())
 
 
+def distributions(experience: Experience) -> dict[str, Tensor]:
+    """All ranks' scores and response lengths, for histograms: tag -> (N,) float32 on the CPU (all ranks call this)."""
+    own = {"objective/scores_histogram": experience.scores.float().cpu(),
+           "rollout/length_histogram": experience.rollout.response_mask.sum(-1).float().cpu()}
+    gathered = distributed.all_gather_objects(own)
+    return {tag: torch.cat([part[tag] for part in gathered]) for tag in own}
+
+
 def stop_if_not_finite(step: int, experience: Experience, tokenizer, losses: dict[str, Tensor] | None = None) -> None:
     """Stop on all ranks when a score, log-prob, value or given loss is NaN or infinite on any (all ranks call this).
 
@@ -56,8 +64,8 @@ def stop_if_not_finite(step: int, experience: Experience, tokenizer, losses: dic
              + "\n".join(samples) for part in distributed.all_gather_objects(report) for where, what, samples in part
              if what]
     raise RunStopped(f"step {step}: a number is NaN or infinite, so no weight was changed.\n" + "\n".join(lines)
-                     + "\nLook at: the reward model's score of these texts, the learning rates and gradient norms of the"
-                       " steps before, objective/kl, and in fp16 the range of the model (bf16 has a wider one). "
+                     + "\nLook at: the reward model's score of these texts, the learning rates and gradient norms of "
+                       "the steps before, objective/kl, and in fp16 the range of the model (bf16 has a wider one). "
                        "Restart points written before this step are untouched; go on from one with --resume.")
 
 

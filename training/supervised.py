@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -12,25 +13,28 @@ from engine.ds_config import EngineChoice, build_ds_config, stage_of_file
 from engine.ds_engine import TrainedModel, full_state
 from engine.errors import RunStopped, UserError
 from engine.model_files import save_model
-from engine.optim import lr_factor
+from engine.optim import LR_SCHEDULES, lr_factor
 from engine.rlhf_engine import OptimizerSpec
-from training.arguments import REQUIRED, RunFlags, flag
+from training import deepspeed_chat
+from training.arguments import REQUIRED, OldFlag, flag
+from training.data_arguments import DataFlags
 from training.metrics import Accumulator
 from training.order import epoch_batches
 from training.ppo_trainer import peak_memory_gb
-from training.program import clear_output_dir
-from training.rlhf_arguments import SCHEDULES
-from training.rows import read_rows, split_held_out
-from training.sinks import MetricWriter
+from training.program import clear_output_dir, open_writer
+from training.run_record import write_run_record
+from training.views import View
 
 
 @dataclass(kw_only=True)
-class SupervisedFlags(RunFlags):
+class SupervisedFlags(DataFlags):
     """What steps 1 and 2 share."""
-    data_path: str = flag(REQUIRED, "a .jsonl or .json file")
-    eval_data_path: str | None = flag(None, "held-out rows; by default some of --data_path are held out")
-    held_out: float = flag(0.05, "how much of --data_path is held out: a fraction, or a number of rows")
-    model_name_or_path: str = flag(REQUIRED, "the model to start from")
+    old_flags: ClassVar[dict[str, OldFlag]] = deepspeed_chat.SUPERVISED
+
+    held_out: float = flag(0.05, "how much of --data_path is held out where nothing else is: a fraction, or a number of "
+                                 "rows")
+    model_name_or_path: str = flag(REQUIRED, "the model to start from", group="training")
+    dropout: float = flag(0.0, "dropout of the model while it is trained")
     max_seq_len: int = flag(512, "longest sequence, in tokens; longer ones lose their end")
     per_device_train_batch_size: int = flag(16, "examples in one forward and backward pass of each rank")
     per_device_eval_batch_size: int = flag(16, "the same, for held-out examples")
@@ -38,22 +42,27 @@ class SupervisedFlags(RunFlags):
     num_train_epochs: int = flag(1, "passes over the data")
     learning_rate: float = flag(1e-5, "peak learning rate")
     weight_decay: float = flag(0.0, "AdamW's, of matrices")
-    lr_scheduler_type: str = flag("linear", "shape of the learning rate", choices=SCHEDULES)
+    lr_scheduler_type: str = flag("linear", "shape of the learning rate", choices=LR_SCHEDULES)
     num_warmup_steps: int = flag(0, "optimizer steps of rising learning rate")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0 for no clipping")
-    zero_stage: int | None = flag(None, "ZeRO stage (default 0)")
+    zero_stage: int | None = flag(None, "ZeRO stage (default 0)", group="engine")
     offload: bool = flag(False, "optimizer states (stage 3: parameters too) in host memory")
     ds_config: str | None = flag(None, "DeepSpeed JSON, instead of one of configs/ds")
     gradient_checkpointing: bool = flag(False, "compute activations again in backward passes")
+    eval_interval: int = flag(0, "optimizer steps between evaluations within an epoch; 0: after each epoch only")
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
-        RunFlags.validate(self)
+        DataFlags.validate(self)
         self.at_least(1, "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
                       "num_train_epochs")
         self.at_least(2, "max_seq_len")
-        self.at_least(0, "learning_rate", "weight_decay", "num_warmup_steps", "max_grad_norm")
+        self.at_least(0, "learning_rate", "weight_decay", "num_warmup_steps", "max_grad_norm", "dropout",
+                      "eval_interval")
         self.above(0, "held_out")
+        self.finite("held_out")
+        if self.dropout >= 1:
+            raise UserError(f"--dropout {self.dropout}: must be less than 1.")
         if self.zero_stage not in (None, 0, 1, 2, 3):
             raise UserError(f"--zero_stage {self.zero_stage}: ZeRO has the stages 0, 1, 2 and 3.")
         if self.offload and self.ds_config is not None:
@@ -79,19 +88,12 @@ class SupervisedFlags(RunFlags):
         """AdamW's settings."""
         return OptimizerSpec(lr=self.learning_rate, weight_decay=self.weight_decay, max_grad_norm=self.max_grad_norm)
 
-    def rows(self, columns) -> tuple[list[dict], list[dict]]:
-        """(training rows, held-out rows); raises UserError with file and line."""
-        rows = read_rows(self.data_path, columns)
-        if self.eval_data_path is not None:
-            return rows, read_rows(self.eval_data_path, columns)
-        return split_held_out(rows, self.held_out, self.seed, f"--data_path {self.data_path}, --held_out")
-
     def steps_per_epoch(self, examples: int) -> int:
         """Optimizer steps in one pass over so many examples; raises UserError if they are too few for one."""
         world = distributed.world_size()
         steps = examples // (self.per_device_train_batch_size * world * self.gradient_accumulation_steps)
         if steps == 0:
-            raise UserError(f"--data_path {self.data_path}: {examples} examples are too few for one optimizer step of "
+            raise UserError(f"--data_path {' '.join(self.data_path)}: {examples} examples are too few for one optimizer step of "
                             f"--per_device_train_batch_size {self.per_device_train_batch_size} on {world} ranks, "
                             f"{self.gradient_accumulation_steps} times. Lower the batch size or add data.")
         return steps
@@ -105,15 +107,15 @@ class SupervisedTrainer:
     """
 
     def __init__(self, model: TrainedModel, *, args: SupervisedFlags, examples: Sequence, held_out: Sequence,
-                 collate: Callable, loss: Callable, count: Callable, evaluate: Callable):
+                 collate: Callable, loss: Callable, count: Callable, evaluate: Callable, view: View):
         self.model, self.args = model, args
         self.examples, self.held_out = examples, held_out
         self.collate, self.loss, self.count, self.evaluate = collate, loss, count, evaluate
         self.steps_per_epoch = args.steps_per_epoch(len(examples))
         self.total_steps = self.steps_per_epoch * args.num_train_epochs
-        clear_output_dir(args.output_dir)  # the model is loaded by now: the run will come to something
-        self.writer = MetricWriter(args.output_dir, total_steps=self.total_steps,
-                                   shown={"loss": "train/loss", "lr": "train/lr"})
+        torch.manual_seed(args.seed + 100_003 * distributed.rank())  # of dropout, which every rank draws for itself
+        clear_output_dir(args)  # the model is loaded by now: the run will come to something
+        self.writer = open_writer(args, total_steps=self.total_steps, view=view)
 
     def fit(self) -> dict[str, float]:
         """Train all epochs; returns the last held-out metrics."""
@@ -121,7 +123,9 @@ class SupervisedTrainer:
             return self._fit()
 
     def _fit(self) -> dict[str, float]:
-        self.writer.hparams(vars(self.args))
+        write_run_record(self.args.output_dir, flags=self.args.as_dict(),
+                         ds_configs={"model": self.args.ds_settings()})
+        self.writer.hparams(self.args.as_dict())
         found = self.held_out_metrics()
         self.writer.log(0, 0, found)
         step = 0
@@ -129,10 +133,11 @@ class SupervisedTrainer:
             for batches in self._steps(epoch):
                 step += 1
                 metrics = self.optimizer_step(step, batches)
-                if step % self.steps_per_epoch == 0:
+                last = step % self.steps_per_epoch == 0
+                if last or self.args.eval_interval and step % self.args.eval_interval == 0:
                     found = self.held_out_metrics()
                     metrics |= found
-                    self.writer.write(f"epoch {epoch + 1}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()))
+                    self.writer.write((f"epoch {epoch + 1}: " if last else f"step {step}: ") + ", ".join(f"{k} {v:.4g}" for k, v in found.items()))
                 self.writer.log(step, step * self.args.per_device_train_batch_size * distributed.world_size()
                                 * self.args.gradient_accumulation_steps, metrics)
         return found
@@ -151,6 +156,7 @@ class SupervisedTrainer:
     def optimizer_step(self, step: int, batches: list) -> dict[str, float]:
         """One optimizer step over micro-batches, normalised by the number of targets over all ranks."""
         started, metrics, total = time.perf_counter(), Accumulator(), 0.0
+        self.model.module.train()
         own = torch.tensor(float(sum(self.count(batch) for batch in batches)), device=distributed.device())
         targets = distributed.all_reduce_sum(own)
         for index, batch in enumerate(batches):
@@ -178,6 +184,7 @@ class SupervisedTrainer:
     def held_out_metrics(self) -> dict[str, float]:
         """`evaluate` over all held-out examples; every rank runs equally many batches, some of them empty."""
         metrics = Accumulator()
+        self.model.module.eval()
         for indices in epoch_batches(len(self.held_out), self.args.per_device_eval_batch_size, 0, self.args.seed,
                                      distributed.rank(), distributed.world_size(), drop_last=False):
             self.evaluate(self._batch(self.held_out, indices or [0]), metrics if indices else Accumulator())

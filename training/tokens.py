@@ -6,6 +6,31 @@ tokenised as what follows its prompt, so that the SFT and the reward model learn
 """
 from engine.errors import UserError
 
+END_OF_CONVERSATION = "<|endoftext|>"  # DeepSpeed-Chat's
+
+
+class TextEncoder:
+    """Texts to ids with one tokenizer; what has to be found out about the tokenizer is found out once."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.opening = opening_tokens(tokenizer)
+        self.end_of_turn = _end_of_turn(tokenizer)
+
+    def prompt(self, text: str) -> list[int]:
+        """encode_prompt."""
+        ids = _encode(self.tokenizer, text)
+        return ids if ids[:len(self.opening)] == self.opening else self.opening + ids
+
+    def answered(self, prompt: str, answer: str) -> tuple[list[int], int]:
+        """The ids of prompt + answer + EOS, and the number of those that are the prompt's."""
+        prompt_ids = self.prompt(prompt)
+        return self.ended(prompt_ids + encode_continuation(self.tokenizer, prompt, answer)), len(prompt_ids)
+
+    def ended(self, ids: list[int]) -> list[int]:
+        """with_eos; what ends as the chat template ends a turn has ended, for step 3 stops there too."""
+        return ids if ids and ids[-1] == self.end_of_turn else with_eos(self.tokenizer, ids)
+
 
 def opening_tokens(tokenizer) -> list[int]:
     """The special tokens that the tokenizer itself puts before a text, such as BOS; often none.
@@ -23,8 +48,7 @@ def encode_prompt(tokenizer, text: str) -> list[int]:
 
     A text that spells its BOS out, as texts made with a chat template do, gets no second one.
     """
-    opening, ids = opening_tokens(tokenizer), _encode(tokenizer, text)
-    return ids if ids[:len(opening)] == opening else opening + ids
+    return TextEncoder(tokenizer).prompt(text)
 
 
 def encode_continuation(tokenizer, prompt: str, text: str) -> list[int]:
@@ -49,6 +73,18 @@ def with_eos(tokenizer, ids: list[int]) -> list[int]:
         raise UserError(f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no EOS token, so no text can be "
                         "shown to end; set eos_token in its tokenizer_config.json.")
     return ids if ids and ids[-1] == eos else ids + [eos]
+
+
+def end_with(tokenizer, token: str = END_OF_CONVERSATION) -> None:
+    """Make `token` the tokenizer's EOS, with which texts then end.
+
+    Saved with the model, the tokenizer brings it to steps 2 and 3. A pad token stays what it is. Raises: UserError if
+    the tokenizer does not know the token: it would need an embedding that the model does not have.
+    """
+    if token not in tokenizer.get_vocab():
+        raise UserError(f"--add_eot_token: the tokenizer of {tokenizer.name_or_path or 'the model'} does not know the "
+                        f"token {token}. Leave the flag out: texts end with its EOS token, {tokenizer.eos_token}.")
+    tokenizer.eos_token = token
 
 
 def stop_token_ids(tokenizer, generation_config, model_config) -> list[int]:

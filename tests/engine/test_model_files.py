@@ -53,6 +53,25 @@ def saved(module, folder, edit=None, tokenizer=None):
     return str(folder)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])
+@torch.no_grad()
+def test_dropout_is_off_unless_asked_for_and_counts_in_train_mode_only(tmp_path, family):
+    make_causal_lm(tmp_path, family)
+    sequences, mask = batch()
+
+    def logprobs(model):
+        return model(sequences, mask, position_ids(mask), response_length=4)[0]
+
+    off, on = (load_policy(str(tmp_path), torch.float32, dropout=probability) for probability in (0.0, 0.5))
+    assert torch.equal(logprobs(off.train()), logprobs(off.eval()))
+    assert torch.equal(logprobs(on.eval()), logprobs(off.eval()))
+    assert not torch.allclose(logprobs(on.train()), logprobs(off.eval()), atol=1e-3)
+    folder = saved(on, tmp_path / "saved")
+    config, kept = (AutoConfig.from_pretrained(path).to_dict() for path in (tmp_path, folder))
+    assert {name: kept[name] for name in config if "drop" in name} == {
+        name: value for name, value in config.items() if "drop" in name}
+
+
 @pytest.mark.parametrize("family, tied", KINDS)
 def test_a_saved_policy_opens_in_hugging_face(tmp_path, family, tied):
     source = make_causal_lm(tmp_path / "source", family, tied=tied)

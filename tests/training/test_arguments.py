@@ -1,10 +1,12 @@
 """Flags: how a command line becomes a dataclass, which values are refused, what a run of step 3 amounts to."""
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import pytest
 
 from engine.dialects import DIALECTS
 from engine.errors import UserError
+from training import deepspeed_chat
 from training.arguments import REQUIRED, RunFlags, flag, parse_flags
 from training.rlhf_arguments import DIALECT_FLAGS, RLHFFlags
 from training.step1_sft import SFTFlags
@@ -61,7 +63,8 @@ def test_truth_values():
     assert parse().center is None
     assert parse("--center", "true").center is True and parse("--center", "FALSE").center is False
     assert "'yes' is neither true nor false" in refusal("--center", "yes") and "--center" in refusal("--center", "yes")
-    assert refusal("--quick", "true") == "'true' belongs to no flag. --help lists the flags."
+    assert parse("--quick").quick is True and parse("--quick", "--quick", "false").quick is False
+    assert "'maybe' is neither true nor false" in refusal("--quick", "maybe")
 
 
 def test_lists():
@@ -107,7 +110,8 @@ def test_help_lists_every_flag(flags_class, capsys):
         parse("--help", flags_class=flags_class)
     assert end.value.code == 0
     shown = capsys.readouterr().out
-    assert all(f"--{name} " in shown or f"--{name}\n" in shown for name in flags_class.__dataclass_fields__)
+    assert all(f"--{name} " in shown or f"--{name}\n" in shown for name in
+               [*map(attrgetter("name"), fields(flags_class)), *flags_class.old_flags])
 
 
 def test_required_flags_are_enough():
@@ -122,8 +126,9 @@ AT_LEAST = {  # flag: (the highest value that is refused, the lowest that is tak
                          "gradient_accumulation_steps", "num_train_epochs", "max_steps", "ppo_epochs"), (0, 1)),
         **dict.fromkeys(("seed", "num_eval_prompts", "critic_warmup_steps", "num_warmup_steps", "eval_steps",
                          "save_steps", "print_answers_interval"), (-1, 0)),
-        **dict.fromkeys(("kl_coef", "max_grad_norm", "weight_decay", "actor_learning_rate", "critic_learning_rate",
-                         "gamma", "lam", "ema_decay"), (-1e-6, 0.0)),
+        **dict.fromkeys(("kl_coef", "max_grad_norm", "actor_weight_decay", "critic_weight_decay",
+                         "actor_learning_rate", "critic_learning_rate", "gamma", "lam", "ema_decay", "unsup_coef"),
+                        (-1e-6, 0.0)),
         **dict.fromkeys(("temperature", "clip_range", "value_clip_range", "score_clip"), (0.0, 1e-6))},
     SFTFlags: {
         **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
@@ -230,7 +235,7 @@ def test_a_flag_that_repeats_the_dialect_is_no_departure():
 OTHER_VALUES = {  # each unlike every dialect's
     "actor_learning_rate": 0.125, "critic_learning_rate": 0.125, "num_warmup_steps": 7, "lr_scheduler_type": "constant",
     "kl_coef": 0.625, "score_clip": 2.5, "gamma": 0.875, "lam": 0.625, "clip_range": 0.125, "value_clip_range": 0.625,
-    "ppo_epochs": 9, "max_grad_norm": 0.125, "weight_decay": 0.375, "temperature": 0.625, "ema_decay": 0.5}
+    "ppo_epochs": 9, "max_grad_norm": 0.125, "actor_weight_decay": 0.375, "critic_weight_decay": 0.25, "temperature": 0.625, "ema_decay": 0.5}
 
 
 @pytest.mark.parametrize("name, field", DIALECT_FLAGS.items())
@@ -244,6 +249,18 @@ def test_every_dialect_flag_reaches_its_field(name, field):
 @pytest.mark.parametrize("words, message", [
     (("--ema_decay", "0.5"), "--ema_decay 0.5 needs --enable_ema."),
     (("--stop", ""), "--stop '': an empty string"),
+    (("--actor_dropout", "0.1"), "--actor_dropout 0.1: PPO compares"),
+    (("--data_weights", "1", "2"), "--data_weights gives 2 numbers for 1 data sets."),
+    (("--data_weights", "0"), "--data_weights 0.0: must be greater than 0"),
+    (("--enable_test_mode",), "--enable_test_mode and --test_stop_step N (1 or more) go together"),
+    (("--test_stop_step", "3"), "--enable_test_mode and --test_stop_step N (1 or more) go together"),
+    (("--unsupervised_dataset_config_name", "x"), "--unsupervised_dataset_config_name x needs"),
+    (("--reward_function_weight", "2"), "--reward_function_weight 2.0 needs --reward_function."),
+    (("--reward_function", "m:f", "--reward_model_weight", "2"), "--reward_model_weight 2.0: there is no reward model"),
+    (("--reward_function", "m:f", "--offload_reward_model"), "--offload_reward_model is given, but there is no reward"),
+    (("--missing_eos_penalty", "nan"), "--missing_eos_penalty nan: must be finite."),
+    (("--wandb_project", "p", "--enable_tensorboard", "false"), "--wandb_project needs --enable_tensorboard true"),
+    (("--tensorboard_path", " "), "--tensorboard_path ' ': no name of a file or folder."),
     (("--actor_learning_rate", "inf"), "--actor_learning_rate inf: must be finite."),
     (("--seed", str(2 ** 31)), f"--seed {2 ** 31}: must be at most {2 ** 31 - 1}."),
     (("--offload_reward_model", "--reward_ds_config", "x.json"), "--offload_reward_model and --reward_ds_config x.json"),
@@ -252,3 +269,86 @@ def test_flags_that_would_do_nothing_or_harm_are_refused(words, message):
     with pytest.raises(UserError) as caught:
         parse_flags(RLHFFlags, [*REQUIRED_FLAGS[RLHFFlags], *words], "a program")
     assert str(caught.value).startswith(message)
+
+
+def test_the_critic_may_be_left_out_where_a_function_scores():
+    flags = [*REQUIRED_FLAGS[RLHFFlags][:-2]]
+    with pytest.raises(UserError, match="--critic_model_name_or_path is missing"):
+        parse_flags(RLHFFlags, flags, "a program")
+    assert parse_flags(RLHFFlags, [*flags, "--reward_function", "m:f"], "a program").reward_path is None
+
+
+def test_which_model_gives_the_scores():
+    assert step3().reward_path == "reward"
+    assert step3(reward_model_name_or_path="other").reward_path == "other"
+    assert step3(reward_function="m:f").reward_path is None
+    assert step3(reward_function="m:f", reward_model_name_or_path="other").reward_path == "other"
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text: str) -> str:
+        (tmp_path / "run.yaml").write_text(text)
+        return str(tmp_path / "run.yaml")
+    return write
+
+
+def test_a_yaml_file_says_what_flags_say(config):
+    path = config("size: 7\nrate: 1e-3\nquick: true\nchecked: false\ncolor: blue\nstop: [a b, END]\ncenter:\n"
+                  "output_dir: elsewhere\n")
+    args = parse_flags(Flags, ["--config", path], "a program")
+    assert args == Flags(config=path, output_dir="elsewhere", size=7, rate=1e-3, quick=True, checked=False,
+                         color="blue", stop=["a b", "END"])
+
+
+def test_the_command_line_wins_over_the_file(config):
+    path = config("size: 7\nquick: true\nstop: [a]\n")
+    args = parse("--config", path, "--quick", "false", "--stop", "b", "c")
+    assert (args.size, args.quick, args.stop) == (3, False, ["b", "c"])
+
+
+@pytest.mark.parametrize("text, told", [
+    ("sise: 3", "run.yaml: unknown key sise. Did you mean size?"),
+    ("zzzzzz: 3", "run.yaml: unknown key zzzzzz. --help lists the flags."),
+    ("3: 3", "run.yaml: unknown key 3."),
+    ("config: x", "run.yaml: unknown key config."),
+    ("local_rank: 3", "run.yaml: unknown key local_rank."),
+    ("size: many", "run.yaml, key size: argument --size: invalid int value: 'many'"),
+    ("size: [3, 4]", "run.yaml, key size: [3, 4] is more than one value."),
+    ("size: {a: 1}", "run.yaml, key size: {'a': 1} is no text, number, truth value or list of these."),
+    ("stop: [a, null]", "run.yaml, key stop: ['a', None] is no text"),
+    ("stop: [a, --quick]", "run.yaml, key stop: a value that begins with -- cannot stand in a list."),
+    ("color: green", "run.yaml, key color: argument --color: invalid choice: 'green'"),
+    ("size: 3\nsize: 4", "run.yaml, line 2: no valid YAML (the key size stands there twice)."),
+    ("size: [3", "run.yaml, line 1: no valid YAML"),
+    ("just words", "run.yaml: found 'just words'; needed lines like"),
+    ("", "run.yaml: found nothing; needed lines like"),
+])
+def test_mistakes_in_the_file(config, text, told):
+    assert told in refusal("--config", config(text))
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    assert refusal("--config", str(tmp_path / "none.yaml")).endswith("cannot be read (No such file or directory).")
+    (tmp_path / "bad.yaml").write_bytes(b"size: \xff")
+    assert "bad.yaml: cannot be read" in refusal("--config", str(tmp_path / "bad.yaml"))
+
+
+@pytest.mark.parametrize("flags_class, old", [(SFTFlags, deepspeed_chat.SUPERVISED), (RLHFFlags, deepspeed_chat.STEP3)])
+def test_old_flags_are_accepted_with_one_line_or_refused(flags_class, old):
+    for name, flag_ in old.items():
+        value = {bool: [], int: ["64"], float: ["0.5"], str: ["x"]}[flag_.kind]
+        words, told = [*REQUIRED_FLAGS[flags_class], f"--{name}", *value], []
+        if flag_.allowed is None:
+            assert parse_flags(flags_class, words, "a program", told.append) == parse(flags_class=flags_class)
+            assert told == [" ".join([f"--{name}", *value]) + f": {flag_.instead}"]
+        else:
+            with pytest.raises(UserError) as caught:
+                parse_flags(flags_class, words, "a program")
+            assert str(caught.value) == " ".join([f"--{name}", *value]) + f": {flag_.instead}"
+
+
+def test_old_flags_whose_value_asks_for_nothing():
+    for words in (["--actor_lora_dim", "0"], ["--inference_tp_size", "1"]):
+        assert parse(*words, flags_class=RLHFFlags) == parse(flags_class=RLHFFlags)
+    assert parse("--only_optimize_lora", "false", flags_class=RLHFFlags) == parse(flags_class=RLHFFlags)

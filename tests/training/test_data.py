@@ -1,13 +1,17 @@
 """The data sets and their batches, on a tokenizer whose ids are known: "a" is 10, "b" 11, "c" 12, "d" 13, "e" 14."""
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from engine.errors import UserError
-from tests.training.tiny_tokenizers import BOS, EOS, PAD, word_tokenizer
+from tests.training.tiny_tokenizers import BOS, EOS, PAD, chat_tokenizer, word_tokenizer
 from training.data import (Pair, PairExamples, Prompts, SFTExample, SFTExamples, collate_pairs, collate_prompts,
                            collate_sft)
+from training.forms import PAIRS, PROMPTS, SFT
+from training.mixture import load_rows
 from training.order import PromptOrder
 from training.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, read_rows
 
@@ -102,7 +106,7 @@ def test_long_prompts_are_cut_on_the_left_behind_the_bos():
     rows = [{"prompt": "a b c d"}, {"prompt": "a b c", "stars": 5}]
     prompts = Prompts(rows, word_tokenizer("<s>"), max_prompt_length=4, overlong="truncate")
     assert list(prompts) == [[BOS, 11, 12, 13], [BOS, 10, 11, 12]]
-    assert (prompts.truncated, prompts.dropped, prompts.rows) == (1, 0, rows)
+    assert (prompts.truncated, prompts.dropped, list(prompts.rows)) == (1, 0, rows)
     assert list(Prompts(rows, word_tokenizer(), 3)) == [[11, 12, 13], [10, 11, 12]]
 
 
@@ -110,7 +114,7 @@ def test_long_prompts_may_be_left_out():
     rows = [{"prompt": "a b c d"}, {"prompt": "a b c", "stars": 5}]
     prompts = Prompts(rows, word_tokenizer("<s>"), max_prompt_length=4, overlong="drop")
     assert list(prompts) == [[BOS, 10, 11, 12]]
-    assert (prompts.truncated, prompts.dropped, prompts.rows) == (0, 1, rows[1:])
+    assert (prompts.truncated, prompts.dropped, list(prompts.rows)) == (0, 1, rows[1:])
     with pytest.raises(UserError, match="none of the 2 prompts has at most 3 tokens"):
         Prompts(rows, word_tokenizer("<s>"), max_prompt_length=3, overlong="drop")
     with pytest.raises(UserError, match="max_prompt_length is 1; it needs to be at least 2"):
@@ -122,6 +126,31 @@ def test_prompt_batch_is_left_padded_and_keeps_its_visits():
     assert batch.input_ids.tolist() == [[EOS, EOS, 10], [PAD, 12, 13]]
     assert batch.attention_mask.tolist() == [[0, 0, 1], [1, 1, 1]]
     assert batch.indices.tolist() == [7, 3] and batch.samples.tolist() == [0, 2]
+
+
+CHATML = ("{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> \n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}")
+
+
+def test_messages_have_the_ids_that_the_template_gives_them(tmp_path):
+    """In all three steps, read from a Parquet file, whose messages are structs."""
+    tokenizer = chat_tokenizer(CHATML)
+    asked = [{"role": "user", "content": "a b"}]
+    chosen, rejected = (asked + [{"role": "assistant", "content": text}] for text in ("c d", "e"))
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"messages": [chosen], "chosen": [chosen], "rejected": [rejected]}), path)
+
+    def ids(messages, **options):
+        return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False, **options))["input_ids"]
+
+    def rows(form):
+        return load_rows(str(path), form, tokenizer, phase=1, seed=0)[0]
+
+    prompt = ids(asked, add_generation_prompt=True)
+    assert list(SFTExamples(rows(SFT), tokenizer, 99)) == [(ids(chosen), len(prompt))]
+    assert list(PairExamples(rows(PAIRS), tokenizer, 99)) == [(ids(chosen), ids(rejected))]
+    assert list(Prompts(rows(PROMPTS), tokenizer, 99)) == [prompt]
+    assert ids(chosen)[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")  # which ends the answer, no EOS behind it
 
 
 def test_real_rows_become_batches():

@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import UserError
 from training import report
+from training.health import Finding
 from training.report import RunSummary, plot_curves, read_metrics, smooth, summary_text
 
 
@@ -20,8 +21,10 @@ ROWS = (
     {"step": 0, "samples": 0, "eval/score": -0.5, "eval/kl": 0.0, "eval/response_length": 20.0,
      "eval/distinct_bigrams": 0.75},
     {"step": 1, "samples": 64, "objective/scores": 0.25, "objective/kl": 0.5, "policy/loss": -0.125,
+     "policy/grad_norm": 1.0,
      "time/generate": 3.0, "time/train": 5.0, "time/step": 10.0},
     {"step": 2, "samples": 128, "objective/scores": None, "objective/kl": 1.0, "policy/loss": 0.25,
+     "policy/grad_norm": 1.0,
      "time/generate": 3.0, "time/train": 5.0, "time/checkpoint": 2.0, "time/step": 10.0,
      "eval/score": 1.25, "eval/kl": 2.0, "eval/response_length": 24.5, "eval/distinct_bigrams": 0.5,
      "eval/ema_score": 1.0, "eval/ema_kl": 1.5},
@@ -45,7 +48,7 @@ def test_summary_from_metrics(tmp_path):
     assert summary.before == {name: value for name, value in ROWS[0].items() if name.startswith("eval/")}
     assert summary.after["eval/score"] == 1.25 and summary.after["eval/ema_kl"] == 1.5
     assert "objective/kl" not in summary.after
-    assert (summary.steps, summary.episodes) == (2, 128)
+    assert (summary.steps, summary.responses) == (2, 128)
     assert summary.phase_seconds == {"checkpoint": 2.0, "generate": 6.0, "train": 10.0, "other": 2.0}
 
 
@@ -54,8 +57,8 @@ def test_rounding_is_no_other_phase():
     assert RunSummary.from_metrics(rows).phase_seconds == {"a": 0.1, "b": 0.2}
 
 
-def test_a_run_evaluated_only_at_its_end_has_no_before():
-    summary = RunSummary.from_metrics(ROWS[1:])
+def test_a_run_evaluated_only_at_its_end_has_no_before(tmp_path):
+    summary = RunSummary.from_metrics(read_metrics(_write(tmp_path / "m.jsonl", *ROWS[1:])))
     assert summary.before == {} and summary.after["eval/score"] == 1.25
     summary = RunSummary.from_metrics(ROWS[:1])
     assert summary.before["eval/score"] == -0.5 and summary.after == {}
@@ -73,7 +76,11 @@ held-out prompts              before       after      change    EMA, after
   response length             20.000      24.500      +4.500
   distinct bigrams             0.750       0.500      -0.250
 
-128 episodes in 2 steps, 0:00:20
+health
+  alarm  not finite: objective/scores, at step 2. Lower the learning rates; in fp16, use bf16 or
+         fp32 if you can.
+
+128 responses in 2 steps, 0:00:20
   checkpoint                   2.0 s       10.0%
   generate                     6.0 s       30.0%
   train                       10.0 s       50.0%
@@ -85,8 +92,17 @@ saved
 
 
 def test_summary_of_a_run_that_measured_nothing():
-    text = summary_text(RunSummary(before={}, after={}, steps=0, episodes=0, phase_seconds={}))
-    assert text == "held-out prompts: not evaluated\n\n0 episodes in 0 steps, 0:00:00"
+    text = summary_text(RunSummary(before={}, after={}, steps=0, responses=0, phase_seconds={}))
+    assert text == "held-out prompts: not evaluated\n\n0 responses in 0 steps, 0:00:00"
+
+
+def test_the_summary_stays_within_100_columns_and_keeps_flags_whole():
+    text = "KL was 40 and --actor_learning_rate-with-hyphens " * 12
+    summary = RunSummary(before={}, after={}, steps=123456, responses=12345678, findings=[Finding("look", text)] * 2,
+                         phase_seconds={"make_experience": 1234567.5, "generate": 1.0})
+    lines = summary_text(summary).splitlines()
+    assert max(map(len, lines)) <= 100 and lines[2] == "health" and lines[3].startswith("  look   KL was 40")
+    assert sum(line.count("--actor_learning_rate-with-hyphens") for line in lines) == 24
 
 
 def test_smooth_averages_what_exists():

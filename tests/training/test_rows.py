@@ -26,6 +26,8 @@ def test_lines_are_read_in_order_and_blank_ones_passed_over(write):
 def test_a_json_file_is_a_list(write):
     rows = [{"prompt": "p", "chosen": "c", "rejected": "r"}]
     assert read_rows(write(json.dumps(rows, indent=2), "rows.json"), PAIR_COLUMNS) == rows
+    line = json.dumps(rows[0])  # or one object a line
+    assert read_rows(write(f"\n {line}\n\n{line}\n", "rows.json"), PAIR_COLUMNS) == rows * 2
 
 
 def test_the_first_alternative_that_a_row_has_is_taken_and_extra_columns_stay(write):
@@ -72,8 +74,9 @@ def test_mistakes_in_lines(write, content, columns, message):
 @pytest.mark.parametrize("content, message", [
     (b" ", r"rows.json: found no rows"),
     (b"[]", r"rows.json: found no rows"),
-    (b'{"prompt": "a"}', r"rows.json, line 1: found an object .*Put the rows into \[ \]"),
-    (GOOD + GOOD, r"rows.json, line 2: found '\{\"prompt\": \"a\"\}', which is no JSON here .*name the file \.jsonl"),
+    (b'"prompt"', r"rows.json, line 1: found a string .*Put the rows into \[ \]"),
+    (b'[{"prompt": "a"}]\n[]', r"rows.json, line 2: found '\[\]', which is no JSON here .*or one object a line"),
+    (GOOD + b'{\n"prompt": "a"}', r"rows.json, line 2: found '\{', which is no JSON .*one JSON object a line"),
     (b'[{"prompt": "a"},\n\n oops]', r"rows.json, line 3: found ' oops\]'"),
     (b'[{"prompt": "a"}, 7]', r"rows.json, row 2: found a number \('7'\); a row is an object with prompt"),
     (b'[{"prompt": "a"}, {"promt": "b"}]', r"rows.json, row 2: found the columns: promt; needed: prompt"),
@@ -86,7 +89,7 @@ def test_mistakes_in_a_list(write, content, message):
 def test_mistakes_in_the_path(write, tmp_path):
     with pytest.raises(UserError, match=r"absent.jsonl: cannot be read \(No such file or directory\); check the path"):
         read_rows(tmp_path / "absent.jsonl", PROMPT_COLUMNS)
-    with pytest.raises(UserError, match="found a directory; name one .jsonl or .json file in it"):
+    with pytest.raises(UserError, match="found a directory; name one file in it"):
         read_rows(tmp_path, PROMPT_COLUMNS)
     with pytest.raises(UserError, match=r"rows.txt: found the ending '\.txt'"):
         read_rows(write(GOOD, "rows.txt"), PROMPT_COLUMNS)

@@ -48,12 +48,18 @@ def test_nothing_unprintable_reaches_the_terminal():
 def test_markdown_survives_rendering():
     from tensorboard.plugin_util import markdown_to_safe_html
 
-    nasty = "a|b `c` <b>d</b> *e* [f](g) &amp; \\ ~~~\n\n# h_i_j"
+    nasty = "a|b `c` <b>d</b> <pre>x</pre> *e* [f](g) &amp; \\ ~~~\n\n# h_i_j"
     html = markdown_to_safe_html(samples_markdown([{"prompt": nasty, "response": "x", "score": 1.0, "kl": 0.25}, ROW]))
     assert html.count("<tr>") == 3
     assert html.count("<td") == 8
-    for tag in ("<code>", "<b>", "<em>", "<a ", "<h1>", "<pre>"):
+    for tag in ("<code>", "<b>", "<em>", "<a ", "<h1>"):
         assert tag not in html
-    first_cell = unescape(html.split("<td")[1].split(">", 1)[1].split("</td>")[0].replace("<br>", ""))
-    assert first_cell == nasty.replace("\n", "\\n")
+    cells = [cell.split(">", 1)[1].split("</td>")[0] for cell in html.split("<td")[1:]]
+    assert unescape(cells[2].replace("<br>", "")) == nasty.replace("\n", "\\n")
+    assert cells[:2] == ["<pre>1.000</pre>", "<pre>0.250</pre>"], "numbers must not be broken"
+    assert html.count("<pre>") == 6  # the numbers and their two headings
     assert "was\\n<br>good" in unescape(html)
+
+
+def test_a_missing_number_leaves_its_cell_empty():
+    assert samples_markdown([{"prompt": "a", "response": "b", "score": None}]).splitlines()[2] == "|  |  | a | b |"

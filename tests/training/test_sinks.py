@@ -1,14 +1,18 @@
-"""The sinks: valid JSON lines, exact truncation on resume, TensorBoard events, plain progress lines, one rank only."""
-import io
+"""The sinks: valid JSON lines, exact truncation on resume, everything on the main rank, W&B before TensorBoard."""
+import importlib.machinery
 import json
 import re
+import sys
+import types
 
 import pytest
 import torch
 
 from engine.errors import UserError
 from training import sinks
-from training.sinks import JsonlSink, MetricWriter, ProgressBar, TensorBoardSink, read_lines, truncate_after
+from training.sinks import JsonlSink, MetricWriter, read_lines, truncate_after
+from training.wandb_sync import check_wandb
+from tests.training.test_tensorboard_sink import events_in
 
 
 def test_jsonl_lines_are_valid_json_and_there_at_once(tmp_path):
@@ -65,77 +69,7 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
         read_lines(path)
 
 
-def _events(log_dir):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(log_dir))
-    events.Reload()
-    return events
-
-
-def test_tensorboard_hides_what_came_after_the_restart_step(tmp_path):
-    first = TensorBoardSink(tmp_path)
-    first.hparams({"lr": 1e-5})
-    for step in (1, 2, 3):
-        first.log(step, step * 10, {"policy/loss": float(step)})
-    first.close()
-    second = TensorBoardSink(tmp_path, resume_step=2)
-    second.log(3, 30, {"policy/loss": 9.0})
-    second.text(3, "samples", "| a |")
-    second.histogram(3, "advantages", torch.tensor([1.0, float("nan"), 3.0]))
-    second.histogram(3, "nothing", torch.zeros(0))
-    second.close()
-    events = _events(tmp_path)
-    assert [(e.step, e.value) for e in events.Scalars("policy/loss")] == [(1, 1.0), (2, 2.0), (3, 9.0)]
-    assert [e.value for e in events.Scalars("samples")] == [10.0, 20.0, 30.0]
-    assert b"1e-05" in events.Tensors("hparams/text_summary")[0].tensor_proto.string_val[0]
-    assert events.Tensors("samples/text_summary")[0].step == 3
-    assert events.Tags()["histograms"] == ["advantages"]
-    assert events.Histograms("advantages")[0].histogram_value.num == 2
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 METRICS = {"objective/scores": 1.25, "objective/kl": 0.5, "rollout/response_length": 24.0}
-
-
-def test_progress_in_a_file_is_plain_lines_at_intervals():
-    stream, clock = io.StringIO(), Clock()
-    bar = ProgressBar(20, first_step=10, stream=stream, interval=15.0, clock=clock)
-    bar.log(10, 640, {"eval/score": 1.0})
-    for step in range(11, 21):
-        clock.now += 4.0
-        bar.log(step, 64 * step, METRICS)
-    bar.close()
-    shown = ", score 1.250, kl 0.500, length 24.000\n"
-    assert stream.getvalue() == (
-        "step 10/20 (50%)\n"
-        "step 14/20 (70%), 4.00 s/step, 0:00:24 left" + shown +
-        "step 18/20 (90%), 4.00 s/step, 0:00:08 left" + shown +
-        "step 20/20 (100%), 4.00 s/step, 0:00:00 left" + shown)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_in_a_terminal_is_one_bar():
-    stream = Terminal()
-    bar = ProgressBar(4, first_step=1, stream=stream)
-    bar.log(2, 128, METRICS)
-    bar.write("a table")
-    bar.log(4, 256, {})
-    bar.close()
-    text = stream.getvalue()
-    assert "2/4" in text and "4/4" in text and "score=1.250, kl=0.500, length=24.000" in text
-    assert re.search(r"(^|[\r\n])a table\n", text)
 
 
 def test_writer_writes_everything_on_the_main_rank(tmp_path, capsys):
@@ -147,9 +81,9 @@ def test_writer_writes_everything_on_the_main_rank(tmp_path, capsys):
     writer.write("saved")
     writer.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "samples": 64, **METRICS}
-    tags = _events(tmp_path / "tensorboard").Tags()
+    tags = events_in(tmp_path / "tensorboard").Tags()
     assert set(tags["scalars"]) == {"samples", *METRICS}
-    assert set(tags["tensors"]) == {"hparams/text_summary", "samples/text_summary"}
+    assert {"settings/text_summary", "samples/text_summary"} <= set(tags["tensors"])
     shown = capsys.readouterr().err
     assert "step 1/2 (50%)" in shown and "The film" in shown and shown.endswith("saved\n")
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", shown)
@@ -174,3 +108,88 @@ def test_writer_does_nothing_on_other_ranks(tmp_path, capsys, monkeypatch):
     writer.close()
     assert not (tmp_path / "run").exists()
     assert capsys.readouterr().err == ""
+
+
+def test_events_go_where_they_are_wanted(tmp_path):
+    writer = MetricWriter(tmp_path / "run", total_steps=2, tensorboard_dir=tmp_path / "elsewhere")
+    writer.log(1, 64, METRICS)
+    writer.close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+    assert "objective/kl" in events_in(tmp_path / "elsewhere").Tags()["scalars"]
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in for the package, and what was asked of it, in order."""
+    calls = []
+
+    class Config:
+        def update(self, settings, **options):
+            calls.append(("config", settings))
+
+    class Run:
+        config = Config()
+
+        def finish(self):
+            calls.append(("finish",))
+
+    def init(**options):
+        calls.append(("init", options))
+        return Run()
+
+    module = types.ModuleType("wandb")
+    module.init = init
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="stand-in")
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr(sinks, "TensorBoardSink", lambda *_, **__: calls.append(("TensorBoard",)) or FakeTensorBoard())
+    return calls
+
+
+class FakeTensorBoard:
+    def log(self, *_):
+        pass
+
+    def hparams(self, *_):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_wandb_listens_before_tensorboard_writes_and_is_told_the_settings(tmp_path, wandb):
+    writer = MetricWriter(tmp_path / "out" / "ppo", total_steps=2, wandb_project="films")
+    writer.hparams({"lr": 1e-5, "resolved_dialect": {"lam": 0.95}})
+    writer.log(1, 64, METRICS)
+    writer.close()
+    assert wandb == [
+        ("init", {"project": "films", "name": "ppo (out)", "dir": str(tmp_path / "out" / "ppo"),
+                  "sync_tensorboard": True}),
+        ("TensorBoard",), ("config", {"lr": 1e-5, "resolved_dialect": {"lam": 0.95}}), ("finish",)]
+
+
+def test_wandb_is_left_alone_unless_asked_for_and_on_other_ranks(tmp_path, wandb, monkeypatch):
+    MetricWriter(tmp_path, total_steps=2).close()
+    monkeypatch.setattr("training.sinks.is_main", lambda: False)
+    MetricWriter(tmp_path, total_steps=2, wandb_project="films").close()
+    assert wandb == [("TensorBoard",)]
+
+
+def test_what_wandb_lacks_is_told_before_any_work(wandb):
+    check_wandb("films")
+    check_wandb(None, tensorboard=False)
+    with pytest.raises(UserError, match="--wandb_project films.*TensorBoard, which is switched off"):
+        check_wandb("films", tensorboard=False)
+    with pytest.raises(UserError, match="--wandb_project ' ': give the project a name"):
+        check_wandb(" ")
+
+
+def test_wandb_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(UserError, match="--wandb_project films: .* not installed. pip install wandb"):
+        check_wandb("films")
+    (tmp_path / "wandb").mkdir()  # W&B's own folder of logs: Python could import it, and it is no package
+    importlib.invalidate_caches()
+    with pytest.raises(UserError, match="not installed"):
+        check_wandb("films")
+    check_wandb(None)

@@ -1,0 +1,90 @@
+"""Scores from a function of the user's.
+
+    def exact_answer(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
+        return [float(response.strip() == row["answer"]) for response, row in zip(responses, rows)]
+
+    reward = FunctionReward(exact_answer, tokenizer, rows=ConcatDataset([training_rows, held_out_rows]))
+"""
+import contextlib
+import inspect
+import numbers
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine import distributed
+from engine.errors import RunStopped
+from engine.experience import Rollout
+from engine.reward.texts import decoded
+
+
+class FunctionReward:
+    """Calls `function(prompts, responses)`, with `rows` too where it has a parameter of that name.
+
+    Each rank calls it with its own responses, a micro-batch at a time, so that what it says of one response must not
+    depend on the others. The texts are those of `engine.reward.texts.decoded`.
+
+    Args:
+        function: returns one number a response: a sequence, an array or a tensor. NaN and infinity are passed on.
+        rows: the data rows, rows[index] for the indices of the rollouts' prompts (no more than [] is needed of it, so
+            torch's ConcatDataset will do); needed where the function asks for them.
+        name: how messages call the function.
+    """
+
+    def __init__(self, function: Callable, tokenizer, rows: Sequence[dict] | None = None, name: str | None = None):
+        self.function, self.tokenizer, self.rows = function, tokenizer, rows
+        self.name = name or getattr(function, "__qualname__", repr(function))
+        self.wants_rows = "rows" in inspect.signature(function).parameters
+        assert not self.wants_rows or rows is not None, f"{self.name} asks for rows, and none were given"
+
+    def score(self, rollout: Rollout) -> Tensor:
+        """(B,) float32, as the function gave them.
+
+        Raises: RunStopped on all ranks where the function fails on one.
+        """
+        prompts, responses = decoded(rollout, self.tokenizer)
+        named = {"rows": [self.rows[index] for index in rollout.indices.tolist()]} if self.wants_rows else {}
+        values, problem = [], None
+        try:
+            values, problem = _numbers(self.function(prompts, responses, **named), len(responses))
+        except Exception as error:  # whatever the user's code raises
+            problem = f"raised {_described(error)}"
+        told = [text for text in distributed.all_gather_objects(problem) if text is not None]
+        if told:
+            raise RunStopped(f"the reward function {self.name} {told[0]}. It is called with lists of texts and returns "
+                             "one number a response. Mend it; restart points are untouched, go on from one with "
+                             "--resume.")
+        return torch.tensor(values, dtype=torch.float32, device=rollout.sequences.device)
+
+    def resident(self) -> contextlib.AbstractContextManager:
+        """Does nothing: there are no weights."""
+        return contextlib.nullcontext()
+
+
+def _numbers(returned, count: int) -> tuple[list[float], str | None]:
+    """The returned numbers, or what is wrong with them."""
+    values = returned.tolist() if hasattr(returned, "tolist") else returned  # arrays and tensors
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        return [], f"returned {_shortened(returned)}, which is no sequence of numbers"
+    if len(values) != count:
+        return [], f"returned {len(values)} values for {count} responses: {_shortened(values)}"
+    values = [value.item() if getattr(value, "shape", None) == () else value for value in values]
+    for place, value in enumerate(values):
+        if not isinstance(value, numbers.Real):
+            return [], f"returned {_shortened(value)} for response {place} of {count}, which is no number"
+    return [float(value) for value in values], None
+
+
+def _described(error: Exception) -> str:
+    """The error, with the deepest line of the file that the function stands in."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call, above
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{place}"
+
+
+def _shortened(value, limit: int = 100) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= limit else text[:limit] + "..."

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# OPT 6.7B with a 350M reward model.
+#
+# Hardware: one node of 8 V100-32G (fp16, as it stands: optimizer states in host memory, about 160 GB of it) or of
+# 8 A100-80G (DTYPE=bf16, and --offload false). Generation needs room for the 13.4 GB of weights on every GPU.
+#
+#   scripts/opt_6.7b.sh 1        supervised fine-tuning
+#   scripts/opt_6.7b.sh 2        reward model
+#   scripts/opt_6.7b.sh 3        PPO, from what 1 and 2 wrote
+#   scripts/opt_6.7b.sh 3 --dry_run --kl_coef 0.05     any flag of the step overrides; --dry_run only looks
+#
+# Settings from outside (hosts, data, folders): launch.sh.
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+NUM_GPUS="${NUM_GPUS:-8}"
+out="${OUT:-out/opt-6.7b}"
+common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "${DTYPE:-fp16}" --seed 1234)
+
+case "$step" in
+1) launch step1_sft.py "${common[@]}" --output_dir "$out/sft" \
+    --model_name_or_path facebook/opt-6.7b --max_seq_len 512 --num_train_epochs 4 \
+    --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 4 \
+    --learning_rate 9.65e-6 --lr_scheduler_type cosine --zero_stage 3 --gradient_checkpointing "$@" ;;
+2) launch step2_reward.py "${common[@]}" --output_dir "$out/reward" \
+    --model_name_or_path facebook/opt-350m --sft_model_name_or_path "$out/sft" --max_seq_len 512 --num_train_epochs 1 \
+    --per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 1 \
+    --learning_rate 5e-5 --weight_decay 0.1 --zero_stage 0 "$@" ;;
+3) launch step3_rlhf.py "${common[@]}" --output_dir "$out/ppo" \
+    --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \
+    --max_prompt_seq_len 256 --max_answer_seq_len 256 \
+    --per_device_generation_batch_size 8 --generation_batches 2 --per_device_training_batch_size 4 \
+    --actor_learning_rate 9.65e-6 --critic_learning_rate 5e-6 \
+    --actor_zero_stage 3 --critic_zero_stage 2 --actor_gradient_checkpointing \
+    --offload --offload_reference_model --rollout_backend replica --eval_steps 50 --save_steps 100 "$@" ;;
+*) usage ;;
+esac

@@ -1,0 +1,99 @@
+"""Training on a function's scores without a reward model, at stage 0 in one process and under ZeRO-3 on two ranks."""
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine import distributed
+from engine.experience import Experience
+from engine.rlhf_engine import EngineSpec
+from tests.distributed.harness import run_ranks
+from tests.distributed.work_own_reward import HELD_OUT, PENALTY, PER_STEP, run
+from tests.tiny_models import BOS, EOS, PAD, UNK
+
+KINDS = ("stage 0", "stage 3")
+
+
+@pytest.fixture(scope="module")
+def runs(folder) -> dict[str, list[dict]]:
+    """What each rank found."""
+    distributed.init()
+    actor = f"{folder}/actor"
+    return {"stage 0": [run(actor, 0)],
+            "stage 3": run_ranks("tests.distributed.work_own_reward:run", actor=actor, stage=3)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_critic_starts_as_the_language_models_trunk_with_a_head_of_zeros(runs, folder, kind):
+    stored = load_file(f"{folder}/actor/model.safetensors")
+    for rank in runs[kind]:
+        assert rank["reward_engine"] is None
+        start = dict(rank["critic"][0])
+        assert torch.equal(start.pop("score.weight"), torch.zeros(1, 32))
+        assert start.keys() == stored.keys() - {"lm_head.weight"}
+        assert all(torch.equal(tensor, stored[name]) for name, tensor in start.items())
+        assert not rank["steps"][0]["experience"].values.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_head_moves_first_and_then_the_trunk(runs, kind):
+    """The head's zeros keep the gradient from the trunk in the first update."""
+    for rank in runs[kind]:
+        start, one, two = rank["critic"]
+        assert [name for name in start if not torch.equal(start[name], one[name])] == ["score.weight"]
+        assert all(not torch.equal(one[name], two[name]) for name in start)
+
+
+def expected_parts(experience: Experience) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words (tokens that are not special) and ten times the prompt's index; the penalty."""
+    rollout = experience.rollout
+    special = torch.isin(rollout.responses, torch.tensor([PAD, BOS, EOS, UNK]))
+    words = (rollout.response_mask & ~special).sum(-1)
+    return words + 10.0 * rollout.indices, -PENALTY * (~rollout.ended)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_and_their_parts(runs, kind):
+    for step in range(2):
+        experiences = [rank["steps"][step]["experience"] for rank in runs[kind]]
+        parts = [expected_parts(experience) for experience in experiences]
+        for experience, (function, penalty) in zip(experiences, parts):
+            assert torch.equal(experience.scores, function + penalty)
+        function, penalty = (torch.cat(column) for column in zip(*parts))
+        assert len(function) == PER_STEP and penalty.any() and not penalty.all()
+        for rank in runs[kind]:
+            metrics = rank["steps"][step]["metrics"]
+            assert metrics["objective/scores_function"] == pytest.approx(function.mean().item())
+            assert metrics["objective/missing_eos_penalty"] == pytest.approx(penalty.mean().item())
+            assert metrics["objective/scores"] == pytest.approx((function + penalty).mean().item())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_prompts_are_given_their_own_rows(runs, kind):
+    for rank in runs[kind]:
+        rows, metrics = rank["eval_rows"], rank["eval_metrics"]
+        assert [row["scores_function"] for row in rows] == \
+            [len(row["response"].split()) - 10 * index for index, row in enumerate(rows)]
+        assert [row["score"] for row in rows] == \
+            [row["scores_function"] + row["missing_eos_penalty"] for row in rows]
+        assert metrics["eval/scores_function"] == \
+            pytest.approx(sum(row["scores_function"] for row in rows) / HELD_OUT)
+
+
+def test_the_stages_give_the_same_held_out_rows(runs):
+    """Prompts, samples and scores; both have been trained alike by then."""
+    (one,), two = runs["stage 0"], runs["stage 3"]
+    for rank in two:
+        assert [(row["response"], row["score"]) for row in rank["eval_rows"]] == \
+            [(row["response"], row["score"]) for row in one["eval_rows"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_that_fails_on_one_rank_stops_all(runs, kind):
+    for rank in runs[kind]:
+        assert "words_and_bonus raised KeyError: 'no such column'" in rank["stop"]
+        assert "work_own_reward.py, line" in rank["stop"] and rank["steps_done"] == 2
+
+
+def test_a_reward_model_that_nothing_names_is_refused():
+    with pytest.raises(AssertionError, match="neither reward_path nor critic_path"):
+        EngineSpec(actor_path="sft", critic_path=None)

@@ -1,0 +1,108 @@
+"""A function's scores: what it is given, what may come back, and how its failures are told."""
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import RunStopped
+from engine.reward.function import FunctionReward
+from engine.reward.texts import decoded
+from tests.engine.fake_models import rollout_of
+from tests.tiny_models import BOS, EOS, PAD, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+ROLLOUT = rollout_of([[BOS, 5], [6, 7, 8], [9]], [[20, EOS], [EOS], [21, 22, 23]], PAD, width=5, prompt_width=4)
+
+
+def score(function, **kwargs) -> torch.Tensor:
+    return FunctionReward(function, TOKENIZER, **kwargs).score(ROLLOUT)
+
+
+def returning(value):
+    return lambda prompts, responses: value
+
+
+def test_the_texts_are_the_real_tokens_without_special_ones():
+    prompts, responses = decoded(ROLLOUT, TOKENIZER)
+    assert prompts == ["w05", "w06 w07 w08", "w09"]
+    assert responses == [" w20", "", " w21 w22 w23"]
+
+
+def test_texts_where_pad_is_eos():
+    rollout = rollout_of([[5]], [[20, EOS]], EOS, width=4, prompt_width=3)
+    assert decoded(rollout, make_tokenizer(pad_is_eos=True)) == (["w05"], [" w20"])
+
+
+def test_the_function_is_given_the_texts():
+    given = []
+    assert score(lambda prompts, responses: given.append((prompts, responses)) or [1, 2, 3]).tolist() == [1, 2, 3]
+    assert given == [(["w05", "w06 w07 w08", "w09"], [" w20", "", " w21 w22 w23"])]
+
+
+def test_rows_are_found_by_the_prompts_indices():
+    rows = [{"answer": f"w2{number}"} for number in range(10)]
+    rollout = ROLLOUT.select(torch.tensor([2, 0]))  # their indices go with them: 2 and 0
+    reward = FunctionReward(lambda prompts, responses, rows: [int(row["answer"][1:]) for row in rows], TOKENIZER, rows)
+    assert reward.score(rollout).tolist() == [22, 20]
+    with pytest.raises(AssertionError, match="asks for rows"):
+        FunctionReward(lambda prompts, responses, rows: [], TOKENIZER)
+
+
+@pytest.mark.parametrize("returned", [
+    [1, 2.5, -3], (True, 2.5, -3), np.array([1, 2.5, -3]), torch.tensor([1, 2.5, -3], requires_grad=True),
+    [torch.tensor(1.0, requires_grad=True), np.float32(2.5), Fraction(-3)]])
+def test_numbers_of_any_kind(returned):
+    scores = score(returning(returned))
+    assert scores.tolist() == [1, 2.5, -3]
+    assert scores.dtype == torch.float32 and not scores.requires_grad and scores.device == ROLLOUT.sequences.device
+
+
+def test_nan_and_infinity_are_passed_on():
+    scores = score(returning([math.nan, math.inf, 1e300])).tolist()
+    assert math.isnan(scores[0]) and scores[1:] == [math.inf, math.inf]
+
+
+@pytest.mark.parametrize("returned, told", [
+    (None, "returned None, which is no sequence of numbers"),
+    ("abc", "returned 'abc', which is no sequence"),
+    ({1: 2}, "returned {1: 2}, which is no sequence"),
+    (3.0, "returned 3.0, which is no sequence"),
+    (torch.tensor(3.0), r"returned tensor\(3.\), which is no sequence"),
+    ([1.0, 2.0], r"returned 2 values for 3 responses: \[1.0, 2.0\]"),
+    ([1, None, 2], "returned None for response 1 of 3, which is no number"),
+    ([1, 2, "3"], "returned '3' for response 2 of 3"),
+    (torch.ones(3, 1), r"returned \[1.0\] for response 0 of 3"),
+    ([1, 2, 3j], "returned 3j for response 2")])
+def test_what_is_no_score_stops_the_run(returned, told):
+    with pytest.raises(RunStopped, match=f"the reward function mine:f {told}.*--resume"):
+        score(returning(returned), name="mine:f")
+
+
+def test_a_flood_is_cut():
+    with pytest.raises(RunStopped) as stop:
+        score(returning(["x" * 10_000] * 3))
+    assert len(str(stop.value)) < 500
+
+
+def broken(prompts, responses):
+    return [looked_up(response) for response in responses]
+
+
+def looked_up(response):
+    return {}[response]  # the line to be named
+
+
+def test_what_the_function_raises_is_told_with_its_line():
+    line = looked_up.__code__.co_firstlineno + 1
+    with pytest.raises(RunStopped, match=f"function broken raised KeyError: ' w20' .*{__file__}, line {line}: return "):
+        score(broken)
+
+
+def test_the_line_named_is_the_functions_and_not_a_librarys():
+    def function(prompts, responses):
+        return np.stack([])
+    line = function.__code__.co_firstlineno + 1
+    with pytest.raises(RunStopped, match=f"raised ValueError: .*{__file__}, line {line}: return np.stack"):
+        score(function)

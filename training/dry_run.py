@@ -1,0 +1,108 @@
+"""What a command would do, without GPUs and downloads: put this before it.
+
+    python -m training.dry_run deepspeed --hostfile hosts --num_gpus 8 training/step3_rlhf.py --data_path ...
+
+The same as --dry_run in a program's own flags, which then counts the processes that it was started with. Prints the
+command and each engine's DeepSpeed configuration, after everything was checked that can be.
+"""
+import importlib
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from engine import distributed
+from engine.errors import UserError
+from training.run_record import command_line
+from training.sources import is_path
+
+PROGRAMS = {"step1_sft.py": "SFTFlags", "step2_reward.py": "RewardFlags", "step3_rlhf.py": "RLHFFlags"}
+
+
+def report(checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, dict]) -> None:
+    """Print what was found.
+
+    checked: lines about what was looked at. unseen: models and data that are not on this machine. engines: each one's
+    DeepSpeed configuration.
+    """
+    print("command\n  " + _command())
+    for line in checked:
+        print(line)
+    for what in unseen:
+        print(f"not looked at: {what} (not on this machine, and a dry run downloads nothing)")
+    for role, ds_config in engines.items():
+        print(f"engine {role}: " + json.dumps(ds_config, indent=2))
+    print("dry run: nothing was loaded or written", flush=True)
+
+
+def report_supervised(args, load: Callable) -> None:
+    """The report of steps 1 and 2; `load(args)` gives tokenizer, examples, held-out examples and perhaps more."""
+    unseen = unseen_models(args, args.model_name_or_path) + unseen_data(args.data_path + args.eval_data_path)
+    checked = []
+    if not unseen:
+        _, examples, held_out, *_ = load(args)
+        steps = args.steps_per_epoch(len(examples)) * args.num_train_epochs
+        checked.append(f"{len(examples)} examples ({examples.truncated} truncated, {examples.dropped} dropped), "
+                       f"{len(held_out)} held out; {steps} steps on {distributed.world_size()} ranks")
+    report(checked, unseen, {"model": args.ds_settings()})
+
+
+def unseen_models(args, *paths: str | None) -> list[str]:
+    """Those of the models that are not on this machine, each once."""
+    return [path for path in dict.fromkeys(paths) if path is not None and not args.looks_at(path)]
+
+
+def unseen_data(paths: Sequence[str]) -> list[str]:
+    """Those of the data sets that can only be names on the Hub."""
+    return [path for path in dict.fromkeys(paths) if not is_path(path) and not Path(path).exists()]
+
+
+def _command() -> str:
+    """The command that is tried: what stands behind this module's name, or how the program was started."""
+    if Path(sys.argv[0]).name == "dry_run.py":
+        return shlex.join(sys.argv[1:])
+    return command_line([word for word in sys.argv if word != "--dry_run"], os.environ)
+
+
+def _processes(launcher: Sequence[str]) -> tuple[int, int]:
+    """How many processes `deepspeed` with these words would start: (in all, on each node)."""
+    options = {word: value for word, value in zip(launcher, launcher[1:])}
+    try:
+        nodes, local = int(options.get("--num_nodes", 1)), int(options.get("--num_gpus", 1))
+    except ValueError:
+        raise UserError(f"{shlex.join(launcher)}: --num_nodes and --num_gpus are whole numbers.") from None
+    hostfile = options.get("--hostfile")
+    if hostfile is not None and Path(hostfile).is_file():
+        from deepspeed.launcher.runner import fetch_hostfile
+        slots = fetch_hostfile(hostfile)
+        counts = list(slots.values())[:nodes if "--num_nodes" in options else None]
+        local = local if "--num_gpus" in options else max(counts)
+        nodes = len(counts)
+    return nodes * local, local
+
+
+def main(words: Sequence[str]) -> int:
+    """Try the command; returns the exit code that the program ends with."""
+    place = next((place for place, word in enumerate(words) if Path(word).name in PROGRAMS), None)
+    if place is None:
+        print(f"error: no program in {shlex.join(words)!r}. Put `python -m training.dry_run` before a whole command with one "
+              f"of {', '.join(PROGRAMS)}.", file=sys.stderr)
+        return 2
+    from training.program import run
+    try:
+        world, local = _processes(words[:place])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(local)}
+    name = Path(words[place]).name
+    module = importlib.import_module(f"training.{Path(name).stem}")
+    flags = [word for word in words[place + 1:] if word != "--dry_run"]
+    return run(module.main, getattr(module, PROGRAMS[name]), module.__doc__.splitlines()[0], [*flags, "--dry_run"])
+
+
+if __name__ == "__main__":
+    from training.program import leave
+    leave(main(sys.argv[1:]))

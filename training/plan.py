@@ -1,0 +1,137 @@
+"""What a run of step 3 is settled to be before a model is loaded, and all that can be wrong with it by then."""
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine import distributed
+from engine.dialects import Dialect
+from engine.errors import UserError
+from engine.model_files import (check_policy, check_scorer, check_trunk, check_vocabularies, read_config,
+                                read_tokenizer, vocabulary_size)
+from engine.rlhf_engine import EngineSpec
+from engine.rollout import SamplingConfig
+from training import checkpoint, dry_run
+from training.blocks import TextBlocks
+from training.data import Prompts
+from training.forms import PROMPTS, TEXTS
+from training.mixture import load_rows
+from training.program import check_positions, check_run, generation_stops
+from training.reward_function import load_function
+from training.rlhf_arguments import RLHFFlags
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is settled before a model is loaded."""
+    dialect: Dialect
+    changed: dict
+    spec: EngineSpec
+    reward_function: Callable | None
+    prompts: Prompts
+    held_out: Prompts | None
+    texts: TextBlocks | None
+    sampling: SamplingConfig
+    total_steps: int
+    last_step: int
+    resume: tuple[Path, dict] | None
+    identity: dict[str, object]
+
+
+def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
+    """What this rank reads for itself; raises UserError before any model is loaded."""
+    tokenizer = read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
+    parts = args.load_rows(PROMPTS, tokenizer, held_out=args.num_eval_prompts, eval_limit=args.num_eval_prompts,
+                           held_out_flag="--num_eval_prompts")
+    prompts, held_out = (Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong_prompts, args.cache)
+                         if len(rows) else None for rows in parts)
+    a_step = args.per_device_generation_batch_size * args.generation_batches * distributed.world_size()
+    total_steps = args.max_steps or len(prompts) * args.num_train_epochs // a_step
+    if len(prompts) < a_step or total_steps == 0:
+        raise UserError(f"--data_path {' '.join(args.data_path)}: {len(prompts)} prompts are too few for one step, which "
+                        f"takes {a_step} over {distributed.world_size()} ranks. Lower the batch sizes or add prompts.")
+    sampling = SamplingConfig(
+        max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=generation_stops(args.actor_model_name_or_path, tokenizer), temperature=dialect.temperature,
+        stop_strings=tuple(args.stop), seed=args.seed, vocabulary_size=vocabulary_size(tokenizer))
+    function = load_function(args.reward_function) if args.reward_function else None
+    identity = args.identity(dialect, len(prompts), len(held_out or []))
+    resume = checkpoint.find(args.resume) if args.resume else None
+    if resume:
+        checkpoint.check_identity(*resume, identity)
+    return Plan(dialect, changed, args.engine_spec(dialect), function, prompts, held_out, texts(args, tokenizer),
+                sampling, total_steps, min(total_steps, args.test_stop_step or total_steps), resume, identity)
+
+
+def texts(args: RLHFFlags, tokenizer) -> TextBlocks | None:
+    """The texts of mixed pretraining, cut into blocks as long as prompt and response; None without."""
+    if args.unsupervised_dataset_name is None:
+        return None
+    rows, _ = load_rows(args.unsupervised_dataset_name, TEXTS, tokenizer, phase=args.phase, seed=args.seed,
+                        config_name=args.unsupervised_dataset_config_name)
+    return TextBlocks(rows, tokenizer, args.max_prompt_seq_len + args.max_answer_seq_len, args.cache)
+
+
+def check_files(args: RLHFFlags, dialect: Dialect) -> None:
+    """What can be wrong with files, models and machine, looked at by one process."""
+    resume = checkpoint.find(args.resume) if args.resume else None
+    if resume is not None:
+        checkpoint.check_ema(*resume, wanted=args.enable_ema)
+    check_run(args, resumed=resume is not None and goes_on(args, resume[0]))
+    args.engine_configs(dialect)
+    if args.reward_function is not None:
+        load_function(args.reward_function)
+    check_models(args)
+
+
+def check_models(args: RLHFFlags) -> None:
+    """Whether the models are what the flags say, and fit each other."""
+    names = [name for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
+             if getattr(args, name) is not None and args.looks_at(getattr(args, name))]
+    tokenizer = None
+    for name in names:
+        path = getattr(args, name)
+        if name == "actor_model_name_or_path":
+            tokenizer = read_tokenizer(path, f"--{name}")
+            check_policy(path, f"--{name}")
+            if args.critic_model_name_or_path is None:
+                check_trunk(path, f"--{name}")
+        else:
+            check_scorer(path, f"--{name}")
+            if tokenizer is not None:
+                check_vocabularies(tokenizer, path, f"--{name}")
+        check_positions(read_config(path, f"--{name}"), f"--{name} {path}",
+                        max_prompt_seq_len=args.max_prompt_seq_len, max_answer_seq_len=args.max_answer_seq_len)
+
+
+def goes_on(args: RLHFFlags, point: Path) -> bool:
+    """Whether the run that the restart point belongs to stands in --output_dir, where its curves then go on."""
+    return point.resolve().is_relative_to(Path(args.output_dir).resolve())
+
+
+def dialect_lines(dialect: Dialect, changed: dict) -> str:
+    """The dialect's name, and which of its choices flags depart from."""
+    return f"dialect {dialect.name}" + "".join(
+        f"\n  {field} = {given} (given; the dialect's is {usual})" for field, (usual, given) in changed.items())
+
+
+def plan_lines(args: RLHFFlags, plan: Plan) -> str:
+    """What is about to run: data, steps, engines."""
+    stages = ", ".join(f"{choice.role} {choice.stage}" for choice in
+                       (plan.spec.actor, plan.spec.critic, plan.spec.reference, plan.spec.reward) if choice is not None)
+    blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
+    return (f"{len(plan.prompts)} prompts ({plan.prompts.truncated} truncated, {plan.prompts.dropped} dropped), "
+            f"{len(plan.held_out) if plan.held_out else 0} held out{blocks}; {plan.total_steps} steps of "
+            f"{args.rows_per_rank * distributed.world_size()} responses on {distributed.world_size()} ranks\n"
+            f"ZeRO stages: {stages}; {args.dtype}; rollouts by {args.rollout_backend}")
+
+
+def print_dry_run(args: RLHFFlags, dialect: Dialect, changed: dict) -> None:
+    """What --dry_run reports."""
+    unseen = dry_run.unseen_models(args, args.actor_model_name_or_path, args.critic_model_name_or_path,
+                                   args.reward_model_name_or_path)
+    unseen += dry_run.unseen_data([*args.data_path, *args.eval_data_path,
+                                   *filter(None, [args.unsupervised_dataset_name])])
+    checked = [dialect_lines(dialect, changed)]
+    if not unseen:
+        checked.append(plan_lines(args, make_plan(args, dialect, changed)))
+    dry_run.report(checked, unseen, args.engine_configs(dialect))

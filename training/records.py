@@ -1,0 +1,233 @@
+"""What stands in a data file, record by record, each with the place that a message names.
+
+    records = read_records("reviews/sft.jsonl")
+    where, value = records[0]                                # "reviews/sft.jsonl, line 1", {"text": "..."}
+
+JSON and CSV are read here, because the loaders of the `datasets` library tell no line, guess types, and keep copies by
+a file's time stamp. Records are parsed when they are asked for; `fingerprint` is a hash of the file's content.
+"""
+import csv
+import hashlib
+import io
+import json
+import mmap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from engine.errors import UserError
+
+ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+LONGEST_CELL = 2 ** 31 - 1  # of a CSV file, in characters; the csv module's own limit is 131,072
+
+
+class Records(Protocol):
+    """A sequence of (where, value); `fingerprint` is another one when any value is."""
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[str, object]: ...
+
+
+class RecordList:
+    """Records that are parsed already."""
+
+    def __init__(self, records: Sequence[tuple[str, object]], fingerprint: str):
+        self.records, self.fingerprint = records, fingerprint
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> tuple[str, object]:
+        return self.records[index]
+
+
+class JsonLines:
+    """One JSON object a line; blank lines are passed over. A line ends at a newline only: strings may hold U+2028."""
+
+    def __init__(self, path: Path, content: bytes | mmap.mmap, fingerprint: str):
+        self.path, self.content, self.fingerprint = path, content, fingerprint
+        places, start, number = [], 0, 0
+        while start < len(content):
+            end = content.find(b"\n", start) + 1 or len(content)
+            number += 1
+            if content[start:min(end, start + 64)].strip() or content[start:end].strip():
+                places.append((start, end, number))
+            start = end
+        self.places = np.array(places, np.int64).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> tuple[str, object]:
+        start, end, number = self.places[index].tolist()
+        line = _decoded(self.path, self.content[start:end], number)
+        try:
+            return f"{self.path}, line {number}", json.loads(line)
+        except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+            raise UserError(f"{self.path}, line {number}: found {shortened(line.rstrip())}, which is no JSON "
+                            f"({_reason(error)}). Write one JSON object a line.") from None
+
+
+class ArrowRecords:
+    """The rows of a `datasets.Dataset`; `name` is what messages call it."""
+
+    def __init__(self, dataset, name: str, fingerprint: str):
+        self.dataset, self.name, self.fingerprint = dataset, name, fingerprint
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[str, object]:
+        return f"{self.name}, row {index + 1}", self.dataset[index]
+
+
+class ChangedRecords:
+    """Records of which each is changed on the way; `name` stands for the change in the fingerprint."""
+
+    def __init__(self, records: Records, change: Callable[[dict], dict], name: str):
+        self.records, self.change, self.fingerprint = records, change, f"{records.fingerprint} {name}"
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> tuple[str, object]:
+        where, value = self.records[index]
+        try:
+            return where, self.change(value)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{where}: found {shortened(str(value))}, which lacks what this data set's rows have "
+                            f"({error}). Save it with columns of other names and give that file.") from None
+
+
+def read_records(path: str | Path) -> Records:
+    """The records of a .jsonl, .json, .csv or .parquet file, possibly none.
+
+    A .json file holds a list of objects, or like a .jsonl one object a line. Raises: UserError with file, and line or
+    row, for what cannot be read; for a line of JSON when it is asked for.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path}: found a directory; name one file in it.")
+    content = _content(path)
+    if path.suffix not in ENDINGS:
+        raise UserError(f"{path}: found the ending '{path.suffix}'; data files end in .jsonl (one JSON object a line), "
+                        ".json (a list of objects), .csv (with a line of column names) or .parquet. Convert or rename "
+                        "the file.")
+    fingerprint = hashlib.sha256(content).hexdigest()
+    if path.suffix == ".parquet":
+        return _parquet(path, fingerprint)
+    if path.suffix == ".csv":
+        return RecordList(_csv_rows(path, _decoded(path, content[:])), fingerprint)
+    if path.suffix == ".json" and content[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{":
+        return RecordList(_json_list(path, _decoded(path, content[:])), fingerprint)
+    return JsonLines(path, content, fingerprint)
+
+
+def _content(path: Path) -> bytes | mmap.mmap:
+    """The file's bytes, mapped into memory: all processes of a machine share them, and none reads what it skips."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from "
+                        f"{Path.cwd()}).") from None
+
+
+def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
+    """Bytes that begin at a line of the file as text; a byte-order mark, which some editors write, is left out."""
+    try:
+        text = content.decode("utf-8-sig" if first_line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        line = first_line + error.object.count(b"\n", 0, error.start)
+        raise UserError(f"{path}, line {line}: found the byte 0x{error.object[error.start]:02x}, which is not UTF-8. "
+                        "Save the file as UTF-8.") from None
+    if "\0" in text:
+        line = first_line + text.count("\n", 0, text.index("\0"))
+        raise UserError(f"{path}, line {line}: found a NUL character, as in UTF-16 or in a file whose writing was cut "
+                        "off. Save the file as UTF-8, or write it again.")
+    return text
+
+
+def _json_list(path: Path, text: str) -> list[tuple[str, object]]:
+    """(where, value) of each element of the list; no rows in a file of blanks."""
+    if not text.strip():
+        return []
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        number = getattr(error, "lineno", 1)
+        raise UserError(f"{path}, line {number}: found {shortened(text.split(chr(10))[number - 1])}, which is no JSON "
+                        f"here ({_reason(error)}). Write one list of objects, or one object a line.") from None
+    if not isinstance(values, list):
+        raise UserError(f"{path}, line 1: found {described(values)}; a .json file is a list of objects. "
+                        "Put the rows into [ ].")
+    return [(f"{path}, row {number}", value) for number, value in enumerate(values, start=1)]
+
+
+def _csv_rows(path: Path, text: str) -> list[tuple[str, dict]]:
+    """(where, row) of each line under the header; an empty cell is None, as there is no other way to leave one out."""
+    csv.field_size_limit(LONGEST_CELL)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    records, header, start = [], None, 1
+    try:
+        for cells in reader:
+            where, start = f"{path}, line {start}", reader.line_num + 1
+            if not cells:
+                continue
+            if header is None:
+                header = _csv_header(where, cells)
+                continue
+            if len(cells) > len(header):
+                raise UserError(f"{where}: found {len(cells)} cells in the {len(header)} columns {', '.join(header)}. "
+                                "Put cells that hold commas or line breaks into double quotes.")
+            records.append((where, {name: cell or None for name, cell in
+                                    zip(header, cells + [""] * (len(header) - len(cells)))}))
+    except csv.Error as error:
+        line = text.split("\n")[start - 1]
+        raise UserError(f"{path}, line {start}: found {shortened(line)}, which is no CSV ({error}). Close each double "
+                        "quote, and double the quotes inside of cells.") from None
+    return records
+
+
+def _csv_header(where: str, cells: list[str]) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    if len(set(names)) < len(names):
+        raise UserError(f"{where}: found the column names {', '.join(names)}; each may stand there once. Rename them.")
+    return names
+
+
+def _parquet(path: Path, fingerprint: str) -> ArrowRecords:
+    import pyarrow
+    from datasets import Dataset
+    from pyarrow import parquet
+    try:
+        table = parquet.read_table(path)  # not Dataset.from_parquet, which keeps a copy by the file's time stamp
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
+    return ArrowRecords(Dataset(table), str(path), fingerprint)
+
+
+def described(value: object) -> str:
+    """The JSON kind of the value, and its beginning."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null",
+             int: "a number", float: "a number"}
+    name = type(value).__name__
+    return f"{kinds.get(type(value), f'a value of type {name}')} ({shortened(json.dumps(value, default=str))})"
+
+
+def shortened(text: str, limit: int = 60) -> str:
+    """The text in quotes with control characters escaped, cut at `limit` characters."""
+    return repr(text if len(text) <= limit else text[:limit] + "...")
+
+
+def _reason(error: Exception) -> str:
+    """A parser's complaint in one short piece."""
+    if isinstance(error, RecursionError):
+        return "brackets within brackets, too deep"
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg}, column {error.colno}"
+    return shortened(str(error).strip().split("\n")[0], 160)[1:-1]

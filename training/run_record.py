@@ -1,0 +1,117 @@
+"""The record of a run, run.json in its output folder: what would be needed to run it again, and where it ran.
+
+    write_run_record(output_dir, flags=vars(args), dialect=dataclasses.asdict(dialect),
+                     ds_configs={"actor": {...}, "critic": {...}}, resumed=False)
+
+It holds {"starts": [...]}, one entry for each time the run was started: a resumed run adds its own behind the earlier
+ones. Flags and dialect are the resolved ones, the DeepSpeed configurations those that the engines get.
+"""
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from engine import distributed
+from engine.errors import UserError
+
+RUN_FILE = "run.json"
+PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "four-engine-rlhf")
+
+
+def write_run_record(output_dir: str | Path, *, flags: Mapping, dialect: Mapping | None = None,
+                     ds_configs: Mapping[str, Mapping], resumed: bool = False) -> None:
+    """Write run.json (the main rank does; the others return at once).
+
+    What JSON has no form for is written as text. The file is written beside its place and then moved there, so that a
+    kill leaves the old one or the new one. resumed: whether the run in `output_dir` goes on; else an earlier record
+    there is another run's, and is replaced.
+
+    Raises: UserError if an earlier record that should be kept cannot be read.
+    """
+    if not distributed.is_main():
+        return
+    path = Path(output_dir) / RUN_FILE
+    starts = read_run_record(path) if resumed and path.exists() else []
+    starts.append({
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": command_line(sys.argv, os.environ), "working_directory": os.getcwd(),
+        "versions": versions(), "git": git_state(Path(__file__).parent), "machine": machine(),
+        "flags": dict(flags), "dialect": dialect, "deepspeed": dict(ds_configs)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump({"starts": starts}, file, indent=2, default=str)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_run_record(path: str | Path) -> list[dict]:
+    """The starts of a run, oldest first; raises UserError if the file is no run record."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))["starts"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: no record of a run ({error}); move it away to go on") from error
+
+
+def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
+    """The command that started the program, quoted for a shell, with the sizes that a launcher was given.
+
+    What else the launcher was told (a hostfile, a port) does not reach the program, and is not in it.
+    """
+    words = [word for word in argv if not word.startswith("--local_rank=")]
+    world = int(environment.get("WORLD_SIZE", 1))
+    if "TORCHELASTIC_RUN_ID" in environment:
+        local = int(environment["LOCAL_WORLD_SIZE"])
+        launcher = ["torchrun", "--nnodes", str(world // local), "--nproc_per_node", str(local)]
+    elif "LOCAL_SIZE" in environment:  # the deepspeed launcher's
+        local = int(environment["LOCAL_SIZE"])
+        launcher = ["deepspeed", "--num_nodes", str(world // local), "--num_gpus", str(local)]
+    else:
+        launcher = ["python"]
+    return shlex.join([*launcher, *words])
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that a run's numbers depend on; None for one that is not installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_state(folder: Path) -> dict | None:
+    """{"commit", "dirty"} of the checkout that the code lies in; None without git or outside a checkout.
+
+    dirty: whether a file that git follows was changed since. A checkout that merely contains an installed copy (a
+    virtual environment in somebody else's project, say) follows none of the code's files, and does not count.
+    """
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=folder, check=True, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL).stdout.strip()
+
+    try:
+        if not git("ls-files"):
+            return None
+        return {"commit": git("rev-parse", "HEAD"), "dirty": git("status", "--porcelain", "--untracked-files=no") != ""}
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+
+
+def machine() -> dict[str, str | int]:
+    """The main rank's host, the number of ranks, and the accelerator that they compute on."""
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else distributed.device().type
+    return {"host": socket.gethostname(), "world_size": distributed.world_size(), "accelerator": accelerator}

@@ -1,0 +1,85 @@
+"""What a program puts before people's eyes, and in which order: one View a program.
+
+The names are those of docs/metrics.md. A chart may list metrics that a run does not have (no EMA, no critic): it shows
+those that it has.
+"""
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What stands behind the progress bar, in TensorBoard's HPARAMS table, and in its Custom Scalars tab.
+
+    bar: label -> metric. tuned: the settings seen first in the table, where the others are columns to be ticked.
+    compared: the metrics by which it compares runs. charts: section -> chart -> its metrics; three charts make a row.
+    """
+    bar: Mapping[str, str]
+    tuned: tuple[str, ...]
+    compared: tuple[str, ...]
+    charts: Mapping[str, Mapping[str, tuple[str, ...]]]
+
+
+PPO = View(
+    bar={"score": "objective/scores", "kl": "objective/kl", "length": "rollout/response_length"},
+    tuned=("seed", *(f"resolved_dialect/{field}" for field in ("name", "kl_coef", "actor_lr", "critic_lr"))),
+    compared=("eval/score", "eval/kl", "eval/response_length", "eval/distinct_bigrams", "objective/scores",
+              "objective/kl"),
+    charts={
+        "score and KL": {
+            "score": ("objective/scores", "eval/score", "eval/ema_score"),
+            "KL to the reference, nats a response": ("objective/kl", "eval/kl", "eval/ema_kl"),
+            "reward: score with the KL penalty, the penalty alone": ("objective/rlhf_reward",
+                                                                     "objective/non_score_reward"),
+            "KL coefficient": ("objective/kl_coef",),
+            "KL, nats a token": ("objective/kl_per_token",),
+            "entropy, nats a token": ("objective/entropy",),
+        },
+        "responses": {
+            "length, tokens": ("rollout/response_length", "eval/response_length", "eval/ema_response_length"),
+            "share that ended by itself": ("rollout/eos_rate",),
+            "distinct bigrams": ("eval/distinct_bigrams", "eval/ema_distinct_bigrams"),
+        },
+        "policy": {
+            "clip fraction": ("policy/clipfrac",),
+            "approximate KL of the updates": ("policy/approxkl",),
+            "loss": ("policy/loss",),
+        },
+        "value": {
+            "explained variance": ("value/explained_variance",),
+            "loss": ("value/loss",),
+            "values and returns": ("value/mean", "returns/mean"),
+        },
+        "optimizers": {
+            "learning rates": ("policy/lr", "value/lr"),
+            "gradient norms": ("policy/grad_norm", "value/grad_norm"),
+            "advantages before whitening, standard deviation": ("advantages/std",),
+        },
+        "time and memory": {
+            "seconds a step": ("time/step", "time/generate", "time/make_experience", "time/train", "time/checkpoint"),
+            "tokens generated per second": ("rollout/tokens_per_second",),
+            "peak memory, 10^9 bytes": ("memory/peak_gb",),
+        },
+    })
+
+_SUPERVISED = {
+    "optimizer": {"learning rate": ("train/lr",), "gradient norm": ("train/grad_norm",)},
+    "time and memory": {"seconds a step": ("time/step",), "peak memory, 10^9 bytes": ("memory/peak_gb",)},
+}
+_TUNED = ("learning_rate", "model_name_or_path", "num_train_epochs", "per_device_train_batch_size", "seed")
+
+SFT = View(
+    bar={"loss": "train/loss", "lr": "train/lr"},
+    tuned=_TUNED,
+    compared=("eval/loss", "eval/perplexity", "train/loss"),
+    charts={"loss": {"loss, nats a token": ("train/loss", "eval/loss"), "perplexity": ("eval/perplexity",)},
+            **_SUPERVISED})
+
+REWARD = View(
+    bar={"loss": "train/loss", "accuracy": "train/accuracy", "lr": "train/lr"},
+    tuned=_TUNED,
+    compared=("eval/accuracy", "eval/margin", "train/loss"),
+    charts={"pairs": {"accuracy": ("train/accuracy", "eval/accuracy"), "loss": ("train/loss",),
+                      "margin": ("train/margin", "eval/margin"),
+                      "margin, standard deviation": ("train/margin_std", "eval/margin_std")},
+            **_SUPERVISED})
