@@ -3,6 +3,8 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -61,9 +63,9 @@ class RunFlags:
         """Raise UserError for values that cannot work; called after parsing."""
         self.at_least(0, "seed")
         self.at_most(2 ** 31 - 1, "seed")
-        for name, value in vars(self).items():
-            if isinstance(value, str) and ("\0" in value or name.endswith(("_dir", "_path")) and not value.strip()):
-                raise UserError(f"--{name} {value!r}: no name of a file or folder. Give one.")
+        for spec in dataclasses.fields(self):
+            for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
+                _check_name(spec.name, value)
         if self.wandb_project is not None and not self.enable_tensorboard:
             raise UserError("--wandb_project needs --enable_tensorboard true: it sends what TensorBoard is given.")
 
@@ -106,9 +108,29 @@ class RunFlags:
                 raise UserError(f"--{name} {value}: must be finite.")
 
 
+LONGEST_PATH, LONGEST_PART = 4095, 255  # bytes of a path and of a name in it, by Linux
+
+
+def _texts(value) -> list[str]:
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+
+
+def _check_name(name: str, value: str) -> None:
+    """Raise UserError for a text that can name nothing, before a library is given it."""
+    if not value.strip():
+        what = "no name of a file or folder" if name.endswith(("_dir", "_path", "config")) else "no name of anything"
+        raise UserError(f"--{name} {value!r}: {what}. Leave the flag out, or give one.")
+    if any(ord(character) < 32 for character in value):
+        raise UserError(f"--{name} {value!r}: a control character stands in it. Give a value without one.")
+    encoded = os.fsencode(value)
+    if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_PART for part in encoded.split(b"/")):
+        raise UserError(f"--{name} {reprlib.repr(value)}: {len(value)} characters are too long for a name. Give a shorter "
+                        "one.")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise UserError(f"{message}. --help lists the flags.")
+        raise UserError(f"{_shortened(message)}. --help lists the flags.")
 
 
 def parse_flags(arguments_class: type[RunFlags], argv: Sequence[str], description: str,
@@ -162,11 +184,19 @@ def _tell_old(old: OldFlag, name: str, value, say: Callable[[str], None]) -> Non
     say(f"{given}: {old.instead}")
 
 
+def _shortened(text: str) -> str:
+    """The text in one line of a length that can be read, without what a terminal would take for a command."""
+    line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    return line if len(line) <= 400 else f"{line[:300]} ... {line[-97:]}"
+
+
 def _refuse_unknown(argv: Sequence[str], names: Sequence[str]) -> None:
     for word in argv:
-        name = word.split("=")[0]
+        name, _, value = word.partition("=")
         if name.startswith("--") and name[2:] not in names:
-            raise UserError(f"unknown flag {name}.{_nearest(name[2:], names, '--')}")
+            raise UserError(f"unknown flag {_shortened(name)}.{_nearest(name[2:], names, '--')}")
+        if name.startswith("--") and value == "--":  # argparse would make an empty list of it
+            raise UserError(f"{word}: -- is no value. --help lists the flags.")
 
 
 def _nearest(name: str, names: Sequence[str], dashes: str) -> str:
@@ -181,10 +211,11 @@ def _config_words(arguments_class: type[RunFlags], argv: Sequence[str], known: S
     path = path.parse_known_args(argv)[0].config
     if path is None:
         return []
+    _check_name("config", path)
     words = []
     for key, value in _read_yaml(path).items():
         if key == "config" or key not in known:
-            raise UserError(f"{path}: unknown key {key}.{_nearest(str(key), known, '')}")
+            raise UserError(f"{path}: unknown key {_shortened(str(key))}.{_nearest(str(key), known, '')}")
         own = _words(path, key, value)
         parser = _parser(arguments_class, "")
         for action in parser._actions:
@@ -194,7 +225,7 @@ def _config_words(arguments_class: type[RunFlags], argv: Sequence[str], known: S
         except UserError as error:
             raise UserError(f"{path}, key {key}: {error}") from None
         if stray:
-            raise UserError(f"{path}, key {key}: {value!r} is more than one value. --help lists the flags.")
+            raise UserError(f"{path}, key {key}: {reprlib.repr(value)} is more than one value. --help lists the flags.")
         words += own
     return words
 
@@ -203,7 +234,8 @@ def _words(path: str, key: str, value) -> list[str]:
     values = value if isinstance(value, list) else [value]
     for item in values:
         if not isinstance(item, (str, int, float, bool, type(None))) or item is None and isinstance(value, list):
-            raise UserError(f"{path}, key {key}: {value!r} is no text, number, truth value or list of these.")
+            raise UserError(f"{path}, key {key}: {reprlib.repr(value)} is no text, number, truth value or list of "
+                            "these.")
     if value is None:
         return []
     texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
@@ -237,11 +269,17 @@ def _read_yaml(path: str) -> dict:
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"--config {path}{where}: no valid YAML ({getattr(error, 'problem', None) or error}).") from None
+        raise UserError(f"--config {path}{where}: no valid YAML ({_yaml_problem(error)}).") from None
     if not isinstance(found, dict):
-        raise UserError(f"--config {path}: found {'nothing' if found is None else repr(found)[:60]}; needed lines like "
+        raise UserError(f"--config {path}: found {'nothing' if found is None else reprlib.repr(found)}; needed lines like "
                         "`output_dir: out`.")
     return found
+
+
+def _yaml_problem(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "brackets within brackets, too deep"
+    return _shortened(getattr(error, "problem", None) or getattr(error, "reason", None) or str(error))
 
 
 def _negative_numbers_joined(argv: Sequence[str]) -> list[str]:

@@ -3,11 +3,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from engine.errors import UserError
 from training.arguments import REQUIRED, RunFlags, flag
 from training.cache import cache_folder
 from training.forms import Form
-from training.mixture import Rows, load_rows, parse_split
+from training.mixture import Rows, checked_weights, load_rows, parse_split
 
 
 @dataclass(kw_only=True)
@@ -28,13 +27,7 @@ class DataFlags(RunFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
         RunFlags.validate(self)
-        if self.data_weights and len(self.data_weights) != len(self.data_path):
-            raise UserError(f"--data_weights gives {len(self.data_weights)} numbers for {len(self.data_path)} data sets. "
-                            "Give one for each.")
-        for weight in self.data_weights:
-            if not 0 < weight < float("inf"):
-                raise UserError(f"--data_weights {weight}: must be greater than 0, and finite. Leave a data set out of "
-                                "--data_path if it is not to be seen.")
+        checked_weights(self.data_weights, self.data_path)
         parse_split(self.data_split)
 
     @property

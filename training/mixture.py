@@ -67,7 +67,7 @@ def load_rows(data_path: str | Sequence[str], form: Form, tokenizer, *, phase: i
     """
     divided, eval_paths = _listed(data_path), _listed(eval_data_path)
     proportions = parse_split(split)
-    factors = [*_checked_weights(weights, divided), *[1.0] * len(undivided)]
+    factors = [*checked_weights(weights, divided), *[1.0] * len(undivided)]
     paths = [*divided, *undivided]
     sources = [_opened(path, form, config_name) for path in paths]
     mixture = _Mixture(form, tokenizer, seed, proportions, phase)
@@ -149,7 +149,8 @@ def weighted(places: np.ndarray, weight: float, seed: int, name: str) -> np.ndar
     return result
 
 
-def _checked_weights(weights: Sequence[float] | None, paths: list[str]) -> list[float]:
+def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> list[float]:
+    """The weights, 1 for each path where none are given; raises UserError for what are none."""
     if not weights:
         return [1.0] * len(paths)
     given = " ".join(f"{weight:g}" for weight in weights)

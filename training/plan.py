@@ -54,7 +54,7 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
         stop_token_ids=generation_stops(args.actor_model_name_or_path, tokenizer), temperature=dialect.temperature,
         stop_strings=tuple(args.stop), seed=args.seed, vocabulary_size=vocabulary_size(tokenizer))
     function = load_function(args.reward_function) if args.reward_function else None
-    identity = args.identity(dialect, len(prompts), len(held_out or []))
+    identity = args.identity(dialect, [rows.fingerprint for rows in parts])
     resume = checkpoint.find(args.resume) if args.resume else None
     if resume:
         checkpoint.check_identity(*resume, identity)

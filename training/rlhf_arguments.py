@@ -210,9 +210,12 @@ class RLHFFlags(DataFlags):
         resolved = named.override(**{field: getattr(self, name) for name, field in DIALECT_FLAGS.items()})
         return resolved, named.differences(resolved)
 
-    def identity(self, dialect: Dialect, prompts: int, held_out: int) -> dict[str, object]:
-        """What a run's course depends on beyond its restart points: it cannot be gone on with under other values."""
-        return {"seed": self.seed, "number of prompts": prompts, "number of held-out prompts": held_out,
+    def identity(self, dialect: Dialect, data: list[str]) -> dict[str, object]:
+        """What a run's course depends on beyond its restart points: it cannot be gone on with under other values.
+
+        data: fingerprints of the prompts.
+        """
+        return {"seed": self.seed, "the data": data,
                 "responses a step and rank": self.rows_per_rank, "--num_samples_per_prompt":
                 self.num_samples_per_prompt, "--generation_batches": self.generation_batches,
                 "mini-batches": self.mini_batches, "ppo_epochs": dialect.ppo_epochs, "--dtype": self.dtype,

@@ -15,6 +15,7 @@ from training.report import RunSummary, plot_curves, read_metrics, summary_text
 from training.rlhf_arguments import RLHFFlags
 from training.run_record import write_run_record
 from training.sinks import METRICS_FILE
+from training.step_metrics import distributions
 
 
 class Session:
@@ -72,8 +73,8 @@ class Session:
         experience = report.experience
         few = experience.select(slice(0, count))
         self.writer.samples(report.step, sample_rows(few.rollout, few.scores, few.kl.sum(-1), self.engine.tokenizer))
-        self.writer.histogram(report.step, "objective/scores_histogram", experience.scores)
-        self.writer.histogram(report.step, "rollout/length_histogram", experience.rollout.response_mask.sum(-1).float())
+        for tag, values in distributions(experience).items():
+            self.writer.histogram(report.step, tag, values)
 
     def end(self) -> None:
         """Save the models, draw the curves, print the summary."""

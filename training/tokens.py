@@ -6,8 +6,6 @@ tokenised as what follows its prompt, so that the SFT and the reward model learn
 """
 from engine.errors import UserError
 
-END_OF_CONVERSATION = "<|endoftext|>"  # DeepSpeed-Chat's
-
 
 class TextEncoder:
     """Texts to ids with one tokenizer; what has to be found out about the tokenizer is found out once."""
@@ -73,18 +71,6 @@ def with_eos(tokenizer, ids: list[int]) -> list[int]:
         raise UserError(f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no EOS token, so no text can be "
                         "shown to end; set eos_token in its tokenizer_config.json.")
     return ids if ids and ids[-1] == eos else ids + [eos]
-
-
-def end_with(tokenizer, token: str = END_OF_CONVERSATION) -> None:
-    """Make `token` the tokenizer's EOS, with which texts then end.
-
-    Saved with the model, the tokenizer brings it to steps 2 and 3. A pad token stays what it is. Raises: UserError if
-    the tokenizer does not know the token: it would need an embedding that the model does not have.
-    """
-    if token not in tokenizer.get_vocab():
-        raise UserError(f"--add_eot_token: the tokenizer of {tokenizer.name_or_path or 'the model'} does not know the "
-                        f"token {token}. Leave the flag out: texts end with its EOS token, {tokenizer.eos_token}.")
-    tokenizer.eos_token = token
 
 
 def stop_token_ids(tokenizer, generation_config, model_config) -> list[int]:

@@ -50,6 +50,7 @@ CHAT_PAIR = {"prompt": "<user>a<end>\n<assistant>", "chosen": "b<end>", "rejecte
     # They part in the second question: what the assistant said before is an answer that both begin with.
     ({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c", "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: d"},
      {"prompt": "\n\nHuman: a\n\nAssistant:", "chosen": " b\n\nHuman: c", "rejected": " b\n\nHuman: d"}),
+    ({"chosen": turns("a", "b"), "rejected": turns("a", "b")}, CHAT_PAIR | {"rejected": "b<end>"}),
     ({"chosen": turns("a", "b"), "rejected": turns("a", "c")}, CHAT_PAIR),
     ({"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")}, CHAT_PAIR),
     ({"prompt": "a", "chosen": turns("b", first="assistant"), "rejected": turns("c", first="assistant")}, CHAT_PAIR),

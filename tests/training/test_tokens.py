@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from engine.errors import UserError
 from tests.training.tiny_tokenizers import BOS, EOS, chat_tokenizer, merging_tokenizer, word_tokenizer
 from training.rows import PAIR_COLUMNS, read_rows
-from training.tokens import (TextEncoder, encode_continuation, encode_prompt, end_with, opening_tokens, stop_token_ids,
+from training.tokens import (TextEncoder, encode_continuation, encode_prompt, opening_tokens, stop_token_ids,
                              with_eos)
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
@@ -81,16 +81,6 @@ def test_an_answer_that_ends_its_turn_has_ended():
     assert encoder.answered("a", " b <|im_end|>") == ([10, 11, end_of_turn], 1)
     assert encoder.answered("a", " b") == ([10, 11, EOS], 1)
     assert encoder.ended([10, EOS]) == [10, EOS]
-
-
-def test_the_end_of_a_conversation_is_a_token_that_the_tokenizer_knows():
-    with pytest.raises(UserError, match=r"--add_eot_token: .* does not know the token <\|endoftext\|>.*EOS .*</s>"):
-        end_with(word_tokenizer())
-    tokenizer = word_tokenizer()
-    tokenizer.add_tokens(["<|endoftext|>"], special_tokens=True)
-    end_with(tokenizer)
-    assert tokenizer.decode(with_eos(tokenizer, [10])) == "a <|endoftext|>"
-    assert stop_token_ids(tokenizer, None, None) == [tokenizer.convert_tokens_to_ids("<|endoftext|>")]
 
 
 def config(eos_token_id):
