@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (MODEL_FOR_CAUSAL_LM_MAPPING,
 
 from engine.errors import UserError
 from engine.models import Policy, Scorer
+from engine.weight_files import check_weights
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -46,9 +47,9 @@ def read_config(path: str, what: str):
         raise UserError(f"{what}: the folder {path} holds no config.json. Give a folder that save_pretrained wrote.")
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{what}: no model at {path!r} ({reason}). Give a Hugging Face folder or hub name.") from None
+    except Exception as error:  # whatever a broken config.json leads transformers to
+        raise UserError(f"{what}: no model at {path!r} ({_reason(error)}). Give a Hugging Face folder or hub "
+                        "name.") from None
 
 
 def read_tokenizer(path: str, what: str) -> PreTrainedTokenizerBase:
@@ -58,14 +59,18 @@ def read_tokenizer(path: str, what: str) -> PreTrainedTokenizerBase:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{what}: no tokenizer at {path!r} ({reason}). Save one beside the model.") from None
+    except Exception as error:  # whatever broken files lead transformers to
+        raise UserError(f"{what}: no tokenizer at {path!r} ({_reason(error)}). Save one beside the model.") from None
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise UserError(f"{what}: the tokenizer at {path!r} has neither a pad nor an EOS token. Set one.")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _reason(error: Exception) -> str:
+    """A library's complaint in one line."""
+    return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())
 
 
 def load_policy(path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "model",
@@ -159,12 +164,12 @@ def check_policy(path: str, what: str):
     """
     config = read_config(path, what)
     _require_family(config, MODEL_FOR_CAUSAL_LM_MAPPING, what, path)
-    _require_weights(path, what)
     heads = [name for name in config.architectures or [] if name.endswith("ForSequenceClassification")]
     if _is_deepspeed_chat_scorer(path):
         heads = ["a reward model of DeepSpeed-Chat"]
     if heads:  # it would load, with random numbers for weights
         raise UserError(f"{what}: {path} is no language model but {heads[0]}. Give the SFT model or a base model.")
+    check_weights(path, config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], what)
     return config
 
 
@@ -175,6 +180,7 @@ def check_trunk(path: str, what: str):
     """
     config = read_config(path, what)
     _require_family(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what, path)
+    check_weights(path, config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)], what)
     return config
 
 
@@ -183,8 +189,8 @@ def check_scorer(path: str, what: str) -> str:
 
     Returns: "sequence_classification" or "deepspeed_chat". Raises: UserError that says what stands there instead.
     """
-    config = check_trunk(path, what)
-    _require_weights(path, what)
+    config = read_config(path, what)
+    _require_family(config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, what, path)
     if _is_deepspeed_chat_scorer(path):
         return "deepspeed_chat"
     names = config.architectures or []
@@ -194,6 +200,7 @@ def check_scorer(path: str, what: str) -> str:
                         "num_labels = 1.")
     if config.num_labels != 1:
         raise UserError(f"{what}: {path} has num_labels = {config.num_labels}. Give a reward model, which has 1.")
+    check_weights(path, config, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)], what)
     return "sequence_classification"
 
 
@@ -214,7 +221,7 @@ def check_vocabularies(actor_tokenizer: PreTrainedTokenizerBase, path: str, what
                         "must be trained with the actor's tokenizer.")
     if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return
-    if AutoTokenizer.from_pretrained(path).get_vocab() != actor_tokenizer.get_vocab():
+    if read_tokenizer(path, what).get_vocab() != actor_tokenizer.get_vocab():
         raise UserError(f"{what}: the tokenizer in {path} gives other ids than the actor's. The reward model must be "
                         "trained with the actor's tokenizer.")
 
@@ -265,13 +272,6 @@ def _require_family(config, mapping, what: str, path: str) -> None:
     if kind not in mapping or not decoder or config.is_encoder_decoder:
         raise UserError(f"{what}: {path} is of type {config.model_type!r}, which is not a decoder-only model that "
                         "transformers offers for this role. Give one, such as Llama, Qwen, OPT or GPT-2.")
-
-
-def _require_weights(path: str, what: str) -> None:
-    folder = Path(path)
-    if folder.is_dir() and not any(True for kind in ("*.safetensors", "*.bin") for _ in folder.glob(kind)):
-        raise UserError(f"{what}: the folder {path} holds a config.json but no weights (*.safetensors or *.bin). "
-                        "Was its writing cut off? Write it again.")
 
 
 def _is_deepspeed_chat_scorer(path: str) -> bool:

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     ["engine.algo"],
     ["engine.dialects", "engine.experience"],
-    ["engine.models", "engine.model_files", "engine.optim", "engine.ds_config", "engine.distributed"],
+    ["engine.models", "engine.weight_files", "engine.model_files", "engine.optim", "engine.ds_config",
+     "engine.distributed"],
     ["engine.ds_engine"],
     ["engine.ema", "engine.rlhf_engine", "engine.reference", "engine.rollout", "engine.reward"],
     ["engine.experience_maker"],

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 import reprlib
 import types
 import typing
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from engine.errors import UserError
+from training.sample_tables import visible
+from training.yaml_file import read_yaml
 
 REQUIRED = dataclasses.MISSING
 
@@ -120,12 +123,12 @@ def _check_name(name: str, value: str) -> None:
     if not value.strip():
         what = "no name of a file or folder" if name.endswith(("_dir", "_path", "config")) else "no name of anything"
         raise UserError(f"--{name} {value!r}: {what}. Leave the flag out, or give one.")
-    if any(ord(character) < 32 for character in value):
-        raise UserError(f"--{name} {value!r}: a control character stands in it. Give a value without one.")
+    if re.search("[\0-\x1f\x7f\ud800-\udc7f\udd00-\udfff]", value):  # \udc80 to \udcff: bytes that are no UTF-8
+        raise UserError(f"--{name} {value!r}: a control character or half a character stands in it. Take it out.")
     encoded = os.fsencode(value)
     if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_PART for part in encoded.split(b"/")):
-        raise UserError(f"--{name} {reprlib.repr(value)}: {len(value)} characters are too long for a name. Give a shorter "
-                        "one.")
+        raise UserError(f"--{name} {reprlib.repr(value)}: {len(value)} characters are too long for a name. Give a "
+                        "shorter one.")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -185,8 +188,8 @@ def _tell_old(old: OldFlag, name: str, value, say: Callable[[str], None]) -> Non
 
 
 def _shortened(text: str) -> str:
-    """The text in one line of a length that can be read, without what a terminal would take for a command."""
-    line = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+    """The text in one line that can be read, without what a terminal would take for a command."""
+    line = visible(text)
     return line if len(line) <= 400 else f"{line[:300]} ... {line[-97:]}"
 
 
@@ -213,7 +216,7 @@ def _config_words(arguments_class: type[RunFlags], argv: Sequence[str], known: S
         return []
     _check_name("config", path)
     words = []
-    for key, value in _read_yaml(path).items():
+    for key, value in read_yaml(path).items():
         if key == "config" or key not in known:
             raise UserError(f"{path}: unknown key {_shortened(str(key))}.{_nearest(str(key), known, '')}")
         own = _words(path, key, value)
@@ -244,42 +247,6 @@ def _words(path: str, key: str, value) -> list[str]:
     if any(text.startswith("--") for text in texts):
         raise UserError(f"{path}, key {key}: a value that begins with -- cannot stand in a list.")
     return [f"--{key}", *texts]
-
-
-def _read_yaml(path: str) -> dict:
-    import yaml
-
-    class UniqueKeys(yaml.SafeLoader):
-        """YAML in which a key that comes twice is a mistake, and not the later value."""
-
-        def construct_mapping(self, node, deep=False):
-            seen = set()
-            for key_node, _ in node.value:
-                if key_node.value in seen if isinstance(key_node.value, str) else False:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key_node.value} stands there twice",
-                                                            key_node.start_mark)
-                seen.add(str(key_node.value))
-            return super().construct_mapping(node, deep)
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = yaml.load(file, UniqueKeys)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise UserError(f"--config {path}{where}: no valid YAML ({_yaml_problem(error)}).") from None
-    if not isinstance(found, dict):
-        raise UserError(f"--config {path}: found {'nothing' if found is None else reprlib.repr(found)}; needed lines like "
-                        "`output_dir: out`.")
-    return found
-
-
-def _yaml_problem(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "brackets within brackets, too deep"
-    return _shortened(getattr(error, "problem", None) or getattr(error, "reason", None) or str(error))
 
 
 def _negative_numbers_joined(argv: Sequence[str]) -> list[str]:

@@ -59,8 +59,12 @@ def find(path: str) -> tuple[Path, dict]:
         folder = points[-1]
     try:
         state = json.loads((folder / STATE_FILE).read_text())
-    except ValueError as error:
+        missing = {"world_size", "ema", "identity"} - set(state)
+    except (ValueError, TypeError) as error:
         raise UserError(f"--resume: {folder / STATE_FILE} is broken ({error}). Use an earlier restart point.") from None
+    if missing:
+        raise UserError(f"--resume: {folder / STATE_FILE} lacks {', '.join(sorted(missing))}. Use an earlier restart "
+                        "point.")
     if state["world_size"] != distributed.world_size():
         raise UserError(f"--resume {folder}: written by {state['world_size']} ranks, this run has "
                         f"{distributed.world_size()}. DeepSpeed's partitions fit the same number only.")

@@ -5,8 +5,10 @@
 The same as --dry_run in a program's own flags, which then counts the processes that it was started with. Prints the
 command and each engine's DeepSpeed configuration, after everything was checked that can be.
 """
+import dataclasses
 import importlib
 import json
+import logging
 import os
 import shlex
 import sys
@@ -16,7 +18,7 @@ from pathlib import Path
 from engine import distributed
 from engine.errors import UserError
 from training.run_record import command_line
-from training.sources import is_path
+from training.sources import DEEPSPEED_CHAT_FILES, is_path
 
 PROGRAMS = {"step1_sft.py": "SFTFlags", "step2_reward.py": "RewardFlags", "step3_rlhf.py": "RLHFFlags"}
 
@@ -39,7 +41,9 @@ def report(checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, 
 
 def report_supervised(args, load: Callable) -> None:
     """The report of steps 1 and 2; `load(args)` gives tokenizer, examples, held-out examples and perhaps more."""
-    unseen = unseen_models(args, args.model_name_or_path) + unseen_data(args.data_path + args.eval_data_path)
+    models, data = ([path for spec in dataclasses.fields(args) if spec.name.endswith(ending)
+                     for path in _listed(getattr(args, spec.name))] for ending in ("model_name_or_path", "data_path"))
+    unseen = unseen_models(args, *models) + unseen_data(data)
     checked = []
     if not unseen:
         _, examples, held_out, *_ = load(args)
@@ -49,6 +53,10 @@ def report_supervised(args, load: Callable) -> None:
     report(checked, unseen, {"model": args.ds_settings()})
 
 
+def _listed(value: str | list[str] | None) -> list[str]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def unseen_models(args, *paths: str | None) -> list[str]:
     """Those of the models that are not on this machine, each once."""
     return [path for path in dict.fromkeys(paths) if path is not None and not args.looks_at(path)]
@@ -56,7 +64,8 @@ def unseen_models(args, *paths: str | None) -> list[str]:
 
 def unseen_data(paths: Sequence[str]) -> list[str]:
     """Those of the data sets that can only be names on the Hub."""
-    return [path for path in dict.fromkeys(paths) if not is_path(path) and not Path(path).exists()]
+    return [path for path in dict.fromkeys(paths)
+            if path != DEEPSPEED_CHAT_FILES and not is_path(path) and not Path(path).exists()]
 
 
 def _command() -> str:
@@ -67,20 +76,38 @@ def _command() -> str:
 
 
 def _processes(launcher: Sequence[str]) -> tuple[int, int]:
-    """How many processes `deepspeed` with these words would start: (in all, on each node)."""
-    options = {word: value for word, value in zip(launcher, launcher[1:])}
+    """How many processes `deepspeed` with these words would start: (in all, on the node that has most)."""
+    words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    options = dict(zip(words, words[1:]))
+    nodes, local = (_count(name, options.get(name)) for name in ("--num_nodes", "--num_gpus"))
+    hostfile = options.get("--hostfile", options.get("-H"))
+    counts = _slots(hostfile)[:nodes] if hostfile is not None else [1] * (nodes or 1)
+    if local is not None:
+        counts = [local] * len(counts)
+    return sum(counts), max(counts)
+
+
+def _count(name: str, value: str | None) -> int | None:
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) == 0:
+        raise UserError(f"{name} {value}: give a whole number of at least 1.")
+    return int(value)
+
+
+def _slots(hostfile: str) -> list[int]:
+    """The slots of each node; raises UserError for a file that is not there or cannot be read."""
+    from deepspeed.launcher.runner import fetch_hostfile
+    if not Path(hostfile).is_file():
+        raise UserError(f"--hostfile {hostfile}: there is no such file, and deepspeed would start on this machine "
+                        "alone. Check the path.")
+    logging.disable()  # it says the same in words of its own
     try:
-        nodes, local = int(options.get("--num_nodes", 1)), int(options.get("--num_gpus", 1))
-    except ValueError:
-        raise UserError(f"{shlex.join(launcher)}: --num_nodes and --num_gpus are whole numbers.") from None
-    hostfile = options.get("--hostfile")
-    if hostfile is not None and Path(hostfile).is_file():
-        from deepspeed.launcher.runner import fetch_hostfile
-        slots = fetch_hostfile(hostfile)
-        counts = list(slots.values())[:nodes if "--num_nodes" in options else None]
-        local = local if "--num_gpus" in options else max(counts)
-        nodes = len(counts)
-    return nodes * local, local
+        return list(fetch_hostfile(hostfile).values())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--hostfile {hostfile}: {error}. Write lines like `node1 slots=8`.") from None
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def main(words: Sequence[str]) -> int:

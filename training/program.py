@@ -3,6 +3,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -123,6 +124,7 @@ def quiet_libraries() -> None:
     """Keep the terminal for the run: libraries say warnings and errors only, and no progress bars of their own."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -168,11 +170,15 @@ def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
 
 
 def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
-    nearest = next(part for part in (folder, *folder.parents) if part.exists())
+    nearest = next(part for part in (folder, *folder.parents) if os.path.lexists(part))
     if not nearest.is_dir():
-        raise UserError(f"{name} {folder}: {nearest} is a file. Give a folder.")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise UserError(f"{name} {folder}: nothing can be written into {nearest}. Give another folder.")
+        kind = "a link that leads nowhere" if nearest.is_symlink() and not nearest.is_file() else "a file"
+        raise UserError(f"{name} {folder}: {nearest} is {kind}. Give a folder.")
+    try:
+        tempfile.TemporaryDirectory(dir=nearest).cleanup()  # permissions do not tell of quotas or of network folders
+    except OSError as error:
+        raise UserError(f"{name} {folder}: nothing can be written into {nearest} ({error.strerror}). Give another "
+                        "folder.") from None
     # A log is often there before the program starts: `... > out/training.log`.
     if folder.is_dir() and any(file.suffix != ".log" for file in folder.iterdir()) and not may_hold_files:
         raise UserError(f"{name} {folder} is not empty. Choose another folder, go on from a restart point in it "

@@ -56,6 +56,7 @@ class RewardFlags(SupervisedFlags):
         self.at_least(0, "normalization_samples")
         self.at_least(1, "max_prompt_seq_len", "max_answer_seq_len")
         self.above(0, "temperature")
+        self.finite("temperature")
 
     @property
     def sft_path(self) -> str:

@@ -1,4 +1,6 @@
 """What the tests of whole programs share."""
+import os
+
 import pytest
 
 from engine import distributed
@@ -9,6 +11,18 @@ from tests.e2e.programs import Tiny
 def process_group() -> None:
     """What DeepSpeed prints when it starts belongs to no test's output."""
     distributed.init()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory) -> None:
+    """Tokenised data of tests do not go into the user's cache."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
 
 
 @pytest.fixture(scope="session")

@@ -48,36 +48,57 @@ def command_line(flags: dict) -> list[str]:
     return words
 
 
-def run_here(step: int, flags: dict, capfd) -> Result:
-    """Run the program of this step in this process: fast, and as often as is wanted.
+def run_words(step: int, words: list[str]) -> int:
+    """The exit code of the program of this step, run in this process.
 
     The process group is kept, because DeepSpeed cannot go on with a second one.
     """
     module, flags_class = PROGRAMS[step]
-    capfd.readouterr()
     with mock.patch("engine.distributed.shutdown"):
-        code = run(module.main, flags_class, module.__doc__, command_line(flags))
+        return run(module.main, flags_class, module.__doc__, words)
+
+
+def run_here(step: int, flags: dict, capfd) -> Result:
+    """Run the program of this step in this process: fast, and as often as is wanted."""
+    capfd.readouterr()
+    code = run_words(step, command_line(flags))
     return Result(code, *capfd.readouterr())
 
 
 def launch(step: int, flags: dict, ranks: int = 2) -> Result:
-    """Run the program of this step by DeepSpeed's launcher, the way users do."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if torch.cuda.device_count() < ranks:
-        environment["DS_ACCELERATOR"] = "cpu"
+    """Run the program of this step by DeepSpeed's launcher, the way users do; raises TimeoutError."""
+    return launch_words(step, command_line(flags), ranks)
+
+
+def launch_words(step: int, words: list[str], ranks: int = 2) -> Result:
+    """The same, with the words as they are; raises TimeoutError."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    program = Path(PROGRAMS[step][0].__file__).relative_to(ROOT)
-    process = subprocess.Popen(
-        [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks), "--master_port", str(port),
-         str(program), *command_line(flags)],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks), "--master_port", str(port)]
+    return _started([*launcher, str(_program(step)), *words], ranks)
+
+
+def start_words(step: int, words: list[str]) -> Result:
+    """Run the program of this step in one process of its own, without a launcher; raises TimeoutError."""
+    return _started([sys.executable, str(_program(step)), *words], 1)
+
+
+def _program(step: int) -> Path:
+    return Path(PROGRAMS[step][0].__file__)
+
+
+def _started(command: list[str], ranks: int) -> Result:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if torch.cuda.device_count() < ranks:
+        environment["DS_ACCELERATOR"] = "cpu"
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               errors="backslashreplace", start_new_session=True)
     try:
         stdout, stderr = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
-        raise
+        raise TimeoutError(f"{command} did not end") from None
     return Result(process.returncode, stdout, stderr)
 
 

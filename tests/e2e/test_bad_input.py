@@ -1,13 +1,12 @@
 """What a user's mistake gets: one message that names it, exit code 2, no stack trace, nothing written."""
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from tests import tiny_models
-from tests.e2e.programs import launch, metric_lines, run_here, snapshot
+from tests.e2e.bad_input import cases
+from tests.e2e.bad_world import BadWorld
+from tests.e2e.programs import Result, launch, metric_lines, run_here, run_words, snapshot
 
 # (steps, changed flags, what the message holds). {bad} is the folder of `bad`, {tiny} that of `tiny`.
 FILES = [
@@ -16,10 +15,11 @@ FILES = [
     ((1, 2, 3), {"data_path": "{bad}/broken.jsonl"},
      ["{bad}/broken.jsonl, line 3", "'prompt: 3'", "Write one JSON object a line"]),
     ((1, 2, 3), {"data_path": "{bad}/other_column.jsonl"},
-     ["{bad}/other_column.jsonl, line 2", "question", "needed: prompt"]),
+     ["{bad}/other_column.jsonl, line 2", "question, answer", "needed: ", "prompt"]),
     ((1, 2, 3), {"data_path": "{bad}/number.jsonl"},
-     ["{bad}/number.jsonl, line 1, column prompt", "7", "needed a string"]),
-    ((1, 2, 3), {"eval_data_path": "{bad}/broken.jsonl"}, ["{bad}/broken.jsonl, line 3"]),
+     ["{bad}/number.jsonl, line ", "column prompt", "7", "needed a string"]),
+    ((1, 2), {"eval_data_path": "{bad}/broken.jsonl"}, ["{bad}/broken.jsonl, line 3"]),
+    ((3,), {"eval_data_path": "{bad}/broken.jsonl", "num_eval_prompts": 100}, ["{bad}/broken.jsonl, line 3"]),
     ((2,), {"normalization_data_path": "{bad}/other_column.jsonl"}, ["{bad}/other_column.jsonl, line 2", "question"]),
     ((1, 2, 3), {"output_dir": "{bad}/empty.jsonl"}, ["--output_dir", "{bad}/empty.jsonl is a file", "folder"]),
     ((1, 2, 3), {"output_dir": "{bad}/empty.jsonl/out"}, ["--output_dir", "{bad}/empty.jsonl is a file", "folder"]),
@@ -33,19 +33,21 @@ MODELS = [
     ((1, 2), {"model_name_or_path": "{bad}/absent"}, ["--model_name_or_path", "{bad}/absent"]),
     ((1, 2), {"model_name_or_path": "{bad}/two_ranks"}, ["--model_name_or_path", "{bad}/two_ranks", "config.json"]),
     ((1, 2), {"model_name_or_path": "{tiny}/reward"}, ["--model_name_or_path", "{tiny}/reward", "no language model"]),
-    ((1, 2), {"model_name_or_path": "{bad}/no_weights"}, ["--model_name_or_path", "{bad}/no_weights", "no weights"]),
+    ((1, 2), {"model_name_or_path": "{bad}/sft_no_weights"},
+     ["--model_name_or_path", "{bad}/sft_no_weights", "no weights"]),
     ((2,), {"sft_model_name_or_path": "{bad}/absent"}, ["--sft_model_name_or_path", "{bad}/absent"]),
-    ((2,), {"sft_model_name_or_path": "{bad}/other_sft"},
+    ((2,), {"sft_model_name_or_path": "{bad}/sft_other_tokenizer"},
      ["--model_name_or_path", "the tokenizer in {tiny}/sft gives other ids", "must be trained"]),
     ((3,), {"actor_model_name_or_path": "{bad}/absent"}, ["--actor_model_name_or_path", "{bad}/absent"]),
     ((3,), {"actor_model_name_or_path": "{tiny}/reward"}, ["--actor_model_name_or_path", "no language model"]),
     ((3,), {"critic_model_name_or_path": "{tiny}/sft"},
      ["--critic_model_name_or_path", "no reward model but GPT2LMHeadModel", "training/step2_reward.py"]),
     ((3,), {"reward_model_name_or_path": "{tiny}/sft"}, ["--reward_model_name_or_path", "no reward model"]),
-    ((3,), {"reward_model_name_or_path": "{bad}/few_tokens"},
-     ["--reward_model_name_or_path", "{bad}/few_tokens knows 48 tokens, the actor's tokenizer has 64", "trained with"]),
-    ((3,), {"reward_model_name_or_path": "{bad}/other_tokenizer"},
-     ["--reward_model_name_or_path", "{bad}/other_tokenizer gives other ids", "must be trained"]),
+    ((3,), {"reward_model_name_or_path": "{bad}/reward_few_words"},
+     ["--reward_model_name_or_path", "{bad}/reward_few_words knows 48 tokens, the actor's tokenizer has 64",
+      "trained with"]),
+    ((3,), {"reward_model_name_or_path": "{bad}/reward_other_tokenizer"},
+     ["--reward_model_name_or_path", "{bad}/reward_other_tokenizer gives other ids", "must be trained"]),
     ((3,), {"max_prompt_seq_len": 60, "max_answer_seq_len": 5},
      ["--max_prompt_seq_len 60", "--max_answer_seq_len 5", "64 positions", "--actor_model_name_or_path", "Lower"]),
     ((2,), {"max_prompt_seq_len": 60, "max_answer_seq_len": 5},
@@ -93,32 +95,15 @@ CASES = [pytest.param(step, change, expected, id=f"step{step}-" + "-".join(f"{k}
 
 
 @pytest.fixture(scope="session")
-def bad(tiny, tmp_path_factory) -> Path:
-    """A folder of files that do not work."""
-    folder = tmp_path_factory.mktemp("bad")
-    row = json.dumps({"prompt": "w04", "response": "w05", "chosen": "w06", "rejected": "w07"}) + "\n"
-    texts = {"empty.jsonl": "", "broken.jsonl": row * 2 + "prompt: 3\n" + row,
-             "other_column.jsonl": row + row.replace("prompt", "question"), "number.jsonl": row.replace('"w04"', "7"),
-             "three.jsonl": row * 3, "unknown_key.json": '{"zero_optimisation": {"stage": 2}}',
-             "stage2.json": '{"zero_optimization": {"stage": 2}}', "clipping.json": '{"gradient_clipping": 5}'}
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    states = {"two_ranks": '{"world_size": 2, "ema": false}', "averaged": '{"world_size": 1, "ema": true}',
-              "broken_state": '{"world_size": 1'}
-    for name, text in states.items():
-        (folder / name).mkdir()
-        (folder / name / "trainer_state.json").write_text(text)
-    for name in ("few_tokens", "other_tokenizer"):
-        shutil.copytree(tiny.folder / "reward", folder / name)
-    for name in ("no_weights", "other_sft"):
-        shutil.copytree(tiny.folder / "sft", folder / name)
-    (folder / "no_weights" / "model.safetensors").unlink()
-    config = json.loads((folder / "few_tokens" / "config.json").read_text())
-    (folder / "few_tokens" / "config.json").write_text(json.dumps({**config, "vocab_size": 48}))
-    for name in ("other_tokenizer", "other_sft"):
-        words = folder / name / "tokenizer.json"
-        words.write_text(words.read_text().replace("w63", "w64"))
-    return folder
+def world(tiny, tmp_path_factory) -> BadWorld:
+    """Files and folders that do not work."""
+    return BadWorld(tmp_path_factory.mktemp("bad"), tiny)
+
+
+@pytest.fixture
+def bad(world) -> Path:
+    """Where they are."""
+    return world.folder
 
 
 def assert_one_message(result, expected: list[str], code: int = 2) -> None:
@@ -147,6 +132,27 @@ def test_a_mistake_is_told_in_one_message(step, change, expected, tiny, bad, tmp
     assert (snapshot(bad), snapshot(tiny.folder)) == before
 
 
+def test_mistakes_of_every_kind(world, tmp_path, capfd, monkeypatch):
+    """A part of what scripts/check_bad_input.py tries."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # relative names begin there
+    tried, failed = cases(world, 126, seed=1), {}
+    before = snapshot(world.folder), snapshot(world.tiny.folder)
+    for case in tried:
+        words = case.words(tmp_path / "out")
+        capfd.readouterr()
+        try:
+            problem = case.problem(Result(run_words(case.step, words), *capfd.readouterr()), tmp_path / "out")
+        except Exception as error:  # a stack trace, were it a process of its own
+            problem = repr(error)
+        if problem is not None:
+            failed[str(case)] = problem
+    assert failed == {}
+    assert len({case.mistake.kind for case in tried}) == 21, "some kind of mistake is no longer tried"
+    assert (snapshot(world.folder), snapshot(world.tiny.folder)) == before
+
+
 @pytest.mark.skipif(get_accelerator().is_fp16_supported(), reason="this machine trains in fp16")
 @pytest.mark.parametrize("step", (1, 2, 3))
 def test_fp16_where_the_machine_has_none(step, tiny, tmp_path, capfd):
@@ -155,10 +161,9 @@ def test_fp16_where_the_machine_has_none(step, tiny, tmp_path, capfd):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_written(tiny, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("training.program.os.access", lambda *_: False)  # these tests may run as root
-    result = run_here(1, tiny.flags(1, output_dir=tmp_path / "new" / "out"), capfd)
-    assert_one_message(result, [f"--output_dir {tmp_path}/new/out", f"nothing can be written into {tmp_path}"])
+def test_a_folder_that_cannot_be_written(tiny, capfd):
+    result = run_here(1, tiny.flags(1, output_dir="/proc/new/out"), capfd)  # not even by root
+    assert_one_message(result, ["--output_dir /proc/new/out", "nothing can be written into /proc"])
 
 
 @pytest.mark.parametrize("step", (1, 2, 3))
@@ -168,7 +173,7 @@ def test_another_run_is_overwritten_on_request_only(step, tiny, tmp_path, capfd)
     stale = [out / "checkpoints" / "step_000009" / "trainer_state.json", out / "samples" / "stale.jsonl"]
     for path in stale:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('{"world_size": 1, "ema": false}')
+        path.write_text('{"world_size": 1, "ema": false, "identity": {}}')
     before, steps = snapshot(out), [line["step"] for line in metric_lines(out)]
 
     assert_one_message(run_here(step, tiny.flags(step, output_dir=out, seed=7), capfd), [f"{out} is not empty"])
@@ -187,7 +192,7 @@ def test_another_run_is_overwritten_on_request_only(step, tiny, tmp_path, capfd)
 def test_resuming_into_the_folder_of_a_third_run(tiny, bad, tmp_path, capfd):
     point = tmp_path / "one" / "checkpoints" / "step_000001"
     point.mkdir(parents=True)
-    (point / "trainer_state.json").write_text('{"world_size": 1, "ema": false}')
+    (point / "trainer_state.json").write_text('{"world_size": 1, "ema": false, "identity": {}}')
     flags = tiny.flags(3, output_dir=bad, resume=tmp_path / "one")
     before = snapshot(bad)
     assert_one_message(run_here(3, flags, capfd), [f"--output_dir {bad} is not empty", "--overwrite_output_dir"])

@@ -138,7 +138,7 @@ def test_tensorboard_holds_what_the_file_holds(chain):
     assert {"objective/scores_histogram", "rollout/length_histogram"} <= set(tags["histograms"])
     samples = {event.step: text_of(event) for event in events.Tensors("samples/text_summary")}
     assert set(samples) == {2, 4} and "score" in samples[4] and "| w" in samples[4]
-    settings = text_of(events.Tensors("hparams/text_summary")[0])
+    settings = text_of(events.Tensors("settings/text_summary")[0])
     assert '"kl_coef": 0.25' in settings and '"clip_range": 0.2' in settings  # one given, one of the dialect
 
 
@@ -205,13 +205,13 @@ def test_what_is_printed(chain):
                  "actor_lr = 0.001 (given; the dialect's is "):
         assert name in out
     assert "gamma = " not in out and "temperature = " not in out
-    assert "32 prompts (0 truncated), 8 held out; 4 steps of 8 responses on 2 ranks" in out
+    assert "32 prompts (0 truncated, 0 dropped), 8 held out; 4 steps of 8 responses on 2 ranks" in out
     assert "ZeRO stages: actor 3, critic 3, reference 3, reward 3; fp32" in out
     summary = out[out.index("held-out prompts"):]
     first, *_, last = metric_lines(chain["ppo"])
     assert f"{first['eval/score']:.3f}" in summary and f"{last['eval/score']:.3f}" in summary
     assert f"{last['eval/ema_score']:.3f}" in summary
-    assert "32 episodes in 4 steps" in summary
+    assert "32 responses in 4 steps" in summary
     for name in ("actor", "critic", "actor_ema", "curves.png"):
         assert str(chain[f"ppo/{name}"]) in summary
     printed = [result.stdout + result.stderr for result in chain.results.values()]
@@ -233,7 +233,7 @@ def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
     assert lines[1]["objective/kl_coef"] == 0.1
     assert_finite(lines)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"actor", "critic", "metrics.jsonl", "tensorboard",
-                                                                   "samples", "curves.png"}
+                                                                   "samples", "curves.png", "run.json"}
 
 
 def sample_rows(chain: Chain, name: str) -> list[dict]:

@@ -1,0 +1,148 @@
+"""The command lines of DeepSpeed-Chat's scripts start a run here, with paths and sizes changed and nothing else.
+
+The words are those of training/step*/training_scripts in DeepSpeedExamples: step 1's single_node/run_1.3b.sh,
+run_13b.sh and run_llama2_7b.sh, step 2's run_350m.sh and run_llama2_7b.sh, step 3's opt/single_node/run_1.3b.sh and
+run_13b.sh and llama2/run_llama2_7b.sh. The names of flags are those of its three main.py as of 83757d9c.
+"""
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.programs import PROGRAMS, Result, metric_lines, run_words, snapshot
+
+STEP_1 = """--data_path local/jsonfile --data_split 2,4,4 --model_name_or_path {sft} --per_device_train_batch_size 4
+    --per_device_eval_batch_size 4 --max_seq_len 24 --gradient_accumulation_steps 1 --lr_scheduler_type cosine
+    --num_warmup_steps 0 --seed 1234 --deepspeed --output_dir {out} """
+STEP_2 = STEP_1 + """--weight_decay 0.1 --num_train_epochs 1 --max_prompt_seq_len 8 --max_answer_seq_len 8
+    --normalization_samples 8 """  # sizes, here: of the responses that normalise the scores
+STEP_3 = """--data_path local/jsonfile --data_split 2,4,4 --actor_model_name_or_path {sft}
+    --critic_model_name_or_path {reward} --num_padding_at_beginning 1 --generation_batches 1 --ppo_epochs 1
+    --max_answer_seq_len 8 --max_prompt_seq_len 8 --critic_learning_rate 5e-6 --num_train_epochs 1
+    --lr_scheduler_type cosine --gradient_accumulation_steps 1 --num_warmup_steps 100 --deepspeed --seed 1234
+    --enable_hybrid_engine --output_dir {out} """
+SCRIPTS = {
+    "1 run_1.3b.sh": STEP_1 + "--learning_rate 9.65e-6 --weight_decay 0. --num_train_epochs 1 --zero_stage 2 "
+                              "--enable_tensorboard --tensorboard_path {out}",
+    "1 run_13b.sh": STEP_1 + "--learning_rate 1e-4 --weight_decay 0.1 --num_train_epochs 2 --gradient_checkpointing "
+                             "--zero_stage 3",
+    "1 run_llama2_7b.sh": STEP_1 + "--learning_rate 9.65e-6 --weight_decay 0. --num_train_epochs 4 "
+                                   "--gradient_checkpointing --zero_stage 3",
+    "2 run_350m.sh": STEP_2 + "--learning_rate 5e-5 --num_padding_at_beginning 1 --zero_stage 0",
+    "2 run_llama2_7b.sh": STEP_2 + "--learning_rate 9.65e-6 --num_padding_at_beginning 0 --gradient_checkpointing "
+                                   "--zero_stage 3 --offload",
+    "3 run_1.3b.sh": STEP_3 + "--per_device_generation_batch_size 4 --per_device_training_batch_size 4 "
+                              "--actor_learning_rate 9.65e-6 --actor_dropout 0.0 --actor_zero_stage 2 "
+                              "--critic_zero_stage 2 --enable_ema --enable_tensorboard --tensorboard_path {out}",
+    "3 run_13b.sh": STEP_3 + "--per_device_generation_batch_size 8 --per_device_training_batch_size 8 "
+                             "--actor_learning_rate 5e-4 --inference_tp_size 1 --actor_zero_stage 3 "
+                             "--critic_zero_stage 3 --actor_gradient_checkpointing --disable_actor_dropout",
+    "3 run_llama2_7b.sh": STEP_3 + "--per_device_generation_batch_size 1 --per_device_training_batch_size 1 "
+                                   "--actor_learning_rate 9.65e-6 --actor_weight_decay 0.1 --critic_weight_decay 0.1 "
+                                   "--actor_gradient_checkpointing --critic_gradient_checkpointing "
+                                   "--offload_reference_model --disable_actor_dropout --actor_zero_stage 3 "
+                                   "--critic_zero_stage 3",
+}
+TRAINED = {"1 run_1.3b.sh": 2, "2 run_350m.sh": 4, "3 run_1.3b.sh": 4}  # steps: 20, 40, 40 % of 40 rows in fours
+TOLD = {1: ["deepspeed"], 2: ["deepspeed", "num_padding_at_beginning"],
+        3: ["deepspeed", "num_padding_at_beginning", "enable_hybrid_engine"]}  # what has nothing left to do
+
+SUPERVISED_FLAGS = """data_path data_split data_output_path model_name_or_path per_device_train_batch_size
+    per_device_eval_batch_size max_seq_len learning_rate weight_decay num_train_epochs gradient_accumulation_steps
+    lr_scheduler_type num_warmup_steps output_dir seed local_rank gradient_checkpointing dropout offload dtype
+    zero_stage lora_dim lora_module_name only_optimize_lora lora_learning_rate compute_fp32_loss enable_tensorboard
+    tensorboard_path add_eot_token print_loss deepspeed deepspeed_config """
+FLAGS = {
+    1: SUPERVISED_FLAGS + "sft_only_data_path disable_dropout",
+    2: SUPERVISED_FLAGS + "num_padding_at_beginning eval_interval eval_iters no_bf16_to_fp32_loss no_fused_kernels",
+    3: """data_path data_split data_output_path unsupervised_dataset_name unsupervised_dataset_config_name unsup_coef
+    actor_model_name_or_path critic_model_name_or_path num_padding_at_beginning per_device_generation_batch_size
+    per_device_training_batch_size generation_batches ppo_epochs max_prompt_seq_len max_answer_seq_len
+    actor_learning_rate critic_learning_rate actor_weight_decay critic_weight_decay num_train_epochs lr_scheduler_type
+    gradient_accumulation_steps num_warmup_steps output_dir seed preprocessing_num_workers local_rank
+    enable_hybrid_engine unpin_actor_parameters release_inference_cache inference_tp_size tp_gather_partition_size
+    offload dtype offload_reference_model actor_zero_stage critic_zero_stage actor_gradient_checkpointing
+    critic_gradient_checkpointing actor_dropout critic_dropout disable_actor_dropout disable_critic_dropout
+    actor_lora_dim actor_lora_module_name critic_lora_dim critic_lora_module_name only_optimize_lora
+    actor_lora_learning_rate critic_lora_learning_rate enable_ema enable_mixed_precision_lora compute_fp32_loss
+    enable_tensorboard tensorboard_path add_eot_token align_overflow print_answers print_answers_interval
+    enable_test_mode test_stop_step deepspeed deepspeed_config per_device_train_batch_size
+    per_device_mini_train_batch_size generation_batch_numbers"""}
+
+
+@pytest.fixture
+def started(tiny, tmp_path, monkeypatch, capfd):
+    """Run a script's words (and more) in a folder with data/train.json and data/eval.json, and out/training.log."""
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in (tiny.folder / "pairs.jsonl").read_text().splitlines()]
+    Path("data").mkdir()
+    Path("data/train.json").write_text(json.dumps(rows))
+    Path("data/eval.json").write_text(json.dumps(rows[:20]))
+    Path("out").mkdir()
+    Path("out/training.log").write_text("what the shell has redirected\n")
+
+    def run(script: str, *more: str) -> Result:
+        words = shlex.split(SCRIPTS[script].format(sft=tiny.folder / "sft", reward=tiny.folder / "reward", out="out"))
+        capfd.readouterr()
+        return Result(run_words(int(script[0]), [*words, *more]), *capfd.readouterr())
+    return run
+
+
+def told(result: Result) -> list[str]:
+    """The flags that a line says have nothing left to do."""
+    return [line.split(":")[0].split()[0] for line in result.stdout.splitlines() if line.startswith("--")]
+
+
+@pytest.mark.parametrize("script", TRAINED)
+def test_a_script_trains(script, started, tmp_path):
+    result = started(script)
+    assert result.code == 0, result.stderr
+    assert told(result) == [f"--{name}" for name in TOLD[int(script[0])]]
+    assert [line["step"] for line in metric_lines(tmp_path / "out")] == list(range(TRAINED[script] + 1))
+    assert Path("out/training.log").read_text() == "what the shell has redirected\n"
+    assert Path("out/tensorboard").is_dir()
+    models = [Path("out/actor"), Path("out/critic"), Path("out/actor_ema")] if script[0] == "3" else [Path("out")]
+    assert all((model / "model.safetensors").is_file() for model in models)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_understood(script, started, tmp_path):
+    before = snapshot(tmp_path)
+    result = started(script, "--dry_run")
+    assert (result.code, result.stderr) == (0, "")
+    step = int(script[0])
+    others = {"3 run_13b.sh": ["inference_tp_size", "disable_actor_dropout"],
+              "3 run_llama2_7b.sh": ["disable_actor_dropout"]}.get(script, [])
+    assert sorted(told(result)) == sorted(f"--{name}" for name in TOLD[step] + others)
+    assert "not looked at" not in result.stdout and "steps" in result.stdout
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("script, words, message", [
+    ("3 run_13b.sh", ["--actor_lora_dim", "128", "--actor_lora_module_name", "decoder.layers."],
+     "error: --actor_lora_dim 128: LoRA is not built yet."),
+    ("1 run_13b.sh", ["--lora_dim", "128", "--lora_module_name", "decoder.layers."], "error: --lora_dim 128: LoRA is"),
+    ("2 run_350m.sh", ["--lora_dim", "1"], "error: --lora_dim 1: LoRA is not"),
+    ("3 run_1.3b.sh", ["--critic_lora_dim", "64"], "error: --critic_lora_dim 64: LoRA is not"),
+    ("3 run_13b.sh", ["--inference_tp_size", "2"], "error: --inference_tp_size 2: tensor-parallel generation is not"),
+])
+def test_what_is_not_built_is_refused(script, words, message, started, tmp_path):
+    before = snapshot(tmp_path)
+    result = started(script, *words)
+    assert result.code == 2 and result.stderr.startswith(message) and result.stderr.count("\n") == 1
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("step", PROGRAMS)
+def test_every_flag_is_known(step):
+    flags_class = PROGRAMS[step][1]
+    ours = {spec.name for spec in dataclasses.fields(flags_class)} | set(flags_class.old_flags) | {"local_rank"}
+    assert set(FLAGS[step].split()) - ours == set()
+
+
+def test_a_folder_with_more_than_a_log_is_refused(started):
+    Path("out/model.bin").write_text("")
+    result = started("1 run_1.3b.sh")
+    assert result.code == 2 and "--output_dir out is not empty" in result.stderr
