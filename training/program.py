@@ -136,6 +136,8 @@ def _quiet_transformers() -> None:
     from transformers.utils import logging as transformers_logging
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    if "datasets" in sys.modules:  # imported before its environment variable was set
+        sys.modules["datasets"].disable_progress_bars()
 
 
 def check_run(args: RunFlags, resumed: bool = False) -> None:
