@@ -18,7 +18,7 @@ if [ "$gpus" -gt 0 ]; then                                         # on GPUs: 1,
     while [ $((ranks * 2)) -le "$gpus" ] && [ "$ranks" -lt 8 ]; do ranks=$((ranks * 2)); done
 fi
 say() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - started)); }
-launch() { deepspeed --quiet --num_gpus "$ranks" --master_port "$(free_port)" "$@"; }
+launch() { deepspeed --quiet --num_gpus "$ranks" --master_port "$(free_port)" "$@" --dtype fp32; }
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 
 say "corpus, tokenizer and an untrained model"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from engine.errors import UserError
 from training.builtin_reviews import refuse_non_empty
+from training.data.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, read_rows
 from training.program import quiet_libraries
-from training.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, read_rows
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # in the order of their ids, 0 to 3
 TEXT_FIELDS = ("text", "prompt", "response", "chosen", "rejected")

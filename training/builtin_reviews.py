@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from engine.errors import UserError
-from training.rows import PROMPT_COLUMNS, read_rows
+from training.data.rows import PROMPT_COLUMNS, read_rows
 
 # One symbol a line, its equally likely alternatives between bars. A symbol with a sign has one line per sentiment.
 # `<x>` keeps the sentiment of the text around it and `<~x>` turns it over. There is no recursion, and but for the

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from engine.errors import UserError
-from training.report import read_metrics
-from training.sinks import METRICS_FILE
+from training.reporting.sinks import METRICS_FILE
+from training.reporting.summary import read_metrics
 
 COLUMNS = ("score", "kl", "response_length", "distinct_bigrams")
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from engine import distributed
 from engine.errors import UserError
-from training.run_record import command_line
-from training.sources import DEEPSPEED_CHAT_FILES, is_path
+from training.data.sources import DEEPSPEED_CHAT_FILES, is_path
+from training.reporting.run_record import command_line
 
 PROGRAMS = {"step1_sft.py": "SFTFlags", "step2_reward.py": "RewardFlags", "step3_rlhf.py": "RLHFFlags"}
 

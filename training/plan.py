@@ -11,13 +11,13 @@ from engine.model_files import (check_policy, check_scorer, check_trunk, check_v
 from engine.rlhf_engine import EngineSpec
 from engine.rollout import SamplingConfig
 from training import checkpoint, dry_run
-from training.blocks import TextBlocks
-from training.data import Prompts
-from training.forms import PROMPTS, TEXTS
-from training.mixture import load_rows
+from training.data.blocks import TextBlocks
+from training.data.examples import Prompts
+from training.data.forms import PROMPTS, TEXTS
+from training.data.mixture import load_rows
+from training.flags.rlhf_arguments import RLHFFlags
 from training.program import check_positions, check_run, generation_stops
 from training.reward_function import load_function
-from training.rlhf_arguments import RLHFFlags
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine.errors import RunStopped, UserError
-from training.arguments import RunFlags, parse_flags
-from training.views import View
-from training.wandb_sync import check_wandb
+from training.flags.arguments import RunFlags, parse_flags
+from training.reporting.views import View
+from training.reporting.wandb_sync import check_wandb
 
 USER_ERROR, STOPPED = 2, 1
 CHECKPOINTS = "checkpoints"  # the folder of restart points in --output_dir
@@ -153,7 +153,7 @@ def check_run(args: RunFlags, resumed: bool = False) -> None:
 
 def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: int | None = None):
     """Where the run's metrics go; on the main rank its folders are made by this."""
-    from training.sinks import MetricWriter
+    from training.reporting.sinks import MetricWriter
     return MetricWriter(args.output_dir, total_steps=total_steps, resume_step=resume_step, view=view,
                         tensorboard=args.enable_tensorboard, tensorboard_dir=tensorboard_dir(args),
                         wandb_project=args.wandb_project)
@@ -216,7 +216,7 @@ def generation_stops(path: str, tokenizer) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
     from engine.model_files import read_config
-    from training.tokens import stop_token_ids
+    from training.data.tokens import stop_token_ids
     try:
         generation = GenerationConfig.from_pretrained(path)
     except OSError:

@@ -6,15 +6,16 @@ from pathlib import Path
 from engine import distributed
 from engine.ds_engine import TrainedModel, full_state
 from engine.model_files import save_model
-from training import checkpoint, views
+from training import checkpoint
 from training.evaluation import Evaluator, sample_rows, write_rows
+from training.flags.rlhf_arguments import RLHFFlags
 from training.plan import Plan, goes_on
 from training.ppo_trainer import PPOTrainer, StepReport
 from training.program import open_writer
-from training.report import RunSummary, plot_curves, read_metrics, summary_text
-from training.rlhf_arguments import RLHFFlags
-from training.run_record import write_run_record
-from training.sinks import METRICS_FILE
+from training.reporting import views
+from training.reporting.run_record import write_run_record
+from training.reporting.sinks import METRICS_FILE
+from training.reporting.summary import RunSummary, plot_curves, read_metrics, summary_text
 from training.step_metrics import distributions
 
 

@@ -14,12 +14,13 @@ from engine.algo.masked import masked_sum
 from engine.experience import position_ids
 from engine.model_files import DTYPES, check_policy, load_policy, read_tokenizer
 from engine.rlhf_engine import wrap_trained
-from training import dry_run, views
-from training.arguments import flag
-from training.data import SFTBatch, SFTExamples, collate_sft
+from training import dry_run
+from training.data.examples import SFTBatch, SFTExamples, collate_sft
+from training.data.forms import SFT
+from training.flags.arguments import flag
 from training.metrics import Accumulator
-from training.forms import SFT
 from training.program import agreed, check_positions, check_run, checked, leave, run
+from training.reporting import views
 from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
 
 

@@ -25,13 +25,14 @@ from engine.model_files import (DTYPES, check_policy, check_trunk, check_vocabul
                                 read_tokenizer, vocabulary_size)
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, wrap_trained
 from engine.rollout import ReplicaRollouts, SamplingConfig, Zero3Rollouts
-from training import dry_run, views
-from training.arguments import flag
-from training.data import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
+from training import dry_run
+from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
+from training.data.forms import PAIRS, PROMPTS
+from training.data.mixture import load_rows
+from training.flags.arguments import flag
 from training.metrics import Accumulator
-from training.forms import PAIRS, PROMPTS
-from training.mixture import load_rows
 from training.program import agreed, check_positions, check_run, checked, generation_stops, leave, run
+from training.reporting import views
 from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
 
 

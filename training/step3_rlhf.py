@@ -17,12 +17,12 @@ from engine.reward.function import FunctionReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
 from training import checkpoint
+from training.data.feeds import ShuffledPrompts, ShuffledTexts
 from training.evaluation import Evaluator
-from training.feeds import ShuffledPrompts, ShuffledTexts
+from training.flags.rlhf_arguments import RLHFFlags
 from training.plan import Plan, check_files, dialect_lines, goes_on, make_plan, plan_lines, print_dry_run
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import agreed, checked, clear_output_dir, leave, run
-from training.rlhf_arguments import RLHFFlags
 from training.session import Session
 
 

@@ -15,15 +15,15 @@ from engine.errors import RunStopped, UserError
 from engine.model_files import save_model
 from engine.optim import LR_SCHEDULES, lr_factor
 from engine.rlhf_engine import OptimizerSpec
-from training import deepspeed_chat
-from training.arguments import REQUIRED, OldFlag, flag
-from training.data_arguments import DataFlags
+from training.data.order import epoch_batches
+from training.flags import deepspeed_chat
+from training.flags.arguments import REQUIRED, OldFlag, flag
+from training.flags.data_arguments import DataFlags
 from training.metrics import Accumulator
-from training.order import epoch_batches
 from training.ppo_trainer import peak_memory_gb
 from training.program import clear_output_dir, open_writer
-from training.run_record import write_run_record
-from training.views import View
+from training.reporting.run_record import write_run_record
+from training.reporting.views import View
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from engine.experience import PromptBatch
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from tests.tiny_models import PAD, VOCABULARY
-from training.data import collate_prompts
+from training.data.examples import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
 DIALECT = Dialect(name="tiny", actor_lr=1e-3, critic_lr=1e-3, warmup_steps=2, ppo_epochs=1, ema_decay=0.9)

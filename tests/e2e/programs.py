@@ -21,8 +21,8 @@ import torch
 
 from tests import tiny_models
 from training import step1_sft, step2_reward, step3_rlhf
+from training.flags.rlhf_arguments import RLHFFlags
 from training.program import run
-from training.rlhf_arguments import RLHFFlags
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 300.0  # seconds

@@ -1,0 +1,173 @@
+"""What a step reads of several data sets: its part, what is held out, and how often each row is seen."""
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from engine.errors import UserError
+from tests.training.data.tiny_tokenizers import word_tokenizer
+from training.data.forms import PROMPTS, SFT
+from training.data.mixture import load_rows, parse_split, split_part, weighted
+
+
+@pytest.fixture
+def data(tmp_path):
+    def write(name: str, count: int, start: int = 0) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps({"text": f"t{n}"}) + "\n" for n in range(start, start + count)))
+        return str(path)
+    return write
+
+
+def load(*paths, phase=1, seed=7, **options):
+    """(numbers of the training rows, numbers of the held-out rows)."""
+    both = load_rows(list(paths), SFT, word_tokenizer(), phase=phase, seed=seed, **options)
+    return tuple([int(row["text"][1:]) for row in rows] for rows in both)
+
+
+def test_one_file_is_read_in_its_order(data):
+    assert load(data("a.jsonl", 5)) == ([0, 1, 2, 3, 4], [])
+
+
+def test_parts_of_the_steps_are_disjoint_and_cover_everything(data):
+    path = data("a.jsonl", 103)
+    parts = {phase: load(path, phase=phase, split="2,4,4")[0] for phase in (1, 2, 3)}
+    assert [len(part) for part in parts.values()] == [21, 41, 41]  # 20.6 | 61.8 | 103, rounded, are the borders
+    assert sorted(parts[1] + parts[2] + parts[3]) == list(range(103))
+    assert all(part == sorted(part) for part in parts.values()) and parts[1] != list(range(21))
+    assert load(path, split="2,4,4")[0] == parts[1] == load(path, split="20,40,40")[0]
+    assert load(path, split="2,4,4", seed=8)[0] != parts[1]
+
+
+@pytest.mark.parametrize("size, shares", [(1, "1,1,1"), (2, "6,2,2"), (10, "1,0,0"), (999, "0.1,0.2,0.7"),
+                                          (7, "0,0,5")])
+def test_no_row_is_lost_in_rounding(size, shares):
+    parts = [split_part(size, parse_split(shares), phase, seed=1) for phase in (1, 2, 3)]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(size))
+
+
+@pytest.mark.parametrize("split", ["", "1", "2,4", "2,4,4,1", "a,b,c", "2,4,", "-1,4,4", "0,0,0", "nan,1,1", "inf,1,1",
+                                   "2;4;4"])
+def test_strings_that_are_no_split(split):
+    with pytest.raises(UserError, match=f"--data_split {split!r}: give the shares of steps 1, 2 and 3 as three"):
+        parse_split(split)
+
+
+def test_a_step_without_a_share_is_told(data):
+    with pytest.raises(UserError, match=r"--data_split 1,0,0: of the 5 rows of .*a.jsonl, none is left for step 2"):
+        load(data("a.jsonl", 5), split="1,0,0", phase=2)
+
+
+def test_weights_say_how_often_a_data_set_is_seen(data):
+    paths = [data("a.jsonl", 10), data("b.jsonl", 10, 100), data("c.jsonl", 10, 200)]
+    rows = load(*paths, weights=[1, 0.5, 2.3])[0]
+    seen = Counter(rows)
+    assert sorted(n for n in seen if n < 100) == list(range(10)) and all(seen[n] == 1 for n in range(10))
+    assert len([n for n in seen if 100 <= n < 200]) == 5
+    assert Counter(seen[n] for n in range(200, 210)) == {2: 7, 3: 3}
+    assert load(*paths, weights=[1, 0.5, 2.3])[0] == rows != load(*paths, weights=[1, 0.5, 2.3], seed=8)[0]
+    assert load(*paths, weights=[])[0] == [*range(10), *range(100, 110), *range(200, 210)]
+
+
+@pytest.mark.parametrize("weights, message", [
+    ([1], r"--data_weights 1: 1 weights for 2 data sets of --data_path\. Give one for each"),
+    ([1, 0], r"--data_weights 1 0: a weight says how often .* greater than 0"),
+    ([1, -0.5], "--data_weights 1 -0.5: a weight"),
+    ([1, float("nan")], "--data_weights 1 nan: a weight"),
+    ([1, 0.01], r"--data_weights 0.01: of the 4 rows of .*b.jsonl none is left"),
+])
+def test_weights_that_cannot_work(data, weights, message):
+    with pytest.raises(UserError, match=message):
+        load(data("a.jsonl", 4), data("b.jsonl", 4), weights=weights)
+
+
+def test_the_halves_of_two_sets_of_one_size_are_drawn_without_order(data):
+    places = np.stack([np.zeros(100, int), np.arange(100)], axis=1)
+    half = weighted(places, 0.5, 3, "a")[:, 1].tolist()
+    assert len(set(half)) == 50 and half == sorted(half) and half != list(range(50))
+
+
+def test_held_out_rows_are_in_no_training_row_however_often_they_are_seen(data):
+    paths = [data("a.jsonl", 20), data("b.jsonl", 20, 100)]
+    training, held_out = load(*paths, weights=[2, 1], held_out=0.25)
+    assert len(held_out) == len(set(held_out)) == 10 and not set(training) & set(held_out)
+    assert sorted(set(training) | set(held_out)) == [*range(20), *range(100, 120)]
+    assert set(Counter(n for n in training if n < 100).values()) == {2}
+
+
+def test_the_held_out_rows_of_a_part_are_of_that_part(data):
+    path = data("a.jsonl", 100)
+    whole = set(load(path, phase=2, split="1,1,2")[0])
+    training, held_out = load(path, phase=2, split="1,1,2", held_out=5)
+    assert len(held_out) == 5 and set(training) | set(held_out) == whole
+
+
+def test_a_held_out_split_of_its_own_is_used(data, tmp_path):
+    data("set/train.jsonl", 10)
+    data("set/test.jsonl", 8, 50)
+    folder, other = str(tmp_path / "set"), data("b.jsonl", 10, 100)
+    assert load(folder, held_out=0.5) == (list(range(10)), list(range(50, 58)))
+    training, held_out = load(folder, other, held_out=3)
+    assert [n for n in held_out if n < 100] == list(range(50, 58)) and len(held_out) == 11
+    assert sorted(training + held_out) == [*range(10), *range(50, 58), *range(100, 110)]
+    parts = [load(folder, phase=phase, split="1,1,2", held_out=0.5)[1] for phase in (1, 2, 3)]
+    assert [len(part) for part in parts] == [2, 2, 4] and sorted(sum(parts, [])) == list(range(50, 58))
+    assert load(folder)[1] == []  # none are asked for
+
+
+def test_eval_data_path_goes_before_all(data, tmp_path):
+    data("set/train.jsonl", 10)
+    data("set/test.jsonl", 8, 50)
+    folder, other = str(tmp_path / "set"), data("b.jsonl", 6, 100)
+    options = {"held_out": 0.5, "split": "1,1,2"}
+    assert load(folder, eval_data_path=[other], **options)[1] == list(range(100, 106))
+    assert load(other, eval_data_path=folder, **options)[1] == list(range(50, 58))
+
+
+def test_a_limit_of_held_out_rows(data):
+    training, held_out = load(data("a.jsonl", 10), eval_data_path=data("b.jsonl", 100, 100), eval_limit=5)
+    assert len(training) == 10 and len(set(held_out)) == 5 and held_out == sorted(held_out)
+    assert held_out != list(range(100, 105))
+    assert load(data("a.jsonl", 10), eval_data_path=data("b.jsonl", 5, 100), eval_limit=5)[1] == list(range(100, 105))
+
+
+def test_too_few_rows_to_hold_any_out(data):
+    with pytest.raises(UserError, match=r"--data_path .*a.jsonl, --num_eval_prompts: cannot hold out 3 of 3 rows"):
+        load(data("a.jsonl", 3), held_out=3, held_out_flag="--num_eval_prompts")
+
+
+def test_empty_data_are_told(data):
+    with pytest.raises(UserError, match=r"b.jsonl: found no rows; it needs at least one with messages, or prompt"):
+        load(data("a.jsonl", 3), data("b.jsonl", 0))
+
+
+def test_rows_are_checked_when_they_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1}\n\n{"prompt": 2}\n')
+    rows, _ = load_rows(str(path), PROMPTS, word_tokenizer(), phase=3, seed=0)
+    assert len(rows) == 2 and rows[0] == {"prompt": "a", "answer": 1} and len(rows[:1]) == 1
+    with pytest.raises(UserError, match=r"a.jsonl, line 3, column prompt: found a number"):
+        list(rows)
+
+
+def test_sets_that_are_not_divided(data, tmp_path):
+    for name, start in (("divided", 0), ("whole", 100)):
+        data(f"{name}/train.jsonl", 10, start)
+        data(f"{name}/test.jsonl", 4, start + 50)
+    training, held_out = load(str(tmp_path / "divided"), undivided=[str(tmp_path / "whole")], split="1,0,1",
+                              held_out=0.5)
+    assert len(training) == 15 and training[5:] == list(range(100, 110))
+    assert len(held_out) == 6 and held_out[2:] == list(range(150, 154))
+
+
+def test_fingerprints_are_of_the_rows(data):
+    def fingerprint(path, form=SFT, **options):
+        return load_rows(path, form, word_tokenizer(), phase=1, seed=7, **options)[0].fingerprint
+
+    one, copy, other = data("a.jsonl", 9), data("copy.jsonl", 9), data("b.jsonl", 9, 1)
+    assert fingerprint(one) == fingerprint(copy)
+    different = [fingerprint(one), fingerprint(other), fingerprint(one, PROMPTS), fingerprint(one, split="1,1,1"),
+                 fingerprint(one, weights=[2]), fingerprint(one, held_out=2), fingerprint([one, copy])]
+    assert len(set(different)) == len(different)

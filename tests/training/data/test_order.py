@@ -1,0 +1,60 @@
+"""The order of visits: every prompt once an epoch, and independent of ranks and restarts."""
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import UserError
+from training.data.order import PromptOrder, epoch_batches, epoch_permutation
+
+
+def test_an_epoch_is_a_permutation_keyed_by_seed_and_epoch():
+    draws = {(seed, epoch): tuple(epoch_permutation(50, seed, epoch)) for seed in range(3) for epoch in range(3)}
+    assert all(sorted(draw) == list(range(50)) for draw in draws.values())
+    assert len(set(draws.values())) == 9  # (1, 2) is another key than (2, 1)
+    assert tuple(epoch_permutation(50, 1, 2)) == draws[1, 2]
+
+
+def test_prompts_are_the_epochs_in_a_row_cut_into_batches():
+    order = PromptOrder(5, batch_size=3, seed=7)
+    indices, visits = zip(*(order.batch(step) for step in range(5)))
+    assert all(part.dtype == torch.int64 and part.shape == (3,) for part in indices + visits)
+    epochs = np.concatenate([epoch_permutation(5, 7, epoch) for epoch in range(3)])
+    assert torch.cat(indices).tolist() == epochs.tolist()
+    assert torch.cat(visits).tolist() == [0] * 5 + [1] * 5 + [2] * 5
+
+
+def test_a_batch_is_known_from_its_step_alone():
+    order = PromptOrder(5, batch_size=5, seed=0)
+    for step in range(4):
+        order.batch(step)
+    indices, visits = PromptOrder(5, batch_size=5, seed=0).batch(4)
+    assert indices.tolist() == order.batch(4)[0].tolist() == epoch_permutation(5, 0, 4).tolist()
+    assert visits.tolist() == [4] * 5
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(UserError, match="a batch of 6 prompts is asked for, and there are 5"):
+        PromptOrder(5, batch_size=6, seed=0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_global_batches_do_not_depend_on_the_number_of_ranks(world):
+    whole = epoch_permutation(11, 3, 1).tolist()
+    ranks = [epoch_batches(11, 4 // world, epoch=1, seed=3, rank=rank, world=world) for rank in range(world)]
+    assert [sum((batches[b] for batches in ranks), []) for b in range(2)] == [whole[:4], whole[4:8]]
+    assert all([len(batch) for batch in batches] == [4 // world] * 2 for batches in ranks)
+
+
+def test_the_last_batch_may_be_short_but_all_ranks_have_it():
+    whole = epoch_permutation(11, 3, 1).tolist()
+    ranks = [epoch_batches(11, 1, epoch=1, seed=3, rank=rank, world=4, drop_last=False) for rank in range(4)]
+    assert [len(batches) for batches in ranks] == [3] * 4
+    assert sum((batches[2] for batches in ranks), []) == whole[8:]
+    alone = epoch_batches(3, 4, epoch=0, seed=0, rank=0, world=1, drop_last=False)
+    assert alone == [epoch_permutation(3, 0, 0).tolist()]
+
+
+def test_data_smaller_than_one_batch_are_refused():
+    assert len(epoch_batches(8, 4, epoch=0, seed=0, rank=1, world=2)) == 1
+    with pytest.raises(UserError, match="7 examples are fewer than one batch of 4 on each of 2 ranks"):
+        epoch_batches(7, 4, epoch=0, seed=0, rank=1, world=2)

@@ -1,0 +1,172 @@
+"""Data files of each kind, and that whatever is broken in them is told with file, line or row, and reason."""
+import gzip
+import json
+import random
+import re
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from engine.errors import UserError
+from training.data.records import read_records
+from training.data.rows import PAIR_COLUMNS, SFT_COLUMNS, read_rows
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content: bytes, name: str):
+        path = tmp_path / name
+        path.write_bytes(content)
+        return path
+    return write
+
+
+def all_of(path) -> list:
+    records = read_records(path)
+    return [(where.removeprefix(f"{path}, "), value) for where, value in (records[i] for i in range(len(records)))]
+
+
+def test_csv_cells_are_texts_and_empty_ones_are_absent(write):
+    path = write('\ufefftext,stars\r\n"a, ""b""\nc",007\r\n\r\nNA,\r\nd\n'.encode(), "rows.csv")
+    assert all_of(path) == [("line 2", {"text": 'a, "b"\nc', "stars": "007"}),
+                            ("line 5", {"text": "NA", "stars": None}), ("line 6", {"text": "d", "stars": None})]
+
+
+def test_a_cell_may_be_long(write):
+    assert all_of(write(b"text\n" + b"x" * 1_000_000, "rows.csv")) == [("line 2", {"text": "x" * 1_000_000})]
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"text\na\nb,c\n", r"rows.csv, line 3: found 2 cells in the 1 columns text\. Put cells"),
+    (b'text\na\n"b\nc\n', r"""rows.csv, line 3: found '"b', which is no CSV \(unexpected end of data\)"""),
+    (b'text\n"a"b\n', r"""line 2: found '"a"b', which is no CSV"""),
+    (b"text,text\na,b\n", r"line 1: found the column names text, text; each may stand there once"),
+    (b"text\na\nb\xff\n", r"line 3: found the byte 0xff"),
+    (b"text\na\n\0\n", r"line 3: found a NUL character"),
+    (b"txt\na\n", r"line 2: found the columns: txt; needed: prompt \+ response, or text"),
+    (b"text,stars\n,5\n", r"line 2: found the columns: text \(null\), stars"),
+    (b"text\n", r"rows.csv: found no rows"),
+    (b"", r"rows.csv: found no rows"),
+])
+def test_mistakes_in_csv(write, content, message):
+    with pytest.raises(UserError, match=message):
+        read_rows(write(content, "rows.csv"), SFT_COLUMNS)
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", None], "stars": [1, 2]}), path)
+    assert all_of(path) == [("row 1", {"text": "a", "stars": 1}), ("row 2", {"text": None, "stars": 2})]
+    with pytest.raises(UserError, match=r"rows.parquet, row 2: found the columns: text \(null\), stars"):
+        read_rows(path, SFT_COLUMNS)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"rows.parquet: found no Parquet that can be read \(.+\)\. Write it again"):
+        read_records(path)
+
+
+@pytest.mark.parametrize("content, name, message", [
+    (b"[" * 100_000, "rows.json", r"rows.json, line 1: found '\[{60}\.\.\.', which is no JSON here .*too deep"),
+    (b"{}\n" + b'{"a":' * 100_000, "rows.jsonl", r"line 2: found .*too deep"),
+    (b'{"text": ' + b"1" * 5000 + b"}", "rows.jsonl", r"line 1: found .*, which is no JSON"),
+    (gzip.compress(b'{"text": "a"}'), "rows.jsonl", "line 1: found the byte 0x8b"),
+])
+def test_what_makes_a_parser_give_up(write, content, name, message):
+    with pytest.raises(UserError, match=message):
+        all_of(write(content, name))
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
+def test_the_fingerprint_is_of_the_content(tmp_path, name):
+    def saved(folder: str, text: str) -> str:
+        path = tmp_path / folder / name
+        path.parent.mkdir(exist_ok=True)
+        if name.endswith(".parquet"):
+            parquet.write_table(pyarrow.table({"text": [text]}), path)
+        else:
+            path.write_text(json.dumps({"text": text}) if "json" in name else f"text\n{text}\n")
+        return read_records(path).fingerprint
+
+    assert saved("one", "a") == saved("two", "a") != saved("one", "b")
+
+
+# --- 2,000 broken rows ------------------------------------------------------------------------------------------------
+
+GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
+
+
+def broken_object(rng: random.Random) -> object:
+    """A JSON value that is no row of a pair."""
+    name = rng.choice(list(GOOD))
+    kind = rng.randrange(6)
+    if kind == 0:
+        return rng.choice([None, 7, -1.5, True, "text", [], [GOOD], {}])
+    if kind == 1:
+        return {key: value for key, value in GOOD.items() if key != name}
+    if kind == 2:
+        return GOOD | {name: rng.choice([None, 7, 0.5, False, [], ["b"], [7], {}, {"role": "user"}])}
+    if kind == 3:
+        return GOOD | {rng.choice(["chosen", "rejected"]): rng.choice(["", " ", "\n\t"])}
+    if kind == 4:
+        return GOOD | {name: rng.choice(["\0", "a\0b", "\ud800", "x\udfff"])}
+    return {name.upper(): rng.choice(["x", "y" * 200])}
+
+
+def broken_bytes(rng: random.Random) -> bytes:
+    """A line of bytes that is no JSON, or none of UTF-8."""
+    line = json.dumps(GOOD | {"prompt": "\u00e9\U0001f600" * rng.randrange(1, 9)}, ensure_ascii=False).encode()
+    kind = rng.randrange(5)
+    if kind == 0:
+        return line[:rng.randrange(1, len(line) - 1)]  # half-written, often in the middle of a character
+    if kind == 1:
+        return line.replace(b"\xc3\xa9", bytes([rng.randrange(0x80, 0x100)]), 1)
+    if kind == 2:
+        return line.replace(b'"b"', b'"\0"')
+    if kind == 3:
+        return line + rng.choice([b"}", b",", b" oops", b"\x1a"])
+    return rng.choice([b"{", b"nul", b"'a'", b"{]", b'{"prompt" "a"}', b"\xff\xfe{", b"\x80"])
+
+
+def broken_cells(rng: random.Random) -> bytes:
+    """A line of a CSV file with the columns prompt, chosen, rejected."""
+    return rng.choice([b"a", b"a,b", b"a,b,c,d", b'a,b,"c', b'a,"b"x,c', b"a,,c", b",b,c", b"a, ,c", b"a,b,\0",
+                       b"a,b,\xc3", b"\xff,b,c", b'"a\0",b,c', b"a,b,\xf0\x9f\x98"])
+
+
+def test_two_thousand_broken_rows_are_told_with_their_place(write):
+    rng = random.Random(0)
+    good = json.dumps(GOOD).encode()
+    for number in range(2_000):
+        before = rng.randrange(4)
+        kind = rng.choice(["object", "bytes", "list", "csv"])
+        if kind == "csv":
+            path = write(b"prompt,chosen,rejected\n" + b"a,b,c\n" * before + broken_cells(rng) + b"\n", "rows.csv")
+            place = f"line {before + 2}"
+        elif kind == "list":
+            path = write(json.dumps([GOOD] * before + [broken_object(rng), GOOD]).encode(), "rows.json")
+            place = f"row {before + 1}"
+        else:
+            line = json.dumps(broken_object(rng)).encode() if kind == "object" else broken_bytes(rng)
+            path = write((good + b"\n") * before + line + b"\n" + good, "rows.jsonl")
+            place = f"line {before + 1}"
+        with pytest.raises(UserError) as caught:
+            read_rows(path, PAIR_COLUMNS)
+        message = str(caught.value)
+        assert re.match(rf"{re.escape(str(path))}, {place}\b", message), (number, message)
+        assert "found " in message and len(message) < len(str(path)) + 700, (number, message)
+
+
+@pytest.mark.parametrize("megabytes", [1, 4])
+def test_huge_broken_lines_make_short_messages(write, megabytes):
+    huge = "x" * (megabytes << 20)
+    for content, name, place in [
+            (json.dumps(GOOD | {"chosen": [huge]}), "rows.jsonl", "line 1, column chosen"),
+            (json.dumps(GOOD)[:-1] + huge, "rows.jsonl", "line 1"),
+            (json.dumps({huge: "a"}), "rows.jsonl", "line 1"),
+            (json.dumps([{"prompt": huge}]), "rows.json", "row 1"),
+            (f"prompt,chosen,rejected\n{huge},b\n", "rows.csv", "line 2"),
+            (f'prompt,chosen,rejected\n"{huge},b\n', "rows.csv", "line 2")]:
+        path = write(content.encode(), name)
+        with pytest.raises(UserError, match=f"{re.escape(str(path))}, {place}") as caught:
+            read_rows(path, PAIR_COLUMNS)
+        assert len(str(caught.value)) < len(str(path)) + 700

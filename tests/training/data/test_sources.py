@@ -1,0 +1,172 @@
+"""Data sets by path: files, folders of every kind, DeepSpeed-Chat's names; and names that are none."""
+import gzip
+import json
+
+import datasets
+import pytest
+
+from engine.errors import UserError
+from training.data import sources
+from training.data.known_sets import changes_of
+from training.data.sources import open_source
+
+
+def lines(*texts: str) -> str:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def texts_of(parts) -> list[str]:
+    return [part[index][1]["text"] for part in parts for index in range(len(part))]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(**files: str | bytes):
+        for name, content in files.items():
+            path = tmp_path / "set" / name.replace("__", "/").replace("_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(tmp_path / "set")
+    return write
+
+
+@pytest.mark.parametrize("files, training, held_out", [
+    ({"a_jsonl": lines("a"), "b_jsonl": lines("b")}, ["a", "b"], []),
+    ({"train_jsonl": lines("a"), "test_jsonl": lines("b")}, ["a"], ["b"]),
+    ({"train__1_csv": "text\na\n", "validation__1_csv": "text\nb\n"}, ["a"], ["b"]),
+    ({"data__train_json": json.dumps([{"text": "a"}]), "data__eval_json": lines("b")}, ["a"], ["b"]),
+    ({"train_jsonl": lines("a"), "validation_jsonl": lines("b"), "test_jsonl": lines("c")}, ["a"], ["c"]),
+    ({"train_jsonl_gz": gzip.compress(lines("a").encode()), "test_jsonl_gz": gzip.compress(lines("b").encode())},
+     ["a"], ["b"]),
+    ({"x_jsonl": lines("a"), "y_jsonl": lines("b"),
+      "README_md": "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: y.jsonl}\n---\n"},
+     ["b"], []),
+])
+def test_folders(folder, monkeypatch, tmp_path, files, training, held_out):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "copies")
+    source = open_source(folder(**files))
+    assert (texts_of(source.training), texts_of(source.held_out)) == (training, held_out)
+
+
+def test_rows_of_a_folder_are_told_with_file_and_line(folder):
+    path = folder(train_jsonl=lines("a") + "oops\n")
+    with pytest.raises(UserError, match=r"set/train.jsonl, line 2: found 'oops'"):
+        texts_of(open_source(path).training)
+
+
+@pytest.mark.parametrize("with_test", [False, True])
+def test_what_save_to_disk_wrote(tmp_path, with_test):
+    part = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    path = str(tmp_path / "saved")
+    (datasets.DatasetDict(train=part, test=part.select([1])) if with_test else part).save_to_disk(path)
+    source = open_source(path)
+    assert texts_of(source.training) == ["a", "b"] and texts_of(source.held_out) == ["b"] * with_test
+    assert source.training[0][1] == (f"{path}, split train, row 2", {"text": "b"})
+    (tmp_path / "saved" / ("train" if with_test else "") / "state.json").write_text("{")
+    with pytest.raises(UserError, match="saved: found a data set of save_to_disk that is broken"):
+        open_source(path)
+
+
+def test_the_fingerprint_of_a_saved_set_is_of_its_content(tmp_path):
+    prints = []
+    for name, text in (("one", "a"), ("two", "b")):
+        datasets.Dataset.from_dict({"text": [text]}).save_to_disk(str(tmp_path / name))
+        prints += [open_source(str(tmp_path / name)).training[0].fingerprint for _ in range(2)]
+    assert prints[0] == prints[1] != prints[2] == prints[3]
+
+
+def test_the_local_files_of_deepspeed_chat(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="data/train.json: cannot be read"):
+        open_source("local/jsonfile")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.json").write_text(json.dumps([{"prompt": "a", "chosen": "b", "rejected": None}]))
+    (tmp_path / "data" / "eval.json").write_text(json.dumps([{"prompt": "d", "chosen": "e", "rejected": "f"}]))
+    source = open_source("local/jsonfile")
+    assert source.training[0][0] == ("data/train.json, row 1", {"prompt": " a", "chosen": " b", "rejected": None})
+    assert source.held_out[0][0] == ("data/eval.json, row 1", {"prompt": " d", "chosen": " e", "rejected": " f"})
+
+
+@pytest.mark.parametrize("name, row, expected", [
+    ("Dahoas/synthetic-instruct-gptj-pairwise", {"prompt": "a", "chosen": "b", "rejected": "c"},
+     {"prompt": " Human: a Assistant:", "chosen": " b", "rejected": " c"}),
+    ("copies/stanfordnlp/SHP/", {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 1},
+     {"prompt": " Human: a Assistant:", "chosen": " b", "rejected": " c"}),
+    ("stanfordnlp/SHP", {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 0},
+     {"prompt": " Human: a Assistant:", "chosen": " c", "rejected": " b"}),
+    ("wangrui6/Zhihu-KOL", {"INSTRUCTION": "a", "RESPONSE": "b"}, {"prompt": " Human: a Assistant:", "response": " b"}),
+    ("yitingxie/rlhf-reward-datasets", {"prompt": "a\n", "chosen": "Assistant: b", "rejected": "Assistant: c"},
+     {"prompt": "a\nAssistant:", "chosen": " b", "rejected": " c"}),
+])
+def test_sets_that_deepspeed_chat_knows(name, row, expected):
+    assert changes_of(name)(row).items() >= expected.items()
+
+
+def test_other_sets_are_taken_as_they_are():
+    assert changes_of("Dahoas/rm-static") is changes_of("my-stanfordnlp/SHP") is None
+
+
+@pytest.mark.parametrize("name, message", [
+    ("./absent", r"absent: cannot be read \(No such file or directory\); check the path"),
+    ("/absent/rows.jsonl", r"/absent/rows.jsonl: cannot be read \(No such file"),
+    ("~/absent-folder-of-data", "absent-folder-of-data: cannot be read"),
+    ("a/b/c", "a/b/c: cannot be read"),
+    ("absent.csv", r"absent.csv: cannot be read \(No such file or directory\); check the path"),
+    ("reviews/absent.parquet", "reviews/absent.parquet: cannot be read"),
+    ("not a name", "not a name: cannot be read"),
+    ("", "--data_path: found an empty name"),
+])
+def test_paths_are_never_asked_for_on_the_hub(monkeypatch, tmp_path, name, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources, "_hub_splits", lambda *names: pytest.fail("asked the Hub"))
+    with pytest.raises(UserError, match=message):
+        open_source(name)
+
+
+def test_folders_that_are_no_data_set(folder, tmp_path):
+    (tmp_path / "set").mkdir()
+    with pytest.raises(UserError, match="set: found no data set in this folder"):
+        open_source(str(tmp_path / "set"))
+    with pytest.raises(UserError, match=r"set: found files that end in \.jsonl and also c\.csv"):
+        open_source(folder(a_jsonl=lines("a"), b_jsonl=lines("b"), c_csv="text\na\n"))
+
+
+def test_a_data_set_without_a_training_split_is_refused(tmp_path):
+    part = datasets.Dataset.from_dict({"text": ["a"]})
+    datasets.DatasetDict(train_sft=part, train_prefs=part).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match="found the splits train_sft, train_prefs, and none is called train"):
+        open_source(str(tmp_path / "saved"))
+
+
+class Hub:
+    """Stands in for the Hub, which has one data set."""
+
+    def dataset_info(self, name, timeout):
+        if name != "owner/name":
+            raise ConnectionError("no such thing\nand more")
+
+
+def test_names_of_the_hub(monkeypatch):
+    loaded = datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a", "b"]}),
+                                  test=datasets.Dataset.from_dict({"text": ["c"]}))
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config: loaded)
+    source = open_source("owner/name")
+    assert source.training[0][1] == ("owner/name, split train, row 2", {"text": "b"})
+    assert texts_of(source.held_out) == ["c"]
+    assert source.training[0].fingerprint != source.held_out[0].fingerprint
+    with pytest.raises(UserError, match=r"^owner/other: found no such file or folder in .*, and no data set of "
+                                        r"that name .* \(no such thing\)\. Check the name"):
+        open_source("owner/other")
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info",
+                        lambda self, name, timeout: asked.append(timeout) or Hub().dataset_info(name, timeout))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: pytest.fail("asked again"))
+    with pytest.raises(UserError, match="no data set of that name on the Hugging Face Hub can be reached"):
+        open_source("nobody/nothing")
+    assert asked == [sources.PROBE_SECONDS]

@@ -1,0 +1,90 @@
+"""docs/metrics.md lists the metrics that the code writes: all of them, and no others."""
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+GROUPS = "objective|policy|value|advantages|returns|rollout|time|memory|eval|train"
+ADDING = {"add", "add_sum", "add_max", "add_moments", "add_explained_variance"}  # an Accumulator's methods
+
+# Names that are put together: the form in the code, with {} for what is filled in, and what it becomes.
+SCORE_PARTS = ("scores_model", "scores_function", "length_penalty", "missing_eos_penalty")
+EVALUATED = ("score", "kl", "response_length", "distinct_bigrams", *SCORE_PARTS)
+FAMILIES = {
+    "{}/grad_norm": {"policy/grad_norm", "value/grad_norm"},
+    "{}/lr": {"policy/lr", "value/lr"},
+    "{}/accuracy": {"train/accuracy", "eval/accuracy"},
+    "{}/margin": {"train/margin", "eval/margin"},
+    "{}/margin_std": {"train/margin_std", "eval/margin_std"},
+    "time/{}": {"time/generate", "time/make_experience", "time/train"},
+    "objective/{}": {f"objective/{part}" for part in SCORE_PARTS},
+    "eval/{}": {f"eval/{name}" for name in EVALUATED},
+    "eval/ema_{}": {f"eval/ema_{name}" for name in EVALUATED},
+}
+READERS = {"reporting/views.py", "reporting/summary.py", "reporting/health.py", "compare_runs.py"}  # they name metrics and write none
+NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
+
+
+def documented() -> set[str]:
+    """The metrics in the first columns of the page's tables."""
+    rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)} - {"step", "samples"}
+
+
+def named(paths: list[Path]) -> tuple[set[str], set[str]]:
+    """The names in sources, whole ones and the forms of those that are put together.
+
+    Whatever an Accumulator is given counts, under any group; elsewhere, what looks like a name of a known group.
+    """
+    found = set()
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ADDING:
+                given = [*node.args[:1], *(keyword.value for keyword in node.keywords)]
+                found |= {text for text in map(_text, given) if text and re.fullmatch(r"[\w{}]+/[\w{}]+", text)}
+            elif re.fullmatch(rf"(?:{GROUPS})/[\w{{}}]+", _text(node) or ""):
+                found.add(_text(node))
+    found = {f"{name}{{}}" if name.endswith("_") else name for name in found}  # a beginning that is replaced
+    return {name for name in found if "{}" not in name}, {name for name in found if "{}" in name}
+
+
+def _text(node: ast.AST) -> str | None:
+    """A string of the source, with {} for what an f-string fills in."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def written() -> tuple[set[str], set[str]]:
+    """What the programs and the engine write."""
+    programs = [path for path in (ROOT / "training").glob("**/*.py")
+                if str(path.relative_to(ROOT / "training")) not in READERS]
+    return named([*programs, *(ROOT / "engine").glob("**/*.py")])
+
+
+def test_every_form_of_a_name_is_known():
+    _, forms = written()
+    assert forms == set(FAMILIES), "say in FAMILIES which metrics a form becomes"
+
+
+def test_what_is_written_is_documented_and_nothing_else():
+    names, _ = written()
+    everything = (names | set().union(*FAMILIES.values())) - NO_METRICS
+    assert everything - documented() == set(), "these are not in docs/metrics.md"
+    assert documented() - everything == set(), "docs/metrics.md has these, and no code writes them"
+
+
+def test_what_is_read_is_documented():
+    names, _ = named([ROOT / "training" / name for name in READERS])
+    assert len(names) > 20 and names <= documented()
+
+
+def test_an_added_metric_would_be_found(tmp_path):
+    source = tmp_path / "added.py"
+    source.write_text("""
+metrics.add("critic/new", total, count)
+metrics.add_moments(values, mask, mean=f"{prefix}/mean", std="returns/std")
+row["eval/extra"] = 1.0
+path = f"{folder}/eval/x.jsonl"
+""")
+    assert named([source]) == ({"critic/new", "returns/std", "eval/extra"}, {"{}/mean"})

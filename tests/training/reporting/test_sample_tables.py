@@ -1,0 +1,65 @@
+"""Tables of samples: aligned and harmless in a terminal, intact as TensorBoard renders them."""
+from html import unescape
+
+from training.reporting.sample_tables import _wrap, samples_markdown, samples_table, visible
+
+ROW = {"prompt": "The film", "response": " was\ngood", "score": 1.25, "kl": 0.5}
+
+
+def test_table_exactly():
+    # 48 columns: 2 gaps and 9 for each number leave 24 for the texts, 9 and 15
+    assert samples_table([ROW, {"prompt": "", "response": ""}], 48) == "\n".join([
+        "prompt     response             score         kl",
+        "---------  ---------------  ---------  ---------",
+        "The film    was\\ngood           1.250      0.500",
+        "",
+    ])
+
+
+def test_long_texts_wrap_at_spaces_and_are_cut_where_they_matter_least():
+    prompt = " ".join(f"p{i}" for i in range(100, 130))
+    response = " ".join(f"r{i}" for i in range(100, 130))
+    lines = samples_table([{"prompt": prompt, "response": response, "score": -1.0, "kl": None}], 48).splitlines()[2:]
+    assert lines == [
+        "...p125    r100 r101 r102      -1.000",
+        "p126       r103 r104 r105",
+        "p127       r106 r107 r108",
+        "p128 p129  r109 r110 r1...",
+    ]
+
+
+def test_wrapping_loses_no_character_and_stays_inside():
+    text = "aa  bbb 電影電影電 " + "x" * 13
+    lines = _wrap(text, 5)
+    assert "".join(lines) == text
+    assert lines == ["aa  ", "bbb ", "電影", "電影", "電 ", "xxxxx", "xxxxx", "xxx"]
+
+
+def test_wide_characters_keep_the_columns_aligned():
+    lines = samples_table([{"prompt": "電影", "response": "cafe\u0301", "score": 1.0}], 48).splitlines()
+    assert lines[2] == "電影" + " " * 5 + "  " + "cafe\u0301" + " " * 11 + "  " + "    1.000"
+
+
+def test_nothing_unprintable_reaches_the_terminal():
+    assert visible("a\tb\r\n\x1b[31m\u202e") == "a\\tb\\r\\n\\x1b[31m\\u202e"
+    assert "\x1b" not in samples_table([{"prompt": "\x1b[2J", "response": "\x07"}], 60)
+
+
+def test_markdown_survives_rendering():
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    nasty = "a|b `c` <b>d</b> <pre>x</pre> *e* [f](g) &amp; \\ ~~~\n\n# h_i_j"
+    html = markdown_to_safe_html(samples_markdown([{"prompt": nasty, "response": "x", "score": 1.0, "kl": 0.25}, ROW]))
+    assert html.count("<tr>") == 3
+    assert html.count("<td") == 8
+    for tag in ("<code>", "<b>", "<em>", "<a ", "<h1>"):
+        assert tag not in html
+    cells = [cell.split(">", 1)[1].split("</td>")[0] for cell in html.split("<td")[1:]]
+    assert unescape(cells[2].replace("<br>", "")) == nasty.replace("\n", "\\n")
+    assert cells[:2] == ["<pre>1.000</pre>", "<pre>0.250</pre>"], "numbers must not be broken"
+    assert html.count("<pre>") == 6  # the numbers and their two headings
+    assert "was\\n<br>good" in unescape(html)
+
+
+def test_a_missing_number_leaves_its_cell_empty():
+    assert samples_markdown([{"prompt": "a", "response": "b", "score": None}]).splitlines()[2] == "|  |  | a | b |"

@@ -1,0 +1,41 @@
+"""What each rank is given in each step: its share of prompts and texts, in orders drawn from the seed alone."""
+from torch import Tensor
+
+from engine import distributed
+from engine.experience import PromptBatch
+from training.data.blocks import TextBlocks, collate_blocks
+from training.data.examples import Prompts, collate_prompts
+from training.data.order import PromptOrder
+from training.flags.rlhf_arguments import RLHFFlags
+
+
+class ShuffledPrompts:
+    """This rank's share of the prompts, in an order drawn from the seed alone."""
+
+    def __init__(self, args: RLHFFlags, prompts: Prompts, pad_token_id: int):
+        self.prompts, self.batches_per_step = prompts, args.generation_batches
+        self.share = args.per_device_generation_batch_size * args.generation_batches
+        self.order = PromptOrder(len(prompts), self.share * distributed.world_size(), args.seed)
+        self.pad_token_id = pad_token_id
+
+    def batches(self, step: int) -> list[PromptBatch]:
+        """The generation batches of a step, counted from 0."""
+        own = slice(distributed.rank() * self.share, (distributed.rank() + 1) * self.share)
+        indices, visits = (column[own].chunk(self.batches_per_step) for column in self.order.batch(step))
+        return [collate_prompts([self.prompts[index] for index in chosen.tolist()], chosen, visit, self.pad_token_id)
+                for chosen, visit in zip(indices, visits)]
+
+
+class ShuffledTexts:
+    """This rank's blocks of text, as many in an optimizer step as it has responses there, in an order drawn from the
+    seed."""
+
+    def __init__(self, args: RLHFFlags, blocks: TextBlocks):
+        self.blocks, self.share = blocks, args.rows_per_rank // args.mini_batches
+        self.order = PromptOrder(len(blocks), self.share * distributed.world_size(), args.seed)
+
+    def texts(self, optimizer_step: int) -> Tensor:
+        """(B, L) int64, for an optimizer step counted from 0."""
+        own = slice(distributed.rank() * self.share, (distributed.rank() + 1) * self.share)
+        indices, _ = self.order.batch(optimizer_step)
+        return collate_blocks([self.blocks[index] for index in indices[own].tolist()])

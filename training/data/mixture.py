@@ -1,0 +1,190 @@
+"""The rows that a step trains on: data sets opened, divided among the steps, held out from, weighted and put together.
+
+    rows, held_out = load_rows(["Dahoas/rm-static", "own.jsonl"], PAIRS, tokenizer, phase=2, seed=1234,
+                               weights=[1, 0.5], split="2,4,4", held_out=0.05)
+
+All choices are made on row numbers and drawn from the seed alone, so that all ranks make the same. Rows are read and
+checked when they are asked for.
+"""
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.errors import UserError
+from training.data.forms import Form
+from training.data.records import Records
+from training.data.rows import alternatives, split_held_out
+from training.data.sources import Source, open_source
+
+DIVIDE, DRAW, LIMIT = 1, 2, 3  # what the seed is used for, so that no two draws are the same
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows(Sequence):
+    """Rows of one form: places (n, 2) int64 holds for each the number of its records and its number there."""
+    records: list[Records]
+    places: np.ndarray
+    form: Form
+    tokenizer: object
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int | slice) -> "dict | Rows":
+        """A row as the form's texts, or a part of the rows; raises UserError for a broken row."""
+        if isinstance(index, slice):
+            return replace(self, places=self.places[index])
+        source, number = self.places[index].tolist()
+        return self.form.row(*self.records[source][number], self.tokenizer)
+
+    def __iter__(self):  # not Sequence's own, which would take an IndexError from within for the end
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that the rows are made of but the tokenizer."""
+        parts = [self.form.name, *(records.fingerprint for records in self.records)]
+        return hashlib.sha256("\n".join(parts).encode() + b"\n" + self.places.tobytes()).hexdigest()
+
+
+def load_rows(data_path: str | Sequence[str], form: Form, tokenizer, *, phase: int, seed: int,
+              weights: Sequence[float] | None = None, split: str | None = None,
+              eval_data_path: str | Sequence[str] | None = None, held_out: float = 0.0,
+              eval_limit: int | None = None, held_out_flag: str = "--held_out", undivided: Sequence[str] = (),
+              config_name: str | None = None) -> tuple[Rows, Rows]:
+    """(training rows, held-out rows) of the data sets; no row of one is in the other.
+
+    phase: 1, 2 or 3, whose part of `split` ("2,4,4") is read; without `split` everything is.
+    weights: how often each data set is seen in one pass; a fraction is drawn by the seed.
+    Held out are the rows of eval_data_path; or the data sets' own held-out splits, and of the sets that have none
+    `held_out` of their rows together: a fraction when below 1, otherwise a number, and none when 0.
+    eval_limit: at most so many held-out rows, drawn by the seed.
+    held_out_flag: what messages call `held_out`. undivided: data sets beside data_path that `split` does not divide.
+    config_name: which configuration of data_path's sets on the Hub. Raises: UserError.
+    """
+    divided, eval_paths = _listed(data_path), _listed(eval_data_path)
+    proportions = parse_split(split)
+    factors = [*checked_weights(weights, divided), *[1.0] * len(undivided)]
+    paths = [*divided, *undivided]
+    sources = [_opened(path, form, config_name) for path in paths]
+    mixture = _Mixture(form, tokenizer, seed, proportions, phase)
+    parts = [mixture.add(source.training, source.name, divide=number < len(divided))
+             for number, source in enumerate(sources)]
+    if eval_paths:
+        apart = [mixture.add(source.held_out or source.training, source.name, divide=False)
+                 for source in (_opened(path, form) for path in eval_paths)]
+    elif held_out:
+        apart = [mixture.add(source.held_out, source.name, divide=number < len(divided))
+                 for number, source in enumerate(sources) if source.held_out]
+        own = [number for number, source in enumerate(sources) if not source.held_out]
+        if own:
+            apart.append(_hold_out(parts, own, held_out, seed, f"--data_path {' '.join(paths)}, {held_out_flag}"))
+    else:
+        apart = []
+    training = [weighted(part, factor, seed, path) for part, factor, path in zip(parts, factors, paths)]
+    return mixture.rows(training), mixture.rows([_limited(np.concatenate([EMPTY, *apart]), eval_limit, seed)])
+
+
+EMPTY = np.empty((0, 2), np.int64)
+
+
+class _Mixture:
+    """Collects records, and gives the places of a step's part of them."""
+
+    def __init__(self, form: Form, tokenizer, seed: int, proportions: list[float] | None, phase: int):
+        self.form, self.tokenizer, self.seed = form, tokenizer, seed
+        self.proportions, self.phase, self.records = proportions, phase, []
+
+    def add(self, records: list[Records], name: str, divide: bool) -> np.ndarray:
+        """Places (n, 2) of the records, or of this step's part of them."""
+        first = len(self.records)
+        self.records.extend(records)
+        places = np.concatenate([EMPTY, *(np.stack([np.full(len(one), number), np.arange(len(one))], axis=1)
+                                          for number, one in enumerate(records, start=first))])
+        if not divide or self.proportions is None:
+            return places
+        part = places[split_part(len(places), self.proportions, self.phase, self.seed)]
+        if not len(part):
+            shares = ",".join(f"{share:g}" for share in self.proportions)
+            raise UserError(f"--data_split {shares}: of the {len(places)} rows of {name}, none is left for step "
+                            f"{self.phase}. Give it a larger share.")
+        return part
+
+    def rows(self, parts: list[np.ndarray]) -> Rows:
+        return Rows(self.records, np.concatenate([EMPTY, *parts]), self.form, self.tokenizer)
+
+
+def parse_split(split: str | None) -> list[float] | None:
+    """The shares of steps 1, 2 and 3 in "2,4,4"; None for None. Raises UserError for anything else."""
+    if split is None:
+        return None
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(share >= 0 and math.isfinite(share) for share in shares) or not sum(shares) > 0:
+        raise UserError(f"--data_split {split!r}: give the shares of steps 1, 2 and 3 as three numbers of at least 0 "
+                        "with commas between, like 2,4,4.")
+    return shares
+
+
+def split_part(size: int, shares: list[float], phase: int, seed: int) -> np.ndarray:
+    """The row numbers, ascending, of step `phase` (1, 2 or 3) when `size` rows are divided in these shares."""
+    borders = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * size).astype(int)
+    order = np.random.default_rng((seed, DIVIDE)).permutation(size)
+    return np.sort(order[borders[phase - 1]:borders[phase]])
+
+
+def weighted(places: np.ndarray, weight: float, seed: int, name: str) -> np.ndarray:
+    """The places, each as often as the weight says; what is behind its point is drawn by the seed."""
+    drawn = round(weight % 1 * len(places))
+    order = np.random.default_rng((seed, DRAW)).permutation(len(places))
+    result = np.concatenate([*[places] * int(weight), places[np.sort(order[:drawn])]])
+    if not len(result):
+        raise UserError(f"--data_weights {weight:g}: of the {len(places)} rows of {name} none is left. Give it a "
+                        "larger weight, or leave the data set out.")
+    return result
+
+
+def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> list[float]:
+    """The weights, 1 for each path where none are given; raises UserError for what are none."""
+    if not weights:
+        return [1.0] * len(paths)
+    given = " ".join(f"{weight:g}" for weight in weights)
+    if len(weights) != len(paths):
+        raise UserError(f"--data_weights {given}: {len(weights)} weights for {len(paths)} data sets of --data_path. "
+                        "Give one for each.")
+    if not all(weight > 0 and math.isfinite(weight) for weight in weights):
+        raise UserError(f"--data_weights {given}: a weight says how often a data set is seen in one pass; give numbers "
+                        "greater than 0.")
+    return list(weights)
+
+
+def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
+    source = open_source(path, config_name)
+    if not sum(map(len, source.training)):
+        raise UserError(f"{path}: found no rows; it needs at least one with {alternatives(form.columns)}.")
+    return source
+
+
+def _hold_out(parts: list[np.ndarray], own: list[int], held_out: float, seed: int, what: str) -> np.ndarray:
+    """Takes places to hold out from the parts numbered `own`, in place, and gives them back."""
+    candidates = np.concatenate([parts[number] for number in own])
+    owners = np.concatenate([np.full(len(parts[number]), number) for number in own])
+    kept, taken = (np.array(part) for part in split_held_out(range(len(candidates)), held_out, seed, what))
+    for number in own:
+        parts[number] = candidates[kept[owners[kept] == number]]
+    return candidates[taken]
+
+
+def _limited(places: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
+    if limit is None or len(places) <= limit:
+        return places
+    return places[np.sort(np.random.default_rng((seed, LIMIT)).permutation(len(places))[:limit])]
+
+
+def _listed(paths: str | Sequence[str] | None) -> list[str]:
+    return [paths] if isinstance(paths, str) else list(paths or [])

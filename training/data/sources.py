@@ -1,0 +1,147 @@
+"""Where data come from: what `--data_path` may name, and which of its rows are for training and which held out.
+
+    source = open_source("Dahoas/rm-static")        # or a file, or a folder
+    source.training, source.held_out                # lists of Records
+
+A name is looked for on this machine first. What can only be a path is never asked for on the Hugging Face Hub.
+"""
+import hashlib
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import UserError
+from training.data.known_sets import changes_of
+from training.data.records import ENDINGS, ArrowRecords, ChangedRecords, Records, read_records
+
+HELD_OUT_SPLITS = ("test", "validation", "eval")  # of these the first that a data set has
+DEEPSPEED_CHAT_FILES = "local/jsonfile"  # its name for data/train.json and data/eval.json
+PROBE_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One data set; `held_out` is its own held-out part, empty if it has none."""
+    name: str
+    training: list[Records]
+    held_out: list[Records]
+
+
+def open_source(name: str, config_name: str | None = None) -> Source:
+    """The data set of this name: a file, a folder, or a name on the Hub.
+
+    config_name: which of several configurations of a data set on the Hub. Raises: UserError if there is none of that
+    name, or none that can be read or reached.
+    """
+    if not name:
+        raise UserError("--data_path: found an empty name; give a file, a folder, or a data set on the Hub.")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        splits = _folder_splits(path)
+    elif name == DEEPSPEED_CHAT_FILES:
+        splits = {split: [read_records(Path("data") / f"{split}.json")] for split in ("train", "eval")}
+    elif path.exists() or is_path(name):
+        splits = {"train": [read_records(path)]}
+    else:
+        splits = _hub_splits(name, config_name)
+    training, held_out = _chosen_splits(name, splits)
+    change = changes_of(name)
+    if change is not None:
+        training, held_out = ([ChangedRecords(part, change, name) for part in parts] for parts in (training, held_out))
+    return Source(name, training, held_out)
+
+
+def is_path(name: str) -> bool:
+    """Whether the name cannot be one of the Hub, which are `name` or `owner/name`."""
+    return Path(name).suffix in ENDINGS or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is None
+
+
+def _chosen_splits(name: str, splits: dict[str, list[Records]]) -> tuple[list[Records], list[Records]]:
+    """(training records, held-out records or none) of a data set's splits."""
+    others = [split for split in splits if split not in HELD_OUT_SPLITS]
+    if "train" not in splits and len(others or splits) > 1:
+        raise UserError(f"{name}: found the splits {', '.join(splits)}, and none is called train. Save the "
+                        "one that is meant as a .jsonl or .parquet file and give that.")
+    training = "train" if "train" in splits else next(iter(others or splits))
+    held_out = next((split for split in HELD_OUT_SPLITS if split in splits and split != training), None)
+    return splits[training], splits[held_out] if held_out else []
+
+
+def _folder_splits(path: Path) -> dict[str, list[Records]]:
+    """The splits of a folder: one written by `save_to_disk`, or one of data files, named and sorted by the rules of
+    data-set repositories (train.json and test.json, train/ and test/, or a README.md that says which are which)."""
+    import datasets
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        try:
+            saved = datasets.load_from_disk(str(path))
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). "
+                            "Save it again.") from None
+        content = hash_of_files(file for file in sorted(path.rglob("*")) if file.is_file())
+        return _dataset_splits(saved, str(path), content)
+    try:
+        with tempfile.TemporaryDirectory() as unused:  # where the builder would keep copies, if it were asked to build
+            found = datasets.load_dataset_builder(str(path.absolute()), cache_dir=unused).config.data_files
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"{path}: found no data set in this folder ({_first_line(error)}). Give a folder of .jsonl, "
+                        ".json, .csv or .parquet files, one of save_to_disk, or a file.") from None
+    files = {str(split): [Path(file) for file in paths] for split, paths in found.items()}
+    used = {file.suffix for paths in files.values() for file in paths}
+    _refuse_mixture(path, used)
+    if used.issubset(ENDINGS):
+        return {split: [read_records(file) for file in paths] for split, paths in files.items()}
+    content = hash_of_files(file for paths in files.values() for file in paths)
+    return _dataset_splits(_loaded(str(path.absolute())), str(path), content)  # compressed files, say
+
+
+def _refuse_mixture(path: Path, used: set[str]) -> None:
+    """Raise UserError for files that the rules for folders would pass over, because most have another ending."""
+    stray = next((file for file in sorted(path.iterdir())
+                  if file.suffix in set(ENDINGS) - used and file.name != "dataset_infos.json"), None)
+    if stray and not (path / "README.md").exists():
+        raise UserError(f"{path}: found files that end in {', '.join(sorted(used))} and also {stray.name}; the files "
+                        "of a folder end alike. Give the files one by one instead of the folder.")
+
+
+def _hub_splits(name: str, config_name: str | None) -> dict[str, list[Records]]:
+    from huggingface_hub import HfApi, constants
+    if not constants.HF_HUB_OFFLINE:
+        try:  # one question: the loader asks again and again, for half a minute, where no network is
+            HfApi().dataset_info(name, timeout=PROBE_SECONDS)
+        except Exception as error:  # of the HTTP library's own kinds too, whichever that is
+            raise UserError(f"{name}: found no such file or folder in {Path.cwd()}, and no data set of "
+                            f"that name on the Hugging Face Hub can be reached ({_first_line(error)}). Check the name; "
+                            "without a network, give local files, or set HF_HUB_OFFLINE=1 to read a data set that was "
+                            "loaded before.") from None
+    return _dataset_splits(_loaded(name, config_name), name, None)
+
+
+def _loaded(name: str, config_name: str | None = None):
+    import datasets
+    try:
+        return datasets.load_dataset(name, config_name)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"{name}: the data set cannot be loaded ({_first_line(error)}). Check the name, or "
+                        "save it as .jsonl or .parquet files and give those.") from None
+
+
+def _dataset_splits(loaded, name: str, content: str | None) -> dict[str, list[Records]]:
+    """The splits of a `Dataset` or `DatasetDict`; content: a hash of its files, or None for the library's own."""
+    parts = loaded if isinstance(loaded, dict) else {"train": loaded}
+    return {str(split): [ArrowRecords(part, f"{name}, split {split}", f"{content or part._fingerprint} {split}")]
+            for split, part in parts.items()}
+
+
+def hash_of_files(paths: Iterable[Path]) -> str:
+    """SHA-256 of the contents of the files, in this order, as hexadecimal digits."""
+    total = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].removesuffix(".")[:300]

@@ -1,0 +1,59 @@
+"""Flags of DeepSpeed-Chat's scripts that have nothing left to do here, and what does their work now.
+
+Names and kinds are those of DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py, and of the
+scripts beside them.
+"""
+from training.flags.arguments import OldFlag
+
+_LORA = "LoRA is not built yet. Leave it out (all weights are trained), or give 0."
+_LORA_SETTING = "without LoRA, which is not built yet, it says nothing."
+
+ALL_STEPS = {
+    "deepspeed": OldFlag(bool, "every engine is DeepSpeed's anyway."),
+    "deepspeed_config": OldFlag(str, "name one file for each engine instead: --ds_config in steps 1 and 2, "
+                                     "--actor_ds_config and its like in step 3.", allowed=()),
+    "num_padding_at_beginning": OldFlag(int, "masks and position ids come from what is real, whatever padding precedes "
+                                             "it."),
+    "add_eot_token": OldFlag(bool, "every text ends with the tokenizer's own EOS token anyway, which is what the models learn "
+                                   "to stop with."),
+    "compute_fp32_loss": OldFlag(bool, "every loss is computed in float32 anyway."),
+    "only_optimize_lora": OldFlag(bool, _LORA, allowed=()),
+}
+
+SUPERVISED = {
+    **ALL_STEPS,
+    "lora_dim": OldFlag(int, _LORA, allowed=(0,)),
+    "lora_module_name": OldFlag(str, _LORA_SETTING),
+    "lora_learning_rate": OldFlag(float, _LORA_SETTING),
+    "disable_dropout": OldFlag(bool, "dropout is off anyway; --dropout turns it on."),
+    "print_loss": OldFlag(bool, "the loss stands behind the progress bar anyway."),
+    "eval_iters": OldFlag(int, "all held-out rows are evaluated; --held_out says how many those are."),
+    "no_bf16_to_fp32_loss": OldFlag(bool, "every loss is computed in float32.", allowed=()),
+    "no_fused_kernels": OldFlag(bool, "torch's own fused AdamW is used, which needs no kernel to be built."),
+}
+
+STEP3 = {
+    **ALL_STEPS,
+    "enable_hybrid_engine": OldFlag(bool, "--rollout_backend does its work: replica gathers the weights once an update."),
+    "unpin_actor_parameters": OldFlag(bool, "--rollout_backend zero3 keeps the weights partitioned while generating."),
+    "release_inference_cache": OldFlag(bool, "what generation needs is released after it anyway."),
+    "inference_tp_size": OldFlag(int, "tensor-parallel generation is not built yet. Leave it out, or give 1; where the "
+                                      "weights do not fit on one device, --rollout_backend zero3.", allowed=(1,)),
+    "tp_gather_partition_size": OldFlag(int, "without tensor-parallel generation, which is not built yet, it says "
+                                             "nothing."),
+    "preprocessing_num_workers": OldFlag(int, "texts are tokenised once, by the tokenizer's own threads."),
+    "align_overflow": OldFlag(bool, "actor and critic always skip an overflowing step together."),
+    "print_answers": OldFlag(bool, "samples are printed every --print_answers_interval steps anyway."),
+    "disable_actor_dropout": OldFlag(bool, "dropout is off anyway."),
+    "disable_critic_dropout": OldFlag(bool, "dropout is off anyway."),
+    "actor_lora_dim": OldFlag(int, _LORA, allowed=(0,)),
+    "critic_lora_dim": OldFlag(int, _LORA, allowed=(0,)),
+    "actor_lora_module_name": OldFlag(str, _LORA_SETTING),
+    "critic_lora_module_name": OldFlag(str, _LORA_SETTING),
+    "actor_lora_learning_rate": OldFlag(float, _LORA_SETTING),
+    "critic_lora_learning_rate": OldFlag(float, _LORA_SETTING),
+    "enable_mixed_precision_lora": OldFlag(bool, _LORA, allowed=()),
+    "per_device_train_batch_size": OldFlag(int, "renamed: --per_device_generation_batch_size.", allowed=()),
+    "per_device_mini_train_batch_size": OldFlag(int, "renamed: --per_device_training_batch_size.", allowed=()),
+    "generation_batch_numbers": OldFlag(int, "renamed: --generation_batches.", allowed=()),
+}

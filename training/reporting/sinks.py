@@ -1,0 +1,162 @@
+"""Where a run's metrics go: a file of JSON lines, TensorBoard (and from there W&B), the terminal.
+
+    writer = MetricWriter(output_dir, total_steps=200, view=views.PPO)
+    writer.hparams({"lr": 1e-5, "dialect": "default"})
+    writer.log(step, samples, metrics.reduce())
+    writer.samples(step, rows)                                   # see sample_tables.py
+    writer.close()
+
+Every rank may hold a MetricWriter; on all but the main one it does nothing. `resume_step` is the last step that counts
+when a run goes on from a checkpoint: what an earlier process logged beyond it is dropped, so no step counts twice.
+"""
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from engine.distributed import is_main
+from engine.errors import UserError
+from training.reporting.progress import ProgressBar
+from training.reporting.sample_tables import MIN_WIDTH, samples_markdown, samples_table
+from training.reporting.tensorboard_sink import TensorBoardSink
+from training.reporting.views import PPO, View
+from training.reporting.wandb_sync import start_wandb
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricWriter:
+    """All sinks of a run on the main rank, none on the others.
+
+    output_dir: where metrics.jsonl goes, and tensorboard/ unless `tensorboard_dir` names another folder.
+    wandb_project: the W&B project that gets TensorBoard's curves too (call check_wandb before).
+    """
+
+    def __init__(self, output_dir: str | Path, *, total_steps: int, resume_step: int | None = None, view: View = PPO,
+                 tensorboard: bool = True, tensorboard_dir: str | Path | None = None, wandb_project: str | None = None):
+        self._bar = self._tensorboard = self._wandb = None
+        self._sinks = []
+        if not is_main():
+            return
+        output_dir = Path(output_dir)
+        self._sinks.append(JsonlSink(output_dir / METRICS_FILE, resume_step=resume_step))
+        if wandb_project is not None:
+            self._wandb = start_wandb(wandb_project, run_name(output_dir), output_dir)
+        if tensorboard:
+            self._tensorboard = TensorBoardSink(tensorboard_dir or output_dir / "tensorboard", view=view,
+                                                name=run_name(output_dir), resume_step=resume_step)
+            self._sinks.append(self._tensorboard)
+        self._bar = ProgressBar(total_steps, shown=view.bar, first_step=resume_step or 0)
+        self._sinks.append(self._bar)
+
+    def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of `step`, after which `samples` responses (or examples) had been seen; once a step,
+        reduced before."""
+        for sink in self._sinks:
+            sink.log(step, samples, metrics)
+
+    def samples(self, step: int, rows: Sequence[Mapping], *, tag: str = "samples") -> None:
+        """Show sampled responses: rows with `prompt`, `response`, `score`, `kl`."""
+        if self._bar:
+            width = max(MIN_WIDTH, min(160, shutil.get_terminal_size().columns))
+            self._bar.write(f"{tag}, step {step}\n{samples_table(rows, width)}\n")
+        if self._tensorboard:
+            self._tensorboard.text(step, tag, samples_markdown(rows))
+
+    def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
+        """Write the distribution of `values` (this rank's: gather them first where that matters) to TensorBoard."""
+        if self._tensorboard:
+            self._tensorboard.histogram(step, tag, values)
+
+    def hparams(self, settings: Mapping) -> None:
+        """Write the run's settings to TensorBoard and W&B; nested ones are told apart as outer/inner."""
+        if self._wandb:
+            self._wandb.config.update(dict(settings), allow_val_change=True)
+        if self._tensorboard:
+            self._tensorboard.hparams(settings)
+
+    def write(self, text: str) -> None:
+        """Print `text` on the main rank without breaking the progress bar."""
+        if self._bar:
+            self._bar.write(text)
+
+    def close(self) -> None:
+        """Write out what is buffered, end the bar and the W&B run."""
+        for sink in self._sinks:
+            sink.close()
+        if self._wandb:
+            self._wandb.finish()
+
+
+def run_name(output_dir: Path) -> str:
+    """The run's name where several are compared: its folder's and the one's around it, which tell most runs apart."""
+    folder = output_dir.resolve()
+    return f"{folder.name} ({folder.parent.name})"
+
+
+class JsonlSink:
+    """One JSON object a line: `step`, `samples`, then the metrics. Each line is flushed: a killed run keeps its curves.
+
+    NaN and infinities are written as null, since JSON has no word for them and most readers refuse Python's.
+    """
+
+    def __init__(self, path: str | Path, *, resume_step: int | None = None):
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None:
+            truncate_after(path, resume_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
+        numbers = {name: float(value) for name, value in metrics.items()}
+        numbers = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self._file.write(json.dumps({"step": step, "samples": samples, **numbers}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: str | Path) -> list[tuple[str, dict]]:
+    """The lines of a metrics file, each with the object it holds.
+
+    A last line without its newline was being written when the run was killed, or is being written now: left out.
+
+    Raises:
+        UserError: a line is no JSON object with a step.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: no JSON ({error}); remove the line") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(f"{path}, line {number}: expected an object with a whole number as step; remove the line")
+        found.append((line, record))
+    return found
+
+
+def truncate_after(path: str | Path, step: int) -> None:
+    """Drop the lines of a metrics file whose step is greater than `step`; nothing to do where there is no file.
+
+    The kept lines are written to a second file that then takes the first one's place, so that a kill in between leaves
+    either the old file or the new one.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    kept = [line for line, record in read_lines(path) if record["step"] <= step]
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

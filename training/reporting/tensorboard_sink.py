@@ -1,0 +1,86 @@
+"""Scalars, texts, histograms, settings and the grouping of curves, as TensorBoard events."""
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from training.reporting.views import View
+
+
+class TensorBoardSink:
+    """One run's folder of events.
+
+    Events cannot be taken back: a new file tells TensorBoard to hide those after `resume_step`, or all earlier ones
+    where a run starts anew. `name` is the run's in the HPARAMS table, where runs of one name become one row.
+    """
+
+    def __init__(self, log_dir: str | Path, *, name: str, view: View, resume_step: int | None = None):
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds: only where it is used, on the main rank
+
+        self._name, self._view = name, view
+        self._writer = SummaryWriter(str(log_dir), purge_step=0 if resume_step is None else resume_step + 1)
+        # The tab takes names for regular expressions, and their beginnings for matches.
+        self._writer.add_custom_scalars({
+            section: {title: ["Multiline", [f"{name}$" for name in names]] for title, names in charts.items()}
+            for section, charts in view.charts.items()})
+
+    def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step; the file is flushed at least every two minutes."""
+        for name, value in {"samples": samples, **metrics}.items():
+            self._writer.add_scalar(name, value, step)
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        """Write a text, which the TEXT tab shows above those of earlier steps."""
+        self._writer.add_text(tag, markdown, step)
+
+    def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
+        """A tensor without values or with none that is finite has no histogram, and writes none."""
+        values = values.detach().float().flatten()
+        values = values[values.isfinite()]
+        if values.numel():
+            self._writer.add_histogram(tag, values, step)
+
+    def hparams(self, settings: Mapping) -> None:
+        """The settings, twice: a row of the HPARAMS table with the metrics to compare runs by, and as a text.
+
+        `SummaryWriter.add_hparams` would put the row into a folder of its own, and so split the run in two.
+        """
+        from tensorboard.plugins.hparams import summary_v2  # by hparams.api it needs TensorFlow
+
+        row = flattened(settings)
+        self._writer.file_writer.add_summary(_table(row, self._view))
+        self._writer.file_writer.add_summary(summary_v2.hparams_pb(row, trial_id=self._name))
+        text = json.dumps(dict(settings), indent=2, default=str)
+        self._writer.add_text("settings", "\n".join("    " + line for line in text.splitlines()), 0)
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+        self._writer.close()
+
+
+def flattened(settings: Mapping, prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Settings as one row of a table: nested ones as outer/inner, lists as text, those that are None left out."""
+    flat = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{name}/")
+        elif value is not None:
+            flat[prefix + name] = value if isinstance(value, (bool, int, float, str)) else str(value)
+    return flat
+
+
+def _table(row: Mapping, view: View):
+    """The columns of the HPARAMS table, as a summary: all settings of `row`, the metrics that compare runs.
+
+    `differs` only makes columns visible from the start; hparams_config_pb has no word for it.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import metadata
+    from tensorboard.plugins.hparams.api_pb2 import Experiment, HParamInfo, MetricInfo, MetricName
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    experiment = Experiment(hparam_infos=[HParamInfo(name=name, differs=name in view.tuned) for name in row],
+                            metric_infos=[MetricInfo(name=MetricName(tag=name)) for name in view.compared])
+    data = metadata.create_summary_metadata(HParamsPluginData(experiment=experiment))
+    return Summary(value=[Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=data, tensor=metadata.NULL_TENSOR)])
