@@ -60,8 +60,8 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
 def load_extension(builder: str) -> None:
     """Build (once) or load an extension of DeepSpeed's, one process of this machine at a time.
 
-    torch marks a build by a file, which a killed process leaves behind for everyone to wait for. The lock taken here goes
-    with its process, so a mark found while it is held is such a leftover.
+    torch marks a build by a file, which a killed process leaves behind for everyone to wait for. The lock taken here
+    goes with its process, so a mark found while it is held is such a leftover.
     """
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import get_default_build_root

@@ -74,8 +74,8 @@ def build_ds_config(choice: EngineChoice, *, dtype: str, micro_batch_size: int, 
         raise UserError(f"{choice.path}: zero_optimization.compute_grad_norm is false, but the gradient norm is one of "
                         "the metrics. Leave it out of the file.")
     if choice.stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") not in (None, dtype):
-        raise UserError(f"{choice.path}: data_types.grad_accum_dtype at stage 1 makes another optimizer of DeepSpeed's. "
-                        "Use stage 2, or leave it out.")
+        raise UserError(f"{choice.path}: data_types.grad_accum_dtype at stage 1 makes another optimizer of "
+                        "DeepSpeed's. Use stage 2, or leave it out.")
     config.pop("comment", None)
     # The optimizer is ours, also where its state is offloaded; nothing is printed but what the program prints.
     return {"steps_per_print": 10 ** 9, "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,

@@ -111,8 +111,9 @@ class TrainedModel:
         except Exception as error:
             if not overflow:
                 raise
-            raise RunStopped(f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} ({error}). Look at "
-                             "the loss and the gradient norms of the steps before; bf16 or fp32 have the range.") from None
+            raise RunStopped(f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} ({error}). "
+                             "Look at the loss and the gradient norms of the steps before; bf16 or fp32 have the "
+                             "range.") from None
 
     def _own_scale(self) -> float:
         """The fp16 loss scale where it is for us to apply: at stage 0 DeepSpeed (0.19.8) divides gradients by it, but

@@ -42,5 +42,9 @@ export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}"
 # Ranks share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # GPUs that torch can use: one that nvidia-smi lists may be hidden, or too old for the pinned torch.
-gpus="$(python -c 'import torch; n = torch.cuda.device_count(); n and torch.ones(1, device="cuda").add(1).item(); print(n)' 2>/dev/null || echo 0)"
+gpus="$(python -c '
+import torch
+n = torch.cuda.device_count()
+n and torch.ones(1, device="cuda").add(1).item()
+print(n)' 2>/dev/null || echo 0)"
 [ "$gpus" -gt 0 ] || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"

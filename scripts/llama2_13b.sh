@@ -21,7 +21,8 @@ case "$step" in
     --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 1 \
     --learning_rate 9.65e-6 --lr_scheduler_type cosine --zero_stage 3 --gradient_checkpointing "$@" ;;
 2) launch step2_reward.py "${common[@]}" --output_dir "$out/reward" \
-    --model_name_or_path meta-llama/Llama-2-7b-hf --sft_model_name_or_path "$out/sft" --max_seq_len 512 --num_train_epochs 1 \
+    --model_name_or_path meta-llama/Llama-2-7b-hf --sft_model_name_or_path "$out/sft" \
+    --max_seq_len 512 --num_train_epochs 1 \
     --per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 1 \
     --learning_rate 9.65e-6 --weight_decay 0.1 --zero_stage 3 --gradient_checkpointing "$@" ;;
 3) launch step3_rlhf.py "${common[@]}" --output_dir "$out/ppo" \

@@ -94,8 +94,8 @@ def check_identity(folder: Path, state: dict, identity: dict) -> None:
     for name, value in identity.items():
         then = state["identity"].get(name)
         if then != value:
-            raise UserError(f"--resume {folder}: {name} was {then!r} when it was written and is {value!r} now. Give the "
-                            "same flags and data as when the run began.")
+            raise UserError(f"--resume {folder}: {name} was {then!r} when it was written and is {value!r} now. Give "
+                            "the same flags and data as when the run began.")
 
 
 def check_ema(folder: Path, state: dict, wanted: bool) -> None:

@@ -114,8 +114,8 @@ def main(words: Sequence[str]) -> int:
     """Try the command; returns the exit code that the program ends with."""
     place = next((place for place, word in enumerate(words) if Path(word).name in PROGRAMS), None)
     if place is None:
-        print(f"error: no program in {shlex.join(words)!r}. Put `python -m training.dry_run` before a whole command with one "
-              f"of {', '.join(PROGRAMS)}.", file=sys.stderr)
+        print(f"error: no program in {shlex.join(words)!r}. Put `python -m training.dry_run` before a whole command "
+              f"with one of {', '.join(PROGRAMS)}.", file=sys.stderr)
         return 2
     from training.program import run
     try:

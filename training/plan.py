@@ -47,8 +47,9 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
     a_step = args.per_device_generation_batch_size * args.generation_batches * distributed.world_size()
     total_steps = args.max_steps or len(prompts) * args.num_train_epochs // a_step
     if len(prompts) < a_step or total_steps == 0:
-        raise UserError(f"--data_path {' '.join(args.data_path)}: {len(prompts)} prompts are too few for one step, which "
-                        f"takes {a_step} over {distributed.world_size()} ranks. Lower the batch sizes or add prompts.")
+        raise UserError(f"--data_path {' '.join(args.data_path)}: {len(prompts)} prompts are too few for one step, "
+                        f"which takes {a_step} over {distributed.world_size()} ranks. Lower the batch sizes or add "
+                        "prompts.")
     sampling = SamplingConfig(
         max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=generation_stops(args.actor_model_name_or_path, tokenizer), temperature=dialect.temperature,

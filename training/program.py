@@ -22,7 +22,8 @@ CHECKPOINTS = "checkpoints"  # the folder of restart points in --output_dir
 def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
     """Parse the flags, join the process group and call `main(args)`; returns the exit code.
 
-    With --dry_run no process group is joined, and only rank 0 goes on. A UserError is printed without a stack trace, once: by rank 0, or by the rank that it befell alone.
+    With --dry_run no process group is joined, and only rank 0 goes on. A UserError is printed without a stack trace,
+    once: by rank 0, or by the rank that it befell alone.
     """
     try:
         quiet_libraries()
@@ -188,7 +189,10 @@ def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
 
 
 def tensorboard_dir(args: RunFlags) -> Path:
-    """This run's TensorBoard folder: OUTPUT_DIR/tensorboard, or in --tensorboard_path one with the output folder's name."""
+    """This run's TensorBoard folder.
+
+    OUTPUT_DIR/tensorboard, or in --tensorboard_path one with the output folder's name.
+    """
     output_dir = Path(args.output_dir)
     if args.tensorboard_path is None or Path(args.tensorboard_path).resolve() == output_dir.resolve():
         return output_dir / "tensorboard"

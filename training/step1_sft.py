@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 8 training/step1_sft.py --model_name_or_path base --data_path sft.jsonl --output_dir out/sft
 
-Rows hold `text`, or a prompt and a response (docs/data.md has all forms); then the loss covers the response only, unless
---loss_on all.
+Rows hold `text`, or a prompt and a response (docs/data.md has all forms); then the loss covers the response only,
+unless --loss_on all.
 """
 import math
 from dataclasses import dataclass
@@ -60,8 +60,8 @@ def main(args: SFTFlags) -> None:
                          collate=lambda rows: collate_sft(rows, tokenizer.pad_token_id),
                          count=lambda batch: int(batch.loss_mask.sum()), view=views.SFT)
     if distributed.is_main():
-        print(f"{len(examples)} texts ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} held "
-              f"out; {trainer.total_steps} steps on {distributed.world_size()} ranks", flush=True)
+        print(f"{len(examples)} texts ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
+              f"held out; {trainer.total_steps} steps on {distributed.world_size()} ranks", flush=True)
     found = trainer.fit()
     save_trained(model, tokenizer, args.output_dir)
     if distributed.is_main():

@@ -3,9 +3,9 @@
     deepspeed --num_gpus 8 training/step2_reward.py --model_name_or_path out/sft --data_path pairs.jsonl \\
         --output_dir out/reward
 
-Rows hold `prompt`, `chosen`, `rejected` (docs/data.md has all forms). After training, scores are normalised to mean 0 and variance 1 on responses
-that the SFT model samples. What is saved opens with AutoModelForSequenceClassification; its score plus `score_offset`
-of config.json is ours.
+Rows hold `prompt`, `chosen`, `rejected` (docs/data.md has all forms). After training, scores are normalised to mean 0
+and variance 1 on responses that the SFT model samples. What is saved opens with AutoModelForSequenceClassification; its
+score plus `score_offset` of config.json is ours.
 """
 from dataclasses import dataclass
 from typing import ClassVar
@@ -88,8 +88,8 @@ def main(args: RewardFlags) -> None:
     model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
     trainer = RewardTrainer(model, args, examples, held_out, tokenizer.pad_token_id)
     if distributed.is_main():
-        print(f"{len(examples)} pairs ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} held "
-              f"out; {trainer.total_steps} steps on {distributed.world_size()} ranks", flush=True)
+        print(f"{len(examples)} pairs ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
+              f"held out; {trainer.total_steps} steps on {distributed.world_size()} ranks", flush=True)
     found = trainer.fit()
     gain, offset = 1.0, 0.0
     if args.normalization_samples:
@@ -171,14 +171,17 @@ def score_statistics(args: RewardFlags, model: TrainedModel, tokenizer, prompts:
         totals += moments(scores, (numbers < args.normalization_samples).to(scores.device))
     mean, variance = (value.item() for value in mean_and_variance(distributed.all_reduce_sum(totals)))
     if not variance > 0:
-        raise RunStopped(f"all {args.normalization_samples} responses of the SFT model score {mean:.4g}: nothing can be "
-                         "normalised. Look at eval/accuracy and the learning rate, or give --normalization_samples 0.")
+        raise RunStopped(f"all {args.normalization_samples} responses of the SFT model score {mean:.4g}: nothing can "
+                         "be normalised. Look at eval/accuracy and the learning rate, or give "
+                         "--normalization_samples 0.")
     return mean, variance
 
 
 def load_examples(args: RewardFlags) -> tuple:
-    """Tokenizer, training pairs, held-out ones, and prompts to normalise on (or None); raises UserError before a model is
-    loaded."""
+    """Tokenizer, training pairs, held-out ones, and prompts to normalise on (or None).
+
+    Raises UserError before a model is loaded.
+    """
     tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len, args.cache)
                           for rows in args.load_rows(PAIRS, tokenizer, held_out=args.held_out))
@@ -199,7 +202,8 @@ def check(args: RewardFlags) -> None:
         check_positions(check_policy(args.sft_path, flag_name), f"{flag_name} {args.sft_path}",
                         max_prompt_seq_len=args.max_prompt_seq_len, max_answer_seq_len=args.max_answer_seq_len)
         if args.looks_at(args.model_name_or_path):
-            check_vocabularies(read_tokenizer(args.sft_path, flag_name), args.model_name_or_path, "--model_name_or_path")
+            check_vocabularies(read_tokenizer(args.sft_path, flag_name), args.model_name_or_path,
+                               "--model_name_or_path")
 
 
 if __name__ == "__main__":

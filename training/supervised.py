@@ -31,8 +31,8 @@ class SupervisedFlags(DataFlags):
     """What steps 1 and 2 share."""
     old_flags: ClassVar[dict[str, OldFlag]] = deepspeed_chat.SUPERVISED
 
-    held_out: float = flag(0.05, "how much of --data_path is held out where nothing else is: a fraction, or a number of "
-                                 "rows")
+    held_out: float = flag(0.05, "how much of --data_path is held out where nothing else is: a fraction, or a number "
+                                 "of rows")
     model_name_or_path: str = flag(REQUIRED, "the model to start from", group="training")
     dropout: float = flag(0.0, "dropout of the model while it is trained")
     max_seq_len: int = flag(512, "longest sequence, in tokens; longer ones lose their end")
@@ -93,9 +93,10 @@ class SupervisedFlags(DataFlags):
         world = distributed.world_size()
         steps = examples // (self.per_device_train_batch_size * world * self.gradient_accumulation_steps)
         if steps == 0:
-            raise UserError(f"--data_path {' '.join(self.data_path)}: {examples} examples are too few for one optimizer step of "
-                            f"--per_device_train_batch_size {self.per_device_train_batch_size} on {world} ranks, "
-                            f"{self.gradient_accumulation_steps} times. Lower the batch size or add data.")
+            raise UserError(f"--data_path {' '.join(self.data_path)}: {examples} examples are too few for one "
+                            f"optimizer step of --per_device_train_batch_size {self.per_device_train_batch_size} on "
+                            f"{world} ranks, {self.gradient_accumulation_steps} times. Lower the batch size or add "
+                            "data.")
         return steps
 
 
@@ -137,7 +138,8 @@ class SupervisedTrainer:
                 if last or self.args.eval_interval and step % self.args.eval_interval == 0:
                     found = self.held_out_metrics()
                     metrics |= found
-                    self.writer.write((f"epoch {epoch + 1}: " if last else f"step {step}: ") + ", ".join(f"{k} {v:.4g}" for k, v in found.items()))
+                    self.writer.write((f"epoch {epoch + 1}: " if last else f"step {step}: ")
+                                      + ", ".join(f"{k} {v:.4g}" for k, v in found.items()))
                 self.writer.log(step, step * self.args.per_device_train_batch_size * distributed.world_size()
                                 * self.args.gradient_accumulation_steps, metrics)
         return found
@@ -164,12 +166,13 @@ class SupervisedTrainer:
             total = total + share.detach()
             self.model.backward(share, last=index == len(batches) - 1)
         if distributed.any_rank(not torch.isfinite(total)):
-            raise RunStopped(f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the learning "
-                             "rate and the gradient norms of the steps before, and in fp16 the range of the model.")
+            raise RunStopped(f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the "
+                             "learning rate and the gradient norms of the steps before, and in fp16 the range of the "
+                             "model.")
         overflow = self.model.overflowed()
         if overflow and not self.model.scales_loss:
-            raise RunStopped(f"step {step}: a gradient is NaN or infinite, so no weight was changed. Look at the learning "
-                             "rate and the gradient norms of the steps before.")
+            raise RunStopped(f"step {step}: a gradient is NaN or infinite, so no weight was changed. Look at the "
+                             "learning rate and the gradient norms of the steps before.")
         lr = self.args.learning_rate * lr_factor(step - 1, self.total_steps, self.args.num_warmup_steps,
                                                  self.args.lr_scheduler_type)
         stepped = self.model.step(lr, overflow)
@@ -192,7 +195,10 @@ class SupervisedTrainer:
 
 
 def save_trained(model: TrainedModel, tokenizer, folder: str, edit: Callable[[dict], None] | None = None) -> None:
-    """Write a trained model as a Hugging Face folder (all ranks call this); `edit` may change the weights on the way."""
+    """Write a trained model as a Hugging Face folder (all ranks call this).
+
+    edit: may change the weights on the way.
+    """
     state = full_state(model.module.model)
     if distributed.is_main():
         if edit is not None:

@@ -1,4 +1,7 @@
-"""Flags from dataclasses: `flag()` gives a field its help, `parse_flags` a dataclass from a command line and a YAML file."""
+"""Flags from dataclasses.
+
+`flag()` gives a field its help, `parse_flags` a dataclass from a command line and a YAML file.
+"""
 import argparse
 import dataclasses
 import difflib
@@ -140,8 +143,8 @@ def parse_flags(arguments_class: type[RunFlags], argv: Sequence[str], descriptio
                 say: Callable[[str], None] = lambda line: None):
     """The dataclass filled from a command line, and from the YAML file that it names, and validated.
 
-    say: is given one line for each flag that has nothing left to do. Raises: UserError for an unknown flag or key (naming
-    the nearest known one), a missing one, a value of the wrong type, or one that asks for what is not there.
+    say: is given one line for each flag that has nothing left to do. Raises: UserError for an unknown flag or key
+    (naming the nearest known one), a missing one, a value of the wrong type, or one that asks for what is not there.
     """
     parser = _parser(arguments_class, description)
     known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)

@@ -14,12 +14,12 @@ class DataFlags(RunFlags):
     """Where rows come from, how often each data set is seen, and which part of it."""
     phase: ClassVar[int]  # the step: 1, 2 or 3
 
-    data_path: list[str] = flag(REQUIRED, "data sets: names on the Hub, folders, or .json, .jsonl, .csv, .parquet files",
-                                group="data")
+    data_path: list[str] = flag(
+        REQUIRED, "data sets: names on the Hub, folders, or .json, .jsonl, .csv, .parquet files", group="data")
     data_weights: list[float] = flag([], "how often each of them is seen in one pass (2: twice, 0.5: half of it); by "
                                          "default once")
-    data_split: str | None = flag(None, "proportions in which every data set is divided among steps 1, 2 and 3, such as "
-                                        "2,4,4; by default each step reads all of it")
+    data_split: str | None = flag(None, "proportions in which every data set is divided among steps 1, 2 and 3, such "
+                                        "as 2,4,4; by default each step reads all of it")
     eval_data_path: list[str] = flag([], "held-out rows; by default the data set's own test split, or some of its rows")
     data_output_path: str | None = flag(None, "where tokenised data is kept for the next run; by default "
                                               "~/.cache/four-engine-rlhf")

@@ -14,8 +14,8 @@ ALL_STEPS = {
                                      "--actor_ds_config and its like in step 3.", allowed=()),
     "num_padding_at_beginning": OldFlag(int, "masks and position ids come from what is real, whatever padding precedes "
                                              "it."),
-    "add_eot_token": OldFlag(bool, "every text ends with the tokenizer's own EOS token anyway, which is what the models learn "
-                                   "to stop with."),
+    "add_eot_token": OldFlag(bool, "every text ends with the tokenizer's own EOS token anyway, which is what the "
+                                   "models learn to stop with."),
     "compute_fp32_loss": OldFlag(bool, "every loss is computed in float32 anyway."),
     "only_optimize_lora": OldFlag(bool, _LORA, allowed=()),
 }
@@ -34,7 +34,8 @@ SUPERVISED = {
 
 STEP3 = {
     **ALL_STEPS,
-    "enable_hybrid_engine": OldFlag(bool, "--rollout_backend does its work: replica gathers the weights once an update."),
+    "enable_hybrid_engine": OldFlag(bool, "--rollout_backend does its work: replica gathers the weights once an "
+                                          "update."),
     "unpin_actor_parameters": OldFlag(bool, "--rollout_backend zero3 keeps the weights partitioned while generating."),
     "release_inference_cache": OldFlag(bool, "what generation needs is released after it anyway."),
     "inference_tp_size": OldFlag(int, "tensor-parallel generation is not built yet. Leave it out, or give 1; where the "

@@ -13,8 +13,8 @@ from training.step2_reward import RewardFlags
 
 HEAD = """# Flags
 
-Made by `python -m training.flags.flag_docs > docs/flags.md` from the dataclasses of the flags. Every flag can also stand in a
-YAML file (`--config run.yaml`, keys without dashes, flags on the command line win):
+Made by `python -m training.flags.flag_docs > docs/flags.md` from the dataclasses of the flags. Every flag can also
+stand in a YAML file (`--config run.yaml`, keys without dashes, flags on the command line win):
 
 ```yaml
 output_dir: out/ppo

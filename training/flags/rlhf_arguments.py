@@ -32,7 +32,8 @@ class RLHFFlags(DataFlags):
     unsupervised_dataset_name: str | None = flag(
         None, "texts that the actor goes on learning as language (mixed pretraining): a data set as in --data_path")
     unsupervised_dataset_config_name: str | None = flag(None, "which configuration of that data set")
-    unsup_coef: float = flag(27.8, "coefficient of the loss on these texts: gamma in equation 2 of the InstructGPT paper")
+    unsup_coef: float = flag(
+        27.8, "coefficient of the loss on these texts: gamma in equation 2 of the InstructGPT paper")
 
     actor_model_name_or_path: str = flag(REQUIRED, "the SFT model that the actor and the reference start from",
                                          group="models")
@@ -46,8 +47,8 @@ class RLHFFlags(DataFlags):
     dialect: str = flag("default", "whose algorithmic choices are taken", choices=tuple(DIALECTS))
 
     reward_function: str | None = flag(
-        None, "a function of your own, module:function or file.py:function, that is given prompts and responses as texts "
-        "and returns a number for each", group="rewards")
+        None, "a function of your own, module:function or file.py:function, that is given prompts and responses as "
+        "texts and returns a number for each", group="rewards")
     reward_function_weight: float = flag(1.0, "its weight in the score")
     reward_model_weight: float = flag(1.0, "the reward model's weight in the score")
     length_penalty: float = flag(0.0, "subtracted from the score for each token of the response")
@@ -118,8 +119,9 @@ class RLHFFlags(DataFlags):
                       "generation_batches", "num_samples_per_prompt", "per_device_training_batch_size",
                       "gradient_accumulation_steps", "num_train_epochs", "max_steps", "ppo_epochs")
         self.at_least(0, "num_eval_prompts", "critic_warmup_steps", "num_warmup_steps", "kl_coef", "max_grad_norm",
-                      "actor_weight_decay", "critic_weight_decay", "unsup_coef", "test_stop_step", "eval_steps", "save_steps", "print_answers_interval", "actor_learning_rate",
-                      "critic_learning_rate", "gamma", "lam", "ema_decay")
+                      "actor_weight_decay", "critic_weight_decay", "unsup_coef", "test_stop_step", "eval_steps",
+                      "save_steps", "print_answers_interval", "actor_learning_rate", "critic_learning_rate", "gamma",
+                      "lam", "ema_decay")
         self.at_most(1, "gamma", "lam", "ema_decay")
         self.above(0, "temperature", "clip_range", "value_clip_range", "score_clip")
         self.finite("temperature", "reward_function_weight", "reward_model_weight", "length_penalty",
@@ -133,9 +135,9 @@ class RLHFFlags(DataFlags):
         self._validate_rewards()
         for name in ("actor_dropout", "critic_dropout"):
             if getattr(self, name):
-                raise UserError(f"--{name} {getattr(self, name)}: PPO compares the probabilities that a response had when "
-                                "it was sampled with those that it has now, and dropout would change them by itself. "
-                                "Leave it out, or give 0.")
+                raise UserError(f"--{name} {getattr(self, name)}: PPO compares the probabilities that a response had "
+                                "when it was sampled with those that it has now, and dropout would change them by "
+                                "itself. Leave it out, or give 0.")
         if self.unsupervised_dataset_config_name is not None and self.unsupervised_dataset_name is None:
             raise UserError(f"--unsupervised_dataset_config_name {self.unsupervised_dataset_config_name} needs "
                             "--unsupervised_dataset_name.")
@@ -147,8 +149,8 @@ class RLHFFlags(DataFlags):
         for role in ("reference", "reward"):
             path = getattr(self, f"{role}_ds_config")
             if path is not None and getattr(self, f"offload_{role}_model"):
-                raise UserError(f"--offload_{role}_model and --{role}_ds_config {path} contradict each other: say in the "
-                                "file what is offloaded.")
+                raise UserError(f"--offload_{role}_model and --{role}_ds_config {path} contradict each other: say in "
+                                "the file what is offloaded.")
         for role in ("actor", "critic"):
             path = getattr(self, f"{role}_ds_config")
             if self.offload and path is not None:
@@ -160,15 +162,15 @@ class RLHFFlags(DataFlags):
 
     def _validate_rewards(self) -> None:
         if self.critic_model_name_or_path is None and self.reward_function is None:
-            raise UserError("--critic_model_name_or_path is missing: give the reward model's folder, or a function of your "
-                            "own with --reward_function.")
+            raise UserError("--critic_model_name_or_path is missing: give the reward model's folder, or a function of "
+                            "your own with --reward_function.")
         if self.reward_function is None and self.reward_function_weight != 1.0:
             raise UserError(f"--reward_function_weight {self.reward_function_weight} needs --reward_function.")
         if self.reward_path is None:
             for name in ("reward_ds_config", "offload_reward_model"):
                 if getattr(self, name):
-                    raise UserError(f"--{name} is given, but there is no reward model beside --reward_function. Name one "
-                                    "with --reward_model_name_or_path.")
+                    raise UserError(f"--{name} is given, but there is no reward model beside --reward_function. Name "
+                                    "one with --reward_model_name_or_path.")
             if self.reward_model_weight != 1.0:
                 raise UserError(f"--reward_model_weight {self.reward_model_weight}: there is no reward model beside "
                                 "--reward_function. Name one with --reward_model_name_or_path.")
@@ -186,11 +188,12 @@ class RLHFFlags(DataFlags):
             step = self.per_device_training_batch_size * self.gradient_accumulation_steps
         if made % step:
             raise UserError(
-                f"batch sizes do not divide: each rank makes {made} responses a step (--per_device_generation_batch_size "
-                f"{self.per_device_generation_batch_size} x --generation_batches {self.generation_batches} x "
-                f"--num_samples_per_prompt {self.num_samples_per_prompt}), which is no multiple of the {step} of an "
-                f"optimizer step (--per_device_training_batch_size {self.per_device_training_batch_size} x "
-                f"--gradient_accumulation_steps {self.gradient_accumulation_steps}).")
+                f"batch sizes do not divide: each rank makes {made} responses a step "
+                f"(--per_device_generation_batch_size {self.per_device_generation_batch_size} x --generation_batches "
+                f"{self.generation_batches} x --num_samples_per_prompt {self.num_samples_per_prompt}), which is no "
+                f"multiple of the {step} of an optimizer step (--per_device_training_batch_size "
+                f"{self.per_device_training_batch_size} x --gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps}).")
 
     @property
     def rows_per_rank(self) -> int:
@@ -255,8 +258,8 @@ class RLHFFlags(DataFlags):
         spec = self.engine_spec(dialect)
         frozen = [spec.reference] if spec.reward is None else [spec.reference, spec.reward]
         return {choice.role: build_ds_config(
-            choice, dtype=self.dtype, micro_batch_size=self.per_device_training_batch_size, trained=choice not in frozen,
-            gradient_clipping=0.0 if choice in frozen else dialect.max_grad_norm)
+            choice, dtype=self.dtype, micro_batch_size=self.per_device_training_batch_size,
+            trained=choice not in frozen, gradient_clipping=0.0 if choice in frozen else dialect.max_grad_norm)
             for choice in (spec.actor, spec.critic, *frozen)}
 
     def _stage(self, role: str) -> int:

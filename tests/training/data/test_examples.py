@@ -8,8 +8,8 @@ from pyarrow import parquet
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, PAD, chat_tokenizer, word_tokenizer
-from training.data.examples import (Pair, PairExamples, Prompts, SFTExample, SFTExamples, collate_pairs, collate_prompts,
-                           collate_sft)
+from training.data.examples import (Pair, PairExamples, Prompts, SFTExample, SFTExamples, collate_pairs,
+                                    collate_prompts, collate_sft)
 from training.data.forms import PAIRS, PROMPTS, SFT
 from training.data.mixture import load_rows
 from training.data.order import PromptOrder

@@ -235,7 +235,8 @@ def test_a_flag_that_repeats_the_dialect_is_no_departure():
 OTHER_VALUES = {  # each unlike every dialect's
     "actor_learning_rate": 0.125, "critic_learning_rate": 0.125, "num_warmup_steps": 7, "lr_scheduler_type": "constant",
     "kl_coef": 0.625, "score_clip": 2.5, "gamma": 0.875, "lam": 0.625, "clip_range": 0.125, "value_clip_range": 0.625,
-    "ppo_epochs": 9, "max_grad_norm": 0.125, "actor_weight_decay": 0.375, "critic_weight_decay": 0.25, "temperature": 0.625, "ema_decay": 0.5}
+    "ppo_epochs": 9, "max_grad_norm": 0.125, "actor_weight_decay": 0.375, "critic_weight_decay": 0.25,
+    "temperature": 0.625, "ema_decay": 0.5}
 
 
 @pytest.mark.parametrize("name, field", DIALECT_FLAGS.items())
@@ -263,7 +264,8 @@ def test_every_dialect_flag_reaches_its_field(name, field):
     (("--tensorboard_path", " "), "--tensorboard_path ' ': no name of a file or folder."),
     (("--actor_learning_rate", "inf"), "--actor_learning_rate inf: must be finite."),
     (("--seed", str(2 ** 31)), f"--seed {2 ** 31}: must be at most {2 ** 31 - 1}."),
-    (("--offload_reward_model", "--reward_ds_config", "x.json"), "--offload_reward_model and --reward_ds_config x.json"),
+    (("--offload_reward_model", "--reward_ds_config", "x.json"),
+     "--offload_reward_model and --reward_ds_config x.json"),
 ])
 def test_flags_that_would_do_nothing_or_harm_are_refused(words, message):
     with pytest.raises(UserError) as caught:

@@ -21,7 +21,8 @@ FAMILIES = {
     "eval/{}": {f"eval/{name}" for name in EVALUATED},
     "eval/ema_{}": {f"eval/ema_{name}" for name in EVALUATED},
 }
-READERS = {"reporting/views.py", "reporting/summary.py", "reporting/health.py", "compare_runs.py"}  # they name metrics and write none
+# They name metrics and write none.
+READERS = {"reporting/views.py", "reporting/summary.py", "reporting/health.py", "compare_runs.py"}
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 
 
