@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import io
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def load_extension(builder: str) -> None:
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import get_default_build_root
 
+    if sys.prefix != sys.base_prefix:  # the build belongs to this environment's DeepSpeed; others would build it anew
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     root.mkdir(parents=True, exist_ok=True)
     with (root / "four_engine_rlhf.lock").open("w") as file:
@@ -74,6 +77,8 @@ def load_extension(builder: str) -> None:
             mark.unlink(missing_ok=True)
         found = get_accelerator().create_op_builder(builder)
         if found is not None and found.is_compatible():
+            if not any(root.glob(f"**/{found.NAME}*.so")):
+                print(f"building DeepSpeed's extension {found.NAME}, once; this takes about a minute", flush=True)
             found.load()
 
 

@@ -2,9 +2,11 @@
 import contextlib
 import json
 import math
+import re
 import zipfile
 from pathlib import Path
 
+import huggingface_hub
 import torch
 from torch import nn
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
@@ -43,8 +45,7 @@ def read_config(path: str, what: str):
 
     Raises: UserError, naming `what` (a flag), if there is none.
     """
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise UserError(f"{what}: the folder {path} holds no config.json. Give a folder that save_pretrained wrote.")
+    _require_place(path, what)
     try:
         return AutoConfig.from_pretrained(path)
     except Exception as error:  # whatever a broken config.json leads transformers to
@@ -57,6 +58,7 @@ def read_tokenizer(path: str, what: str) -> PreTrainedTokenizerBase:
 
     Raises: UserError, naming `what` (a flag), if there is none or it has neither pad nor EOS.
     """
+    _require_place(path, what)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     except Exception as error:  # whatever broken files lead transformers to
@@ -66,6 +68,30 @@ def read_tokenizer(path: str, what: str) -> PreTrainedTokenizerBase:
             raise UserError(f"{what}: the tokenizer at {path!r} has neither a pad nor an EOS token. Set one.")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _require_place(path: str, what: str) -> None:
+    """Raise UserError unless there is a model's folder at `path`, or else a model of that name on the Hub.
+
+    The Hub is asked once: transformers would ask again and again, for a minute, where no network is.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return
+        inner = next((name for name in ("actor", "reward", "sft") if (folder / name / "config.json").is_file()), None)
+        raise UserError(f"{what}: the folder {path} holds no config.json. Give a folder that save_pretrained wrote"
+                        f"{f', {folder / inner} for instance' if inner else ''}.")
+    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) is None or "/" in path and folder.parent.is_dir():
+        raise UserError(f"{what}: there is no folder {path} (relative paths start from {Path.cwd()}).")
+    if huggingface_hub.constants.HF_HUB_OFFLINE or huggingface_hub.try_to_load_from_cache(path, "config.json"):
+        return
+    try:
+        huggingface_hub.HfApi().model_info(path, timeout=10)
+    except Exception as error:  # of the HTTP library's own kinds too, whichever that is
+        raise UserError(f"{what}: found no folder {path} in {Path.cwd()}, and no model of that name on the Hugging Face Hub "
+                        f"can be reached ({_reason(error)}). Check the name; without a network, give a local folder.") \
+            from None
 
 
 def _reason(error: Exception) -> str:

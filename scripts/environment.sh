@@ -29,7 +29,7 @@ python="$(find_python)"
 # Installed anew whenever what is pinned changes.
 wanted="$(cat "$root/setup.py" "$root/constraints.txt" | cksum)"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
-    echo "making the environment in $venv (once)"
+    echo "making the environment in $venv (once, about two minutes)"
     "$python" -m venv "$venv" || fail "$python cannot make virtual environments. Install its venv module (Debian, Ubuntu: apt install python3.11-venv)"
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check -e "$root[test]" -c "$root/constraints.txt" ||
         fail "the installation failed; what pip says stands above"
@@ -37,8 +37,6 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
 fi
 export PATH="$venv/bin:$PATH"
 
-# What DeepSpeed compiles belongs to the DeepSpeed of this environment: shared with others it is built over and over.
-export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$venv/torch_extensions}"
 # Ranks share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # GPUs that torch can use: one that nvidia-smi lists may be hidden, or too old for the pinned torch.

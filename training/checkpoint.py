@@ -45,6 +45,9 @@ def save(output_dir: Path, engine: RLHFEngine, state: dict) -> Path:
     return final
 
 
+DATA = "the data"  # whose fingerprints say nothing to people
+
+
 def find(path: str) -> tuple[Path, dict]:
     """The restart point at `path`, or the newest one in a run's output folder, and its state.
 
@@ -93,6 +96,9 @@ def check_identity(folder: Path, state: dict, identity: dict) -> None:
     """Raise UserError if the run differs from the restart point's in what its course depends on."""
     for name, value in identity.items():
         then = state["identity"].get(name)
+        if then != value and name == DATA:
+            raise UserError(f"--resume {folder}: the prompts, or the held-out ones, are others than when it was written. "
+                            "Give the same data as when the run began.")
         if then != value:
             raise UserError(f"--resume {folder}: {name} was {then!r} when it was written and is {value!r} now. Give "
                             "the same flags and data as when the run began.")

@@ -33,7 +33,7 @@ def report(checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, 
     for line in checked:
         print(line)
     for what in unseen:
-        print(f"not looked at: {what} (not on this machine, and a dry run downloads nothing)")
+        print(f"not looked at: {what} (not here: to be made by an earlier step or downloaded, which a dry run does not do, or misspelt)")
     for role, ds_config in engines.items():
         print(f"engine {role}: " + json.dumps(ds_config, indent=2))
     print("dry run: nothing was loaded or written", flush=True)
@@ -47,7 +47,7 @@ def report_supervised(args, load: Callable) -> None:
     checked = []
     if not unseen:
         _, examples, held_out, *_ = load(args)
-        steps = args.steps_per_epoch(len(examples)) * args.num_train_epochs
+        steps = args.total_steps(len(examples))
         checked.append(f"{len(examples)} examples ({examples.truncated} truncated, {examples.dropped} dropped), "
                        f"{len(held_out)} held out; {steps} steps on {distributed.world_size()} ranks")
     report(checked, unseen, {"model": args.ds_settings()})

@@ -1,4 +1,6 @@
 """What a run of step 3 is settled to be before a model is loaded, and all that can be wrong with it by then."""
+import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +59,14 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
     function = load_function(args.reward_function) if args.reward_function else None
     identity = args.identity(dialect, [rows.fingerprint for rows in parts])
     resume = checkpoint.find(args.resume) if args.resume else None
+    last_step = min(total_steps, args.test_stop_step or total_steps)
     if resume:
         checkpoint.check_identity(*resume, identity)
+        if resume[1]["steps_done"] >= last_step:
+            raise UserError(f"--resume {resume[0]}: it stands at step {resume[1]['steps_done']}, and the run ends with step "
+                            f"{last_step}. Raise --max_steps or --num_train_epochs.")
     return Plan(dialect, changed, args.engine_spec(dialect), function, prompts, held_out, texts(args, tokenizer),
-                sampling, total_steps, min(total_steps, args.test_stop_step or total_steps), resume, identity)
+                sampling, total_steps, last_step, resume, identity)
 
 
 def texts(args: RLHFFlags, tokenizer) -> TextBlocks | None:
@@ -113,6 +119,13 @@ def dialect_lines(dialect: Dialect, changed: dict) -> str:
     """The dialect's name, and which of its choices flags depart from."""
     return f"dialect {dialect.name}" + "".join(
         f"\n  {field} = {given} (given; the dialect's is {usual})" for field, (usual, given) in changed.items())
+
+
+def changes_since(state: dict, dialect: Dialect) -> list[str]:
+    """Which choices of the algorithm are others than when the restart point with this state was written."""
+    now = json.loads(json.dumps(dataclasses.asdict(dialect)))  # tuples as the state file has them
+    return [f"changed since the restart point: {name} {then} -> {now[name]}"
+            for name, then in state.get("dialect", {}).items() if name in now and now[name] != then]
 
 
 def plan_lines(args: RLHFFlags, plan: Plan) -> str:

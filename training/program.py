@@ -184,8 +184,9 @@ def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
                         "folder.") from None
     # A log is often there before the program starts: `... > out/training.log`.
     if folder.is_dir() and any(file.suffix != ".log" for file in folder.iterdir()) and not may_hold_files:
-        raise UserError(f"{name} {folder} is not empty. Choose another folder, go on from a restart point in it "
-                        "with --resume, or give --overwrite_output_dir to overwrite what stands there.")
+        go_on = " go on from a restart point in it with --resume," if (folder / CHECKPOINTS).is_dir() else ""
+        raise UserError(f"{name} {folder} is not empty. Choose another folder,{go_on} or give --overwrite_output_dir to "
+                        "overwrite what stands there.")
 
 
 def tensorboard_dir(args: RunFlags) -> Path:

@@ -55,7 +55,8 @@ class Session:
         if _is_due(step, args.save_steps):
             started = time.perf_counter()
             checkpoint.save(self.output_dir, self.engine,
-                            {**self.trainer.state_dict(), "identity": self.plan.identity})
+                            {**self.trainer.state_dict(), "identity": self.plan.identity,
+                             "dialect": dataclasses.asdict(self.plan.dialect)})
             self.pending["time/checkpoint"] = time.perf_counter() - started
 
     def evaluate(self, name: str) -> dict[str, float]:

@@ -29,7 +29,8 @@ class SFTFlags(SupervisedFlags):
     """Step 1."""
     phase: ClassVar[int] = 1
 
-    sft_only_data_path: list[str] = flag([], "data sets that no other step reads: --data_split does not divide them")
+    sft_only_data_path: list[str] = flag([], "data sets that no other step reads: --data_split does not divide them",
+                                         group="step 1")
     loss_on: str = flag("response", "which tokens of prompt + response are learned", choices=("response", "all"))
 
 

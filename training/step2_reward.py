@@ -42,7 +42,8 @@ class RewardFlags(SupervisedFlags):
     phase: ClassVar[int] = 2
 
     pairwise_loss: str = flag("last_token", "compare the last tokens' scores, or every token's from the first that "
-                              "differs (DeepSpeed-Chat)", choices=("last_token", "from_difference"))
+                              "differs (DeepSpeed-Chat)", choices=("last_token", "from_difference"),
+                              group="step 2")
     sft_model_name_or_path: str | None = flag(None, "whose responses are scored 0 on average, with variance 1; by "
                                               "default --model_name_or_path")
     normalization_data_path: list[str] = flag([], "prompts for these responses; by default those of --data_path")

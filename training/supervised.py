@@ -1,5 +1,7 @@
 """The loop of steps 1 and 2: epochs over examples, optimizer steps over micro-batches, held-out metrics each epoch."""
 import contextlib
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,22 +42,23 @@ class SupervisedFlags(DataFlags):
     per_device_eval_batch_size: int = flag(16, "the same, for held-out examples")
     gradient_accumulation_steps: int = flag(1, "passes in one optimizer step")
     num_train_epochs: int = flag(1, "passes over the data")
+    max_steps: int | None = flag(None, "optimizer steps to train, instead of --num_train_epochs")
     learning_rate: float = flag(1e-5, "peak learning rate")
     weight_decay: float = flag(0.0, "AdamW's, of matrices")
     lr_scheduler_type: str = flag("linear", "shape of the learning rate", choices=LR_SCHEDULES)
     num_warmup_steps: int = flag(0, "optimizer steps of rising learning rate")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0 for no clipping")
+    eval_interval: int = flag(0, "optimizer steps between evaluations within an epoch; 0: after each epoch only")
     zero_stage: int | None = flag(None, "ZeRO stage (default 0)", group="engine")
     offload: bool = flag(False, "optimizer states (stage 3: parameters too) in host memory")
     ds_config: str | None = flag(None, "DeepSpeed JSON, instead of one of configs/ds")
     gradient_checkpointing: bool = flag(False, "compute activations again in backward passes")
-    eval_interval: int = flag(0, "optimizer steps between evaluations within an epoch; 0: after each epoch only")
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
         DataFlags.validate(self)
         self.at_least(1, "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-                      "num_train_epochs")
+                      "num_train_epochs", "max_steps")
         self.at_least(2, "max_seq_len")
         self.at_least(0, "learning_rate", "weight_decay", "num_warmup_steps", "max_grad_norm", "dropout",
                       "eval_interval")
@@ -99,6 +102,11 @@ class SupervisedFlags(DataFlags):
                             "data.")
         return steps
 
+    def total_steps(self, examples: int) -> int:
+        """Optimizer steps of the whole run; raises UserError as steps_per_epoch does."""
+        an_epoch = self.steps_per_epoch(examples)
+        return self.max_steps or an_epoch * self.num_train_epochs
+
 
 class SupervisedTrainer:
     """Trains one model on examples.
@@ -113,7 +121,7 @@ class SupervisedTrainer:
         self.examples, self.held_out = examples, held_out
         self.collate, self.loss, self.count, self.evaluate = collate, loss, count, evaluate
         self.steps_per_epoch = args.steps_per_epoch(len(examples))
-        self.total_steps = self.steps_per_epoch * args.num_train_epochs
+        self.total_steps = args.total_steps(len(examples))
         torch.manual_seed(args.seed + 100_003 * distributed.rank())  # of dropout, which every rank draws for itself
         clear_output_dir(args)  # the model is loaded by now: the run will come to something
         self.writer = open_writer(args, total_steps=self.total_steps, view=view)
@@ -130,11 +138,11 @@ class SupervisedTrainer:
         found = self.held_out_metrics()
         self.writer.log(0, 0, found)
         step = 0
-        for epoch in range(self.args.num_train_epochs):
-            for batches in self._steps(epoch):
+        for epoch in range(math.ceil(self.total_steps / self.steps_per_epoch)):
+            for batches in itertools.islice(self._steps(epoch), self.total_steps - step):
                 step += 1
                 metrics = self.optimizer_step(step, batches)
-                last = step % self.steps_per_epoch == 0
+                last = step % self.steps_per_epoch == 0 or step == self.total_steps
                 if last or self.args.eval_interval and step % self.args.eval_interval == 0:
                     found = self.held_out_metrics()
                     metrics |= found

@@ -113,7 +113,7 @@ def test_a_script_is_understood(script, started, tmp_path):
     result = started(script, "--dry_run")
     assert (result.code, result.stderr) == (0, "")
     step = int(script[0])
-    others = {"3 run_13b.sh": ["inference_tp_size", "disable_actor_dropout"],
+    others = {"3 run_13b.sh": ["disable_actor_dropout"],
               "3 run_llama2_7b.sh": ["disable_actor_dropout"]}.get(script, [])
     assert sorted(told(result)) == sorted(f"--{name}" for name in TOLD[step] + others)
     assert "not looked at" not in result.stdout and "steps" in result.stdout

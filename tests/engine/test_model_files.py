@@ -263,7 +263,7 @@ def config_only(folder, config, **more):
      r"of type 't5', which is not a decoder-only model.*Give one"),
     (lambda folder: config_only(folder, BertConfig(num_labels=1), architectures=["BertForSequenceClassification"]),
      r"of type 'bert', which is not a decoder-only model.*Give one"),
-    (lambda folder: folder / "missing", r"no model at .*missing.*Give a Hugging Face folder or hub name"),
+    (lambda folder: folder / "missing", r"there is no folder .*missing"),
     (lambda folder: folder, r"holds no config\.json\. Give a folder that save_pretrained wrote"),
 ])
 def test_what_is_no_reward_model_is_refused(tmp_path, make, message):

@@ -228,11 +228,15 @@ def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tenso
     return PromptBatch(input_ids=input_ids, attention_mask=attention_mask, indices=indices, samples=visits)
 
 
-def prompt_batch(texts: list[str], tokenizer) -> PromptBatch:
-    """Texts as one batch of prompts with the indices 0, 1, ...: for use from Python, without a data set."""
+def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
+    """Texts as one batch of prompts with the indices 0, 1, ...: for use from Python, without a data set.
+
+    visit: how often they were answered before. With the same number they are given the same responses again, as long as
+    the policy is the same.
+    """
     indices = torch.arange(len(texts))
     token_lists = [encode_prompt(tokenizer, text) for text in texts]
-    return collate_prompts(token_lists, indices, torch.zeros_like(indices), tokenizer.pad_token_id)
+    return collate_prompts(token_lists, indices, torch.full_like(indices, visit), tokenizer.pad_token_id)
 
 
 def _sft_tokens(row: dict, encoder: TextEncoder) -> tuple[list[int], int]:

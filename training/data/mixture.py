@@ -81,7 +81,8 @@ def load_rows(data_path: str | Sequence[str], form: Form, tokenizer, *, phase: i
                  for number, source in enumerate(sources) if source.held_out]
         own = [number for number, source in enumerate(sources) if not source.held_out]
         if own:
-            apart.append(_hold_out(parts, own, held_out, seed, f"--data_path {' '.join(paths)}, {held_out_flag}"))
+            apart.append(_hold_out(parts, own, held_out, seed, f"--data_path {' '.join(paths)}, {held_out_flag}",
+                                   f"Lower {held_out_flag}, give --eval_data_path, or add rows."))
     else:
         apart = []
     training = [weighted(part, factor, seed, path) for part, factor, path in zip(parts, factors, paths)]
@@ -170,11 +171,11 @@ def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
     return source
 
 
-def _hold_out(parts: list[np.ndarray], own: list[int], held_out: float, seed: int, what: str) -> np.ndarray:
+def _hold_out(parts: list[np.ndarray], own: list[int], held_out: float, seed: int, *what: str) -> np.ndarray:
     """Takes places to hold out from the parts numbered `own`, in place, and gives them back."""
     candidates = np.concatenate([parts[number] for number in own])
     owners = np.concatenate([np.full(len(parts[number]), number) for number in own])
-    kept, taken = (np.array(part) for part in split_held_out(range(len(candidates)), held_out, seed, what))
+    kept, taken = (np.array(part) for part in split_held_out(range(len(candidates)), held_out, seed, *what))
     for number in own:
         parts[number] = candidates[kept[owners[kept] == number]]
     return candidates[taken]

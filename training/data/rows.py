@@ -63,16 +63,18 @@ def check_text(where: str, column: str, value: object, may_be_empty: bool = Fals
         raise UserError(f"{where}, column {column}: {problem}. Mend the row or take it out.")
 
 
-def split_held_out(rows: Sequence, held_out: float, seed: int, what: str = "held-out rows") -> tuple[list, list]:
+def split_held_out(rows: Sequence, held_out: float, seed: int, what: str = "held-out rows",
+                   advice: str = "Give a fraction between 0 and 1, or a whole number smaller than the number of rows."
+                   ) -> tuple[list, list]:
     """(training rows, held-out rows), drawn by `seed` alone, both in the order of the file.
 
     held_out: a fraction of the rows when below 1, otherwise a number of rows. what: for the message, where the number
-    and the rows come from.
+    and the rows come from. advice: what to do then.
     """
     count = round(held_out * len(rows)) if held_out < 1 else held_out
     if count != int(count) or not 0 < count < len(rows):
-        raise UserError(f"{what}: cannot hold out {held_out} of {len(rows)} rows: both parts need at least one row. "
-                        "Give a fraction between 0 and 1, or a whole number smaller than the number of rows.")
+        raise UserError(f"{what}: cannot hold out {held_out:g} of {len(rows)} rows: both parts need at least one "
+                        f"row. {advice}")
     chosen = set(np.random.default_rng(seed).permutation(len(rows))[:int(count)].tolist())
     return ([row for index, row in enumerate(rows) if index not in chosen],
             [row for index, row in enumerate(rows) if index in chosen])

@@ -187,7 +187,8 @@ def _tell_old(old: OldFlag, name: str, value, say: Callable[[str], None]) -> Non
     given = f"--{name}" if value is True else f"--{name} {value}"
     if old.allowed is not None and value not in old.allowed:
         raise UserError(f"{given}: {old.instead}")
-    say(f"{given}: {old.instead}")
+    if old.allowed is None:
+        say(f"{given}: {old.instead}")
 
 
 def _shortened(text: str) -> str:

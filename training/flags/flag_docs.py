@@ -6,6 +6,7 @@ import dataclasses
 import types
 import typing
 
+from engine.dialects import Dialect
 from training.flags.arguments import REQUIRED, RunFlags
 from training.flags.rlhf_arguments import DIALECT_FLAGS, RLHFFlags
 from training.step1_sft import SFTFlags
@@ -67,7 +68,7 @@ def _default(spec: dataclasses.Field) -> str:
     if spec.default is REQUIRED and spec.default_factory is REQUIRED:
         return "required"
     if spec.name in DIALECT_FLAGS and spec.default is None:
-        return "the dialect's"
+        return f"the dialect's (`{getattr(Dialect(), DIALECT_FLAGS[spec.name])}`)"
     value = spec.default if spec.default is not REQUIRED else spec.default_factory()
     return "" if value is None or value == [] else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 

@@ -352,5 +352,7 @@ def test_old_flags_are_accepted_with_one_line_or_refused(flags_class, old):
 
 def test_old_flags_whose_value_asks_for_nothing():
     for words in (["--actor_lora_dim", "0"], ["--inference_tp_size", "1"]):
-        assert parse(*words, flags_class=RLHFFlags) == parse(flags_class=RLHFFlags)
+        told = []
+        args = parse_flags(RLHFFlags, [*REQUIRED_FLAGS[RLHFFlags], *words], "a program", told.append)
+        assert args == parse(flags_class=RLHFFlags) and told == []
     assert parse("--only_optimize_lora", "false", flags_class=RLHFFlags) == parse(flags_class=RLHFFlags)

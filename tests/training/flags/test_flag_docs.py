@@ -37,7 +37,7 @@ def test_some_rows_as_they_should_read():
                 "| `--seed` | whole number | `1234` | of data order, fresh weights and sampling |",
                 "| `--data_path` | text, one or more | required |",
                 "| `--enable_tensorboard` | true or false | `true` |",
-                "| `--kl_coef` | number | the dialect's | coefficient of the KL penalty |",
+                "| `--kl_coef` | number | the dialect's (`0.1`) | coefficient of the KL penalty |",
                 "| `--dtype` | `fp32`, `fp16`, `bf16` |  |", "| `--max_steps` | whole number |  |",
                 "| `--inference_tp_size` | 1 |", "| `--align_overflow` | yes |",
                 "| `--only_optimize_lora` | no |"):
