@@ -89,9 +89,9 @@ def _require_place(path: str, what: str) -> None:
     try:
         huggingface_hub.HfApi().model_info(path, timeout=10)
     except Exception as error:  # of the HTTP library's own kinds too, whichever that is
-        raise UserError(f"{what}: found no folder {path} in {Path.cwd()}, and no model of that name on the Hugging Face Hub "
-                        f"can be reached ({_reason(error)}). Check the name; without a network, give a local folder.") \
-            from None
+        raise UserError(f"{what}: found no folder {path} in {Path.cwd()}, and no model of that name on the Hugging "
+                        f"Face Hub can be reached ({_reason(error)}). Check the name; without a network, give a local "
+                        "folder.") from None
 
 
 def _reason(error: Exception) -> str:

@@ -24,7 +24,7 @@ case "$step" in
 2) launch step2_reward.py "${common[@]}" --output_dir "$out/reward" \
     --model_name_or_path facebook/opt-350m --sft_model_name_or_path "$out/sft" --max_seq_len 512 --num_train_epochs 1 \
     --per_device_train_batch_size 2 --per_device_eval_batch_size 2 --gradient_accumulation_steps 1 \
-    --learning_rate 5e-5 --weight_decay 0.1 --zero_stage 0 "$@" ;;
+    --learning_rate 5e-5 --weight_decay 0.1 --zero_stage 3 "$@" ;;
 3) launch step3_rlhf.py "${common[@]}" --output_dir "$out/ppo" \
     --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \
     --max_prompt_seq_len 256 --max_answer_seq_len 256 \

@@ -97,8 +97,8 @@ def check_identity(folder: Path, state: dict, identity: dict) -> None:
     for name, value in identity.items():
         then = state["identity"].get(name)
         if then != value and name == DATA:
-            raise UserError(f"--resume {folder}: the prompts, or the held-out ones, are others than when it was written. "
-                            "Give the same data as when the run began.")
+            raise UserError(f"--resume {folder}: the prompts, the held-out ones or the texts are others than when it "
+                            "was written. Give the same data as when the run began.")
         if then != value:
             raise UserError(f"--resume {folder}: {name} was {then!r} when it was written and is {value!r} now. Give "
                             "the same flags and data as when the run began.")

@@ -15,9 +15,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from engine import distributed
 from engine.errors import UserError
-from training.data.sources import DEEPSPEED_CHAT_FILES, is_path
+from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
 from training.reporting.run_record import command_line
 
 PROGRAMS = {"step1_sft.py": "SFTFlags", "step2_reward.py": "RewardFlags", "step3_rlhf.py": "RLHFFlags"}
@@ -33,7 +35,8 @@ def report(checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, 
     for line in checked:
         print(line)
     for what in unseen:
-        print(f"not looked at: {what} (not here: to be made by an earlier step or downloaded, which a dry run does not do, or misspelt)")
+        print(f"not looked at: {what} (not here: misspelt, or still to be made by an "
+              "earlier step or downloaded)")
     for role, ds_config in engines.items():
         print(f"engine {role}: " + json.dumps(ds_config, indent=2))
     print("dry run: nothing was loaded or written", flush=True)
@@ -44,7 +47,7 @@ def report_supervised(args, load: Callable) -> None:
     models, data = ([path for spec in dataclasses.fields(args) if spec.name.endswith(ending)
                      for path in _listed(getattr(args, spec.name))] for ending in ("model_name_or_path", "data_path"))
     unseen = unseen_models(args, *models) + unseen_data(data)
-    checked = []
+    checked = opened(data, unseen)
     if not unseen:
         _, examples, held_out, *_ = load(args)
         steps = args.total_steps(len(examples))
@@ -55,6 +58,12 @@ def report_supervised(args, load: Callable) -> None:
 
 def _listed(value: str | list[str] | None) -> list[str]:
     return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def opened(data: Sequence[str], unseen: Sequence[str]) -> list[str]:
+    """A line for each data set that is here; raises UserError for one that is not what it should be."""
+    sources = [open_source(path) for path in dict.fromkeys(data) if path not in unseen]
+    return [f"data {source.name}: {sum(map(len, source.training))} rows" for source in sources]
 
 
 def unseen_models(args, *paths: str | None) -> list[str]:
@@ -77,11 +86,15 @@ def _command() -> str:
 
 def _processes(launcher: Sequence[str]) -> tuple[int, int]:
     """How many processes `deepspeed` with these words would start: (in all, on the node that has most)."""
+    if any(word.split("=")[0] in ("--include", "--exclude", "-i", "-e") or Path(word).name in ("torchrun", "accelerate")
+           for word in launcher):
+        raise UserError(f"{shlex.join(launcher)}: a dry run counts the processes of `deepspeed` with --hostfile, "
+                        "--num_nodes and --num_gpus. Give those.")
     words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
     options = dict(zip(words, words[1:]))
     nodes, local = (_count(name, options.get(name)) for name in ("--num_nodes", "--num_gpus"))
     hostfile = options.get("--hostfile", options.get("-H"))
-    counts = _slots(hostfile)[:nodes] if hostfile is not None else [1] * (nodes or 1)
+    counts = _slots(hostfile)[:nodes] if hostfile is not None else [max(1, torch.cuda.device_count())] * (nodes or 1)
     if local is not None:
         counts = [local] * len(counts)
     return sum(counts), max(counts)
@@ -127,7 +140,10 @@ def main(words: Sequence[str]) -> int:
     name = Path(words[place]).name
     module = importlib.import_module(f"training.{Path(name).stem}")
     flags = [word for word in words[place + 1:] if word != "--dry_run"]
-    return run(module.main, getattr(module, PROGRAMS[name]), module.__doc__.splitlines()[0], [*flags, "--dry_run"])
+    code = run(module.main, getattr(module, PROGRAMS[name]), module.__doc__.splitlines()[0], [*flags, "--dry_run"])
+    if code == 0 and world > local and not any(word.split("=")[0] in ("--hostfile", "-H") for word in words[:place]):
+        print("missing: several nodes need a --hostfile with lines like `node1 slots=8`", flush=True)
+    return code
 
 
 if __name__ == "__main__":

@@ -57,25 +57,32 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
         stop_token_ids=generation_stops(args.actor_model_name_or_path, tokenizer), temperature=dialect.temperature,
         stop_strings=tuple(args.stop), seed=args.seed, vocabulary_size=vocabulary_size(tokenizer))
     function = load_function(args.reward_function) if args.reward_function else None
-    identity = args.identity(dialect, [rows.fingerprint for rows in parts])
+    blocks, fingerprints = texts(args, tokenizer)
+    identity = args.identity(dialect, [*(rows.fingerprint for rows in parts), *fingerprints])
     resume = checkpoint.find(args.resume) if args.resume else None
     last_step = min(total_steps, args.test_stop_step or total_steps)
     if resume:
         checkpoint.check_identity(*resume, identity)
-        if resume[1]["steps_done"] >= last_step:
-            raise UserError(f"--resume {resume[0]}: it stands at step {resume[1]['steps_done']}, and the run ends with step "
-                            f"{last_step}. Raise --max_steps or --num_train_epochs.")
-    return Plan(dialect, changed, args.engine_spec(dialect), function, prompts, held_out, texts(args, tokenizer),
+        if resume[1]["steps_done"] > last_step:
+            raise UserError(f"--resume {resume[0]}: it stands at step {resume[1]['steps_done']}, behind the run's last "
+                            f"step {last_step}. Raise --max_steps or --num_train_epochs.")
+    return Plan(dialect, changed, args.engine_spec(dialect), function, prompts, held_out, blocks,
                 sampling, total_steps, last_step, resume, identity)
 
 
-def texts(args: RLHFFlags, tokenizer) -> TextBlocks | None:
-    """The texts of mixed pretraining, cut into blocks as long as prompt and response; None without."""
+def texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]]:
+    """The texts of mixed pretraining, cut into blocks as long as prompt and response, and their fingerprints; none
+    without."""
     if args.unsupervised_dataset_name is None:
-        return None
+        return None, []
     rows, _ = load_rows(args.unsupervised_dataset_name, TEXTS, tokenizer, phase=args.phase, seed=args.seed,
                         config_name=args.unsupervised_dataset_config_name)
-    return TextBlocks(rows, tokenizer, args.max_prompt_seq_len + args.max_answer_seq_len, args.cache)
+    blocks = TextBlocks(rows, tokenizer, args.max_prompt_seq_len + args.max_answer_seq_len, args.cache)
+    needed = args.rows_per_rank // args.mini_batches * distributed.world_size()
+    if len(blocks) < needed:
+        raise UserError(f"--unsupervised_dataset_name {args.unsupervised_dataset_name}: {len(blocks)} blocks of text "
+                        f"are fewer than the {needed} of an optimizer step. Give more text, or lower the batch sizes.")
+    return blocks, [rows.fingerprint]
 
 
 def check_files(args: RLHFFlags, dialect: Dialect) -> None:
@@ -112,7 +119,7 @@ def check_models(args: RLHFFlags) -> None:
 
 def goes_on(args: RLHFFlags, point: Path) -> bool:
     """Whether the run that the restart point belongs to stands in --output_dir, where its curves then go on."""
-    return point.resolve().is_relative_to(Path(args.output_dir).resolve())
+    return point.resolve().parent.parent == Path(args.output_dir).resolve()
 
 
 def dialect_lines(dialect: Dialect, changed: dict) -> str:
@@ -143,9 +150,9 @@ def print_dry_run(args: RLHFFlags, dialect: Dialect, changed: dict) -> None:
     """What --dry_run reports."""
     unseen = dry_run.unseen_models(args, args.actor_model_name_or_path, args.critic_model_name_or_path,
                                    args.reward_model_name_or_path)
-    unseen += dry_run.unseen_data([*args.data_path, *args.eval_data_path,
-                                   *filter(None, [args.unsupervised_dataset_name])])
-    checked = [dialect_lines(dialect, changed)]
+    data = [*args.data_path, *args.eval_data_path, *filter(None, [args.unsupervised_dataset_name])]
+    unseen += dry_run.unseen_data(data)
+    checked = [dialect_lines(dialect, changed), *dry_run.opened(data, unseen)]
     if not unseen:
         checked.append(plan_lines(args, make_plan(args, dialect, changed)))
     dry_run.report(checked, unseen, args.engine_configs(dialect))

@@ -185,8 +185,8 @@ def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
     # A log is often there before the program starts: `... > out/training.log`.
     if folder.is_dir() and any(file.suffix != ".log" for file in folder.iterdir()) and not may_hold_files:
         go_on = " go on from a restart point in it with --resume," if (folder / CHECKPOINTS).is_dir() else ""
-        raise UserError(f"{name} {folder} is not empty. Choose another folder,{go_on} or give --overwrite_output_dir to "
-                        "overwrite what stands there.")
+        raise UserError(f"{name} {folder} is not empty. Choose another folder,{go_on} or give --overwrite_output_dir "
+                        "to overwrite what stands there.")
 
 
 def tensorboard_dir(args: RunFlags) -> Path:
@@ -197,7 +197,8 @@ def tensorboard_dir(args: RunFlags) -> Path:
     output_dir = Path(args.output_dir)
     if args.tensorboard_path is None or Path(args.tensorboard_path).resolve() == output_dir.resolve():
         return output_dir / "tensorboard"
-    return Path(args.tensorboard_path) / output_dir.resolve().name
+    shared = Path(args.tensorboard_path) / f"{output_dir.resolve().parent.name}_{output_dir.resolve().name}"
+    return output_dir / "tensorboard" if shared.resolve() == output_dir.resolve() else shared
 
 
 def clear_output_dir(args: RunFlags) -> None:
@@ -211,8 +212,10 @@ def clear_output_dir(args: RunFlags) -> None:
     if distributed.is_main():
         folder = Path(args.output_dir)
         (folder / "metrics.jsonl").unlink(missing_ok=True)
-        for path in (tensorboard_dir(args), folder / "samples", folder / CHECKPOINTS):
+        for path in (folder / "samples", folder / CHECKPOINTS):
             shutil.rmtree(path, ignore_errors=True)
+        for file in tensorboard_dir(args).glob("events.out.tfevents.*"):
+            file.unlink()
     distributed.barrier()
 
 

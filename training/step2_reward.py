@@ -29,6 +29,7 @@ from training import dry_run
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
 from training.data.forms import PAIRS, PROMPTS
 from training.data.mixture import load_rows
+from training.data.order import epoch_permutation
 from training.flags.arguments import flag
 from training.metrics import Accumulator
 from training.program import agreed, check_positions, check_run, checked, generation_stops, leave, run
@@ -92,6 +93,8 @@ def main(args: RewardFlags) -> None:
         print(f"{len(examples)} pairs ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
               f"held out; {trainer.total_steps} steps on {distributed.world_size()} ranks", flush=True)
     found = trainer.fit()
+    module.model.config.score_offset = 0.0
+    save_trained(model, tokenizer, args.output_dir)  # what was trained is kept whatever becomes of its normalisation
     gain, offset = 1.0, 0.0
     if args.normalization_samples:
         mean, variance = score_statistics(args, model, tokenizer, prompts)
@@ -160,10 +163,13 @@ def score_statistics(args: RewardFlags, model: TrainedModel, tokenizer, prompts:
                               temperature=args.temperature, seed=args.seed,
                               vocabulary_size=vocabulary_size(tokenizer))
     world, size = distributed.world_size(), args.per_device_eval_batch_size
+    # The first prompts of one data set; of several, which stand one behind the other, some of each.
+    several = len(args.normalization_data_path or args.data_path) > 1
+    order = torch.from_numpy(epoch_permutation(len(prompts), args.seed, 0)) if several else torch.arange(len(prompts))
     totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
     for start in range(0, args.normalization_samples, size * world):
         numbers = torch.arange(start, start + size * world)[distributed.rank()::world]
-        indices, samples = numbers % len(prompts), numbers // len(prompts)
+        indices, samples = order[numbers % len(prompts)], numbers // len(prompts)
         batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, samples,
                                 sampling.pad_token_id)
         rollout = rollouts.generate(batch.to(distributed.device()), sampling)

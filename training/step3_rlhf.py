@@ -61,10 +61,9 @@ def main(args: RLHFFlags) -> None:
     session = Session(args, plan, trainer, evaluator, output_dir)
     with contextlib.closing(session.writer):  # of a run that stops, too: its last steps are written out, its bar ends
         session.begin()
-        for report in trainer.fit(ShuffledPrompts(args, plan.prompts, plan.sampling.pad_token_id)):
-            session.after_step(report)
-            if report.step == plan.last_step:
-                break
+        feed = ShuffledPrompts(args, plan.prompts, plan.sampling.pad_token_id)
+        while trainer.steps_done < plan.last_step:
+            session.after_step(trainer.step(feed.batches(trainer.steps_done)))
     session.end()
 
 

@@ -22,9 +22,9 @@ SIZES = {  # launcher: (nodes, dtype, {step: {engine: ZeRO stage}})
                              3: {"actor": 2, "critic": 2, "reference": 0, "reward": 0}}),
     "opt_6.7b": (1, "fp16", {1: {"model": 3}, 2: {"model": 0},
                              3: {"actor": 3, "critic": 2, "reference": 3, "reward": 0}}),
-    "opt_13b": (1, "bf16", {1: {"model": 3}, 2: {"model": 0},
+    "opt_13b": (1, "bf16", {1: {"model": 3}, 2: {"model": 3},
                             3: {"actor": 3, "critic": 2, "reference": 3, "reward": 0}}),
-    "opt_66b": (8, "bf16", {1: {"model": 3}, 2: {"model": 0},
+    "opt_66b": (8, "bf16", {1: {"model": 3}, 2: {"model": 3},
                             3: {"actor": 3, "critic": 2, "reference": 3, "reward": 0}}),
     **{f"llama2_{size}": (nodes, "bf16", {1: {"model": 3}, 2: {"model": 3},
                                           3: {"actor": 3, "critic": 3, "reference": 3, "reward": 3}})

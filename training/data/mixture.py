@@ -70,12 +70,14 @@ def load_rows(data_path: str | Sequence[str], form: Form, tokenizer, *, phase: i
     factors = [*checked_weights(weights, divided), *[1.0] * len(undivided)]
     paths = [*divided, *undivided]
     sources = [_opened(path, form, config_name) for path in paths]
+    _refuse_twice(sources)
     mixture = _Mixture(form, tokenizer, seed, proportions, phase)
     parts = [mixture.add(source.training, source.name, divide=number < len(divided))
              for number, source in enumerate(sources)]
     if eval_paths:
-        apart = [mixture.add(source.held_out or source.training, source.name, divide=False)
-                 for source in (_opened(path, form) for path in eval_paths)]
+        eval_sources = [_opened(path, form) for path in eval_paths]
+        _refuse_trained_on(sources, eval_sources)
+        apart = [mixture.add(source.held_out or source.training, source.name, divide=False) for source in eval_sources]
     elif held_out:
         apart = [mixture.add(source.held_out, source.name, divide=number < len(divided))
                  for number, source in enumerate(sources) if source.held_out]
@@ -169,6 +171,26 @@ def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
     if not sum(map(len, source.training)):
         raise UserError(f"{path}: found no rows; it needs at least one with {alternatives(form.columns)}.")
     return source
+
+
+def _refuse_twice(sources: list[Source]) -> None:
+    """Raise UserError for data of the same content given twice: what is held out of one would be trained on in the
+    other."""
+    seen = {}
+    for source in sources:
+        for records in source.training:
+            if records.fingerprint in seen:
+                raise UserError(f"--data_path: {source.name} holds the same rows as {seen[records.fingerprint]}. Give "
+                                "it once, with --data_weights if it is to be seen more often.")
+        seen |= {records.fingerprint: source.name for records in source.training}
+
+
+def _refuse_trained_on(sources: list[Source], eval_sources: list[Source]) -> None:
+    trained = {records.fingerprint for source in sources for records in source.training}
+    for source in eval_sources:
+        if any(records.fingerprint in trained for records in source.held_out or source.training):
+            raise UserError(f"--eval_data_path {source.name}: these rows are trained on, by --data_path. Leave it out "
+                            "(some rows are then held out), or give other rows.")
 
 
 def _hold_out(parts: list[np.ndarray], own: list[int], held_out: float, seed: int, *what: str) -> np.ndarray:

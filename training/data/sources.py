@@ -39,7 +39,7 @@ def open_source(name: str, config_name: str | None = None) -> Source:
         raise UserError("--data_path: found an empty name; give a file, a folder, or a data set on the Hub.")
     path = Path(name).expanduser()
     if path.is_dir():
-        splits = _folder_splits(path)
+        splits = _folder_splits(path, config_name)
     elif name == DEEPSPEED_CHAT_FILES:
         splits = {split: [read_records(Path("data") / f"{split}.json")] for split in ("train", "eval")}
     elif path.exists() or is_path(name):
@@ -69,7 +69,7 @@ def _chosen_splits(name: str, splits: dict[str, list[Records]]) -> tuple[list[Re
     return splits[training], splits[held_out] if held_out else []
 
 
-def _folder_splits(path: Path) -> dict[str, list[Records]]:
+def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list[Records]]:
     """The splits of a folder: one written by `save_to_disk`, or one of data files, named and sorted by the rules of
     data-set repositories (train.json and test.json, train/ and test/, or a README.md that says which are which)."""
     import datasets
@@ -83,7 +83,8 @@ def _folder_splits(path: Path) -> dict[str, list[Records]]:
         return _dataset_splits(saved, str(path), content)
     try:
         with tempfile.TemporaryDirectory() as unused:  # where the builder would keep copies, if it were asked to build
-            found = datasets.load_dataset_builder(str(path.absolute()), cache_dir=unused).config.data_files
+            found = datasets.load_dataset_builder(str(path.absolute()), config_name,
+                                                  cache_dir=unused).config.data_files
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(f"{path}: found no data set in this folder ({_first_line(error)}). Give a folder of .jsonl, "
                         ".json, .csv or .parquet files, one of save_to_disk, or a file.") from None
@@ -93,7 +94,7 @@ def _folder_splits(path: Path) -> dict[str, list[Records]]:
     if used.issubset(ENDINGS):
         return {split: [read_records(file) for file in paths] for split, paths in files.items()}
     content = hash_of_files(file for paths in files.values() for file in paths)
-    return _dataset_splits(_loaded(str(path.absolute())), str(path), content)  # compressed files, say
+    return _dataset_splits(_loaded(str(path.absolute()), config_name), str(path), content)  # compressed files, say
 
 
 def _refuse_mixture(path: Path, used: set[str]) -> None:

@@ -246,7 +246,7 @@ def _words(path: str, key: str, value) -> list[str]:
     if value is None:
         return []
     texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
-    if len(texts) == 1:
+    if len(texts) == 1 and texts != ["--"]:
         return [f"--{key}={texts[0]}"]
     if any(text.startswith("--") for text in texts):
         raise UserError(f"{path}, key {key}: a value that begins with -- cannot stand in a list.")

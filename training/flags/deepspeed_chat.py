@@ -42,7 +42,7 @@ STEP3 = {
                                       "weights do not fit on one device, --rollout_backend zero3.", allowed=(1,)),
     "tp_gather_partition_size": OldFlag(int, "without tensor-parallel generation, which is not built yet, it says "
                                              "nothing."),
-    "preprocessing_num_workers": OldFlag(int, "texts are tokenised once, by the tokenizer's own threads."),
+    "preprocessing_num_workers": OldFlag(int, "texts are tokenised once, and kept for the next run."),
     "align_overflow": OldFlag(bool, "actor and critic always skip an overflowing step together."),
     "print_answers": OldFlag(bool, "samples are printed every --print_answers_interval steps anyway."),
     "disable_actor_dropout": OldFlag(bool, "dropout is off anyway."),

@@ -216,7 +216,7 @@ class RLHFFlags(DataFlags):
     def identity(self, dialect: Dialect, data: list[str]) -> dict[str, object]:
         """What a run's course depends on beyond its restart points: it cannot be gone on with under other values.
 
-        data: fingerprints of the prompts.
+        data: fingerprints of the prompts and of the texts.
         """
         return {"seed": self.seed, "the data": data,
                 "responses a step and rank": self.rows_per_rank, "--num_samples_per_prompt":
@@ -225,7 +225,9 @@ class RLHFFlags(DataFlags):
                 "--actor_zero_stage": self._stage("actor"), "--critic_zero_stage": self._stage("critic"),
                 **{f"--{name}": getattr(self, name) for name in (
                     "reward_function", "reward_function_weight", "reward_model_weight", "length_penalty",
-                    "missing_eos_penalty", "unsupervised_dataset_name", "unsup_coef")}}
+                    "missing_eos_penalty", "unsup_coef", "max_prompt_seq_len", "max_answer_seq_len", "overlong_prompts",
+                    "actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path",
+                    "critic_warmup_steps", "stop")}}
 
     def engine_spec(self, dialect: Dialect) -> EngineSpec:
         """Which engines are to be built; raises UserError where a DeepSpeed file contradicts a flag."""

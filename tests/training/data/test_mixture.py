@@ -80,7 +80,16 @@ def test_weights_say_how_often_a_data_set_is_seen(data):
 ])
 def test_weights_that_cannot_work(data, weights, message):
     with pytest.raises(UserError, match=message):
-        load(data("a.jsonl", 4), data("b.jsonl", 4), weights=weights)
+        load(data("a.jsonl", 4), data("b.jsonl", 4, 100), weights=weights)
+
+
+def test_rows_are_not_given_twice(data):
+    one, copy, other = data("a.jsonl", 9), data("copy.jsonl", 9), data("b.jsonl", 9, 100)
+    with pytest.raises(UserError, match=r"--data_path: .*copy.jsonl holds the same rows as .*a.jsonl"):
+        load(one, copy)
+    with pytest.raises(UserError, match=r"--eval_data_path .*copy.jsonl: these rows are trained on"):
+        load(one, other, eval_data_path=[copy])
+    assert len(load(one, eval_data_path=[other])[1]) == 9
 
 
 def test_the_halves_of_two_sets_of_one_size_are_drawn_without_order(data):
@@ -169,5 +178,5 @@ def test_fingerprints_are_of_the_rows(data):
     one, copy, other = data("a.jsonl", 9), data("copy.jsonl", 9), data("b.jsonl", 9, 1)
     assert fingerprint(one) == fingerprint(copy)
     different = [fingerprint(one), fingerprint(other), fingerprint(one, PROMPTS), fingerprint(one, split="1,1,1"),
-                 fingerprint(one, weights=[2]), fingerprint(one, held_out=2), fingerprint([one, copy])]
+                 fingerprint(one, weights=[2]), fingerprint(one, held_out=2), fingerprint([one, other])]
     assert len(set(different)) == len(different)

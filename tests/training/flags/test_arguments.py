@@ -356,3 +356,12 @@ def test_old_flags_whose_value_asks_for_nothing():
         args = parse_flags(RLHFFlags, [*REQUIRED_FLAGS[RLHFFlags], *words], "a program", told.append)
         assert args == parse(flags_class=RLHFFlags) and told == []
     assert parse("--only_optimize_lora", "false", flags_class=RLHFFlags) == parse(flags_class=RLHFFlags)
+
+
+def test_steps_of_a_supervised_run():
+    words = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_train_epochs", "3"]
+    args = parse(*words, flags_class=SFTFlags)
+    assert (args.steps_per_epoch(17), args.total_steps(17)) == (2, 6)  # 17 examples: two times 8, one left over
+    assert parse(*words, "--max_steps", "5", flags_class=SFTFlags).total_steps(17) == 5
+    with pytest.raises(UserError, match="7 examples are too few for one optimizer step"):
+        args.total_steps(7)
