@@ -117,7 +117,8 @@ def test_its_dry_run_is_right(size, step, stand_ins, in_dry_run, tmp_path, capfd
         device = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
         assert device == ("cpu" if offloaded else "none"), (role, config)
     assert "not looked at: Dahoas/rm-static" in printed
-    assert printed.endswith("dry run: nothing was loaded or written\n")
+    assert "\ndry run: nothing was loaded or written\n" in printed
+    assert ("\nmissing: several nodes need a --hostfile" in printed) == (nodes > 1)
     assert list(tmp_path.iterdir()) == []
 
 
