@@ -128,11 +128,17 @@ def dialect_lines(dialect: Dialect, changed: dict) -> str:
         f"\n  {field} = {given} (given; the dialect's is {usual})" for field, (usual, given) in changed.items())
 
 
-def changes_since(state: dict, dialect: Dialect) -> list[str]:
-    """Which choices of the algorithm are others than when the restart point with this state was written."""
-    now = json.loads(json.dumps(dataclasses.asdict(dialect)))  # tuples as the state file has them
+def choices(args: RLHFFlags, dialect: Dialect) -> dict:
+    """What may be changed when a run goes on, and is then told, as a state file has it (no tuples)."""
+    models = {f"--{name}": getattr(args, name) for name in (
+        "actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")}
+    return json.loads(json.dumps({**dataclasses.asdict(dialect), **models}))
+
+
+def changes_since(state: dict, now: dict) -> list[str]:
+    """Which choices are others than when the restart point with this state was written."""
     return [f"changed since the restart point: {name} {then} -> {now[name]}"
-            for name, then in state.get("dialect", {}).items() if name in now and now[name] != then]
+            for name, then in state.get("choices", {}).items() if name in now and now[name] != then]
 
 
 def plan_lines(args: RLHFFlags, plan: Plan) -> str:

@@ -9,7 +9,7 @@ from engine.model_files import save_model
 from training import checkpoint
 from training.evaluation import Evaluator, sample_rows, write_rows
 from training.flags.rlhf_arguments import RLHFFlags
-from training.plan import Plan, goes_on
+from training.plan import Plan, choices, goes_on
 from training.ppo_trainer import PPOTrainer, StepReport
 from training.program import open_writer
 from training.reporting import views
@@ -56,7 +56,7 @@ class Session:
             started = time.perf_counter()
             checkpoint.save(self.output_dir, self.engine,
                             {**self.trainer.state_dict(), "identity": self.plan.identity,
-                             "dialect": dataclasses.asdict(self.plan.dialect)})
+                             "choices": choices(args, self.plan.dialect)})
             self.pending["time/checkpoint"] = time.perf_counter() - started
 
     def evaluate(self, name: str) -> dict[str, float]:

@@ -20,7 +20,8 @@ from training import checkpoint
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
 from training.evaluation import Evaluator
 from training.flags.rlhf_arguments import RLHFFlags
-from training.plan import Plan, changes_since, check_files, dialect_lines, goes_on, make_plan, plan_lines, print_dry_run
+from training.plan import (Plan, changes_since, check_files, choices, dialect_lines, goes_on, make_plan, plan_lines,
+                           print_dry_run)
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import agreed, checked, clear_output_dir, leave, run
 from training.session import Session
@@ -35,7 +36,7 @@ def main(args: RLHFFlags) -> None:
     plan = agreed(lambda: make_plan(args, dialect, changed))
     output_dir = Path(args.output_dir)
     if distributed.is_main():
-        since = changes_since(plan.resume[1], dialect) if plan.resume else []
+        since = changes_since(plan.resume[1], choices(args, dialect)) if plan.resume else []
         print(dialect_lines(dialect, changed), plan_lines(args, plan), *since, sep="\n", flush=True)
     engine = RLHFEngine.from_pretrained(plan.spec)
     rollouts = build_rollouts(args.rollout_backend, engine.actor, engine.tokenizer)

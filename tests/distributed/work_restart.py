@@ -19,7 +19,8 @@ def uninterrupted(folder: str, output: str, runs: dict[str, dict]) -> dict[str, 
         for report in trainer.fit(TinyPrompts(8)):
             metrics.append(timeless(report.metrics))
             if report.step == SAVED_AFTER:
-                checkpoint.save(Path(output) / name, trainer.engine, trainer.state_dict())
+                checkpoint.save(Path(output) / name, trainer.engine,
+                                {**trainer.state_dict(), "identity": {}})
                 saved = state(trainer)
         found[name] = {"metrics": metrics, "saved": saved, "end": state(trainer)}
     return found

@@ -16,7 +16,8 @@ DEEPSPEED_CHAT = {
     "clip_range": 0.2, "value_clip_range": 0.2, "loss_scope": "micro_batch",
     "ppo_epochs": 1, "actor_lr": 9.65e-6, "critic_lr": 5e-6, "lr_schedule": "cosine", "warmup_steps": 100,
     "warmup_from_zero": True,
-    "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
+    "betas": (0.9, 0.95), "eps": 1e-8, "actor_weight_decay": 0.0, "critic_weight_decay": 0.0,
+    "max_grad_norm": 1.0,
     "temperature": 1.0, "temperature_in_logprobs": False,
     "ema_decay": 0.992,
 }

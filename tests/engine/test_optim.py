@@ -34,7 +34,7 @@ def test_a_run_shorter_than_its_warm_up():
 
 
 def test_an_unknown_schedule_is_refused():
-    with pytest.raises(ValueError, match="'step': known are constant, linear, cosine"):
+    with pytest.raises(ValueError, match="'step': known are linear, cosine, constant"):
         lr_factor(5, 10, 2, "step")
 
 

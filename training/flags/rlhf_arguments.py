@@ -226,7 +226,6 @@ class RLHFFlags(DataFlags):
                 **{f"--{name}": getattr(self, name) for name in (
                     "reward_function", "reward_function_weight", "reward_model_weight", "length_penalty",
                     "missing_eos_penalty", "unsup_coef", "max_prompt_seq_len", "max_answer_seq_len", "overlong_prompts",
-                    "actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path",
                     "critic_warmup_steps", "stop")}}
 
     def engine_spec(self, dialect: Dialect) -> EngineSpec:
