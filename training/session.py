@@ -4,8 +4,6 @@ import time
 from pathlib import Path
 
 from engine import distributed
-from engine.ds_engine import TrainedModel, full_state
-from engine.model_files import save_model
 from training import checkpoint
 from training.evaluation import Evaluator, sample_rows, write_rows
 from training.flags.rlhf_arguments import RLHFFlags
@@ -16,6 +14,7 @@ from training.reporting import views
 from training.reporting.run_record import write_run_record
 from training.reporting.sinks import METRICS_FILE
 from training.reporting.summary import RunSummary, plot_curves, read_metrics, summary_text
+from training.saving import save_trained
 from training.step_metrics import distributions
 
 
@@ -80,23 +79,17 @@ class Session:
 
     def end(self) -> None:
         """Save the models, draw the curves, print the summary."""
-        saved = {"actor": self.save(self.engine.actor, "actor"), "critic": self.save(self.engine.critic, "critic")}
-        if self.engine.ema is not None:
-            with self.engine.ema.swapped():
-                saved["actor_ema"] = self.save(self.engine.actor, "actor_ema")
+        engine = self.engine
+        saved = {name: save_trained(model, engine.tokenizer, self.output_dir / name)
+                 for name, model in (("actor", engine.actor), ("critic", engine.critic))}
+        if engine.ema is not None:
+            with engine.ema.swapped():
+                saved["actor_ema"] = save_trained(engine.actor, engine.tokenizer, self.output_dir / "actor_ema")
         if distributed.is_main():
             curves = self.output_dir / "curves.png"
             plot_curves(self.output_dir / METRICS_FILE, curves)
             rows = read_metrics(self.output_dir / METRICS_FILE)
             print("\n" + summary_text(RunSummary.from_metrics(rows, saved=saved, curves=curves)), flush=True)
-
-    def save(self, model: TrainedModel, name: str) -> Path:
-        """Write a model as a Hugging Face folder (all ranks call this)."""
-        state = full_state(model.module.model)
-        if distributed.is_main():
-            save_model(model.module, state, self.engine.tokenizer, self.output_dir / name)
-        distributed.barrier()
-        return self.output_dir / name
 
 
 def _is_due(step: int, interval: int) -> bool:

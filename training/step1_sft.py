@@ -21,7 +21,8 @@ from training.flags.arguments import flag
 from training.metrics import Accumulator
 from training.program import agreed, check_positions, check_run, checked, leave, run
 from training.reporting import views
-from training.supervised import SupervisedFlags, SupervisedTrainer, save_trained
+from training.saving import save_trained
+from training.supervised import SupervisedFlags, SupervisedTrainer
 
 
 @dataclass(kw_only=True)

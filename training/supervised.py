@@ -5,16 +5,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from engine import distributed
 from engine.ds_config import EngineChoice, build_ds_config, stage_of_file
-from engine.ds_engine import TrainedModel, full_state
+from engine.ds_engine import TrainedModel
 from engine.errors import RunStopped, UserError
-from engine.model_files import save_model
 from engine.optim import LR_SCHEDULES, lr_factor
 from engine.rlhf_engine import OptimizerSpec
 from training.data.order import epoch_batches
@@ -200,16 +198,3 @@ class SupervisedTrainer:
                                      distributed.rank(), distributed.world_size(), drop_last=False):
             self.evaluate(self._batch(self.held_out, indices or [0]), metrics if indices else Accumulator())
         return metrics.reduce()
-
-
-def save_trained(model: TrainedModel, tokenizer, folder: str, edit: Callable[[dict], None] | None = None) -> None:
-    """Write a trained model as a Hugging Face folder (all ranks call this).
-
-    edit: may change the weights on the way.
-    """
-    state = full_state(model.module.model)
-    if distributed.is_main():
-        if edit is not None:
-            edit(state)
-        save_model(model.module, state, tokenizer, Path(folder))
-    distributed.barrier()

@@ -8,7 +8,7 @@ from engine.experience import position_ids
 from engine.model_files import load_policy, load_scorer, new_scorer
 from engine.rlhf_engine import EngineSpec, frozen_model
 from tests.tiny_models import PAD, make_tokenizer
-from training.supervised import save_trained
+from training.saving import save_trained
 
 HEAD_SEED = 5
 
