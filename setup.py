@@ -20,6 +20,7 @@ setup(
         "matplotlib>=3.10,<4",
         "tqdm>=4.66,<5",
         "numpy>=2.0,<3",
+        "psutil>=5.9,<8",
         "ninja>=1.11",
     ],
     extras_require={"test": ["pytest>=9.0,<10"]},

@@ -10,6 +10,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -101,6 +102,14 @@ def natural_dtype() -> str:
     return "bf16" if accelerator.is_bf16_supported() else "fp16"
 
 
+def free_memory() -> int:
+    """Bytes that this rank may still take: of its GPU, or its share of the host's."""
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_SIZE", world_size()))
+
+
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of `tensor` over all ranks, in a new tensor."""
     return _all_reduce(tensor, dist.ReduceOp.SUM)
@@ -116,6 +125,20 @@ def _all_reduce(tensor: torch.Tensor, op) -> torch.Tensor:
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(result, op=op)
     return result
+
+
+def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Every rank's `tensor` (N,), of equal sizes, as (ranks, N)."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return tensor.unsqueeze(0)
+    gathered = tensor.new_empty(dist.get_world_size() * len(tensor))
+    dist.all_gather_into_tensor(gathered, tensor)
+    return gathered.view(dist.get_world_size(), -1)
+
+
+def largest(number: int) -> int:
+    """The largest of all ranks' numbers."""
+    return number if world_size() == 1 else int(all_reduce_max(torch.tensor(number, device=device())).item())
 
 
 def any_rank(flag: bool) -> bool:

@@ -1,16 +1,23 @@
 """Modules under DeepSpeed: the only file that calls deepspeed.initialize."""
 import contextlib
 from collections.abc import Iterator
+from typing import Protocol
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from engine import distributed
 from engine.errors import RunStopped
 
-GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
+
+class Lender(Protocol):
+    """Lends plain modules to compute with; `engine.replica.Replicas`."""
+
+    def of(self, model: "TrainedModel | FrozenModel") -> nn.Module:
+        """A module that computes what the model's own does, free of ZeRO's hooks. All ranks call this together."""
+        ...
 
 
 class TrainedModel:
@@ -25,7 +32,9 @@ class TrainedModel:
     """
 
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer):
+        _gather_by_layer(module, ds_config)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
+        self.lender: Lender | None = None
         self.stage = self.engine.zero_optimization_stage()
         self.version = 0           # changes with the weights: tells copies of them whether they are stale
         self.grad_norm = 0.0       # of the latest step, before clipping
@@ -43,7 +52,10 @@ class TrainedModel:
         return self.engine.module
 
     def __call__(self, *args, **kwargs):
-        return self.engine(*args, **kwargs)
+        """The module's forward pass; without gradients by a module that `lender` lends, if there is one."""
+        if self.lender is None or torch.is_grad_enabled():
+            return self.engine(*args, **kwargs)
+        return self.lender.of(self)(*args, **kwargs)
 
     def resident(self) -> contextlib.AbstractContextManager:
         """Does nothing: a trained model always stands where it computes."""
@@ -188,7 +200,9 @@ class FrozenModel:
 
     def __init__(self, module: nn.Module, ds_config: dict, offload: bool = False):
         module.requires_grad_(False)
+        _gather_by_layer(module, ds_config)
         self.engine, *_ = deepspeed.initialize(model=module, config=ds_config)
+        self.lender: Lender | None = None
         self.stage = self.engine.zero_optimization_stage()
         self.version = 0
         self._moves = offload and self.stage == 0
@@ -203,7 +217,8 @@ class FrozenModel:
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs):
-        return self.engine(*args, **kwargs)
+        """The module's forward pass, by a module that `lender` lends if there is one."""
+        return (self.engine if self.lender is None else self.lender.of(self))(*args, **kwargs)
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
@@ -217,40 +232,17 @@ class FrozenModel:
                 self.module.to("cpu")
 
 
+def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:
+    """Have ZeRO-3 fetch and free whole decoder layers: one hook and one gather each, not one for every matrix.
+
+    A file that names its own `leaf_module` is left to it.
+    """
+    zero = ds_config["zero_optimization"]
+    names = set(getattr(getattr(module, "model", None), "_no_split_modules", None) or [])
+    layers = {type(part) for part in module.modules() if type(part).__name__ in names}
+    if zero.get("stage") == 3 and "leaf_module" not in zero and layers:
+        set_z3_leaf_modules(module, list(layers))
+
+
 def _flat(groups) -> list:
     return [item for group in groups for item in group]
-
-
-def parameter_buckets(module: nn.Module, numel: int = GATHER_BUCKET) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """A module's named parameters in runs of about `numel` elements; tied ones come once."""
-    bucket, size = [], 0
-    for name, parameter in module.named_parameters():
-        bucket.append((name, parameter))
-        size += getattr(parameter, "ds_numel", parameter.numel())
-        if size >= numel:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
-
-
-@contextlib.contextmanager
-def gathered_params(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Within this context partitioned parameters have their full shape on all ranks; nothing happens to others."""
-    partitioned = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
-    with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
-        yield
-
-
-def full_state(module: nn.Module) -> dict[str, Tensor]:
-    """The module's full weights in host memory on the main rank, and {} on others (all ranks call this)."""
-    state = {}
-    for bucket in parameter_buckets(module):
-        with gathered_params([parameter for _, parameter in bucket]):
-            if distributed.is_main():
-                state.update({name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket})
-    if distributed.is_main():
-        persistent = module.state_dict().keys()
-        state.update({name: buffer.detach().to("cpu", copy=True) for name, buffer in module.named_buffers()
-                      if name in persistent})
-    return state

@@ -2,7 +2,6 @@
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -56,7 +55,7 @@ class Rollout:
 
     sequences (B, S) int64; attention_mask (B, S) int64, 1 on real prompt tokens and on sampled tokens;
     response_mask (B, T) bool, 1 on every sampled token, EOS included; ended (B,) bool, whether a stop was reached;
-    indices, samples (B,) int64 as in PromptBatch.
+    indices, samples (B,) int64 as in PromptBatch; logprobs, entropy (B, T) float32 as the sampler had them, or None.
     """
     sequences: Tensor
     attention_mask: Tensor
@@ -64,6 +63,8 @@ class Rollout:
     ended: Tensor
     indices: Tensor
     samples: Tensor
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
 
     def __post_init__(self):
         rows, width = self.sequences.shape
@@ -73,6 +74,9 @@ class Rollout:
         assert 0 < self.response_length < width, f"{self.response_length} response slots in a width of {width}"
         for name in ("ended", "indices", "samples"):
             _check(name, getattr(self, name), (rows,), torch.bool if name == "ended" else torch.int64)
+        for name in ("logprobs", "entropy"):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), (rows, self.response_length), torch.float32)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -104,29 +108,14 @@ class Rollout:
 
     def select(self, rows: Tensor | slice, beyond: int = 0) -> "Rollout":
         """The given rows, without the slots that are padding in all of them but `beyond` after the longest response."""
-        picked = Rollout(*(getattr(self, field.name)[rows] for field in fields(self)))
-        prompt = picked.prompt_length
-        response = (picked.response_mask.any(0).sum() + beyond).clamp(1, picked.response_length).item()
-        left = (prompt - picked.attention_mask[:, :prompt].any(0).sum()).clamp(max=prompt - 1).item()
-        return Rollout(picked.sequences[:, left:prompt + response], picked.attention_mask[:, left:prompt + response],
-                       picked.response_mask[:, :response], picked.ended, picked.indices, picked.samples)
-
-    @staticmethod
-    def cat(parts: "list[Rollout]", pad_token_id: int) -> "Rollout":
-        """All rows in one rollout, padded to the widest prompt and the widest response."""
-        if len(parts) == 1:
-            return parts[0]
-        prompt = max(part.prompt_length for part in parts)
-        response = max(part.response_length for part in parts)
-
-        def padded(part: Rollout, tensor: Tensor, value: int) -> Tensor:
-            return F.pad(tensor, (prompt - part.prompt_length, response - part.response_length), value=value)
-
-        return Rollout(
-            torch.cat([padded(part, part.sequences, pad_token_id) for part in parts]),
-            torch.cat([padded(part, part.attention_mask, 0) for part in parts]),
-            torch.cat([F.pad(part.response_mask, (0, response - part.response_length)) for part in parts]),
-            *(torch.cat([getattr(part, name) for part in parts]) for name in ("ended", "indices", "samples")))
+        picked = {field.name: getattr(self, field.name)[rows] for field in fields(self)
+                  if getattr(self, field.name) is not None}
+        prompt, mask, response_mask = self.prompt_length, picked["attention_mask"], picked["response_mask"]
+        response = (response_mask.any(0).sum() + beyond).clamp(1, self.response_length).item()
+        left = (prompt - mask[:, :prompt].any(0).sum()).clamp(max=prompt - 1).item()
+        cuts = {"sequences": slice(left, prompt + response), "attention_mask": slice(left, prompt + response)}
+        cuts |= {name: slice(response) for name in ("response_mask", "logprobs", "entropy")}
+        return Rollout(**{name: tensor[:, cuts[name]] if name in cuts else tensor for name, tensor in picked.items()})
 
 
 @dataclass(frozen=True, slots=True)

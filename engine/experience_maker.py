@@ -14,6 +14,7 @@ from engine.algo.rewards import compute_rewards, counted_lengths, first_slots, s
 from engine.dialects import Dialect
 from engine.ds_engine import TrainedModel
 from engine.experience import Experience, Rollout
+from engine.packing import micro_batches
 from engine.reference import Reference
 from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward, total
@@ -42,19 +43,16 @@ class ExperienceMaker:
         self.reference, self.reward = reference, reward
         self.dialect, self.pad_token_id, self.micro_batch_size = dialect, pad_token_id, micro_batch_size
 
-    def make(self, rollouts: list[Rollout], kl_coef: float,
-             tally: Callable[[str, Tensor], None] | None = None) -> Experience:
-        """One experience of all rollouts; advantages are whitened over all of them and all ranks.
+    def make(self, rollout: Rollout, kl_coef: float, tally: Callable[[str, Tensor], None] | None = None) -> Experience:
+        """The experience of a rollout; advantages are whitened over all of it and all ranks.
 
-        All ranks call this together, each with equally many rows in each rollout.
-        tally: told the name and the (B,) numbers of each of a rollout's score_parts.
+        All ranks call this together, each with equally many rows.
+        tally: told the name and the (B,) numbers of each of the score_parts, and of what else is worth a metric.
         """
-        judged = [self.judge(rollout) for rollout in rollouts]
-        for each in judged if tally else []:
-            for name, part in each.score_parts.items():
-                tally(name, part)
-        parts = [self.learnable(rollout, each, kl_coef) for rollout, each in zip(rollouts, judged)]
-        experience = cat_experience(parts, self.pad_token_id)
+        judged = self.judge(rollout)
+        for name, part in judged.score_parts.items() if tally else ():
+            tally(f"objective/{name}", part)
+        experience = self.learnable(rollout, judged, kl_coef)
         if not self.dialect.whiten_advantages:
             return experience
         totals = distributed.all_reduce_sum(moments(experience.advantages, experience.policy_mask))
@@ -63,32 +61,36 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def judge(self, rollout: Rollout) -> Judged:
-        """Forward passes of all four models, in micro-batches that leave out their common padding."""
+        """Forward passes of all four models, one model after the other, in micro-batches of rows of similar length."""
         beyond = int(self.dialect.reward_slots == "one_past")  # the slot after a response counts there too
-        pieces = [rollout.select(slice(start, start + self.micro_batch_size), beyond)
-                  for start in range(0, len(rollout), self.micro_batch_size)]
+        rows = micro_batches(rollout, self.micro_batch_size * rollout.sequences.shape[1], equally_many=True)
+        pieces = [rollout.select(part, beyond) for part in rows]
         temperature = self.dialect.logprob_temperature
+
+        def whole(columns: list[Tensor]) -> Tensor:
+            """(N, t) or (N,) of each piece, back in the rollout's order and width."""
+            wide = [F.pad(column, (0, rollout.response_length - column.shape[1])) if column.dim() == 2 else column
+                    for column in columns]
+            return torch.cat(wide)[torch.cat(rows).argsort()]
+
         policy = [self.actor(piece.sequences, piece.attention_mask, piece.position_ids,
                              response_length=piece.response_length, temperature=temperature, with_entropy=True)
                   for piece in pieces]
-        values = [self.critic(piece.sequences, piece.attention_mask, piece.position_ids)[:, piece.prompt_length - 1:-1]
-                  for piece in pieces]
+        logprobs, entropy = (whole(columns) for columns in zip(*policy))
         with self.reference.resident():
-            reference = [self.reference.ref_logprobs(piece, temperature) for piece in pieces]
+            ref_logprobs = whole([self.reference.ref_logprobs(piece, temperature) for piece in pieces])
+        values = whole([self.critic(piece.sequences, piece.attention_mask,
+                                    piece.position_ids)[:, piece.prompt_length - 1:-1] for piece in pieces])
         with self.reward.resident():
-            scores, score_parts = self._scores(pieces)
+            scores, score_parts = self._scores(pieces, whole)
+        return Judged(logprobs, entropy, ref_logprobs, values, scores, score_parts)
 
-        def whole(columns: list[Tensor]) -> Tensor:
-            return torch.cat([F.pad(column, (0, rollout.response_length - column.shape[1])) for column in columns])
-
-        return Judged(whole([logprobs for logprobs, _ in policy]), whole([entropy for _, entropy in policy]),
-                      whole(reference), whole(values), scores, score_parts)
-
-    def _scores(self, pieces: list[Rollout]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _scores(self, pieces: list[Rollout], whole: Callable[[list[Tensor]], Tensor]
+                ) -> tuple[Tensor, dict[str, Tensor]]:
         if not isinstance(self.reward, CombinedReward):
-            return torch.cat([self.reward.score(piece).float() for piece in pieces]), {}
+            return whole([self.reward.score(piece).float() for piece in pieces]), {}
         by_piece = [self.reward.parts(piece) for piece in pieces]
-        parts = {name: torch.cat([part[name] for part in by_piece]) for name in by_piece[0]}
+        parts = {name: whole([part[name] for part in by_piece]) for name in by_piece[0]}
         return total(parts), parts if len(parts) > 1 else {}
 
     def clipped(self, scores: Tensor) -> Tensor:
@@ -113,17 +115,3 @@ class ExperienceMaker:
             rollout=rollout, logprobs=judged.logprobs, entropy=judged.entropy, ref_logprobs=judged.ref_logprobs,
             values=values, scores=judged.scores, kl=kl, rewards=rewards, advantages=advantages, returns=returns,
             policy_mask=learned, value_mask=learned)
-
-
-def cat_experience(parts: list[Experience], pad_token_id: int) -> Experience:
-    """All rows in one experience, padded to the widest."""
-    if len(parts) == 1:
-        return parts[0]
-    rollout = Rollout.cat([part.rollout for part in parts], pad_token_id)
-
-    def column(name: str) -> Tensor:
-        tensors = [getattr(part, name) for part in parts]
-        return torch.cat([tensor if tensor.dim() == 1 else F.pad(tensor, (0, rollout.response_length - tensor.shape[1]))
-                          for tensor in tensors])
-
-    return Experience(rollout=rollout, **{name: column(name) for name in Experience.__slots__ if name != "rollout"})

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
-                          PreTrainedTokenizerBase)
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
+                          GenerationConfig, PreTrainedTokenizerBase)
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING,
                                                     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
@@ -19,6 +20,7 @@ from engine.errors import UserError
 from engine.models import Policy, Scorer
 from engine.weight_files import check_weights
 
+_TORCH_LINEAR = nn.functional.linear
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -38,6 +40,16 @@ def partitioned_loading(ds_config: dict | None):
     finally:
         unset_hf_deepspeed_config()
         del switch
+        if nn.functional.linear is zero3_linear_wrap:
+            nn.functional.linear = _linear
+
+
+def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """DeepSpeed puts a linear function of its own in the place of torch's, for the whole process: one that does not hold
+    gathered weights until the backward pass. This leaves it where that is of use; it is slower, and half of all
+    generated tokens' time for small models."""
+    partitioned = torch.is_grad_enabled() and hasattr(weight, "ds_id")
+    return (zero3_linear_wrap if partitioned else _TORCH_LINEAR)(inputs, weight, bias)
 
 
 def read_config(path: str, what: str):
@@ -112,11 +124,13 @@ def load_policy(path: str, dtype: torch.dtype, ds_config: dict | None = None, wh
     return Policy(model, dropouts)
 
 
-def empty_policy(config, dtype: torch.dtype, device: torch.device) -> Policy:
-    """A plain, unpartitioned Policy of this configuration whose weights are still to be filled in."""
+def empty_like(module: Policy | Scorer, device: torch.device) -> Policy | Scorer:
+    """A plain, unpartitioned module of the same architecture and dtype whose weights are still to be filled in."""
+    dtype = next(module.parameters()).dtype
+    auto = AutoModelForCausalLM if isinstance(module, Policy) else AutoModelForSequenceClassification
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return Policy(model).to(device).requires_grad_(False).eval()
+        model = auto.from_config(module.model.config, dtype=dtype)
+    return module.around(model).to(device).requires_grad_(False).eval()
 
 
 def load_scorer(path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "reward model") -> Scorer:

@@ -48,6 +48,10 @@ class _Backbone(nn.Module):
         # BLOOM, for one, has no positions to be told: it reads the attention mask.
         self._takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
 
+    def around(self, model: nn.Module):
+        """A module like this one around another model of the same architecture."""
+        return type(self)(model, self.dropouts)
+
     def inputs(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> dict:
         """The keyword arguments of a forward pass without cache."""
         named = {"input_ids": sequences, "attention_mask": attention_mask, "use_cache": False}
@@ -73,6 +77,12 @@ class Policy(_Backbone):
         self.direct_head = type(head) is nn.Linear
         if self.direct_head:
             head.__class__ = LogProbHead  # in place, so that parameter names stay the model's own
+
+    def around(self, model: nn.Module) -> "Policy":
+        """A Policy like this one, probe and all, around another model of the same architecture."""
+        other = super().around(model)
+        other.direct_head = self.direct_head
+        return other
 
     def forward(self, sequences: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
                 response_length: int = 0, temperature: float = 1.0, with_entropy: bool = False, probe: bool = False):

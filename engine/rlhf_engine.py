@@ -72,6 +72,11 @@ class RLHFEngine:
         self.reference, self.reward = reference, reward
         self.ema, self.tokenizer = ema, tokenizer
 
+    @property
+    def models(self) -> list[TrainedModel | FrozenModel]:
+        """All engines that there are."""
+        return [self.actor, self.critic, self.reference.model, *([self.reward.model] if self.reward else [])]
+
     @classmethod
     def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
         """Load the models and wrap each in an engine; joins the process group if that has not been done."""

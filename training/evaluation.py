@@ -25,26 +25,26 @@ class Evaluator:
     """
 
     def __init__(self, prompts: Prompts, *, rollouts: RolloutBackend, maker: ExperienceMaker, sampling: SamplingConfig,
-                 tokenizer, batch_size: int, first_index: int = 0):
+                 tokenizer, first_index: int = 0):
         self.prompts, self.rollouts, self.maker = prompts, rollouts, maker
         self.sampling = dataclasses.replace(sampling, seed=sampling.seed ^ EVAL_SEED)
-        self.tokenizer, self.batch_size, self.first_index = tokenizer, batch_size, first_index
+        self.tokenizer, self.first_index = tokenizer, first_index
 
     def run(self) -> tuple[dict[str, float], list[dict]]:
         """Metrics and one row a prompt (prompt, response, score, its parts, kl), the same on all ranks (all call this).
 
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
-        own = {}
-        for indices in self._own_batches():
-            rollout = self._answer(indices)
-            # Shifted only now: random numbers are keyed by the index among the held-out prompts.
-            judged = self.maker.judge(dataclasses.replace(rollout, indices=rollout.indices + self.first_index))
-            kl = ((judged.logprobs - judged.ref_logprobs) * rollout.response_mask).sum(-1)
-            own.update(zip(indices, sample_rows(rollout, judged.scores, kl, self.tokenizer)))
-            for name, part in judged.score_parts.items():
-                for index, value in zip(indices, part.tolist()):
-                    own[index][name] = value
+        indices = self._own_prompts()
+        rollout = self._answer(indices)
+        # Shifted only now: random numbers are keyed by the index among the held-out prompts.
+        judged = self.maker.judge(dataclasses.replace(rollout, indices=rollout.indices + self.first_index))
+        self.rollouts.rest()
+        kl = ((judged.logprobs - judged.ref_logprobs) * rollout.response_mask).sum(-1)
+        own = dict(zip(indices, sample_rows(rollout, judged.scores, kl, self.tokenizer)))
+        for name, part in judged.score_parts.items():
+            for index, value in zip(indices, part.tolist()):
+                own[index][name] = value
         found = {index: row for part in distributed.all_gather_objects(own) for index, row in part.items()}
         rows = [found[index] for index in sorted(found)]
         _stop_if_not_finite(rows)
@@ -54,12 +54,10 @@ class Evaluator:
         metrics["eval/distinct_bigrams"] = float(distinct_bigrams([row["response"] for row in rows]))
         return metrics, rows
 
-    def _own_batches(self) -> list[list[int]]:
-        """This rank's prompts in batches, equally many on all ranks: what is left over is filled up with repeats."""
-        world, size = distributed.world_size(), len(self.prompts)
-        share = -(-size // world)
-        own = [(distributed.rank() * share + offset) % size for offset in range(share)]
-        return [own[start:start + self.batch_size] for start in range(0, share, self.batch_size)]
+    def _own_prompts(self) -> list[int]:
+        """This rank's prompts, equally many on all ranks: what is left over is filled up with repeats."""
+        share = -(-len(self.prompts) // distributed.world_size())
+        return [(distributed.rank() * share + offset) % len(self.prompts) for offset in range(share)]
 
     def _answer(self, indices: list[int]) -> Rollout:
         keys = torch.tensor(indices)

@@ -149,7 +149,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> str:
     return (f"{len(plan.prompts)} prompts ({plan.prompts.truncated} truncated, {plan.prompts.dropped} dropped), "
             f"{len(plan.held_out) if plan.held_out else 0} held out{blocks}; {plan.total_steps} steps of "
             f"{args.rows_per_rank * distributed.world_size()} responses on {distributed.world_size()} ranks\n"
-            f"ZeRO stages: {stages}; {args.dtype}; rollouts by {args.rollout_backend}")
+            f"ZeRO stages: {stages}; {args.dtype}")
 
 
 def print_dry_run(args: RLHFFlags, dialect: Dialect, changed: dict) -> None:

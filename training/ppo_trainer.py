@@ -23,6 +23,7 @@ from engine.ds_engine import TrainedModel
 from engine.experience import Experience, PromptBatch
 from engine.experience_maker import ExperienceMaker
 from engine.optim import lr_factor
+from engine.packing import micro_batches
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
@@ -54,8 +55,8 @@ class PPOConfig:
 class PromptFeed(Protocol):
     """This rank's prompts."""
 
-    def batches(self, step: int) -> list[PromptBatch]:
-        """The generation batches of a step, counted from 0; equally many, of equal sizes, on all ranks."""
+    def prompts(self, step: int) -> PromptBatch:
+        """The prompts of a step, counted from 0; equally many on all ranks."""
         ...
 
 
@@ -92,17 +93,18 @@ class PPOTrainer:
     def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
         """Train to the last step, reporting after each."""
         while self.steps_done < self.config.total_steps:
-            yield self.step(feed.batches(self.steps_done))
+            yield self.step(feed.prompts(self.steps_done))
 
-    def step(self, prompts: list[PromptBatch]) -> StepReport:
+    def step(self, prompts: PromptBatch) -> StepReport:
         """One step: generate, make experience, train."""
         metrics, clock = Accumulator(), PhaseClock()
+        prompts = prompts.to(distributed.device()).repeat(self.config.samples_per_prompt)
         with clock("generate"):
-            rollouts = [self.rollouts.generate(batch.to(distributed.device()).repeat(self.config.samples_per_prompt),
-                                               self.sampling) for batch in prompts]
+            rollout = self.rollouts.generate(prompts, self.sampling)
         with clock("make_experience"):
-            experience = self.maker.make(rollouts, self.kl.value, tally=lambda name, part: metrics.add(
-                f"objective/{name}", part.sum(), len(part)))
+            experience = self.maker.make(rollout, self.kl.value, tally=lambda name, part: metrics.add(
+                name, part.sum(), len(part)))
+            self.rollouts.rest()
             stop_if_not_finite(self.steps_done + 1, experience, self.engine.tokenizer)
         with clock("train"):
             self.train(experience, metrics)
@@ -129,8 +131,8 @@ class PPOTrainer:
 
         Both are skipped together when either overflows in fp16, or they would drift apart.
         """
-        engine, size = self.engine, self.config.micro_batch_size
-        parts = [experience.select(piece) for piece in rows.split(size)] if len(rows) else []
+        engine = self.engine
+        parts = self._micro_batches(experience, rows)
         weights = self._loss_weights(parts)
         learners = [(engine.critic, self._value_loss, "value", self.dialect.critic_lr)]
         if self.steps_done >= self.config.critic_warmup_steps:
@@ -156,6 +158,20 @@ class PPOTrainer:
             if stepped and model is engine.actor and engine.ema is not None:
                 engine.ema.update()
 
+    def _micro_batches(self, experience: Experience, rows: Tensor) -> list[Experience]:
+        """The rows of an optimizer step by passes, each of at most `micro_batch_size` rows' worth of tokens.
+
+        Where each micro-batch has a mean of its own, which rows it holds is part of the algorithm: then they go by
+        number, in the order that they were dealt in.
+        """
+        if not len(rows):
+            return []
+        chosen, size = experience.select(rows), self.config.micro_batch_size
+        if self.dialect.loss_scope == "micro_batch":
+            return [chosen.select(piece) for piece in torch.arange(len(rows)).split(size)]
+        pieces = micro_batches(chosen.rollout, size * experience.rollout.sequences.shape[1])
+        return [chosen.select(piece) for piece in pieces]
+
     def _loss_weights(self, parts: list[Experience]) -> dict[str, list[float]]:
         """What each micro-batch's loss sum is multiplied by, the same number of entries on all ranks.
 
@@ -180,10 +196,11 @@ class PPOTrainer:
                 metrics: Accumulator) -> list[Callable[[], Tensor]]:
         """One forward pass a weight, each giving its weighted loss; ranks that have fewer parts end with dummies of
         weight 0."""
-        def share(index: int, weight: float) -> Tensor:
-            return loss(parts[min(index, len(parts) - 1)], metrics if weight else None) * weight
+        def share(part: Experience, weight: float) -> Tensor:
+            return loss(part, metrics if weight else None) * weight
 
-        return [partial(share, index, weight) for index, weight in enumerate(weights)]
+        dummies = [parts[0]] * (len(weights) - len(parts))
+        return [partial(share, part, weight) for part, weight in zip([*parts, *dummies], weights)]
 
     def _policy_loss(self, part: Experience, metrics: Accumulator | None) -> Tensor:
         rollout = part.rollout

@@ -3,7 +3,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine import distributed
-from engine.ds_engine import TrainedModel, full_state
+from engine.ds_engine import TrainedModel
+from engine.gathering import full_state
 from engine.model_files import save_model
 
 

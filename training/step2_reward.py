@@ -24,7 +24,7 @@ from engine.experience import position_ids
 from engine.model_files import (DTYPES, check_policy, check_trunk, check_vocabularies, load_policy, new_scorer,
                                 read_tokenizer, vocabulary_size)
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, wrap_trained
-from engine.rollout import ReplicaRollouts, SamplingConfig, Zero3Rollouts
+from engine.rollout import SamplingConfig, build_rollouts
 from training import dry_run
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
 from training.data.forms import PAIRS, PROMPTS
@@ -158,7 +158,8 @@ def score_statistics(args: RewardFlags, model: TrainedModel, tokenizer, prompts:
                       actor_optimizer=OptimizerSpec(lr=0.0))
     choice = args.sft_choice()
     policy = frozen_model(load_policy, args.sft_path, choice, spec)
-    rollouts = (Zero3Rollouts if choice.stage == 3 else ReplicaRollouts)(policy, tokenizer)
+    rollouts = build_rollouts("auto", policy, tokenizer, rows_at_once=args.per_device_eval_batch_size,
+                              row_length=args.max_prompt_seq_len + args.max_answer_seq_len)
     sampling = SamplingConfig(max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
                               stop_token_ids=generation_stops(args.sft_path, tokenizer),
                               temperature=args.temperature, seed=args.seed,

@@ -39,7 +39,12 @@ def main(args: RLHFFlags) -> None:
         since = changes_since(plan.resume[1], choices(args, dialect)) if plan.resume else []
         print(dialect_lines(dialect, changed), plan_lines(args, plan), *since, sep="\n", flush=True)
     engine = RLHFEngine.from_pretrained(plan.spec)
-    rollouts = build_rollouts(args.rollout_backend, engine.actor, engine.tokenizer)
+    rollouts = build_rollouts(
+        args.rollout_backend, engine.actor, engine.tokenizer, others=engine.models,
+        rows_at_once=args.per_device_generation_batch_size * args.num_samples_per_prompt,
+        row_length=args.max_prompt_seq_len + args.max_answer_seq_len, between_steps=args.replicas_between_steps)
+    if distributed.is_main():
+        print(rollouts.why, flush=True)
     trainer = PPOTrainer(
         engine=engine, rollouts=rollouts, dialect=plan.dialect, sampling=plan.sampling,
         reward=build_reward(args, plan, engine), unsupervised=plan.texts and ShuffledTexts(args, plan.texts),
@@ -58,13 +63,13 @@ def main(args: RLHFFlags) -> None:
         clear_output_dir(args)  # not before the models are loaded: until then the new run may come to nothing
     evaluator = None if plan.held_out is None else Evaluator(
         plan.held_out, rollouts=rollouts, maker=trainer.maker, sampling=plan.sampling, tokenizer=engine.tokenizer,
-        batch_size=args.per_device_generation_batch_size * args.num_samples_per_prompt, first_index=len(plan.prompts))
+        first_index=len(plan.prompts))
     session = Session(args, plan, trainer, evaluator, output_dir)
     with contextlib.closing(session.writer):  # of a run that stops, too: its last steps are written out, its bar ends
         session.begin()
         feed = ShuffledPrompts(args, plan.prompts, plan.sampling.pad_token_id)
         while trainer.steps_done < plan.last_step:
-            session.after_step(trainer.step(feed.batches(trainer.steps_done)))
+            session.after_step(trainer.step(feed.prompts(trainer.steps_done)))
     session.end()
 
 

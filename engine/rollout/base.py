@@ -19,6 +19,7 @@ class SamplingConfig:
     stop_strings: texts that end a response with the token that completes them.
     pad_token_id: what fills the slots after a response.
     seed: of the keyed uniform numbers.
+    logprob_temperature: rollouts then hold each token's log-prob, and the entropy, at this temperature. None for none.
     """
     max_new_tokens: int
     pad_token_id: int
@@ -27,6 +28,7 @@ class SamplingConfig:
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     vocabulary_size: int | None = None
+    logprob_temperature: float | None = None
 
 
 class RolloutBackend(Protocol):
@@ -34,4 +36,8 @@ class RolloutBackend(Protocol):
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row. All ranks call this together, each with its own prompts."""
+        ...
+
+    def rest(self) -> None:
+        """Told that nothing is generated for a while: what is not needed meanwhile may be given back."""
         ...

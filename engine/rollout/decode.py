@@ -1,85 +1,282 @@
-"""The decoding loop: one forward pass over the prompts, then one a token with a key-value cache."""
+"""The decoding loop: prompts are read once, then a token at a time; rows that have ended make room for others."""
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from engine.algo.logprobs import token_logprobs
 from engine.algo.sampling import keyed_uniforms, sample_tokens
 from engine.experience import PromptBatch, Rollout, position_ids
 from engine.rollout.base import SamplingConfig
+from engine.rollout.cache import SlotCache
 
-CHECK_EVERY = 8  # tokens between two questions to the host whether all rows have ended
+CHECK_EVERY = 8  # tokens between two looks of the host at what was drawn
 
 
-@torch.no_grad()
-def decode(model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig,
-           find_stop: Callable[[list[int]], int | None], any_alive: Callable[[bool], bool]) -> Rollout:
-    """Sample one response for each prompt.
+class Sampler:
+    """Draws responses from models of one architecture; keeps the cache's memory from call to call.
 
     Args:
-        model: a Hugging Face causal language model, with or without ZeRO's hooks.
-        prompts: on the model's device.
-        find_stop: the number of tokens up to and including the first stop string, or None.
-        any_alive: told whether a row of this rank is still alive, answers whether to go on; where forward passes are
-            collective it asks all ranks.
-
-    Tokens drawn beyond a stop string before it was noticed are cut off; since each token's random number is its own,
-    this changes nothing else.
+        rows_at_once: how many responses are decoded side by side; None for all.
+        agree: the largest of what all ranks say that decode together. Where forward passes are collective, all ranks
+            must make as many; elsewhere ranks do not wait for each other, and the number itself is returned.
     """
-    rows, longest = len(prompts), sampling.max_new_tokens
-    device = prompts.input_ids.device
-    stops = torch.tensor(sampling.stop_token_ids, device=device)
-    responses = torch.full((rows, longest), sampling.pad_token_id, device=device)
-    lengths = torch.full((rows,), longest, device=device)
-    alive = torch.ones(rows, dtype=torch.bool, device=device)
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    mask, cache, inputs = prompts.attention_mask, None, prompts.input_ids
-    for step in range(longest):
-        named = {"input_ids": inputs, "attention_mask": mask, "past_key_values": cache, "use_cache": True,
-                 "logits_to_keep": 1}
-        if takes_positions:
-            named["position_ids"] = position_ids(mask)[:, -inputs.shape[1]:]
-        output = model(**named)
-        cache = output.past_key_values
-        uniforms = keyed_uniforms(sampling.seed, prompts.indices, prompts.samples, step)
-        tokens = sample_tokens(output.logits[:, -1, :sampling.vocabulary_size], uniforms, sampling.temperature)
-        responses[:, step] = torch.where(alive, tokens, sampling.pad_token_id)
-        ending = alive & torch.isin(tokens, stops)
-        lengths = torch.where(ending, step + 1, lengths)
-        alive = alive & ~ending
-        if (step + 1) % CHECK_EVERY == 0 or step + 1 == longest:
-            if sampling.stop_strings:
-                lengths, alive = _cut_at_strings(responses, lengths, alive, step + 1, find_stop)
-            if not any_alive(bool(alive.any())):
-                break
-        inputs = tokens.unsqueeze(1)
-        mask = torch.cat([mask, torch.ones_like(inputs)], dim=1)
-    return _as_rollout(prompts, responses, lengths, ~alive, sampling.pad_token_id)
+
+    def __init__(self, tokenizer, rows_at_once: int | None = None, agree: Callable[[int], int] = lambda number: number):
+        self.tokenizer, self.rows_at_once, self.agree = tokenizer, rows_at_once, agree
+        self.cache = SlotCache()
+        self.row_steps = 0  # of the last call: rows times decoding steps, to compare with the tokens produced
+        self._slot_masks: bool | None = None
+
+    @torch.no_grad()
+    def responses(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+        """One response for each row, in the rows' order.
+
+        model: a Hugging Face causal language model in eval mode, with or without ZeRO's hooks.
+        """
+        if self._slot_masks is None:
+            self._slot_masks = takes_slot_masks(model)
+        decoding = _Decoding(self, model, prompts, sampling)
+        rollout = decoding.run()
+        self.row_steps = decoding.row_steps
+        return rollout
+
+    def slot_masks(self) -> bool:
+        """Whether the model was found to take the mask of a single token ready made."""
+        return bool(self._slot_masks)
 
 
-def _cut_at_strings(responses: Tensor, lengths: Tensor, alive: Tensor, drawn: int,
-                    find_stop: Callable[[list[int]], int | None]) -> tuple[Tensor, Tensor]:
-    """Lengths and living rows once rows that hold a stop string have ended with it."""
-    lengths, alive = lengths.clone(), alive.clone()
-    for row, tokens in enumerate(responses[:, :drawn].tolist()):
-        end = find_stop(tokens[:min(int(lengths[row]), drawn)])
-        if end is not None and end <= lengths[row]:
-            lengths[row], alive[row] = end, False
-    return lengths, alive
+@dataclass(slots=True)
+class _Row:
+    """A response in the making: which prompt it answers, how long that is, and what the host has seen of it."""
+    prompt: int
+    prompt_length: int
+    tokens: list[int] = field(default_factory=list)
+    drawn: int = 0  # tokens, seen by the host or not
+    ended: bool = False
+
+    @property
+    def length(self) -> int:
+        """How many tokens of it the model has read: all but the last that was drawn."""
+        return self.prompt_length + self.drawn - 1
 
 
-def _as_rollout(prompts: PromptBatch, responses: Tensor, lengths: Tensor, ended: Tensor, pad_token_id: int) -> Rollout:
-    width = int(lengths.max())
-    response_mask = torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
-    responses = torch.where(response_mask, responses[:, :width], pad_token_id)
-    return Rollout(torch.cat([prompts.input_ids, responses], 1),
-                   torch.cat([prompts.attention_mask, response_mask.long()], 1),
-                   response_mask, ended, prompts.indices, prompts.samples)
+class _Decoding:
+    """One call of `Sampler.responses`.
+
+    All rows are written at one slot of the cache (see SlotCache). Every CHECK_EVERY tokens the host looks at what was
+    drawn: rows that have ended leave, and waiting prompts, longest first, take their place. Tokens drawn beyond an end
+    before it was noticed are cut off; since each token's random number is its own, this changes nothing else.
+    """
+
+    def __init__(self, sampler: Sampler, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig):
+        self.model, self.prompts, self.sampling = model, prompts, sampling
+        self.agree, self.cache, self.slot_masks = sampler.agree, sampler.cache, sampler.slot_masks()
+        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.find_stop = stop_finder(sampler.tokenizer, sampling.stop_strings)
+        self.stops = set(sampling.stop_token_ids)
+        self.rows_at_once = min(sampler.rows_at_once or len(prompts), len(prompts))
+        lengths = prompts.attention_mask.sum(-1).tolist()
+        self.rows = [_Row(index, length) for index, length in enumerate(lengths)]
+        self.waiting = sorted(self.rows, key=lambda row: row.prompt_length)  # taken from the end
+        self.living: list[_Row] = []
+        self.device, longest, most = prompts.input_ids.device, max(lengths), sampling.max_new_tokens
+        # Where no prompt waits, the last slot comes with the last token; else all move back to the left now and then.
+        slack = 0 if self.rows_at_once == len(prompts) else max(8 * CHECK_EVERY, (longest + most) // 4)
+        self.slots = longest + most + CHECK_EVERY + slack
+        self.cache.reserve(self.rows_at_once, self.slots)
+        self.slot = longest  # where the next token is written
+        self.mask = torch.zeros(self.rows_at_once, self.slots, dtype=torch.bool, device=self.device)
+        self.pending = torch.zeros(0, 1, dtype=torch.int64, device=self.device)  # drawn, and not yet read by the model
+        self.uniforms = keyed_uniforms(sampling.seed, prompts.indices.unsqueeze(1), prompts.samples.unsqueeze(1),
+                                       torch.arange(most + CHECK_EVERY, device=self.device))
+        recorded = sampling.logprob_temperature is not None
+        self.logprobs, self.entropy = (torch.zeros(len(prompts), most + CHECK_EVERY, device=self.device)
+                                       if recorded else None for _ in range(2))
+        self.row_steps = 0
+
+    def run(self) -> Rollout:
+        """All responses, in the prompts' order."""
+        while self.agree(len(self.waiting) + len(self.living)):
+            joining = self._joining()
+            if self.agree(len(joining)):
+                self._join(joining)
+            longest = max((self.sampling.max_new_tokens - row.drawn for row in self.living), default=0)
+            self._draw(self.agree(min(CHECK_EVERY, longest)))
+            self._leave()
+        return self._rollout()
+
+    def _joining(self) -> list[_Row]:
+        """The next prompts, once there is room for a good part of what fits: reading them holds up all others."""
+        room = self.rows_at_once - len(self.living)
+        if room < self.rows_at_once // 8:
+            return []
+        return [self.waiting.pop() for _ in range(min(room, len(self.waiting)))]
+
+    def _join(self, joining: list[_Row]) -> None:
+        """Read the prompts of new rows and draw their first tokens."""
+        if not joining:
+            return self._keep_pace(1)
+        width, first = joining[0].prompt_length, len(self.living)
+        if self.slot < width:
+            self._move_end_to(width)
+        chosen = torch.tensor([row.prompt for row in joining], device=self.device)
+        ids, mask = (tensor[chosen, -width:] for tensor in (self.prompts.input_ids, self.prompts.attention_mask))
+        rows, slots = slice(first, first + len(joining)), slice(self.slot - width, self.slot)
+        self.cache.window.put(rows, slots.start, slots.start)
+        logits = self._forward(ids, mask, position_ids(mask))
+        self.mask[rows] = False
+        self.mask[rows, slots] = mask.bool()
+        self.living += joining
+        self.pending = torch.cat([self.pending, self._sample(logits, chosen, torch.zeros_like(chosen))])
+        for row in joining:
+            row.drawn = 1
+
+    def _draw(self, count: int) -> None:
+        """Draw `count` tokens for each living row, then let the host see all that it has not seen."""
+        if not self.living:
+            return self._keep_pace(count)
+        living, rows = self.living, slice(0, len(self.living))
+        if self.slot + count > self.slots:
+            self._move_end_to(max(row.length for row in living))
+        start = self._start()
+        chosen, lengths, drawn = torch.tensor([(row.prompt, row.prompt_length, row.drawn) for row in living],
+                                              device=self.device).unbind(1)
+        # A row with all its tokens goes no further: the model may have no more positions.
+        steps = drawn.unsqueeze(1) + torch.arange(count, device=self.device)
+        positions = lengths.unsqueeze(1) + steps.clamp(max=self.sampling.max_new_tokens - 1) - 1
+        self.mask[rows, self.slot:self.slot + count] = True
+        tokens = [self.pending]
+        for step in range(count):
+            self.cache.window.put(rows, start, self.slot)
+            self.slot += 1
+            logits = self._forward(tokens[-1], self.mask[rows, start:self.slot], positions[:, step:step + 1])
+            tokens.append(self._sample(logits, chosen, steps[:, step]))
+        self.pending = tokens[-1]
+        self.row_steps += len(living) * count
+        for row, seen in zip(living, torch.cat(tokens, 1).tolist()):
+            row.drawn += count
+            self._look(row, seen[len(seen) - (row.drawn - len(row.tokens)):])
+
+    def _look(self, row: _Row, new: list[int]) -> None:
+        """Take the tokens that the host had not seen, up to the first end."""
+        first_stop = next((place for place, token in enumerate(new) if token in self.stops), None)
+        end = None if first_stop is None else len(row.tokens) + first_stop + 1
+        row.tokens += new
+        del row.tokens[self.sampling.max_new_tokens:]
+        if self.sampling.stop_strings:
+            end = self.find_stop(row.tokens[:end]) or end
+        if end is not None and end <= len(row.tokens):
+            row.ended = True
+            del row.tokens[end:]
+
+    def _leave(self) -> None:
+        """Rows that have ended go; the last ones that stay take their places."""
+        living, most = self.living, self.sampling.max_new_tokens
+        stays = [not row.ended and len(row.tokens) < most for row in living]
+        kept = sum(stays)
+        holes = [place for place in range(kept) if not stays[place]]
+        if holes:
+            movers = [place for place in range(kept, len(living)) if stays[place]]
+            self.cache.move_rows(movers, holes, self._start(), self.slot)
+            self.mask[holes], self.pending[holes] = self.mask[movers], self.pending[movers]
+            for hole, mover in zip(holes, movers):
+                living[hole] = living[mover]
+        del living[kept:]
+        self.pending = self.pending[:kept]
+
+    def _start(self) -> int:
+        """The first slot that a living row has a token in."""
+        return self.slot - max(row.length for row in self.living)
+
+    def _move_end_to(self, slot: int) -> None:
+        """Lay down the living rows so that they end before this slot, or as far to the left as they fit."""
+        slot = max([slot, *(row.length for row in self.living)])
+        if self.living:
+            rows, start, by = len(self.living), self._start(), self.slot - slot
+            self.cache.shift(rows, start, self.slot, by)
+            mask = self.mask[:rows, start:self.slot].clone()
+            self.mask[:rows] = False
+            self.mask[:rows, start - by:slot] = mask
+        self.slot = slot
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """Logits (B, V) behind the last of `ids` (B, N); mask (B, slots seen), of what is in the cache too."""
+        ready = self.slot_masks and ids.shape[1] == 1
+        named = {"position_ids": positions} if self.takes_positions else {}
+        output = self.model(input_ids=ids, attention_mask=mask[:, None, None] if ready else mask.long(),
+                            past_key_values=self.cache, use_cache=True, logits_to_keep=1, **named)
+        return output.logits[:, -1]
+
+    def _keep_pace(self, passes: int) -> None:
+        """Make forward passes for nothing, since other ranks' passes wait for this rank's."""
+        for _ in range(passes):
+            self.model(input_ids=self.prompts.input_ids[:1, -1:], use_cache=False)
+
+    def _sample(self, logits: Tensor, chosen: Tensor, slots: Tensor) -> Tensor:
+        """(B, 1) int64, the tokens in these response slots (B,) of the chosen prompts (B,)."""
+        sampling = self.sampling
+        tokens = sample_tokens(logits[:, :sampling.vocabulary_size], self.uniforms[chosen, slots], sampling.temperature)
+        if self.logprobs is not None:
+            self.logprobs[chosen, slots], self.entropy[chosen, slots] = token_logprobs(
+                logits, tokens, sampling.logprob_temperature, with_entropy=True)
+        return tokens.unsqueeze(1)
+
+    def _rollout(self) -> Rollout:
+        pad, width = self.sampling.pad_token_id, max(len(row.tokens) for row in self.rows)
+        responses = torch.tensor([row.tokens + [pad] * (width - len(row.tokens)) for row in self.rows])
+        lengths = torch.tensor([len(row.tokens) for row in self.rows], device=self.device)
+        response_mask = torch.arange(width, device=self.device) < lengths.unsqueeze(1)
+        prompts = self.prompts
+        recorded = {} if self.logprobs is None else {
+            name: torch.where(response_mask, column[:, :width], 0.0)
+            for name, column in (("logprobs", self.logprobs), ("entropy", self.entropy))}
+        return Rollout(sequences=torch.cat([prompts.input_ids, responses.to(self.device)], 1),
+                       attention_mask=torch.cat([prompts.attention_mask, response_mask.long()], 1),
+                       response_mask=response_mask, ended=torch.tensor([row.ended for row in self.rows],
+                                                                       device=self.device),
+                       indices=prompts.indices, samples=prompts.samples, **recorded)
+
+
+def takes_slot_masks(model: nn.Module) -> bool:
+    """Whether a model understands, for a single token, a ready-made mask (B, 1, 1, slots) of booleans.
+
+    Then Hugging Face's own mask, which is built anew for each token and asks the device for its content, is saved.
+    Found out by asking: the same token behind two prompts of different lengths, with either mask. Models of which some
+    layers see a part of the slots only are left out, as so few slots would not show it.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
+        return False
+    device = next(model.parameters()).device
+    ids = (torch.arange(8, device=device).view(2, 4) * 7919) % config.vocab_size
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], device=device)
+    positions = position_ids(mask)
+    named = [{"position_ids": part} if "position_ids" in inspect.signature(model.forward).parameters else {}
+             for part in (positions[:, :3], positions[:, 3:])]
+
+    def ask(last_mask: Tensor) -> Tensor:
+        cache = SlotCache()
+        cache.reserve(2, 4)
+        cache.window.put(slice(0, 2), 0, 0)
+        model(input_ids=ids[:, :3], attention_mask=mask[:, :3], past_key_values=cache, use_cache=True, **named[0])
+        cache.window.put(slice(0, 2), 0, 3)
+        return model(input_ids=ids[:, 3:], attention_mask=last_mask, past_key_values=cache, use_cache=True,
+                     **named[1]).logits
+
+    usual = ask(mask)
+    try:
+        ready = ask(mask.bool()[:, None, None])
+    except Exception:  # whatever a family that expects two dimensions trips over
+        return False
+    return ready.shape == usual.shape and torch.allclose(ready, usual, rtol=1e-3, atol=1e-3)
 
 
 def stop_finder(tokenizer, strings: tuple[str, ...]) -> Callable[[list[int]], int | None]:
-    """For `decode`: where the first of these strings is complete in a list of tokens."""
+    """Where the first of these strings is complete in a list of tokens: the number of tokens up to it, or None."""
     def find(tokens: list[int]) -> int | None:
         def holds(count: int) -> bool:
             text = tokenizer.decode(tokens[:count])

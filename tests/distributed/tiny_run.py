@@ -46,16 +46,16 @@ def build_trainer(spec: EngineSpec, *, dialect: Dialect = DIALECT, sampling: Sam
 
 
 class TinyPrompts:
-    """This rank's share of `per_step` prompts of 2 to 9 tokens a step, in `batches_per_step` generation batches."""
+    """This rank's share of `per_step` prompts of 2 to 9 tokens a step."""
 
-    def __init__(self, per_step: int, batches_per_step: int = 1):
-        self.per_step, self.batches_per_step = per_step, batches_per_step
+    def __init__(self, per_step: int):
+        self.per_step = per_step
 
-    def batches(self, step: int) -> list[PromptBatch]:
-        """The generation batches of a step, counted from 0."""
+    def prompts(self, step: int) -> PromptBatch:
+        """The prompts of a step, counted from 0."""
         share = self.per_step // distributed.world_size()
         first = step * self.per_step + distributed.rank() * share
-        return [prompt_batch(part.tolist()) for part in torch.arange(first, first + share).chunk(self.batches_per_step)]
+        return prompt_batch(list(range(first, first + share)))
 
 
 def prompt_tokens(index: int) -> list[int]:

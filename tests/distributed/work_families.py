@@ -6,7 +6,7 @@ import torch
 from engine import distributed
 from engine.dialects import Dialect
 from engine.ds_config import EngineChoice
-from engine.ds_engine import full_state
+from engine.gathering import full_state
 from engine.experience import PromptBatch, Rollout
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts

@@ -3,7 +3,7 @@ import torch
 
 from engine import distributed
 from engine.ds_config import EngineChoice
-from engine.ds_engine import full_state
+from engine.gathering import full_state
 from engine.experience import position_ids
 from engine.model_files import load_policy, load_scorer, new_scorer
 from engine.rlhf_engine import EngineSpec, frozen_model

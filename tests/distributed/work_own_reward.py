@@ -43,7 +43,7 @@ def run(actor: str, stage: int) -> dict:
     if distributed.rank() == distributed.world_size() - 1:
         function.function = lambda prompts, responses, rows: rows[0]["no such column"]
     try:
-        trainer.step(TinyPrompts(PER_STEP).batches(0))
+        trainer.step(TinyPrompts(PER_STEP).prompts(0))
     except RunStopped as stop:
         result["stop"] = str(stop)
     return result | {"steps_done": trainer.steps_done}

@@ -27,7 +27,7 @@ def training(folder: str, dtype: str, stage: int) -> dict:
     """One step, then ROUNDS - 1 more optimizer steps on the same experience."""
     trainer = build_trainer(engine_spec(folder, stage, dtype=dtype, config=f"stage{stage}.json"), dialect=STEADY)
     before = everything(trainer)
-    report = trainer.step(TinyPrompts(8).batches(0))
+    report = trainer.step(TinyPrompts(8).prompts(0))
     rounds = [timeless(report.metrics)]
     for _ in range(ROUNDS - 1):
         metrics = Accumulator()
@@ -42,7 +42,7 @@ def repeated_gradient(folder: str, dtype: str, stage: int) -> dict:
     spec = engine_spec(folder, stage, dtype=dtype, config=f"stage{stage}_growing.json", actor_optimizer=still,
                        critic_optimizer=still)
     trainer = build_trainer(spec, dialect=STILL)
-    report = trainer.step(TinyPrompts(8).batches(0))
+    report = trainer.step(TinyPrompts(8).prompts(0))
     for _ in range(ROUNDS - 1):
         trainer.train(report.experience, Accumulator())
     found = {name: {"momenta": momenta(model), "weights": weights(model), "loss_scale": model.loss_scale}
@@ -59,7 +59,7 @@ def joint_skips(folder: str, dtype: str, stage: int) -> dict:
               "last step": None}
     for event, overflowing in events.items():
         with overflow_on_last_rank(overflowing):
-            report = trainer.step(feed.batches(len(states)))
+            report = trainer.step(feed.prompts(len(states)))
         states[event] = everything(trainer) | {"metrics": timeless(report.metrics)}
     return {"events": states}
 

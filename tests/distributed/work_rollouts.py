@@ -47,22 +47,20 @@ def gathers(folder: str, stage: int, config: str, sampling: SamplingConfig) -> d
     """How often the replica gathers at each event, and what is answered before and after the actor has moved."""
     trainer = build_trainer(engine_spec(folder, stage, config=config, ema_decay=0.5), sampling=sampling)
     engine, replica = trainer.engine, trainer.rollouts
-    counts, found, gather = {}, {}, ReplicaRollouts._gather
+    counts, found = {}, {}
     prompts = prompt_batch(_share(list(range(8))))
 
-    def counted(source, target):
-        counts[max(counts)] += 1
-        gather(source, target)
+    def counted(event: str, act) -> None:
+        before = replica.replicas.fills
+        act()
+        counts[event] = replica.replicas.fills - before
 
     def generate(backend, event: str) -> None:
-        counts[len(counts), event] = 0
-        found[event] = dict(_by_key(backend.generate(prompts, sampling)))
+        counted(event, lambda: found.update({event: dict(_by_key(backend.generate(prompts, sampling)))}))
 
-    replica._gather = counted
     generate(replica, "start")
     generate(replica, "start again")
-    counts[len(counts), "step"] = 0
-    trainer.step(TinyPrompts(8).batches(0))
+    counted("step", lambda: trainer.step(TinyPrompts(8).prompts(0)))
     generate(replica, "after the step")
     generate(replica, "after the step again")
     generate(Zero3Rollouts(engine.actor, engine.tokenizer), "after the step, zero3")
@@ -71,7 +69,7 @@ def gathers(folder: str, stage: int, config: str, sampling: SamplingConfig) -> d
         averaged = masters(engine.actor)
     generate(replica, "swapped back")
     return {"answers": found, "weights": masters(engine.actor), "averaged weights": averaged,
-            "gathers": {event: count for (_, event), count in counts.items()}}
+            "gathers": counts}
 
 
 def uneven(folder: str, stage: int, config: str, sampling: SamplingConfig) -> dict:
@@ -81,7 +79,7 @@ def uneven(folder: str, stage: int, config: str, sampling: SamplingConfig) -> di
     for backend in ("zero3", "replica"):
         trainer = build_trainer(engine_spec(folder, stage, config=config), backend=backend,
                                 sampling=replace(sampling, max_new_tokens=20, stop_token_ids=stops))
-        report = trainer.step(TinyPrompts(8).batches(0))
+        report = trainer.step(TinyPrompts(8).prompts(0))
         found[backend] = {"shape": tuple(report.experience.rollout.response_mask.shape),
                           "metrics": timeless(report.metrics),
                           "finite": all(w.isfinite().all().item() for w in masters(trainer.engine.actor).values())}

@@ -21,12 +21,12 @@ def stopped_step(folder: str, stage: int, dtype: str, spoil: str) -> dict:
     """A good step and a spoiled one: the message of the stop, and the weights before and after it."""
     trainer = build_trainer(engine_spec(folder, stage, config=f"stage{stage}.json", dtype=dtype))
     feed, rollouts = TinyPrompts(8), []
-    trainer.step(feed.batches(0))
+    trainer.step(feed.prompts(0))
     before = {name: masters(model) for name, model in _trained(trainer).items()}
     if distributed.rank() == distributed.world_size() - 1:
         SPOILERS[spoil](trainer, rollouts)
     try:
-        trainer.step(feed.batches(1))
+        trainer.step(feed.prompts(1))
         message = None
     except RunStopped as stop:
         message = str(stop)

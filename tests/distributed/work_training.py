@@ -23,7 +23,7 @@ def one_run(folder: str, stage: int, config: str, dtype: str = "fp32") -> dict:
     result = {"before": {name: weights(model) for name, model in frozen.items()}, "critic": weights(engine.critic),
               "actor_after_steps": [masters(engine.actor)]}
     _watch_updates(engine.ema, result["actor_after_steps"])
-    reports = list(trainer.fit(TinyPrompts(12, batches_per_step=2)))
+    reports = list(trainer.fit(TinyPrompts(12)))
     result["metrics"] = [timeless(report.metrics) for report in reports]
     result["experience"] = reports[0].experience
     result["after"] = {name: weights(model) for name, model in frozen.items()}

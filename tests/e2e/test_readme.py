@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from engine.ds_engine import full_state
+from engine.gathering import full_state
 from engine.model_files import new_scorer, save_model
 from training import builtin_model, builtin_reviews
 

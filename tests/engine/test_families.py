@@ -9,7 +9,7 @@ from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassificati
                           Gemma2Config, GraniteConfig, OPTConfig)
 
 from engine.algo.sampling import keyed_uniforms
-from engine.ds_engine import full_state
+from engine.gathering import full_state
 from engine.experience import position_ids
 from engine.model_files import load_policy, load_scorer, new_scorer, save_model
 from tests.distributed.harness import run_ranks

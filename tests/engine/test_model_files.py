@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import (AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           AutoTokenizer, BertConfig, LlamaConfig, T5Config)
 
-from engine.ds_engine import full_state
+from engine.gathering import full_state
 from engine.errors import UserError
 from engine.experience import position_ids
 from engine.model_files import (check_policy, check_scorer, check_vocabularies, load_policy, load_scorer, new_scorer,

@@ -13,17 +13,16 @@ class ShuffledPrompts:
     """This rank's share of the prompts, in an order drawn from the seed alone."""
 
     def __init__(self, args: RLHFFlags, prompts: Prompts, pad_token_id: int):
-        self.prompts, self.batches_per_step = prompts, args.generation_batches
+        self.data = prompts
         self.share = args.per_device_generation_batch_size * args.generation_batches
         self.order = PromptOrder(len(prompts), self.share * distributed.world_size(), args.seed)
         self.pad_token_id = pad_token_id
 
-    def batches(self, step: int) -> list[PromptBatch]:
-        """The generation batches of a step, counted from 0."""
+    def prompts(self, step: int) -> PromptBatch:
+        """The prompts of a step, counted from 0."""
         own = slice(distributed.rank() * self.share, (distributed.rank() + 1) * self.share)
-        indices, visits = (column[own].chunk(self.batches_per_step) for column in self.order.batch(step))
-        return [collate_prompts([self.prompts[index] for index in chosen.tolist()], chosen, visit, self.pad_token_id)
-                for chosen, visit in zip(indices, visits)]
+        indices, visits = (column[own] for column in self.order.batch(step))
+        return collate_prompts([self.data[index] for index in indices.tolist()], indices, visits, self.pad_token_id)
 
 
 class ShuffledTexts:

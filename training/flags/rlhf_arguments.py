@@ -7,7 +7,7 @@ from engine.ds_config import EngineChoice, build_ds_config, stage_of_file
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
 from engine.rlhf_engine import EngineSpec, OptimizerSpec
-from engine.rollout import ROLLOUT_BACKENDS
+from engine.rollout import ROLLOUT_BACKENDS, check_backend
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
@@ -57,7 +57,7 @@ class RLHFFlags(DataFlags):
     max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", group="sizes")
     max_answer_seq_len: int = flag(256, "longest response, in tokens")
     per_device_generation_batch_size: int = flag(16, "prompts answered at once by each rank")
-    generation_batches: int = flag(1, "such batches in one step")
+    generation_batches: int = flag(1, "so many times as many prompts in one step; they wait until others have ended")
     num_samples_per_prompt: int = flag(1, "responses drawn for each prompt")
     per_device_training_batch_size: int = flag(16, "responses in one forward and backward pass of each rank")
     gradient_accumulation_steps: int | None = flag(
@@ -99,7 +99,13 @@ class RLHFFlags(DataFlags):
     reward_ds_config: str | None = flag(None, "DeepSpeed JSON of the reward model")
     actor_gradient_checkpointing: bool = flag(False, "compute the actor's activations again in backward passes")
     critic_gradient_checkpointing: bool = flag(False, "compute the critic's activations again in backward passes")
-    rollout_backend: str = flag("replica", "how responses are generated", choices=tuple(ROLLOUT_BACKENDS))
+    rollout_backend: str = flag(
+        "auto", "how responses are generated: with a whole copy of the actor on each rank, gathered once per update "
+        "(replica), or through its ZeRO-3 partitions (zero3); auto takes the copy where it fits in memory",
+        choices=ROLLOUT_BACKENDS)
+    replicas_between_steps: str = flag(
+        "keep", "what becomes of the whole copies that responses and experience are made with, while actor and critic "
+        "train", choices=("keep", "free", "host"))
 
     enable_ema: bool = flag(False, "keep a moving average of the actor's weights; saved beside the actor",
                             group="average of the actor")
@@ -130,6 +136,7 @@ class RLHFFlags(DataFlags):
             if getattr(self, name) not in (None, 0, 1, 2, 3):
                 raise UserError(f"--{name} {getattr(self, name)}: ZeRO has the stages 0, 1, 2 and 3.")
         self._validate_division()
+        check_backend(self.rollout_backend)
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
         self._validate_rewards()

@@ -1,0 +1,107 @@
+"""Keys and values of rows that are decoded side by side, in memory that is allocated once."""
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class Window:
+    """Which part of the cache a forward pass works in: these rows, and their slots [start, end), which hold what came
+    before; the pass writes from `end` on."""
+    def __init__(self):
+        self.put(slice(0, 0), 0, 0)
+
+    def put(self, rows: slice, start: int, end: int) -> None:
+        """Work here from now on."""
+        self.rows, self.start, self.end = rows, start, end
+
+
+@dataclass(slots=True)
+class Room:
+    """How many rows and slots the cache has memory for."""
+    rows: int = 0
+    slots: int = 0
+
+
+class SlotCache(Cache):
+    """A Hugging Face cache whose rows are all written at one slot, however long each of them is.
+
+    A row's tokens stand side by side and end at that slot, as in left-padded prompts. So a row may come or go at any
+    time, a prompt that joins is laid down with its end at the slot of the others, and every family of models can work
+    with it, since what it sees is an ordinary left-padded batch: the part of the memory that `window` says.
+    """
+
+    def __init__(self):
+        self.window, self.room = Window(), Room()
+        super().__init__(layer_class_to_replicate=lambda: _Slots(self.window, self.room))
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Have memory for so many rows and slots; what was there is kept only if it is enough."""
+        if rows > self.room.rows or slots > self.room.slots:
+            self.free()
+            self.room.rows, self.room.slots = rows, slots
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.layers.clear()
+        self.room.rows = self.room.slots = 0
+
+    def move_rows(self, sources: list[int], targets: list[int], start: int, end: int) -> None:
+        """Copy rows over others, within slots [start, end)."""
+        for tensor in self._tensors():
+            tensor[targets, :, start:end] = tensor[sources, :, start:end]
+
+    def shift(self, rows: int, start: int, end: int, by: int) -> None:
+        """Move slots [start, end) of the first `rows` rows to the left; to the right where `by` is negative."""
+        for tensor in self._tensors():
+            tensor[:rows, :, start - by:end - by] = tensor[:rows, :, start:end].clone()
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+
+
+def cache_bytes(model: nn.Module, slots: int) -> int:
+    """Memory for keys and values of so many slots, over all rows."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kept = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * kept * width * slots * next(model.parameters()).element_size()
+
+
+class _Slots(CacheLayerMixin):
+    """One layer's keys and values, (rows, heads, slots, d)."""
+    is_sliding = False
+
+    def __init__(self, window: Window, room: Room):
+        super().__init__()
+        self.window, self.room = window, room
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate; zeros, because what a mask leaves out is still multiplied by 0."""
+        self.keys, self.values = (
+            states.new_zeros(self.room.rows, states.shape[1], self.room.slots, states.shape[-1])
+            for states in (key_states, value_states))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write behind the window's end; returns all from its start on."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        window = self.window
+        rows, behind = window.rows, window.end + key_states.shape[-2]
+        self.keys[rows, :, window.end:behind] = key_states
+        self.values[rows, :, window.end:behind] = value_states
+        return self.keys[rows, :, window.start:behind], self.values[rows, :, window.start:behind]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number and offset of the slots that a pass over `query_length` tokens sees."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """How many slots the window holds."""
+        return self.window.end - self.window.start
+
+    def get_max_length(self) -> int:
+        """None that would be Hugging Face's business."""
+        return -1
