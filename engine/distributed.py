@@ -132,7 +132,7 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return tensor.unsqueeze(0)
     gathered = tensor.new_empty(dist.get_world_size() * len(tensor))
-    dist.all_gather_into_tensor(gathered, tensor)
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, tensor)  # its name from torch 2.13 on
     return gathered.view(dist.get_world_size(), -1)
 
 

@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from engine.experience import PromptBatch
 from engine.rollout.base import SamplingConfig
-from engine.rollout.decode import decode
+from engine.rollout.decode import Sampler
 
 VOCABULARY, EOS, PAD, ROWS = 11, 10, 0, 20_000
 PROMPTS = [[4, 7, 1, 5], [9, 2]]
@@ -36,7 +36,7 @@ def drawn(model, temperature: float):
     prompts = PromptBatch(torch.tensor(rows)[which], torch.tensor(masks)[which], which, torch.arange(2 * ROWS) // 2)
     sampling = SamplingConfig(max_new_tokens=2, pad_token_id=PAD, stop_token_ids=(EOS,), seed=1,
                               temperature=temperature)
-    return decode(model, prompts, sampling, find_stop=lambda tokens: None, any_alive=lambda alive: alive)
+    return Sampler(tokenizer=None).responses(model.eval(), prompts, sampling)
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ def one_step(actor: str, critic: str, stage: int) -> dict:
         dialect=Dialect(ppo_epochs=1, warmup_steps=0, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE),
         config=PPOConfig(total_steps=1, micro_batch_size=1),
         sampling=SamplingConfig(max_new_tokens=6, pad_token_id=PAD, stop_token_ids=(EOS,), seed=SEED))
-    report = trainer.step([own_prompts()])
+    report = trainer.step(own_prompts())
     experience = report.experience
     names = ("logprobs", "ref_logprobs", "values", "scores", "advantages", "returns")
     columns = {name: getattr(experience, name) for name in names}

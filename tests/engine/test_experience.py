@@ -152,20 +152,6 @@ def test_select_of_an_experience_keeps_all_its_numbers():
     assert torch.equal(picked.policy_mask, picked.rollout.response_mask)
 
 
-def test_cat_pads_prompts_on_the_left_and_responses_on_the_right():
-    short, long = rollout_of([[5]], [[1, 2, 3]]), rollout_of([[6, 7, 8], [9]], [[4], [2]])
-    whole = Rollout.cat([short, long], pad_token_id=99)
-    assert whole.sequences.tolist() == [[99, 99, 5, 1, 2, 3], [6, 7, 8, 4, 99, 99], [PAD, PAD, 9, 2, 99, 99]]
-    assert whole.attention_mask.tolist() == [[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]
-    assert whole.response_mask.int().tolist() == [[1, 1, 1], [1, 0, 0], [1, 0, 0]]
-    assert whole.indices.tolist() == [10, 10, 11] and whole.samples.tolist() == [0, 0, 1]
-    assert whole.ended.tolist() == [True, True, False]
-    assert whole.position_ids[0, 2:].tolist() == short.position_ids[0].tolist()
-    alone = whole.select(slice(0, 1))
-    assert torch.equal(alone.sequences, short.sequences) and torch.equal(alone.response_mask, short.response_mask)
-    assert Rollout.cat([short], 99) is short
-
-
 def test_repeat_numbers_the_samples_of_each_prompt_side_by_side():
     twice = prompt_batch().repeat(2)
     assert twice.input_ids.tolist() == [[PAD, 5, 6], [PAD, 5, 6], [7, 8, 9], [7, 8, 9]]

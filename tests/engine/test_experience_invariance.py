@@ -26,10 +26,10 @@ def rollout(rows=range(5), *, width: int = 0, prompt_width: int = 0) -> Rollout:
                       prompt_width=prompt_width)
 
 
-def make(parts: list[Rollout], dialect: Dialect, micro_batch_size: int = 8, roles: dict | None = None) -> Experience:
+def make(part: Rollout, dialect: Dialect, micro_batch_size: int = 8, roles: dict | None = None) -> Experience:
     maker = ExperienceMaker(**(roles or PrefixModels().roles()), dialect=dialect, pad_token_id=PAD,
                             micro_batch_size=micro_batch_size)
-    return maker.make(parts, 0.1)
+    return maker.make(part, 0.1)
 
 
 def same(wide: Experience, narrow: Experience, tolerance: float = 1e-6) -> None:
@@ -52,18 +52,18 @@ def same(wide: Experience, narrow: Experience, tolerance: float = 1e-6) -> None:
 @pytest.mark.parametrize("micro_batch_size", [8, 2])
 @pytest.mark.parametrize("dialect", ["default", "unwhitened"])
 def test_more_padding_on_either_side_changes_no_number(dialect, micro_batch_size):
-    narrow = make([rollout()], DIALECTS[dialect], micro_batch_size)
-    same(make([rollout(prompt_width=9)], DIALECTS[dialect], micro_batch_size), narrow)
-    same(make([rollout(width=11)], DIALECTS[dialect], micro_batch_size), narrow)
-    same(make([rollout(width=11, prompt_width=9)], DIALECTS[dialect], micro_batch_size), narrow)
+    narrow = make(rollout(), DIALECTS[dialect], micro_batch_size)
+    same(make(rollout(prompt_width=9), DIALECTS[dialect], micro_batch_size), narrow)
+    same(make(rollout(width=11), DIALECTS[dialect], micro_batch_size), narrow)
+    same(make(rollout(width=11, prompt_width=9), DIALECTS[dialect], micro_batch_size), narrow)
 
 
 def test_deepspeed_chat_sees_no_padding_beyond_the_slot_after_a_response():
     # Its score stands one slot past the response, so width counts where that slot is missing, and only there.
     chat = DIALECTS["deepspeed_chat"]
-    same(make([rollout(prompt_width=9)], chat), make([rollout()], chat))
-    same(make([rollout(width=11, prompt_width=9)], chat), make([rollout(width=6)], chat))
-    narrow, wide = make([rollout()], chat), make([rollout(width=6)], chat)
+    same(make(rollout(prompt_width=9), chat), make(rollout(), chat))
+    same(make(rollout(width=11, prompt_width=9), chat), make(rollout(width=6), chat))
+    narrow, wide = make(rollout(), chat), make(rollout(width=6), chat)
     assert not torch.allclose(narrow.advantages[1], wide.advantages[1, :5], atol=1e-2)  # five tokens in five slots
     for row in (0, 2, 3, 4):
         torch.testing.assert_close(wide.advantages[row, :5], narrow.advantages[row], rtol=0, atol=1e-6)
@@ -72,40 +72,29 @@ def test_deepspeed_chat_sees_no_padding_beyond_the_slot_after_a_response():
 @pytest.mark.parametrize("dialect", list(DIALECTS))
 @pytest.mark.parametrize("width", [0, 9])
 def test_micro_batches_change_no_number(dialect, width):
-    whole = make([rollout(width=width)], DIALECTS[dialect], 8)
+    whole = make(rollout(width=width), DIALECTS[dialect], 8)
     for size in (1, 2, 3):
-        same(make([rollout(width=width)], DIALECTS[dialect], size), whole)
+        same(make(rollout(width=width), DIALECTS[dialect], size), whole)
 
 
 @pytest.mark.parametrize("dialect", list(DIALECTS))
 def test_the_order_of_rows_changes_no_number(dialect):
     order = [3, 0, 4, 2, 1]
-    straight, turned = make([rollout()], DIALECTS[dialect]), make([rollout(order)], DIALECTS[dialect], 2)
+    straight, turned = make(rollout(), DIALECTS[dialect]), make(rollout(order), DIALECTS[dialect], 2)
     for name in ("rewards", "advantages", "returns", "values", "scores", "kl"):
         expected = getattr(straight, name)[order]
         torch.testing.assert_close(getattr(turned, name), expected, rtol=0, atol=1e-6)
 
 
-def test_rollouts_of_different_widths_are_joined():
-    parts = [rollout([0, 2]), rollout([1, 3, 4])]  # 3 and 5 response slots, prompts of 4 and 3
-    joined = make(parts, DIALECTS["unwhitened"])
-    same(joined, make([rollout([0, 2, 1, 3, 4])], DIALECTS["unwhitened"]))
-    assert joined.rollout.sequences.shape == (5, 9)
-    assert joined.rollout.sequences[2].tolist() == [PAD, PAD, PAD, 8, 22, 23, 24, 25, EOS]
-
-
-def test_whitening_over_two_rollouts_is_the_whitening_of_both_together():
-    parts = [rollout([0, 2]), rollout([1, 3, 4])]
-    plain, white = make(parts, DIALECTS["unwhitened"]), make(parts, DIALECTS["default"])
+def test_whitening_is_over_all_learned_tokens():
+    plain, white = make(rollout(), DIALECTS["unwhitened"]), make(rollout(), DIALECTS["default"], 2)
     chosen = plain.advantages[plain.policy_mask].double().numpy()
-    assert len(chosen) == 3 + 2 + 5 + 4 + 1
+    assert len(chosen) == 3 + 5 + 2 + 4 + 1
     expected = np.zeros((5, 5))
     expected[plain.policy_mask.numpy()] = (chosen - chosen.mean()) / np.sqrt(chosen.var() + 1e-8)
     np.testing.assert_allclose(white.advantages.numpy(), expected, rtol=0, atol=1e-5)
     for name in ("rewards", "returns", "values"):  # only the policy's advantages are scaled
         assert torch.equal(getattr(white, name), getattr(plain, name))
-    apart = torch.cat([make([part], DIALECTS["default"]).advantages[:, :2] for part in parts])
-    assert not torch.allclose(apart, white.advantages[:, :2], atol=1e-2)
 
 
 class Bare(Resident):
@@ -130,7 +119,7 @@ def test_real_models_see_no_padding_either(family, tmp_path):
 
     roles = {"actor": policy(0), "reference": EngineReference(policy(1)), "critic": scorer(2),
              "reward": RewardModel(scorer(3))}
-    narrow = make([rollout()], DIALECTS["unwhitened"], 8, roles)
+    narrow = make(rollout(), DIALECTS["unwhitened"], 8, roles)
     assert narrow.logprobs[narrow.rollout.response_mask].std() > 0.5  # large enough for a wrong slot to show
     for size in (8, 2, 1):
-        same(make([rollout(width=9, prompt_width=7)], DIALECTS["unwhitened"], size, roles), narrow, 5e-5)
+        same(make(rollout(width=9, prompt_width=7), DIALECTS["unwhitened"], size, roles), narrow, 5e-5)

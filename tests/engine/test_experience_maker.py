@@ -19,7 +19,7 @@ SYSTEMS = ["default", "deepspeed_chat"]
 def make(models: TableModels, rollout: Rollout, dialect: Dialect, pad: int = PAD, micro_batch_size: int = 8,
          kl_coef: float = 0.1) -> Experience:
     maker = ExperienceMaker(**models.roles(), dialect=dialect, pad_token_id=pad, micro_batch_size=micro_batch_size)
-    return maker.make([rollout], kl_coef)
+    return maker.make(rollout, kl_coef)
 
 
 def near(tensor: torch.Tensor, expected: list, tolerance: float = 1e-5) -> None:

@@ -83,11 +83,11 @@ def test_into_an_experience(micro_batch_size):
     maker = ExperienceMaker(**roles, dialect=get_dialect("default").override(whiten_advantages=False),
                             pad_token_id=PAD, micro_batch_size=micro_batch_size)
     told = []
-    made = maker.make([rollout()], 0.1, tally=lambda name, part: told.append((name, part.tolist())))
+    made = maker.make(rollout(), 0.1, tally=lambda name, part: told.append((name, part.tolist())))
     assert made.scores.tolist() == [0, -13, 0]  # row 2: 1 + 1 - 2
     assert made.rewards.sum(-1).tolist() == [0, -5, 0]
-    assert told == [("scores_model", [2, 0, 1]), ("scores_function", [2, 3, 1]), ("length_penalty", [-4, -6, -2]),
-                    ("missing_eos_penalty", [0, -10, 0])]
+    assert told == [("objective/scores_model", [2, 0, 1]), ("objective/scores_function", [2, 3, 1]),
+                    ("objective/length_penalty", [-4, -6, -2]), ("objective/missing_eos_penalty", [0, -10, 0])]
 
 
 def test_a_single_part_is_not_told_twice():
