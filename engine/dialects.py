@@ -53,9 +53,10 @@ class Dialect:
     critic_weight_decay: float = 0.0
     max_grad_norm: float = 1.0
 
-    # Sampling from the policy as it is; log-probs are taken at the same temperature.
+    # Sampling from the policy as it is; log-probs are taken at the same temperature, by the function that learns.
     temperature: float = 1.0
     temperature_in_logprobs: bool = True
+    old_logprobs: str = "forward"       # of a second "forward" pass, so that the first ratio is 1; or the "sampler"'s
 
     ema_decay: float = 0.992            # DeepSpeed-Chat's; only used where an EMA is asked for
 

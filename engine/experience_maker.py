@@ -25,6 +25,8 @@ class Judged:
     """What the four models say of a rollout: (B, T) float32 each, scores (B,).
 
     score_parts: name -> (B,), what adds up to the scores where that is more than one thing, else empty.
+    logprob_gaps: (N,) float32, absolute differences between the sampler's log-probs and those of a forward pass, of the
+        tokens of the first micro-batch; None where all log-probs are a forward pass's.
     """
     logprobs: Tensor
     entropy: Tensor
@@ -32,6 +34,7 @@ class Judged:
     values: Tensor
     scores: Tensor
     score_parts: dict[str, Tensor]
+    logprob_gaps: Tensor | None = None
 
 
 class ExperienceMaker:
@@ -47,11 +50,15 @@ class ExperienceMaker:
         """The experience of a rollout; advantages are whitened over all of it and all ranks.
 
         All ranks call this together, each with equally many rows.
-        tally: told the name and the (B,) numbers of each of the score_parts, and of what else is worth a metric.
+        tally: told the names and numbers of metrics that only exist where there is something to them: the score's parts,
+            and the gap between the sampler's log-probs and a forward pass's.
         """
         judged = self.judge(rollout)
-        for name, part in judged.score_parts.items() if tally else ():
-            tally(f"objective/{name}", part)
+        told = {f"objective/{name}": part for name, part in judged.score_parts.items()}
+        if judged.logprob_gaps is not None:
+            told["rollout/logprob_gap"] = judged.logprob_gaps
+        for name, part in told.items() if tally else ():
+            tally(name, part)
         experience = self.learnable(rollout, judged, kl_coef)
         if not self.dialect.whiten_advantages:
             return experience
@@ -73,17 +80,23 @@ class ExperienceMaker:
                     for column in columns]
             return torch.cat(wide)[torch.cat(rows).argsort()]
 
-        policy = [self.actor(piece.sequences, piece.attention_mask, piece.position_ids,
-                             response_length=piece.response_length, temperature=temperature, with_entropy=True)
-                  for piece in pieces]
-        logprobs, entropy = (whole(columns) for columns in zip(*policy))
+        def policy(piece: Rollout) -> tuple[Tensor, Tensor]:
+            return self.actor(piece.sequences, piece.attention_mask, piece.position_ids, temperature=temperature,
+                              response_length=piece.response_length, with_entropy=True)
+
+        if self.dialect.old_logprobs == "sampler":
+            logprobs, entropy, first = rollout.logprobs, rollout.entropy, pieces[0]
+            gaps = (policy(first)[0] - first.logprobs).abs()[first.response_mask]
+        else:
+            logprobs, entropy = (whole(columns) for columns in zip(*map(policy, pieces)))
+            gaps = None
         with self.reference.resident():
             ref_logprobs = whole([self.reference.ref_logprobs(piece, temperature) for piece in pieces])
         values = whole([self.critic(piece.sequences, piece.attention_mask,
                                     piece.position_ids)[:, piece.prompt_length - 1:-1] for piece in pieces])
         with self.reward.resident():
             scores, score_parts = self._scores(pieces, whole)
-        return Judged(logprobs, entropy, ref_logprobs, values, scores, score_parts)
+        return Judged(logprobs, entropy, ref_logprobs, values, scores, score_parts, gaps)
 
     def _scores(self, pieces: list[Rollout], whole: Callable[[list[Tensor]], Tensor]
                 ) -> tuple[Tensor, dict[str, Tensor]]:

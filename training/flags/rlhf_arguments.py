@@ -17,7 +17,7 @@ DIALECT_FLAGS = {"actor_learning_rate": "actor_lr", "critic_learning_rate": "cri
                  "warmup_steps", "lr_scheduler_type": "lr_schedule"}
 DIALECT_FLAGS |= {name: name for name in ("kl_coef", "score_clip", "gamma", "lam", "clip_range", "value_clip_range",
                                           "ppo_epochs", "whiten_advantages", "max_grad_norm", "actor_weight_decay",
-                                          "critic_weight_decay", "temperature", "ema_decay")}
+                                          "critic_weight_decay", "temperature", "ema_decay", "old_logprobs")}
 
 
 @dataclass(kw_only=True)
@@ -77,6 +77,10 @@ class RLHFFlags(DataFlags):
     whiten_advantages: bool | None = flag(None, "scale advantages to mean 0 and variance 1 over all tokens")
     ppo_epochs: int | None = flag(None, "passes over each step's responses")
     temperature: float | None = flag(None, "of sampling")
+    old_logprobs: str | None = flag(
+        None, "where the ratio's old log-probs come from: a forward pass over the finished responses, or the sampler, "
+        "which saves that pass; rollout/logprob_gap then tells how far apart the two are",
+        choices=("forward", "sampler"))
     stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
 
     actor_learning_rate: float | None = flag(None, "the actor's peak learning rate", group="optimization")
