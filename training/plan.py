@@ -67,8 +67,18 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
         if resume[1]["steps_done"] > last_step:
             raise UserError(f"--resume {resume[0]}: it stands at step {resume[1]['steps_done']}, behind the run's last "
                             f"step {last_step}. Raise --max_steps or --num_train_epochs.")
+    check_profile_steps(args.profile_steps, resume[1]["steps_done"] + 1 if resume else 1, last_step)
     return Plan(dialect, changed, args.engine_spec(dialect), function, prompts, held_out, blocks,
                 sampling, total_steps, last_step, resume, identity)
+
+
+def check_profile_steps(steps: list[int], first: int, last: int) -> None:
+    """Raise UserError for steps outside of those that the run trains."""
+    outside = [str(step) for step in steps if not first <= step <= last]
+    if outside:
+        told = (f"this run trains steps {first} to {last}. Name some of these" if first <= last else
+                f"this run ends with step {last}, which is done. Leave the flag out")
+        raise UserError(f"--profile_steps {' '.join(outside)}: {told}.")
 
 
 def texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]]:

@@ -4,6 +4,7 @@
     for report in trainer.fit(feed):
         print(report.step, report.metrics["objective/scores"])
 """
+import contextlib
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine import distributed
 from engine.algo.kl import FixedKL
@@ -272,21 +274,17 @@ def deal(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
 
 
 class PhaseClock:
-    """Seconds of wall-clock time by phase, with the device's queue emptied at both ends."""
+    """Seconds of wall-clock time by phase, with the device's queue emptied at both ends; in a trace, ranges."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
-        self._phase, self._started = "", 0.0
 
-    def __call__(self, phase: str) -> "PhaseClock":
-        self._phase = phase
-        return self
-
-    def __enter__(self) -> None:
-        self._started = self._now()
-
-    def __exit__(self, *_) -> None:
-        self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + self._now() - self._started
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        with record_function(phase):
+            started = self._now()
+            yield
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - started
 
     @staticmethod
     def _now() -> float:

@@ -17,6 +17,7 @@ from training.reporting.wandb_sync import check_wandb
 
 USER_ERROR, STOPPED = 2, 1
 CHECKPOINTS = "checkpoints"  # the folder of restart points in --output_dir
+PROFILE = "profile"          # that of recorded steps
 
 
 def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
@@ -128,6 +129,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # each start and stop of torch.profiler is level 5, errors are below
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed|transformers")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -202,8 +204,8 @@ def tensorboard_dir(args: RunFlags) -> Path:
 
 
 def clear_output_dir(args: RunFlags) -> None:
-    """Remove what an earlier run logged there and its restart points (rank 0 does), so that its curves do not go on in
-    the new run's and --resume does not find a point of it.
+    """Remove what an earlier run logged and recorded there and its restart points (rank 0 does), so that its curves do
+    not go on in the new run's and --resume does not find a point of it.
 
     Models are left until they are overwritten.
     """
@@ -212,7 +214,7 @@ def clear_output_dir(args: RunFlags) -> None:
     if distributed.is_main():
         folder = Path(args.output_dir)
         (folder / "metrics.jsonl").unlink(missing_ok=True)
-        for path in (folder / "samples", folder / CHECKPOINTS):
+        for path in (folder / "samples", folder / CHECKPOINTS, folder / PROFILE):
             shutil.rmtree(path, ignore_errors=True)
         for file in tensorboard_dir(args).glob("events.out.tfevents.*"):
             file.unlink()

@@ -3,7 +3,8 @@
     deepspeed --num_gpus 8 training/step3_rlhf.py --actor_model_name_or_path sft --critic_model_name_or_path reward \\
         --data_path prompts.jsonl --output_dir out --actor_zero_stage 3 --critic_zero_stage 3 --dtype bf16
 
-Writes out/actor (and out/actor_ema, out/critic), metrics.jsonl, tensorboard/, samples/, curves.png and checkpoints/.
+Writes out/actor (and out/actor_ema, out/critic), metrics.jsonl, tensorboard/, samples/, curves.png, checkpoints/ and
+profile/.
 """
 import contextlib
 from pathlib import Path
@@ -16,7 +17,7 @@ from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
-from training import checkpoint
+from training import checkpoint, profiling
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
 from training.evaluation import Evaluator
 from training.flags.rlhf_arguments import RLHFFlags
@@ -59,17 +60,21 @@ def main(args: RLHFFlags) -> None:
         trainer.load_state_dict(state)
     if plan.resume and goes_on(args, plan.resume[0]):
         checkpoint.set_aside_newer(output_dir, trainer.steps_done)
+        profiling.set_aside_newer(output_dir, trainer.steps_done)
     else:
         clear_output_dir(args)  # not before the models are loaded: until then the new run may come to nothing
     evaluator = None if plan.held_out is None else Evaluator(
         plan.held_out, rollouts=rollouts, maker=trainer.maker, sampling=plan.sampling, tokenizer=engine.tokenizer,
         first_index=len(plan.prompts))
     session = Session(args, plan, trainer, evaluator, output_dir)
+    profiler = profiling.Profiler(args.profile_steps, trainer, output_dir, say=session.writer.write)
     with contextlib.closing(session.writer):  # of a run that stops, too: its last steps are written out, its bar ends
         session.begin()
         feed = ShuffledPrompts(args, plan.prompts, plan.sampling.pad_token_id)
         while trainer.steps_done < plan.last_step:
-            session.after_step(trainer.step(feed.prompts(trainer.steps_done)))
+            with profiler.record(trainer.steps_done + 1):
+                report = trainer.step(feed.prompts(trainer.steps_done))
+            session.after_step(report)
     session.end()
 
 

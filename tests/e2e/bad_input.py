@@ -33,7 +33,7 @@ SIZES = {1: ("per_device_train_batch_size", "gradient_accumulation_steps", "max_
          2: ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_len", "held_out",
              "max_prompt_seq_len", "max_answer_seq_len"),
          3: ("per_device_generation_batch_size", "generation_batches", "num_eval_prompts", "max_prompt_seq_len",
-             "max_answer_seq_len")}
+             "max_answer_seq_len", "profile_steps")}
 STALE = {"metrics.jsonl": '{"step": 1, "samples": 8}\n', "checkpoints/step_000001/trainer_state.json": "{}",
          "config.json": "{}", "tensorboard/events": "x"}  # what an earlier run left
 

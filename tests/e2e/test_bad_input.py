@@ -62,6 +62,9 @@ FLAGS = [
     ((3,), {"dialect": "deepspeed"}, ["--dialect", "'deepspeed'", "deepspeed_chat"]),
     ((1, 2), {"zero_stage": 4}, ["--zero_stage 4", "0, 1, 2 and 3"]),
     ((3,), {"critic_zero_stage": 4}, ["--critic_zero_stage 4", "0, 1, 2 and 3"]),
+    ((3,), {"profile_steps": [2, 0]}, ["--profile_steps 0: steps are counted from 1"]),
+    ((3,), {"profile_steps": [4, 2, 3]}, ["--profile_steps 4 3: this run trains steps 1 to 2"]),
+    ((3,), {"profile_steps": 2, "enable_test_mode": True, "test_stop_step": 1}, ["--profile_steps 2", "steps 1 to 1"]),
     ((1, 2), {"offload": True}, ["--offload", "--zero_stage 0", "stage 1, 2 or 3"]),
     ((3,), {"offload": True, "actor_zero_stage": 2}, ["--offload", "--critic_zero_stage 0", "stage 1, 2 or 3"]),
     ((1, 2), {"learning_rate": "-1e-5"}, ["--learning_rate -1e-05", "at least 0"]),
@@ -197,6 +200,16 @@ def test_resuming_into_the_folder_of_a_third_run(tiny, bad, tmp_path, capfd):
     before = snapshot(bad)
     assert_one_message(run_here(3, flags, capfd), [f"--output_dir {bad} is not empty", "--overwrite_output_dir"])
     assert snapshot(bad) == before
+
+
+def test_steps_before_the_restart_point_are_not_recorded(tiny, tmp_path, capfd):
+    flags = tiny.flags(3, output_dir=tmp_path / "out", save_steps=1)
+    assert run_here(3, flags, capfd).code == 0
+    before = snapshot(tmp_path / "out")
+    point = tmp_path / "out" / "checkpoints" / "step_000001"
+    assert_one_message(run_here(3, {**flags, "resume": point, "profile_steps": [1, 2]}, capfd),
+                       ["--profile_steps 1: this run trains steps 2 to 2"])
+    assert snapshot(tmp_path / "out") == before
 
 
 @pytest.mark.parametrize("step, change, expected", [

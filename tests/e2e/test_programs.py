@@ -1,8 +1,11 @@
 """Steps 1, 2 and 3 as users run them: two ranks, ZeRO-3, each starting from what the ones before it wrote."""
+import gzip
+import itertools
 import json
 import math
 import shutil
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +57,7 @@ def chain(tiny, tmp_path_factory) -> Chain:
     ppo = {"actor_model_name_or_path": folder / "sft", "critic_model_name_or_path": folder / "reward",
            "reward_model_name_or_path": tiny.folder / "reward", "actor_zero_stage": 3, "critic_zero_stage": 3,
            "max_steps": STEPS, "num_eval_prompts": EVALUATED, "save_steps": 2, "print_answers_interval": 2,
-           "enable_ema": True, "kl_coef": 0.25, "ppo_epochs": 2, "num_warmup_steps": 0, "actor_learning_rate": 1e-3,
+           "profile_steps": [3, 4], "enable_ema": True, "kl_coef": 0.25, "ppo_epochs": 2, "num_warmup_steps": 0, "actor_learning_rate": 1e-3,
            "critic_learning_rate": 1e-3}
     started("ppo", 3, **ppo)
     # As if the run had been killed within step 4: what is beyond the last restart point is dropped and done again.
@@ -114,6 +117,26 @@ def test_restart_points_are_timed_and_whole(chain):
     for point in points:
         names = {path.name for path in point.iterdir()}
         assert {"actor", "critic", "trainer_state.json", "ema_rank0.pt", "ema_rank1.pt"} <= names
+
+
+@pytest.mark.parametrize("name", ("ppo", "resumed"))
+def test_the_steps_asked_for_are_recorded_on_each_rank(chain, name):
+    recorded = [f"step_00000{step}_rank{rank}.json.gz" for step in (3, 4) for rank in (0, 1)]
+    # The resumed run began from step 2 with the other's recordings of steps 3 and 4 in its folder.
+    left = [f"{file}.abandoned" for file in recorded] if name == "resumed" else []
+    assert sorted(path.name for path in chain[f"{name}/profile"].iterdir()) == sorted(recorded + left)
+    told = chain.results[name].stderr
+    for step in (3, 4):
+        assert told.count(f"step {step} recorded: {chain[name]}/profile/step_00000{step}_rank*.json.gz") == 1
+    assert "ui.perfetto.dev" in told and "profiler_start" not in told
+    for file in recorded:
+        ranges = ranges_of(chain[f"{name}/profile/{file}"])
+        # 4 responses of a rank in one micro-batch: a pass of each model, then an optimizer step in each of 2 epochs.
+        assert {phase: Counter(inner) for phase, inner in ranges.items()} == {
+            "generate": Counter({"GPT2LMHeadModel forward": 8}),  # the longest response has 8 tokens
+            "make_experience": Counter(2 * ["policy forward", "scorer forward"] + ["reference", "reward model"]),
+            "train": Counter(2 * ["policy forward", "actor backward", "actor optimizer step", "scorer forward",
+                                  "critic backward", "critic optimizer step", "EMA update"])}
 
 
 def test_a_resumed_run_ends_like_the_uninterrupted_one(chain):
@@ -234,6 +257,23 @@ def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
     assert_finite(lines)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"actor", "critic", "metrics.jsonl", "tensorboard",
                                                                    "samples", "curves.png", "run.json"}
+
+
+def ranges_of(trace: Path) -> dict[str, list[str]]:
+    """The names of a recording's ranges within each phase, in order of time; each stands in exactly one phase."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert any(event.get("cat") == "cpu_op" for event in events)
+    marks = sorted((event for event in events if event.get("cat") == "user_annotation"), key=lambda event: event["ts"])
+    phases = [mark for mark in marks if mark["name"] in ("generate", "make_experience", "train")]
+    assert [phase["name"] for phase in phases] == ["generate", "make_experience", "train"]
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(phases))
+    ours = [mark for mark in marks if mark["tid"] == phases[0]["tid"] and mark not in phases
+            and not mark["name"].startswith(("gloo:", "Optimizer."))]  # these are torch's own
+    assert all(mark["dur"] > 0 for mark in phases + ours)
+    found = {phase["name"]: [mark["name"] for mark in ours if phase["ts"] <= mark["ts"]
+                             and mark["ts"] + mark["dur"] <= phase["ts"] + phase["dur"]] for phase in phases}
+    assert sum(map(len, found.values())) == len(ours)
+    return found
 
 
 def sample_rows(chain: Chain, name: str) -> list[dict]:

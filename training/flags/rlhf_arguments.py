@@ -121,6 +121,8 @@ class RLHFFlags(DataFlags):
     save_steps: int = flag(0, "steps between restart points; 0 for none")
     resume: str | None = flag(None, "a restart point, or the output folder of a run, to go on from")
     print_answers_interval: int = flag(10, "steps between tables of samples; 0 for none")
+    profile_steps: list[int] = flag([], "steps, from 1, that torch.profiler records (and slows down): a trace a rank in "
+                                        "OUTPUT_DIR/profile, which ui.perfetto.dev opens")
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
@@ -139,6 +141,8 @@ class RLHFFlags(DataFlags):
         for name in ("actor_zero_stage", "critic_zero_stage"):
             if getattr(self, name) not in (None, 0, 1, 2, 3):
                 raise UserError(f"--{name} {getattr(self, name)}: ZeRO has the stages 0, 1, 2 and 3.")
+        if any(step < 1 for step in self.profile_steps):
+            raise UserError(f"--profile_steps {min(self.profile_steps)}: steps are counted from 1.")
         self._validate_division()
         check_backend(self.rollout_backend)
         if "" in self.stop:
