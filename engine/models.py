@@ -52,6 +52,9 @@ class _Backbone(nn.Module):
         """A module like this one around another model of the same architecture."""
         return type(self)(model, self.dropouts)
 
+    def adopt(self, other) -> None:
+        """Compute like another module of this architecture whose weights this one has been given."""
+
     def inputs(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> dict:
         """The keyword arguments of a forward pass without cache."""
         named = {"input_ids": sequences, "attention_mask": attention_mask, "use_cache": False}
@@ -140,6 +143,10 @@ class Scorer(_Backbone):
         self.offset = float(getattr(model.config, "score_offset", 0.0))
         self.score_position = getattr(model.config, "score_position", "last_non_pad")
         self.pad_token_id = model.config.pad_token_id
+
+    def adopt(self, other: "Scorer") -> None:
+        """Compute like another Scorer of this architecture whose weights this one has been given."""
+        self.offset = other.offset
 
     def forward(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """The score at every token; all arguments (B, S) int64. Returns (B, S) float32."""

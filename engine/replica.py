@@ -9,23 +9,24 @@ from engine.model_files import empty_like
 
 
 class Replicas:
-    """Lends modules without ZeRO's hooks, one for all models of an architecture: actor and reference take turns in one,
-    critic and reward model in another.
+    """Lends modules without ZeRO's hooks. At stages 0 to 2 a model's own module is lent.
 
     A module is filled, bucket by bucket and in the compute dtype, when a model asks for it that it does not hold, or
-    whose weights have changed since; otherwise nothing is gathered. At stages 0 to 2 a model's own module is lent.
+    whose weights have changed since; otherwise nothing is gathered.
 
     Args:
         between_steps: what becomes of the modules when `rest` is called: "keep" them, "free" them, or move them to the
             "host".
+        shared: models of one architecture take turns in one module, actor and reference in one, critic and reward
+            model in another; else each has its own, and frozen ones are gathered once for good.
     """
 
-    def __init__(self, between_steps: str = "keep"):
-        self.between_steps = between_steps
+    def __init__(self, between_steps: str = "keep", shared: bool = True):
+        self.between_steps, self.shared = between_steps, shared
         self.fills = 0  # how often a module was filled
-        self._keys: dict[int, tuple] = {}
-        self._modules: dict[tuple, nn.Module] = {}
-        self._held: dict[tuple, tuple[int, int]] = {}  # which model, at which version of its weights
+        self._keys: dict[int, object] = {}
+        self._modules: dict[object, nn.Module] = {}
+        self._held: dict[object, tuple[int, int]] = {}  # which model, at which version of its weights
         self._away = False
 
     def of(self, model: TrainedModel | FrozenModel) -> nn.Module:
@@ -36,7 +37,7 @@ class Replicas:
         if model.stage < 3:
             return model.module
         if id(model) not in self._keys:
-            self._keys[id(model)] = _architecture(model.module)
+            self._keys[id(model)] = _architecture(model.module) if self.shared else id(model)
         key, wanted = self._keys[id(model)], (id(model), model.version)
         if key not in self._modules:
             self._modules[key] = empty_like(model.module, distributed.device())
@@ -45,6 +46,7 @@ class Replicas:
             self._move(distributed.device())
         if self._held.get(key) != wanted:
             copy_weights(model.module, module)
+            module.adopt(model.module)
             self._held[key] = wanted
             self.fills += 1
         return module
@@ -65,18 +67,23 @@ class Replicas:
         self._away = device != distributed.device()
 
 
-def _architecture(module: nn.Module) -> tuple:
+# What of a configuration changes nothing that a shared module computes: `adopt` takes care of the offset.
+_NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id")
+
+
+def _architecture(module: nn.Module) -> object:
     """Equal for modules that can hold each other's weights and then compute the same."""
     shapes = tuple((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in module.named_parameters())
-    config = {name: value for name, value in module.model.config.to_diff_dict().items() if name != "_name_or_path"}
+    config = {name: value for name, value in module.model.config.to_diff_dict().items() if name not in _NO_MATTER}
     return type(module), type(module.model), getattr(module, "direct_head", None), shapes, str(config)
 
 
-def replica_bytes(models: list[TrainedModel | FrozenModel]) -> int:
-    """Memory on each rank for the copies of these models that are in use at once."""
+def replica_bytes(models: list[TrainedModel | FrozenModel], shared: bool = True) -> int:
+    """Memory on each rank for these models' copies."""
     sizes = {}
     for model in models:
         if model.stage == 3:
             parameters = list(model.module.parameters())
-            sizes[_architecture(model.module)] = sum(full_numel(p) * p.element_size() for p in parameters)
+            key = _architecture(model.module) if shared else id(model)
+            sizes[key] = sum(full_numel(p) * p.element_size() for p in parameters)
     return sum(sizes.values())

@@ -11,7 +11,8 @@ from engine.rollout.replica import ReplicaRollouts
 from engine.rollout.zero3 import Zero3Rollouts
 
 ROLLOUT_BACKENDS = ("auto", "replica", "zero3", "hybrid")
-KEPT_SHARE, FREED_SHARE = 0.4, 0.8  # of the free memory: for copies that stay while training, and that do not
+# Of the free memory: for a copy of each model, for copies that models share, for shared ones given back in training.
+OWN_SHARE, KEPT_SHARE, FREED_SHARE = 0.2, 0.4, 0.8
 
 
 def check_backend(name: str) -> None:
@@ -38,31 +39,35 @@ def build_rollouts(name: str, actor: TrainedModel | FrozenModel, tokenizer, *,
     """
     check_backend(name)
     models = [actor, *(model for model in others if model is not actor)]
-    why = "as asked"
+    replicas, why = Replicas(between_steps), "as asked"
     if name == "auto":
-        name, between_steps, why = _fastest(models, actor, (rows_at_once or 1) * row_length, between_steps)
-    if name == "zero3":
+        replicas, why = _fastest(models, cache_bytes(actor.module.model, (rows_at_once or 1) * row_length), between_steps)
+    if name == "zero3" or replicas is None:
         rollouts = Zero3Rollouts(actor, tokenizer, rows_at_once)
     else:
-        replicas = {"replica": Replicas}[name](between_steps)
         for model in models:
             model.lender = replicas
         rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, replicas)
-    rollouts.why = f"rollouts by {name} ({why})"
+    rollouts.why = f"rollouts by {'replica' if isinstance(rollouts, ReplicaRollouts) else 'zero3'}: {why}"
     return rollouts
 
 
-def _fastest(models: list[TrainedModel | FrozenModel], actor: TrainedModel | FrozenModel, slots: int,
-             between_steps: str) -> tuple[str, str, str]:
-    """Name, what becomes of copies between steps, and why; the same on all ranks."""
+def _fastest(models: list[TrainedModel | FrozenModel], cache: int, between_steps: str) -> tuple[Replicas | None, str]:
+    """Whole copies of the models, or None where they would not fit, and why; the same on all ranks.
+
+    cache: bytes of keys and values.
+    """
     if all(model.stage < 3 for model in models):
-        return "replica", between_steps, "no weights are partitioned, so the actor's own module generates"
-    copies, cache = replica_bytes(models), cache_bytes(actor.module.model, slots)
+        return Replicas(between_steps), "no weights are partitioned, so the models' own modules compute"
+    own, shared = (replica_bytes(models, shared) + cache for shared in (False, True))
     free = -distributed.largest(-distributed.free_memory())
-    sizes = f"{copies / 1e9:.2f} GB of copies and {cache / 1e9:.2f} GB of keys and values, {free / 1e9:.2f} GB free a rank"
-    if copies + cache <= KEPT_SHARE * free:
-        return "replica", between_steps, sizes
-    if copies + cache <= FREED_SHARE * free:
+    room = f"with keys and values, of {free / 1e9:.1f} GB free on each rank"
+    if own <= OWN_SHARE * free:
+        return Replicas(between_steps, shared=False), f"a whole copy of each model takes {own / 1e9:.2f} GB {room}"
+    if shared <= KEPT_SHARE * free:
+        return Replicas(between_steps), f"a whole copy for models of one shape takes {shared / 1e9:.2f} GB {room}"
+    if shared <= FREED_SHARE * free:
         kept = "free" if between_steps == "keep" else between_steps
-        return "replica", kept, f"{sizes}: given back while training"
-    return "zero3", between_steps, f"{sizes}: a copy would not fit"
+        return Replicas(kept), (f"a whole copy for models of one shape takes {shared / 1e9:.2f} GB {room}, and is given "
+                                "back while training")
+    return None, f"whole copies would take {shared / 1e9:.2f} GB {room}"

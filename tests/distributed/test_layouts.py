@@ -33,7 +33,7 @@ def test_metrics_do_not_depend_on_the_number_of_ranks(one_rank, two_ranks, run):
     for rank in two_ranks:
         assert rank[run]["samples"] == one_rank[run]["samples"] == 3 * 8 * RUNS[run]["samples_per_prompt"]
         for got, expected in zip(rank[run]["metrics"], one_rank[run]["metrics"], strict=True):
-            assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
+            assert got == pytest.approx(expected, rel=1e-4, abs=5e-6)  # the KL is a small difference of sums
 
 
 @pytest.mark.parametrize("run", RUNS)

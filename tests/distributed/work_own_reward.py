@@ -37,8 +37,7 @@ def run(actor: str, stage: int) -> dict:
         result["critic"].append(weights(engine.critic))
         result["steps"].append({"experience": report.experience, "metrics": report.metrics})
     evaluator = Evaluator([prompt_tokens(1000 + index) for index in range(HELD_OUT)], rollouts=rollouts,
-                          maker=trainer.maker, sampling=SAMPLING, tokenizer=engine.tokenizer, batch_size=2,
-                          first_index=TRAINING)
+                          maker=trainer.maker, sampling=SAMPLING, tokenizer=engine.tokenizer, first_index=TRAINING)
     result["eval_metrics"], result["eval_rows"] = evaluator.run()
     if distributed.rank() == distributed.world_size() - 1:
         function.function = lambda prompts, responses, rows: rows[0]["no such column"]
