@@ -1,0 +1,299 @@
+"""How long a step of PPO takes, beside a plain step without DeepSpeed and beside the arithmetic it cannot avoid.
+
+    deepspeed --num_gpus 2 scripts/benchmark_step3.py --size 34m --zero_stage 3
+    deepspeed --num_gpus 2 scripts/benchmark_step3.py --size 260k --zero_stage 3 --rollout_backend replica zero3
+    deepspeed --num_gpus 2 scripts/benchmark_step3.py --size 34m --zero_stage 3 --scale
+
+Our step and the plain one (scripts/benchmark_plain.py) take turns in the same processes, on the same prompts, with
+responses of the same length. docs/performance.md says what the numbers mean. All ranks stand on one machine.
+"""
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for scripts/, which is not installed
+
+from training.program import USER_ERROR, check_positions, checked, leave, quiet_libraries
+
+quiet_libraries()  # before they are imported
+
+import torch
+from transformers import AutoConfig
+from transformers.utils import logging
+
+from engine import distributed
+from engine.dialects import get_dialect
+from engine.ds_config import EngineChoice
+from engine.errors import UserError
+from engine.experience import PromptBatch
+from engine.model_files import DTYPES, read_config
+from engine.rlhf_engine import EngineSpec, RLHFEngine
+from engine.rollout import ROLLOUT_BACKENDS, RolloutBackend, SamplingConfig, build_rollouts
+from scripts.benchmark_clock import now, peak_memory, reset_peak_memory, slowest, timed
+from scripts.benchmark_floor import Rates, Shape, Work, floor
+from scripts.benchmark_models import SIZES, make_models, make_scorer
+from scripts.benchmark_plain import Plain
+from scripts.benchmark_report import PHASES, Report, scale_table
+from training.ppo_trainer import PPOConfig, PPOTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One thing to be measured: the models' folders and the sizes of a step, `prompts` over all ranks."""
+    name: str
+    actor: str
+    critic: str
+    prompts: int
+    prompt_length: int
+    response_length: int
+
+    @property
+    def rows(self) -> int:
+        """Prompts of one rank."""
+        return self.prompts // distributed.world_size()
+
+    def work(self) -> Work:
+        """The arithmetic of a step over all ranks."""
+        return Work(*(Shape.of(AutoConfig.from_pretrained(path)) for path in (self.actor, self.critic)),
+                    rows=self.prompts, prompt=self.prompt_length, response=self.response_length)
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """The trainer of our engines, and ways to draw responses from its actor."""
+    trainer: PPOTrainer
+    backends: dict[str, RolloutBackend]
+
+
+def build_ours(setting: Setting, args: argparse.Namespace) -> Ours:
+    """Four engines, all backends that are asked for, and a trainer that uses the first of them."""
+    spec = EngineSpec(actor_path=setting.actor, critic_path=setting.critic, dtype=args.dtype,
+                      actor=EngineChoice("actor", args.zero_stage), critic=EngineChoice("critic", args.zero_stage),
+                      micro_batch_size=args.micro_batch)
+    engine = RLHFEngine.from_pretrained(spec)
+    backends = {name: build_rollouts(name, engine.actor, engine.tokenizer) for name in args.rollout_backend}
+    trainer = PPOTrainer(
+        engine=engine, rollouts=backends[args.rollout_backend[0]], sampling=sampling(setting, engine.tokenizer),
+        dialect=get_dialect("default").override(ppo_epochs=1, actor_lr=1e-6, critic_lr=1e-6),
+        config=PPOConfig(total_steps=10 ** 6, micro_batch_size=args.micro_batch))
+    return Ours(trainer, backends)
+
+
+def sampling(setting: Setting, tokenizer, tokens: int | None = None) -> SamplingConfig:
+    """No token ends a response, so all are as long as may be."""
+    return SamplingConfig(max_new_tokens=tokens or setting.response_length, pad_token_id=tokenizer.pad_token_id,
+                          stop_token_ids=())
+
+
+def make_prompts(setting: Setting, step: int) -> PromptBatch:
+    """This rank's share of a step's prompts: random tokens, no padding, the same whatever the number of ranks."""
+    vocabulary = AutoConfig.from_pretrained(setting.actor).get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(4, vocabulary, (setting.prompts, setting.prompt_length), generator=generator)
+    own = slice(distributed.rank() * setting.rows, (distributed.rank() + 1) * setting.rows)
+    indices = torch.arange(setting.prompts) + step * setting.prompts
+    return PromptBatch(tokens[own], torch.ones_like(tokens[own]), indices[own],
+                       torch.zeros_like(indices[own])).to(distributed.device())
+
+
+def our_step(ours: Ours, prompts: PromptBatch) -> dict[str, float]:
+    """Seconds of each phase of one step of ours."""
+    report = ours.trainer.step([prompts])
+    mask = report.experience.rollout.response_mask
+    assert mask.all() and mask.shape[1] == ours.trainer.sampling.max_new_tokens, "responses are not equally long"
+    return {phase: report.metrics[f"time/{phase}"] for phase in PHASES}
+
+
+def plain_step(plain: Plain, prompts: PromptBatch) -> dict[str, float]:
+    """Seconds of each phase of one plain step, of the slowest rank."""
+    times = [now()]
+    sequences = plain.generate(prompts)
+    times.append(now())
+    experience = plain.make_experience(sequences)
+    times.append(now())
+    plain.train(experience)
+    times.append(now())
+    assert sequences.shape[1] == prompts.input_ids.shape[1] + plain.response_length, "responses are not equally long"
+    return {phase: slowest(end - start) for phase, start, end in zip(PHASES, times, times[1:])}
+
+
+def measured(step: Callable, model: Ours | Plain, prompts: PromptBatch) -> dict[str, float]:
+    """One step's seconds by phase and as a whole ("step"), and the most memory that a rank held meanwhile
+    ("memory", bytes)."""
+    reset_peak_memory()
+    seconds, phases = timed(lambda: step(model, prompts))
+    return {**phases, "step": seconds, "memory": slowest(peak_memory())}
+
+
+def measure(setting: Setting, args: argparse.Namespace) -> Report:
+    """Our steps and plain ones in turns, the backends in turns, and between the rates at the start and at the end."""
+    check_positions(read_config(setting.actor, "--model"), setting.actor, prompt_length=setting.prompt_length,
+                    response_length=setting.response_length)
+    work, dtype = setting.work(), DTYPES[args.dtype]
+    rates = Rates(work, rows_per_rank=setting.rows, dtype=dtype,
+                  tokens=min(args.micro_batch, setting.rows) * work.length)
+    rates.measure()
+    ours = build_ours(setting, args)
+    sides = {"ours": (our_step, ours)}
+    if not args.no_plain:
+        sides["plain"] = (plain_step, Plain(setting.actor, setting.critic, dtype=dtype, micro_batch=args.micro_batch,
+                                            response_length=setting.response_length))
+    steps = {side: [] for side in sides}
+    for step in range(-args.warmup, args.steps):
+        prompts = make_prompts(setting, step + args.warmup)
+        for side in list(sides) if step % 2 == 0 else reversed(sides):
+            seconds = measured(*sides[side], prompts)
+            if step >= 0:
+                steps[side].append(seconds)
+    prompts = make_prompts(setting, 0)
+    backends, same_tokens = compare_backends(ours, prompts, args) if len(ours.backends) > 1 else ({}, True)
+    decode = decode_seconds(ours, setting, prompts, args.steps)
+    rates.measure()
+    return Report(
+        name=setting.name, lines=header(setting, work, args), prompts=setting.prompts, response=setting.response_length,
+        floor=floor(work, rates, distributed.world_size()), steps=steps, backends=backends, same_tokens=same_tokens,
+        flops={"generate": work.prefill + work.decode, "make_experience": work.experience, "train": work.training},
+        matrix_rate=rates.matrix, decode_rate=rates.decode, copy_rate=rates.copy, ranks=distributed.world_size(),
+        decode_seconds=decode, decode_bytes=work.decode_bytes(setting.rows, dtype.itemsize),
+        peak_flops=args.peak_tflops and args.peak_tflops * 1e12)
+
+
+def header(setting: Setting, work: Work, args: argparse.Namespace) -> list[str]:
+    """What is measured, in words."""
+    critic = "" if work.critic == work.actor else f", of the critic's {work.critic.parameters / 1e6:.3g}"
+    return [f"{setting.name}: {work.actor.parameters / 1e6:.3g} million numbers in the trunk's matrices{critic}, "
+            f"vocabulary {work.actor.vocabulary}",
+            f"ranks: {distributed.world_size()} on {distributed.device().type}, threads of each: {torch.get_num_threads()}, "
+            f"{args.dtype}, ZeRO stage {args.zero_stage}, rollouts by {args.rollout_backend[0]}",
+            f"{setting.prompts} prompts of {setting.prompt_length} tokens, {setting.response_length} new tokens each, "
+            f"micro-batches of {args.micro_batch}; {args.steps} steps after {args.warmup} of warm-up"]
+
+
+def compare_backends(ours: Ours, prompts: PromptBatch, args: argparse.Namespace) -> tuple[dict[str, list[float]], bool]:
+    """Seconds of each backend's generations, in turns, each as after an update of the actor; and whether they drew the
+    same tokens."""
+    seconds, same = {name: [] for name in ours.backends}, True
+    for round_ in range(-min(args.warmup, 1), args.steps):
+        drawn = []
+        for name in list(ours.backends) if round_ % 2 == 0 else reversed(ours.backends):
+            ours.trainer.engine.actor.version += 1  # a copy of the weights is stale, as it is in every step
+            taken, rollout = timed(lambda: ours.backends[name].generate(prompts, ours.trainer.sampling))
+            drawn.append(rollout.sequences)
+            if round_ >= 0:
+                seconds[name].append(taken)
+        same = same and all(torch.equal(drawn[0], other) for other in drawn[1:])
+    return seconds, not distributed.any_rank(not same)
+
+
+def decode_seconds(ours: Ours, setting: Setting, prompts: PromptBatch, rounds: int) -> float:
+    """Seconds of all decoding steps: of a generation of the whole length less one of one token, the weights being
+    there already."""
+    first = sampling(setting, ours.trainer.engine.tokenizer, tokens=1)
+    lengths = {"one": first, "all": ours.trainer.sampling}
+    seconds = {name: [] for name in lengths}
+    for round_ in range(-1, rounds):
+        for name, config in lengths.items():
+            taken, _ = timed(lambda: ours.trainer.rollouts.generate(prompts, config))
+            if round_ >= 0:
+                seconds[name].append(taken)
+    return median(seconds["all"]) - median(seconds["one"])
+
+
+def settings(args: argparse.Namespace, folder: Path) -> Iterator[Setting]:
+    """What is to be measured, one after the other; models are made when their turn comes."""
+    def setting(name: str, size: str | None, *, batch: int = 1, length: int = 1) -> Setting:
+        actor, critic = checked(lambda: models(args, folder / (size or "given"), size))
+        return Setting(name=name, actor=actor, critic=critic, prompts=args.prompts * batch,
+                       prompt_length=args.prompt_length * length, response_length=args.response_length * length)
+
+    sizes = [None] if args.model else args.size
+    if not args.scale:
+        yield from (setting(size or args.model, size) for size in sizes)
+        return
+    base = sizes[0]
+    yield setting("base", base)
+    if base in list(SIZES)[:-1]:
+        larger = list(SIZES)[list(SIZES).index(base) + 1]
+        yield setting(f"larger model ({larger})", larger)
+    yield setting("batch x 4", base, batch=4)
+    yield setting("length x 4", base, length=4)
+
+
+def models(args: argparse.Namespace, folder: Path, size: str | None) -> tuple[str, str]:
+    """The folders of the actor and of the critic; what is not given, and not there yet, is made."""
+    if size is not None:
+        return make_models(folder, size, args.critic_size or size, DTYPES[args.dtype])
+    read_config(args.model, "--model")
+    return args.model, args.critic or make_scorer(folder, args.model, DTYPES[args.dtype])
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=["260k"], help="Llamas with random weights")
+    parser.add_argument("--critic_size", choices=SIZES, help="of critic and reward model (default: the actor's)")
+    parser.add_argument("--model", help="an actor's folder or hub name, in place of --size")
+    parser.add_argument("--critic", help="its reward model (default: the actor's trunk with a new head)")
+    parser.add_argument("--zero_stage", type=int, choices=range(4), default=3)
+    parser.add_argument("--rollout_backend", nargs="+", choices=ROLLOUT_BACKENDS, default=["replica"],
+                        help="the first is the step's; several are compared")
+    parser.add_argument("--prompts", type=int, default=32, help="a step, over all ranks")
+    parser.add_argument("--prompt_length", type=int, default=32, help="tokens")
+    parser.add_argument("--response_length", type=int, default=64, help="tokens")
+    parser.add_argument("--micro_batch", type=int, default=16, help="rows in one forward and backward pass of a rank")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--warmup", type=int, default=2, help="steps before those")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 where a GPU has it")
+    parser.add_argument("--no_plain", action="store_true", help="leave out the plain step")
+    parser.add_argument("--scale", action="store_true", help="a table of how cost grows: larger model, batch, lengths")
+    parser.add_argument("--peak_tflops", type=float, help="of one GPU by its data sheet, to be compared with")
+    parser.add_argument("--json", type=Path, help="a file for all numbers")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher gives it
+    args = parser.parse_args()
+    if args.prompts % distributed.world_size():
+        parser.error(f"--prompts {args.prompts} do not divide into {distributed.world_size()} ranks")
+    if args.response_length < 2 or min(args.prompts, args.prompt_length, args.micro_batch, args.steps) < 1:
+        parser.error("sizes and --steps must be 1 or more, --response_length 2 or more")
+    return args
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure each setting, print what was found."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if args.dtype == "auto":  # fp16 is left out: it needs a loss scale, which the plain step has not
+        args.dtype = "bf16" if distributed.natural_dtype() == "bf16" else "fp32"
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(distributed.broadcast_object(own))
+        reports = []
+        for setting in settings(args, folder):
+            reports.append(measure(setting, args))
+            gc.collect()  # engines hold circles
+            torch.cuda.empty_cache()
+            if distributed.is_main():
+                print(*reports[-1].text(), "", sep="\n", flush=True)
+        distributed.barrier()  # no rank may still read in the folder
+    if distributed.is_main() and args.scale:
+        print(*scale_table(reports), sep="\n", flush=True)
+    if distributed.is_main() and args.json:
+        args.json.write_text(json.dumps([asdict(report) for report in reports], indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        arguments = parse_arguments()
+        distributed.init()
+        main(arguments)
+        distributed.shutdown()
+        code = 0
+    except UserError as error:
+        if distributed.is_main():
+            print(f"error: {error}", file=sys.stderr)
+        code = USER_ERROR
+    leave(code)
