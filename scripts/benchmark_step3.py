@@ -156,8 +156,9 @@ def measure(setting: Setting, args: argparse.Namespace) -> Report:
     decode = decode_seconds(ours, setting, prompts, args.steps)
     rates.measure()
     return Report(
-        name=setting.name, lines=header(setting, work, args), prompts=setting.prompts, response=setting.response_length,
-        floor=floor(work, rates, distributed.world_size()), steps=steps, backends=backends, same_tokens=same_tokens,
+        name=setting.name, lines=header(setting, work, args), prompts=setting.prompts,
+        response=setting.response_length, floor=floor(work, rates, distributed.world_size()), steps=steps,
+        backends=backends, same_tokens=same_tokens,
         flops={"generate": work.prefill + work.decode, "make_experience": work.experience, "train": work.training},
         matrix_rate=rates.matrix, decode_rate=rates.decode, copy_rate=rates.copy, ranks=distributed.world_size(),
         decode_seconds=decode, decode_bytes=work.decode_bytes(setting.rows, dtype.itemsize),
@@ -169,18 +170,20 @@ def header(setting: Setting, work: Work, args: argparse.Namespace) -> list[str]:
     critic = "" if work.critic == work.actor else f", of the critic's {work.critic.parameters / 1e6:.3g}"
     return [f"{setting.name}: {work.actor.parameters / 1e6:.3g} million numbers in the trunk's matrices{critic}, "
             f"vocabulary {work.actor.vocabulary}",
-            f"ranks: {distributed.world_size()} on {distributed.device().type}, threads of each: {torch.get_num_threads()}, "
-            f"{args.dtype}, ZeRO stage {args.zero_stage}, rollouts by {args.rollout_backend[0]}",
+            f"ranks: {distributed.world_size()} on {distributed.device().type}, threads of each: "
+            f"{torch.get_num_threads()}, {args.dtype}, ZeRO stage {args.zero_stage}, rollouts by "
+            f"{args.rollout_backend[0]}",
             f"{setting.prompts} prompts of {setting.prompt_length} tokens, {setting.response_length} new tokens each, "
             f"micro-batches of {args.micro_batch}; {args.steps} steps after {args.warmup} of warm-up"]
 
 
-def compare_backends(ours: Ours, prompts: PromptBatch, args: argparse.Namespace) -> tuple[dict[str, list[float]], bool]:
+def compare_backends(ours: Ours, prompts: PromptBatch,
+                     args: argparse.Namespace) -> tuple[dict[str, list[float]], bool]:
     """Seconds of each backend's generations, in turns, each as after an update of the actor; and whether they drew the
     same tokens."""
     seconds, same = {name: [] for name in ours.backends}, True
-    for round_ in range(-min(args.warmup, 1), args.steps):
-        drawn = []
+    for round_ in range(-1, args.steps):
+        drawn = []  # of round -1, which warms up, too
         for name in list(ours.backends) if round_ % 2 == 0 else reversed(ours.backends):
             ours.trainer.engine.actor.version += 1  # a copy of the weights is stale, as it is in every step
             taken, rollout = timed(lambda: ours.backends[name].generate(prompts, ours.trainer.sampling))
@@ -192,17 +195,14 @@ def compare_backends(ours: Ours, prompts: PromptBatch, args: argparse.Namespace)
 
 
 def decode_seconds(ours: Ours, setting: Setting, prompts: PromptBatch, rounds: int) -> float:
-    """Seconds of all decoding steps: of a generation of the whole length less one of one token, the weights being
-    there already."""
-    first = sampling(setting, ours.trainer.engine.tokenizer, tokens=1)
-    lengths = {"one": first, "all": ours.trainer.sampling}
-    seconds = {name: [] for name in lengths}
-    for round_ in range(-1, rounds):
-        for name, config in lengths.items():
-            taken, _ = timed(lambda: ours.trainer.rollouts.generate(prompts, config))
-            if round_ >= 0:
-                seconds[name].append(taken)
-    return median(seconds["all"]) - median(seconds["one"])
+    """Seconds of all decoding steps: the median difference between a generation of the whole length and one of one
+    token right before it, the weights being there already."""
+    whole, first = ours.trainer.sampling, sampling(setting, ours.trainer.engine.tokenizer, tokens=1)
+    differences = []
+    for _ in range(rounds + 1):  # the first warms up
+        short, long = (timed(lambda: ours.trainer.rollouts.generate(prompts, config))[0] for config in (first, whole))
+        differences.append(long - short)
+    return median(differences[1:])
 
 
 def settings(args: argparse.Namespace, folder: Path) -> Iterator[Setting]:
@@ -249,7 +249,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--micro_batch", type=int, default=16, help="rows in one forward and backward pass of a rank")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2, help="steps before those")
-    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 where a GPU has it")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto",
+                        help="auto: bf16 where a GPU has it")
     parser.add_argument("--no_plain", action="store_true", help="leave out the plain step")
     parser.add_argument("--scale", action="store_true", help="a table of how cost grows: larger model, batch, lengths")
     parser.add_argument("--peak_tflops", type=float, help="of one GPU by its data sheet, to be compared with")
