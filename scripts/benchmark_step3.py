@@ -4,8 +4,8 @@
     deepspeed --num_gpus 2 scripts/benchmark_step3.py --size 260k --zero_stage 3 --rollout_backend replica zero3
     deepspeed --num_gpus 2 scripts/benchmark_step3.py --size 34m --zero_stage 3 --scale
 
-Our step and the plain one (scripts/benchmark_plain.py) take turns in the same processes, on the same prompts, with
-responses of the same length. docs/performance.md says what the numbers mean. All ranks stand on one machine.
+Our step and the plain one (scripts/benchmark_plain.py) take turns in the same processes, on the same prompts and with
+responses of the same length. docs/performance.md explains the numbers.
 """
 import argparse
 import gc
@@ -151,7 +151,6 @@ def measure(setting: Setting, args: argparse.Namespace) -> Report:
             seconds = measured(*sides[side], prompts)
             if step >= 0:
                 steps[side].append(seconds)
-    prompts = make_prompts(setting, 0)
     backends, same_tokens = compare_backends(ours, prompts, args) if len(ours.backends) > 1 else ({}, True)
     decode = decode_seconds(ours, setting, prompts, args.steps)
     rates.measure()
