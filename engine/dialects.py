@@ -56,7 +56,8 @@ class Dialect:
     # Sampling from the policy as it is; log-probs are taken at the same temperature, by the function that learns.
     temperature: float = 1.0
     temperature_in_logprobs: bool = True
-    old_logprobs: str = "forward"       # of a second "forward" pass, so that the first ratio is 1; or the "sampler"'s
+    old_logprobs: str = "auto"          # of a second "forward" pass, so that the first ratio is 1; or the "sampler"'s;
+                                        # "auto": the sampler's in fp32, where both are the same within rounding
 
     ema_decay: float = 0.992            # DeepSpeed-Chat's; only used where an EMA is asked for
 
@@ -78,6 +79,10 @@ class Dialect:
         return {field.name: (getattr(self, field.name), getattr(other, field.name))
                 for field in dataclasses.fields(self)
                 if field.name != "name" and getattr(self, field.name) != getattr(other, field.name)}
+
+    def samples_logprobs(self, dtype: str) -> bool:
+        """Whether the sampler is to note the log-probs of what it draws; dtype: "fp32", "fp16" or "bf16"."""
+        return self.old_logprobs == "sampler" or self.old_logprobs == "auto" and dtype == "fp32"
 
     @property
     def logprob_temperature(self) -> float:
@@ -102,6 +107,7 @@ DIALECTS = {dialect.name: dialect for dialect in (
         warmup_steps=100,
         warmup_from_zero=True,
         temperature_in_logprobs=False,
+        old_logprobs="forward",
     ),
 )}
 

@@ -55,7 +55,7 @@ class TrainedModel:
         """The module's forward pass; without gradients by a module that `lender` lends, if there is one."""
         if self.lender is None or torch.is_grad_enabled():
             return self.engine(*args, **kwargs)
-        return self.lender.of(self)(*args, **kwargs)
+        return _inferred(self.lender.of(self), *args, **kwargs)
 
     def resident(self) -> contextlib.AbstractContextManager:
         """Does nothing: a trained model always stands where it computes."""
@@ -218,7 +218,9 @@ class FrozenModel:
     @torch.no_grad()
     def __call__(self, *args, **kwargs):
         """The module's forward pass, by a module that `lender` lends if there is one."""
-        return (self.engine if self.lender is None else self.lender.of(self))(*args, **kwargs)
+        if self.lender is None:
+            return self.engine(*args, **kwargs)
+        return _inferred(self.lender.of(self), *args, **kwargs)
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
@@ -230,6 +232,12 @@ class FrozenModel:
         finally:
             if self._moves:
                 self.module.to("cpu")
+
+
+@torch.inference_mode()
+def _inferred(module: nn.Module, *args, **kwargs):
+    """The module's forward pass without autograd's bookkeeping, for which ZeRO's hooks are not made."""
+    return module(*args, **kwargs)
 
 
 def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:

@@ -19,6 +19,8 @@ from engine.reference import Reference
 from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward, total
 
+COMPARED_ROWS = 1  # responses of each rank whose log-probs by the sampler are compared with a forward pass's
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:
@@ -26,7 +28,7 @@ class Judged:
 
     score_parts: name -> (B,), what adds up to the scores where that is more than one thing, else empty.
     logprob_gaps: (N,) float32, absolute differences between the sampler's log-probs and those of a forward pass, of the
-        tokens of the first micro-batch; None where all log-probs are a forward pass's.
+        tokens of one response; None where all log-probs are a forward pass's.
     """
     logprobs: Tensor
     entropy: Tensor
@@ -84,9 +86,9 @@ class ExperienceMaker:
             return self.actor(piece.sequences, piece.attention_mask, piece.position_ids, temperature=temperature,
                               response_length=piece.response_length, with_entropy=True)
 
-        if self.dialect.old_logprobs == "sampler":
-            logprobs, entropy, first = rollout.logprobs, rollout.entropy, pieces[0]
-            gaps = (policy(first)[0] - first.logprobs).abs()[first.response_mask]
+        if self.dialect.old_logprobs != "forward" and rollout.logprobs is not None:
+            logprobs, entropy, compared = rollout.logprobs, rollout.entropy, pieces[0].select(slice(COMPARED_ROWS))
+            gaps = (policy(compared)[0] - compared.logprobs).abs()[compared.response_mask]
         else:
             logprobs, entropy = (whole(columns) for columns in zip(*map(policy, pieces)))
             gaps = None

@@ -82,9 +82,9 @@ def _has_shard(parameter: nn.Parameter) -> bool:
 
 def _copy_bucket(bucket: list[tuple[str, nn.Parameter]], targets: dict[str, nn.Parameter]) -> None:
     shards = [parameter.ds_tensor.data.flatten() for _, parameter in bucket]
-    flat = torch.cat(shards).to(distributed.device())
-    by_rank = distributed.all_gather(flat)  # (ranks, numbers)
-    columns = by_rank.split([len(shard) for shard in shards], dim=1)
-    for (name, parameter), column in zip(bucket, columns):
+    by_rank = distributed.all_gather(torch.cat(shards).to(distributed.device()))  # (ranks, numbers)
+    for (name, parameter), column in zip(bucket, by_rank.split([len(shard) for shard in shards], dim=1)):
         # Rank r holds the r-th run of the flattened weight, the last one padded.
-        targets[name].copy_(column.reshape(-1)[:parameter.ds_numel].view(parameter.ds_shape))
+        rows = column[:-(-parameter.ds_numel // column.shape[1])]
+        for row, run in zip(rows, targets[name].view(-1).split(column.shape[1])):
+            run.copy_(row[:len(run)])

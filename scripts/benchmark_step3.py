@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -77,10 +77,15 @@ def build_ours(setting: Setting, args: argparse.Namespace) -> Ours:
                       actor=EngineChoice("actor", args.zero_stage), critic=EngineChoice("critic", args.zero_stage),
                       micro_batch_size=args.micro_batch)
     engine = RLHFEngine.from_pretrained(spec)
-    backends = {name: build_rollouts(name, engine.actor, engine.tokenizer) for name in args.rollout_backend}
+    backends = {name: build_rollouts(name, engine.actor, engine.tokenizer, others=engine.models,
+                                     rows_at_once=setting.rows, row_length=setting.work().length)
+                for name in reversed(args.rollout_backend)}  # the first is the last to lend its copies
+    dialect = get_dialect("default").override(ppo_epochs=1, actor_lr=1e-6, critic_lr=1e-6,
+                                              old_logprobs=args.old_logprobs)
+    recorded = dialect.logprob_temperature if dialect.samples_logprobs(args.dtype) else None
     trainer = PPOTrainer(
-        engine=engine, rollouts=backends[args.rollout_backend[0]], sampling=sampling(setting, engine.tokenizer),
-        dialect=get_dialect("default").override(ppo_epochs=1, actor_lr=1e-6, critic_lr=1e-6),
+        engine=engine, rollouts=backends[args.rollout_backend[0]], dialect=dialect,
+        sampling=replace(sampling(setting, engine.tokenizer), logprob_temperature=recorded),
         config=PPOConfig(total_steps=10 ** 6, micro_batch_size=args.micro_batch))
     return Ours(trainer, backends)
 
@@ -104,7 +109,7 @@ def make_prompts(setting: Setting, step: int) -> PromptBatch:
 
 def our_step(ours: Ours, prompts: PromptBatch) -> dict[str, float]:
     """Seconds of each phase of one step of ours."""
-    report = ours.trainer.step([prompts])
+    report = ours.trainer.step(prompts)
     mask = report.experience.rollout.response_mask
     assert mask.all() and mask.shape[1] == ours.trainer.sampling.max_new_tokens, "responses are not equally long"
     return {phase: report.metrics[f"time/{phase}"] for phase in PHASES}
@@ -240,8 +245,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="an actor's folder or hub name, in place of --size")
     parser.add_argument("--critic", help="its reward model (default: the actor's trunk with a new head)")
     parser.add_argument("--zero_stage", type=int, choices=range(4), default=3)
-    parser.add_argument("--rollout_backend", nargs="+", choices=ROLLOUT_BACKENDS, default=["replica"],
+    parser.add_argument("--rollout_backend", nargs="+", choices=ROLLOUT_BACKENDS, default=["auto"],
                         help="the first is the step's; several are compared")
+    parser.add_argument("--old_logprobs", choices=("auto", "forward", "sampler"), default="auto",
+                        help="ours: from the sampler (auto: in fp32), or by a forward pass, as the plain step has them")
     parser.add_argument("--prompts", type=int, default=32, help="a step, over all ranks")
     parser.add_argument("--prompt_length", type=int, default=32, help="tokens")
     parser.add_argument("--response_length", type=int, default=64, help="tokens")

@@ -56,7 +56,7 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
         max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
         stop_token_ids=generation_stops(args.actor_model_name_or_path, tokenizer), temperature=dialect.temperature,
         stop_strings=tuple(args.stop), seed=args.seed, vocabulary_size=vocabulary_size(tokenizer),
-        logprob_temperature=dialect.logprob_temperature if dialect.old_logprobs == "sampler" else None)
+        logprob_temperature=dialect.logprob_temperature if dialect.samples_logprobs(args.dtype) else None)
     function = load_function(args.reward_function) if args.reward_function else None
     blocks, fingerprints = texts(args, tokenizer)
     identity = args.identity(dialect, [*(rows.fingerprint for rows in parts), *fingerprints])

@@ -20,28 +20,31 @@ class Sampler:
 
     Args:
         rows_at_once: how many responses are decoded side by side; None for all.
-        agree: the largest of what all ranks say that decode together. Where forward passes are collective, all ranks
-            must make as many; elsewhere ranks do not wait for each other, and the number itself is returned.
+        agree: where forward passes are collective, all ranks must make as many; this is then given a number on each
+            and returns the largest. None where ranks need not wait for each other.
     """
 
-    def __init__(self, tokenizer, rows_at_once: int | None = None, agree: Callable[[int], int] = lambda number: number):
-        self.tokenizer, self.rows_at_once, self.agree = tokenizer, rows_at_once, agree
+    def __init__(self, tokenizer, rows_at_once: int | None = None, agree: Callable[[int], int] | None = None):
+        self.tokenizer, self.rows_at_once = tokenizer, rows_at_once
+        self.agree = agree or (lambda number: number)
+        # Without autograd's bookkeeping tokens of small models take a tenth less; ZeRO's hooks cannot do without.
+        self.context = torch.no_grad if agree else torch.inference_mode
         self.cache = SlotCache()
         self.row_steps = 0  # of the last call: rows times decoding steps, to compare with the tokens produced
         self._slot_masks: bool | None = None
 
-    @torch.no_grad()
     def responses(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row, in the rows' order.
 
         model: a Hugging Face causal language model in eval mode, with or without ZeRO's hooks.
         """
-        if self._slot_masks is None:
-            self._slot_masks = takes_slot_masks(model)
-        decoding = _Decoding(self, model, prompts, sampling)
-        rollout = decoding.run()
+        with self.context():
+            if self._slot_masks is None:
+                self._slot_masks = takes_slot_masks(model)
+            decoding = _Decoding(self, model, prompts, sampling)
+            decoding.run()
         self.row_steps = decoding.row_steps
-        return rollout
+        return decoding.rollout()
 
     def slot_masks(self) -> bool:
         """Whether the model was found to take the mask of a single token ready made."""
@@ -97,8 +100,8 @@ class _Decoding:
                                        if recorded else None for _ in range(2))
         self.row_steps = 0
 
-    def run(self) -> Rollout:
-        """All responses, in the prompts' order."""
+    def run(self) -> None:
+        """Draw all responses."""
         while self.agree(len(self.waiting) + len(self.living)):
             joining = self._joining()
             if self.agree(len(joining)):
@@ -106,7 +109,22 @@ class _Decoding:
             longest = max((self.sampling.max_new_tokens - row.drawn for row in self.living), default=0)
             self._draw(self.agree(min(CHECK_EVERY, longest)))
             self._leave()
-        return self._rollout()
+
+    def rollout(self) -> Rollout:
+        """All responses, in the prompts' order."""
+        pad, width = self.sampling.pad_token_id, max(len(row.tokens) for row in self.rows)
+        responses = torch.tensor([row.tokens + [pad] * (width - len(row.tokens)) for row in self.rows])
+        lengths = torch.tensor([len(row.tokens) for row in self.rows], device=self.device)
+        response_mask = torch.arange(width, device=self.device) < lengths.unsqueeze(1)
+        prompts = self.prompts
+        recorded = {} if self.logprobs is None else {
+            name: torch.where(response_mask, column[:, :width], 0.0)
+            for name, column in (("logprobs", self.logprobs), ("entropy", self.entropy))}
+        return Rollout(sequences=torch.cat([prompts.input_ids, responses.to(self.device)], 1),
+                       attention_mask=torch.cat([prompts.attention_mask, response_mask.long()], 1),
+                       response_mask=response_mask, ended=torch.tensor([row.ended for row in self.rows],
+                                                                       device=self.device),
+                       indices=prompts.indices, samples=prompts.samples, **recorded)
 
     def _joining(self) -> list[_Row]:
         """The next prompts, once there is room for a good part of what fits: reading them holds up all others."""
@@ -224,20 +242,6 @@ class _Decoding:
                 logits, tokens, sampling.logprob_temperature, with_entropy=True)
         return tokens.unsqueeze(1)
 
-    def _rollout(self) -> Rollout:
-        pad, width = self.sampling.pad_token_id, max(len(row.tokens) for row in self.rows)
-        responses = torch.tensor([row.tokens + [pad] * (width - len(row.tokens)) for row in self.rows])
-        lengths = torch.tensor([len(row.tokens) for row in self.rows], device=self.device)
-        response_mask = torch.arange(width, device=self.device) < lengths.unsqueeze(1)
-        prompts = self.prompts
-        recorded = {} if self.logprobs is None else {
-            name: torch.where(response_mask, column[:, :width], 0.0)
-            for name, column in (("logprobs", self.logprobs), ("entropy", self.entropy))}
-        return Rollout(sequences=torch.cat([prompts.input_ids, responses.to(self.device)], 1),
-                       attention_mask=torch.cat([prompts.attention_mask, response_mask.long()], 1),
-                       response_mask=response_mask, ended=torch.tensor([row.ended for row in self.rows],
-                                                                       device=self.device),
-                       indices=prompts.indices, samples=prompts.samples, **recorded)
 
 
 def takes_slot_masks(model: nn.Module) -> bool:

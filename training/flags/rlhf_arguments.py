@@ -79,8 +79,8 @@ class RLHFFlags(DataFlags):
     temperature: float | None = flag(None, "of sampling")
     old_logprobs: str | None = flag(
         None, "where the ratio's old log-probs come from: a forward pass over the finished responses, or the sampler, "
-        "which saves that pass; rollout/logprob_gap then tells how far apart the two are",
-        choices=("forward", "sampler"))
+        "which saves that pass (rollout/logprob_gap tells how far apart the two are); auto: the sampler in fp32, where "
+        "both are the same within rounding", choices=("auto", "forward", "sampler"))
     stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
 
     actor_learning_rate: float | None = flag(None, "the actor's peak learning rate", group="optimization")
