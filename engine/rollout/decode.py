@@ -206,7 +206,7 @@ class _Decoding:
         """Logits (B, V) behind the last of `ids` (B, N); mask (B, slots seen), of what is in the cache too."""
         ready = self.slot_masks and ids.shape[1] == 1
         named = {"position_ids": positions} if self.takes_positions else {}
-        output = self.model(input_ids=ids, attention_mask=mask[:, None, None] if ready else mask.long(),
+        output = self.model(input_ids=ids, attention_mask=mask[:, None, None].bool() if ready else mask.long(),
                             past_key_values=self.cache, use_cache=True, logits_to_keep=1, **named)
         return output.logits[:, -1]
 
