@@ -7,7 +7,8 @@ from tests.distributed import plain
 from tests.distributed.harness import run_ranks
 from tests.distributed.tiny_run import prompt_tokens
 from tests.distributed.work_rollouts import ORDERS
-from tests.tiny_models import EOS, PAD, make_tokenizer
+from tests.plain_sampling import plain_answer
+from tests.tiny_models import EOS, PAD
 
 STAGE3 = {"stage": 3, "config": "stage3.json"}
 SAMPLINGS = {
@@ -41,36 +42,13 @@ def model(folder):
 @pytest.fixture(scope="module")
 def expected(model) -> dict:
     """Of each sampling, {(index, sample): (tokens, ended)} for 8 prompts and 2 samples of each."""
-    return {name: {(index, sample): plain_answer(model, index, sample, how) for index in range(8) for sample in (0, 1)}
-            for name, how in SAMPLINGS.items()}
+    keys = [(index, sample) for index in range(8) for sample in (0, 1)]
+    return {name: plain_answers(model, keys, how) for name, how in SAMPLINGS.items()}
 
 
-def plain_answer(model, index: int, sample: int, how: SamplingConfig) -> tuple[list[int], bool]:
-    """One response, one row at a time, the whole sequence anew for each token."""
-    tokenizer, prompt, response = make_tokenizer(), prompt_tokens(index), []
-    while len(response) < how.max_new_tokens:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + response])).logits[0, -1]
-        passed = (logits / how.temperature).softmax(-1).cumsum(-1) > uniform(how.seed, index, sample, len(response))
-        response.append(passed.nonzero()[0].item())
-        text = tokenizer.decode(response)
-        if response[-1] in how.stop_token_ids or any(string in text for string in how.stop_strings):
-            return response, True
-    return response, False
-
-
-def uniform(seed: int, index: int, sample: int, position: int) -> float:
-    """The sample's own random number: SplitMix64 in Python's integers."""
-    def mix(bits: int) -> int:
-        bits = (bits + 0x9E3779B97F4A7C15) % 2 ** 64
-        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2 ** 64
-        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2 ** 64
-        return bits ^ bits >> 31
-
-    bits = seed
-    for key in (index, sample, position):
-        bits = mix(bits) ^ key
-    return (mix(mix(bits)) >> 11) / 2 ** 53
+def plain_answers(model, keys, how: SamplingConfig) -> dict[tuple[int, int], tuple[list[int], bool]]:
+    """{(index, sample): (tokens, ended)} by plain sampling."""
+    return {(index, sample): plain_answer(model, prompt_tokens(index), index, sample, how) for index, sample in keys}
 
 
 def test_the_cases_are_hard_enough(expected):
@@ -113,7 +91,7 @@ def test_responses_come_from_the_weights_as_they_stand(two_ranks, folder, event,
     model.load_state_dict({name: tensor.double() for name, tensor in two_ranks["gathers"][0][weights].items()})
     for rank in two_ranks["gathers"]:
         answers = rank["answers"][event]
-        assert answers == {(index, sample): plain_answer(model, index, sample, how) for index, sample in answers}
+        assert answers == plain_answers(model, answers, how)
 
 
 def test_the_step_changes_responses(two_ranks):
