@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 
 from engine.experience import Rollout
 from engine.rollout.base import SamplingConfig
+from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler, takes_slot_masks
 from tests.plain_sampling import plain_answer
 from tests.tiny_models import (BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_tokenizer, save_random)
@@ -62,6 +63,17 @@ def test_the_cases_are_hard_enough(expected):
     *((family, count) for family in FAMILIES for count in (None, 3)), ("llama", 1), ("llama", 11), ("llama", 50)])
 def test_answers_are_those_of_plain_sampling(models, expected, family, rows_at_once):
     assert sampled(models[family], SAMPLING, rows_at_once) == expected[family]
+
+
+@pytest.mark.parametrize("family", ("llama", "gpt2", "bloom"))
+def test_living_rows_move_to_the_left_when_the_slots_are_used_up(models, monkeypatch, family):
+    """3 of 48 rows at once take far more steps than there are slots."""
+    moves, shift = [], SlotCache.shift
+    monkeypatch.setattr(SlotCache, "shift", lambda self, *args: moves.append(args) or shift(self, *args))
+    rollout = Sampler(make_tokenizer(), 3).responses(models[family], BATCH.repeat(4), SAMPLING)
+    assert len(moves) >= 2 and all(rows == 3 and by > 20 for rows, start, end, by in moves)
+    assert answers(rollout) == [plain_answer(models[family], prompt, index, sample, SAMPLING)
+                                for prompt, index in zip(PROMPTS, INDICES) for sample in range(4)]
 
 
 @pytest.mark.parametrize("most, rows_at_once", [(1, None), (1, 3), (2, 3), (8, 3), (9, None), (9, 3), (10, 3), (17, 3)])
