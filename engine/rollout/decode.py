@@ -120,8 +120,6 @@ class _Decoding:
         if not joining:
             return self._keep_pace(1)
         width, first = joining[0].prompt_length, len(self.living)
-        if self.slot < width:
-            self._move_end_to(width)
         chosen = torch.tensor([row.prompt for row in joining], device=self.device)
         ids, mask = (tensor[chosen, -width:] for tensor in (self.prompts.input_ids, self.prompts.attention_mask))
         rows, slots = slice(first, first + len(joining)), slice(self.slot - width, self.slot)
@@ -140,7 +138,7 @@ class _Decoding:
             return self._keep_pace(count)
         living, rows = self.living, slice(0, len(self.living))
         if self.slot + count > self.slots:
-            self._move_end_to(max(row.length for row in living))
+            self._move_left()
         start = self._start()
         chosen, lengths, drawn = torch.tensor([(row.prompt, row.prompt_length, row.drawn) for row in living],
                                               device=self.device).unbind(1)
@@ -191,16 +189,15 @@ class _Decoding:
         """The first slot that a living row has a token in."""
         return self.slot - max(row.length for row in self.living)
 
-    def _move_end_to(self, slot: int) -> None:
-        """Lay down the living rows so that they end before this slot, or as far to the left as they fit."""
-        slot = max([slot, *(row.length for row in self.living)])
-        if self.living:
-            rows, start, by = len(self.living), self._start(), self.slot - slot
-            self.cache.shift(rows, start, self.slot, by)
-            mask = self.mask[:rows, start:self.slot].clone()
-            self.mask[:rows] = False
-            self.mask[:rows, start - by:slot] = mask
-        self.slot = slot
+    def _move_left(self) -> None:
+        """Lay down the living rows so that the longest begins at the first slot. Prompts that still wait fit before the
+        others' end, as none is longer than one that has been taken."""
+        rows, start = len(self.living), self._start()
+        self.cache.shift(rows, start, self.slot, by=start)
+        mask = self.mask[:rows, start:self.slot].clone()
+        self.mask[:rows] = False
+        self.slot -= start
+        self.mask[:rows, :self.slot] = mask
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """Logits (B, V) behind the last of `ids` (B, N); mask (B, slots seen), of what is in the cache too."""

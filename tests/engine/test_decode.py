@@ -69,7 +69,8 @@ def test_answers_are_those_of_plain_sampling(models, expected, family, rows_at_o
 def test_living_rows_move_to_the_left_when_the_slots_are_used_up(models, monkeypatch, family):
     """3 of 48 rows at once take far more steps than there are slots."""
     moves, shift = [], SlotCache.shift
-    monkeypatch.setattr(SlotCache, "shift", lambda self, *args: moves.append(args) or shift(self, *args))
+    monkeypatch.setattr(SlotCache, "shift", lambda self, rows, start, end, by: (
+        moves.append((rows, start, end, by)), shift(self, rows, start, end, by)))
     rollout = Sampler(make_tokenizer(), 3).responses(models[family], BATCH.repeat(4), SAMPLING)
     assert len(moves) >= 2 and all(rows == 3 and by > 20 for rows, start, end, by in moves)
     assert answers(rollout) == [plain_answer(models[family], prompt, index, sample, SAMPLING)
