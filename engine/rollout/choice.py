@@ -18,10 +18,10 @@ def check_backend(name: str) -> None:
     """Raise UserError for a backend that cannot work here."""
     if name == "hybrid":
         raise UserError(
-            "--rollout_backend hybrid: DeepSpeed's hybrid engine cannot generate with this version of transformers. Its "
-            "fused layers keep keys and values in an argument `layer_past`, which transformers 5 no longer gives "
-            "(models share one cache, `past_key_values`), and they are CUDA kernels. Take auto or replica, which gathers "
-            "the weights once per update too.")
+            "--rollout_backend hybrid: DeepSpeed's hybrid engine cannot generate with this version of transformers. "
+            "Its fused layers keep keys and values in an argument `layer_past`, which transformers 5 no longer gives "
+            "(models share one cache, `past_key_values`), and they are CUDA kernels. Take auto or replica, which "
+            "gathers the weights once per update too.")
 
 
 def build_rollouts(name: str, actor: TrainedModel | FrozenModel, tokenizer, *,
@@ -59,7 +59,8 @@ def _fastest(models: list[TrainedModel | FrozenModel], actor: TrainedModel | Fro
         return "replica", between_steps, "no weights are partitioned, so the actor's own module generates"
     copies, cache = replica_bytes(models), cache_bytes(actor.module.model, slots)
     free = -distributed.largest(-distributed.free_memory())
-    sizes = f"{copies / 1e9:.2f} GB of copies and {cache / 1e9:.2f} GB of keys and values, {free / 1e9:.2f} GB free a rank"
+    sizes = (f"{copies / 1e9:.2f} GB of copies and {cache / 1e9:.2f} GB of keys and values, "
+             f"{free / 1e9:.2f} GB free a rank")
     if copies + cache <= KEPT_SHARE * free:
         return "replica", between_steps, sizes
     if copies + cache <= FREED_SHARE * free:
