@@ -52,7 +52,7 @@ class SlotCache(Cache):
             tensor[targets, :, start:end] = tensor[sources, :, start:end]
 
     def shift(self, rows: int, start: int, end: int, by: int) -> None:
-        """Move slots [start, end) of the first `rows` rows to the left; to the right where `by` is negative."""
+        """Move slots [start, end) of the first `rows` rows to the left."""
         for tensor in self._tensors():
             tensor[:rows, :, start - by:end - by] = tensor[:rows, :, start:end].clone()
 

@@ -7,6 +7,7 @@ from engine.errors import UserError
 from engine.replica import Replicas, replica_bytes
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
+from engine.rollout.decode import slots_of_a_row
 from engine.rollout.replica import ReplicaRollouts
 from engine.rollout.zero3 import Zero3Rollouts
 
@@ -19,10 +20,10 @@ def check_backend(name: str) -> None:
     """Raise UserError for a backend that cannot work here."""
     if name == "hybrid":
         raise UserError(
-            "--rollout_backend hybrid: DeepSpeed's hybrid engine cannot generate with this version of transformers. Its "
-            "fused layers keep keys and values in an argument `layer_past`, which transformers 5 no longer gives "
-            "(models share one cache, `past_key_values`), and they are CUDA kernels. Take auto or replica, which gathers "
-            "the weights once per update too.")
+            "--rollout_backend hybrid: DeepSpeed's hybrid engine cannot generate with this version of transformers. "
+            "Its fused layers keep keys and values in an argument `layer_past`, which transformers 5 no longer gives "
+            "(models share one cache, `past_key_values`), and they are CUDA kernels. Take auto or replica, which "
+            "gathers the weights once per update too.")
 
 
 def build_rollouts(name: str, actor: TrainedModel | FrozenModel, tokenizer, *,
@@ -41,12 +42,15 @@ def build_rollouts(name: str, actor: TrainedModel | FrozenModel, tokenizer, *,
     models = [actor, *(model for model in others if model is not actor)]
     replicas, why = Replicas(between_steps), "as asked"
     if name == "auto":
-        replicas, why = _fastest(models, cache_bytes(actor.module.model, (rows_at_once or 1) * row_length), between_steps)
-    if name == "zero3" or replicas is None:
+        slots = (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True)
+        replicas, why = _fastest(models, cache_bytes(actor.module.model, slots), between_steps)
+    if name == "zero3":
+        replicas = None
+    for model in models:
+        model.lender = replicas
+    if replicas is None:
         rollouts = Zero3Rollouts(actor, tokenizer, rows_at_once)
     else:
-        for model in models:
-            model.lender = replicas
         rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, replicas)
     rollouts.why = f"rollouts by {'replica' if isinstance(rollouts, ReplicaRollouts) else 'zero3'}: {why}"
     return rollouts

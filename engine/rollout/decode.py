@@ -86,9 +86,7 @@ class _Decoding:
         self.waiting = sorted(self.rows, key=lambda row: row.prompt_length)  # taken from the end
         self.living: list[_Row] = []
         self.device, longest, most = prompts.input_ids.device, max(lengths), sampling.max_new_tokens
-        # Where no prompt waits, the last slot comes with the last token; else all move back to the left now and then.
-        slack = 0 if self.rows_at_once == len(prompts) else max(8 * CHECK_EVERY, (longest + most) // 4)
-        self.slots = longest + most + CHECK_EVERY + slack
+        self.slots = slots_of_a_row(longest + most, waiting=self.rows_at_once < len(prompts))
         self.cache.reserve(self.rows_at_once, self.slots)
         self.slot = longest  # where the next token is written
         self.mask = torch.zeros(self.rows_at_once, self.slots, dtype=torch.bool, device=self.device)
@@ -138,8 +136,6 @@ class _Decoding:
         if not joining:
             return self._keep_pace(1)
         width, first = joining[0].prompt_length, len(self.living)
-        if self.slot < width:
-            self._move_end_to(width)
         chosen = torch.tensor([row.prompt for row in joining], device=self.device)
         ids, mask = (tensor[chosen, -width:] for tensor in (self.prompts.input_ids, self.prompts.attention_mask))
         rows, slots = slice(first, first + len(joining)), slice(self.slot - width, self.slot)
@@ -158,7 +154,7 @@ class _Decoding:
             return self._keep_pace(count)
         living, rows = self.living, slice(0, len(self.living))
         if self.slot + count > self.slots:
-            self._move_end_to(max(row.length for row in living))
+            self._move_left()
         start = self._start()
         chosen, lengths, drawn = torch.tensor([(row.prompt, row.prompt_length, row.drawn) for row in living],
                                               device=self.device).unbind(1)
@@ -209,22 +205,21 @@ class _Decoding:
         """The first slot that a living row has a token in."""
         return self.slot - max(row.length for row in self.living)
 
-    def _move_end_to(self, slot: int) -> None:
-        """Lay down the living rows so that they end before this slot, or as far to the left as they fit."""
-        slot = max([slot, *(row.length for row in self.living)])
-        if self.living:
-            rows, start, by = len(self.living), self._start(), self.slot - slot
-            self.cache.shift(rows, start, self.slot, by)
-            mask = self.mask[:rows, start:self.slot].clone()
-            self.mask[:rows] = False
-            self.mask[:rows, start - by:slot] = mask
-        self.slot = slot
+    def _move_left(self) -> None:
+        """Lay down the living rows so that the longest begins at the first slot. Prompts that still wait fit before the
+        others' end, as none is longer than one that has been taken."""
+        rows, start = len(self.living), self._start()
+        self.cache.shift(rows, start, self.slot, by=start)
+        mask = self.mask[:rows, start:self.slot].clone()
+        self.mask[:rows] = False
+        self.slot -= start
+        self.mask[:rows, :self.slot] = mask
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         """Logits (B, V) behind the last of `ids` (B, N); mask (B, slots seen), of what is in the cache too."""
         ready = self.slot_masks and ids.shape[1] == 1
         named = {"position_ids": positions} if self.takes_positions else {}
-        output = self.model(input_ids=ids, attention_mask=mask[:, None, None] if ready else mask.long(),
+        output = self.model(input_ids=ids, attention_mask=mask[:, None, None].bool() if ready else mask.long(),
                             past_key_values=self.cache, use_cache=True, logits_to_keep=1, **named)
         return output.logits[:, -1]
 
@@ -242,6 +237,15 @@ class _Decoding:
                 logits, tokens, sampling.logprob_temperature, with_entropy=True)
         return tokens.unsqueeze(1)
 
+
+
+def slots_of_a_row(tokens: int, waiting: bool) -> int:
+    """How many slots of the cache a row has, for prompts and responses of at most so many tokens together.
+
+    Where no prompt waits, the last slot comes with the last token; else all rows go on to the right, and are moved back
+    to the left now and then.
+    """
+    return tokens + CHECK_EVERY + (max(8 * CHECK_EVERY, tokens // 4) if waiting else 0)
 
 
 def takes_slot_masks(model: nn.Module) -> bool:

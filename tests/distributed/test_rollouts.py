@@ -1,13 +1,15 @@
 """Responses are those of plain sampling, token for token, whatever the backend, the number of ranks and the order."""
+from dataclasses import replace
+
 import pytest
-import torch
 
 from engine.rollout.base import SamplingConfig
 from tests.distributed import plain
 from tests.distributed.harness import run_ranks
 from tests.distributed.tiny_run import prompt_tokens
-from tests.distributed.work_rollouts import ORDERS
-from tests.tiny_models import EOS, PAD, make_tokenizer
+from tests.distributed.work_rollouts import CASES, UNEVEN_STOPS
+from tests.plain_sampling import plain_answer
+from tests.tiny_models import EOS, PAD
 
 STAGE3 = {"stage": 3, "config": "stage3.json"}
 SAMPLINGS = {
@@ -26,11 +28,18 @@ def one_rank(folder) -> dict:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder) -> dict[str, list[dict]]:
+def copies(folder) -> int:
+    """Bytes of the modules that are lent: one for actor and reference, one for critic and reward model."""
+    return sum(4 * p.numel() for model in (plain.policy(folder), plain.critic(folder)) for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder, copies) -> dict[str, list[dict]]:
     """What each function of work_rollouts returned on both ranks, by its name."""
+    cache = 4 * 90 * 2 * 2 * 2 * 8  # bytes of 90 keys and values of 2 layers and 2 heads, 8 wide
     ranks = run_ranks("tests.distributed.work_rollouts:everything", world=2, folder=folder, samplings=SAMPLINGS,
-                      moving=SAMPLINGS["several EOS"], **STAGE3)
-    return {name: [rank[name] for rank in ranks] for name in ("answers", "gathers", "uneven")}
+                      moving=SAMPLINGS["several EOS"], needed=copies + cache, **STAGE3)
+    return {name: [rank[name] for rank in ranks] for name in ("answers", "choices", "gathers", "uneven")}
 
 
 @pytest.fixture(scope="module")
@@ -41,36 +50,13 @@ def model(folder):
 @pytest.fixture(scope="module")
 def expected(model) -> dict:
     """Of each sampling, {(index, sample): (tokens, ended)} for 8 prompts and 2 samples of each."""
-    return {name: {(index, sample): plain_answer(model, index, sample, how) for index in range(8) for sample in (0, 1)}
-            for name, how in SAMPLINGS.items()}
+    keys = [(index, sample) for index in range(8) for sample in (0, 1)]
+    return {name: plain_answers(model, keys, how) for name, how in SAMPLINGS.items()}
 
 
-def plain_answer(model, index: int, sample: int, how: SamplingConfig) -> tuple[list[int], bool]:
-    """One response, one row at a time, the whole sequence anew for each token."""
-    tokenizer, prompt, response = make_tokenizer(), prompt_tokens(index), []
-    while len(response) < how.max_new_tokens:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + response])).logits[0, -1]
-        passed = (logits / how.temperature).softmax(-1).cumsum(-1) > uniform(how.seed, index, sample, len(response))
-        response.append(passed.nonzero()[0].item())
-        text = tokenizer.decode(response)
-        if response[-1] in how.stop_token_ids or any(string in text for string in how.stop_strings):
-            return response, True
-    return response, False
-
-
-def uniform(seed: int, index: int, sample: int, position: int) -> float:
-    """The sample's own random number: SplitMix64 in Python's integers."""
-    def mix(bits: int) -> int:
-        bits = (bits + 0x9E3779B97F4A7C15) % 2 ** 64
-        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2 ** 64
-        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2 ** 64
-        return bits ^ bits >> 31
-
-    bits = seed
-    for key in (index, sample, position):
-        bits = mix(bits) ^ key
-    return (mix(mix(bits)) >> 11) / 2 ** 53
+def plain_answers(model, keys, how: SamplingConfig) -> dict[tuple[int, int], tuple[list[int], bool]]:
+    """{(index, sample): (tokens, ended)} by plain sampling."""
+    return {(index, sample): plain_answer(model, prompt_tokens(index), index, sample, how) for index, sample in keys}
 
 
 def test_the_cases_are_hard_enough(expected):
@@ -84,19 +70,29 @@ def test_the_cases_are_hard_enough(expected):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("backend", ("replica", "zero3"))
-def test_one_rank_answers_as_plain_sampling_does(one_rank, expected, backend, order, sampling):
-    assert one_rank[backend, order, sampling] == expected[sampling]
+@pytest.mark.parametrize("case", CASES)
+def test_one_rank_answers_as_plain_sampling_does(one_rank, expected, case, sampling):
+    assert one_rank[*case, sampling] == expected[sampling]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("backend", ("replica", "zero3"))
-def test_two_ranks_answer_as_plain_sampling_does(two_ranks, expected, backend, order, sampling):
-    one, other = (rank[backend, order, sampling] for rank in two_ranks["answers"])
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_answer_as_plain_sampling_does(two_ranks, expected, case, sampling):
+    one, other = (rank[*case, sampling] for rank in two_ranks["answers"])
     assert len(one) == len(other) == 8
     assert one | other == expected[sampling]
+
+
+def test_all_ranks_choose_by_the_one_with_the_least_memory(two_ranks, expected):
+    """Copies and cache may take 0.4 of what is free if they stay while training, 0.8 if they are given back."""
+    for name, backend, between_steps in (("much", "ReplicaRollouts", "keep"), ("middling", "ReplicaRollouts", "free"),
+                                         ("little", "Zero3Rollouts", None)):
+        one, other = (rank[name] for rank in two_ranks["choices"])
+        assert one["why"] == other["why"]
+        assert (one["backend"], one["between_steps"]) == (other["backend"], other["between_steps"])
+        assert (one["backend"], one["between_steps"]) == (backend, between_steps), one["why"]
+        answers = one["answers"] | other["answers"]
+        assert answers == {key: answer for key, answer in expected["several EOS"].items() if key[1] == 0}
 
 
 def test_the_replica_gathers_once_per_change_of_the_weights(two_ranks):
@@ -113,7 +109,7 @@ def test_responses_come_from_the_weights_as_they_stand(two_ranks, folder, event,
     model.load_state_dict({name: tensor.double() for name, tensor in two_ranks["gathers"][0][weights].items()})
     for rank in two_ranks["gathers"]:
         answers = rank["answers"][event]
-        assert answers == {(index, sample): plain_answer(model, index, sample, how) for index, sample in answers}
+        assert answers == plain_answers(model, answers, how)
 
 
 def test_the_step_changes_responses(two_ranks):
@@ -132,3 +128,12 @@ def test_ranks_whose_responses_differ_in_length_end_together(two_ranks):
         assert one["finite"] and other["finite"]
     zero3, replica = (two_ranks["uneven"][0][backend]["metrics"] for backend in ("zero3", "replica"))
     assert zero3 == pytest.approx(replica, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("backend", ("zero3", "replica"))
+def test_rows_come_and_go_on_one_rank_while_the_others_go_on(two_ranks, model, backend):
+    """3 of 8 rows at once: rank 0 reads prompts again and again, and has nothing to do when rank 1 begins."""
+    for rank, stops in zip(two_ranks["uneven"], UNEVEN_STOPS):
+        answers = rank[backend]["answers"]
+        assert len(answers) == 8
+        assert answers == plain_answers(model, answers, replace(SAMPLINGS["several EOS"], stop_token_ids=stops))

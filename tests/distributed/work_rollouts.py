@@ -1,34 +1,56 @@
 """Run by ranks: the same prompts answered by both backends, in several orders, with several ways to stop."""
 from dataclasses import replace
+from unittest import mock
 
 from engine import distributed
 from engine.experience import Rollout
 from engine.rlhf_engine import RLHFEngine
-from engine.rollout import ReplicaRollouts, Zero3Rollouts
+from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
 from engine.rollout.base import SamplingConfig
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, masters, prompt_batch, timeless
 
+BACKENDS = {"replica": ReplicaRollouts, "zero3": Zero3Rollouts}
 ORDERS = {"in order": [[0, 1, 2, 3, 4, 5, 6, 7]], "shuffled, in two batches": [[6, 1, 4, 3], [0, 7, 2, 5]]}
+CASES = {(backend, rows_at_once, order): batches for backend in BACKENDS for rows_at_once in (None, 3)
+         for order, batches in ORDERS.items() if rows_at_once is None or order == "in order"}
+UNEVEN_STOPS = (tuple(range(64)), (-1,))  # of each rank
 
 
 def everything(folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig],
-               moving: SamplingConfig) -> dict[str, dict]:
-    """What the three functions below return, by their names."""
-    return {"answers": answers(folder, stage, config, samplings), "gathers": gathers(folder, stage, config, moving),
-            "uneven": uneven(folder, stage, config, moving)}
+               moving: SamplingConfig, needed: int) -> dict[str, dict]:
+    """What the four functions below return, by their names. needed: bytes of copies, and of a cache for 90 tokens."""
+    engine = RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config))
+    return {"answers": _answers(engine, samplings), "choices": _choices(engine, moving, needed),
+            "gathers": gathers(folder, stage, config, moving), "uneven": uneven(folder, stage, config, moving)}
 
 
 def answers(folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig]) -> dict:
-    """(backend, order, sampling) -> {(index, sample): (tokens, ended)} of this rank's share of each batch."""
-    engine = RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config))
-    backends = {"replica": ReplicaRollouts(engine.actor, engine.tokenizer),
-                "zero3": Zero3Rollouts(engine.actor, engine.tokenizer)}
+    """(backend, rows at once, order, sampling) -> {(index, sample): (tokens, ended)} of this rank's share."""
+    return _answers(RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config)), samplings)
+
+
+def _answers(engine: RLHFEngine, samplings: dict[str, SamplingConfig]) -> dict:
     found = {}
-    for backend, rollouts in backends.items():
-        for order, batches in ORDERS.items():
-            for sampling, how in samplings.items():
-                parts = [rollouts.generate(prompt_batch(_share(batch)).repeat(2), how) for batch in batches]
-                found[backend, order, sampling] = {key: answer for part in parts for key, answer in _by_key(part)}
+    for (backend, rows_at_once, order), batches in CASES.items():
+        rollouts = BACKENDS[backend](engine.actor, engine.tokenizer, rows_at_once)
+        for sampling, how in samplings.items():
+            parts = [rollouts.generate(prompt_batch(_share(batch)).repeat(2), how) for batch in batches]
+            found[backend, rows_at_once, order, sampling] = {
+                key: answer for part in parts for key, answer in _by_key(part)}
+    return found
+
+
+def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: int) -> dict[str, dict]:
+    """What "auto" takes where only rank 1 has little memory free, and what it answers."""
+    found = {}
+    for name, free in {"much": needed / 0.3, "middling": needed / 0.6, "little": needed / 0.9}.items():
+        own = int(free) if distributed.rank() == 1 else 10 ** 12
+        with mock.patch("engine.distributed.free_memory", lambda: own):
+            rollouts = build_rollouts("auto", engine.actor, engine.tokenizer, others=engine.models, rows_at_once=3,
+                                      row_length=30)
+        found[name] = {"backend": type(rollouts).__name__, "why": rollouts.why,
+                       "between_steps": rollouts.replicas.between_steps if name != "little" else None,
+                       "answers": dict(_by_key(rollouts.generate(prompt_batch(_share(list(range(8)))), sampling)))}
     return found
 
 
@@ -73,14 +95,17 @@ def gathers(folder: str, stage: int, config: str, sampling: SamplingConfig) -> d
 
 
 def uneven(folder: str, stage: int, config: str, sampling: SamplingConfig) -> dict:
-    """A step in which each response of rank 0 ends at once and none of rank 1 ends before the last slot."""
-    stops = tuple(range(64)) if distributed.rank() == 0 else (-1,)
+    """A step in which each response of rank 0 ends at once and none of rank 1 ends before the last slot; before it,
+    answers of the untrained actor, 3 rows at once."""
+    how = replace(sampling, max_new_tokens=20, stop_token_ids=UNEVEN_STOPS[distributed.rank()])
     found = {}
-    for backend in ("zero3", "replica"):
-        trainer = build_trainer(engine_spec(folder, stage, config=config), backend=backend,
-                                sampling=replace(sampling, max_new_tokens=20, stop_token_ids=stops))
+    for backend in BACKENDS:
+        trainer = build_trainer(engine_spec(folder, stage, config=config), backend=backend, sampling=how)
+        refilled = BACKENDS[backend](trainer.engine.actor, trainer.engine.tokenizer, 3)
+        rollout = refilled.generate(prompt_batch(_share(list(range(8)))).repeat(2), how)
         report = trainer.step(TinyPrompts(8).prompts(0))
-        found[backend] = {"shape": tuple(report.experience.rollout.response_mask.shape),
+        found[backend] = {"answers": dict(_by_key(rollout)),
+                          "shape": tuple(report.experience.rollout.response_mask.shape),
                           "metrics": timeless(report.metrics),
                           "finite": all(w.isfinite().all().item() for w in masters(trainer.engine.actor).values())}
     return found

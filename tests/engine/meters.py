@@ -1,0 +1,86 @@
+"""Counts of what tensors do: bytes alive at once, and questions of the host to the device.
+
+    with LiveBytes(known=model.parameters()) as meter:
+        loss(model(...)).backward()
+    assert meter.peak < 10_000_000
+"""
+import weakref
+from collections.abc import Iterable
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages made within this context that are still alive, and the largest that this has been.
+
+    What a kernel allocates for itself and gives back before it returns is not seen.
+
+    known: tensors from before, which are not counted.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = ()):
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen = WeakIdKeyDictionary()
+        for tensor in known:
+            self._seen[tensor.untyped_storage()] = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage) -> None:
+        if storage in self._seen:
+            return
+        self._seen[storage] = True
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, storage.nbytes())
+
+    def _gone(self, size: int) -> None:
+        self.live -= size
+
+
+class HostQuestions(TorchDispatchMode):
+    """How often, within this context, the host waits for the content of a tensor: for a number, a list or a shape."""
+    WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive",
+               "repeat_interleave.Tensor"}
+    METHODS = ("tolist", "numpy", "cpu")  # on a CPU these are no operations that could be dispatched
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(isinstance(leaf, Tensor) and leaf.dtype == torch.bool
+                                                   for leaf in tree_iter(args[1:2]))
+        self.count += bool({name, f"{name}.{func._overloadname}"} & self.WAITING) or by_mask
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self._patches = [mock.patch.object(Tensor, name, self._counted(getattr(Tensor, name)))
+                         for name in self.METHODS]
+        for patch in self._patches:
+            patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for patch in self._patches:
+            patch.stop()
+        return super().__exit__(*error)
+
+    def _counted(self, method):
+        def asked(tensor, *args, **kwargs):
+            self.count += 1
+            return method(tensor, *args, **kwargs)
+
+        return asked

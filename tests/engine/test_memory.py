@@ -1,0 +1,151 @@
+"""Peak memory of making experience and of training grows with the chunk of logits, not with B x T x V: counted bytes.
+
+The vocabulary is 50,000 and the trunk 8 wide, so that logits are nearly all there is: B x T x V x 4 bytes, 51 MB for 4
+responses of 64 tokens, if they existed at once. A chunk of C logits is 4 C bytes. As many chunks' worth exist at once:
+
+    without gradients, with the entropy      5: logits, log-probs, exp(log-probs), log-probs without -inf, their product
+    forward and backward, without entropy    3: logits, logits / temperature, log-probs; later log-probs, the gradient
+                                             with respect to them, that with respect to logits / temperature
+"""
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from engine import models
+from engine.algo.losses import policy_loss
+from engine.dialects import Dialect
+from engine.experience import Rollout
+from engine.experience_maker import ExperienceMaker
+from engine.models import Policy, Scorer
+from engine.reference import EngineReference
+from engine.reward.model import RewardModel
+from tests.engine.fake_models import Resident, rollout_of
+from tests.engine.meters import LiveBytes
+
+VOCABULARY, WIDTH, PROMPT, RESPONSE, ROWS = 50_000, 8, 8, 64, 4
+CHUNK = 8 * VOCABULARY  # logits of 8 positions
+FORWARD_CHUNKS, TRAINING_CHUNKS = 5, 3
+HEAD = VOCABULARY * WIDTH * 4  # bytes of the head's weight; the embedding's are as many
+
+
+class Plain(Resident):
+    """A module that stands for its engine."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.module = module
+
+    def __call__(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def config() -> LlamaConfig:
+    return LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=8, num_hidden_layers=1, num_labels=1,
+                       num_attention_heads=1, max_position_embeddings=512, pad_token_id=0, attn_implementation="sdpa")
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    torch.manual_seed(0)
+    return Policy(LlamaForCausalLM(config()))
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Scorer:
+    torch.manual_seed(1)
+    return Scorer(LlamaForSequenceClassification(config()))
+
+
+def rollout(rows: int) -> Rollout:
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(1, VOCABULARY, (rows, PROMPT + RESPONSE), generator=generator).tolist()
+    return rollout_of([row[:PROMPT] for row in tokens], [row[PROMPT:] for row in tokens], 0)
+
+
+@pytest.fixture
+def chunked(monkeypatch):
+    """Set how many logits the head computes at a time."""
+    whole = models.head_logprobs
+    return lambda elements: monkeypatch.setattr(models, "head_logprobs", partial(whole, chunk_elements=elements))
+
+
+def judging(policy: Policy, scorer: Scorer, rows: int) -> int:
+    """The peak of `make_experience`, all rows in one pass, above the weights."""
+    actor, critic, judged = Plain(policy), Plain(scorer), rollout(rows)
+    maker = ExperienceMaker(actor=actor, critic=critic, reference=EngineReference(actor), reward=RewardModel(critic),
+                            dialect=Dialect(), pad_token_id=0, micro_batch_size=rows)
+    with LiveBytes(known=[*policy.parameters(), *scorer.parameters()]) as meter:
+        experience = maker.make(judged, 0.1)
+    assert experience.logprobs.shape == (rows, RESPONSE)
+    return meter.peak
+
+
+def training(policy: Policy, rows: int) -> int:
+    """The peak of one forward and backward pass of the policy loss, above the weights; gradients are left behind."""
+    policy.zero_grad(set_to_none=True)
+    learned = rollout(rows)
+    numbers = torch.zeros(rows, RESPONSE)
+    with LiveBytes(known=policy.parameters()) as meter:
+        logprobs, _ = policy(learned.sequences, learned.attention_mask, learned.position_ids,
+                             response_length=RESPONSE, temperature=0.7)
+        policy_loss(logprobs, logprobs.detach() + 0.1, numbers + 1, learned.response_mask, 0.2).loss.backward()
+    assert policy.model.lm_head.weight.grad.any()
+    return meter.peak
+
+
+def logits_bytes(rows: int) -> int:
+    return rows * RESPONSE * VOCABULARY * 4
+
+
+def check_growth(peak, chunked, chunks: int, other_bytes: int) -> None:
+    """`peak(rows)` is `chunks` chunks, at most `other_bytes`, and next to nothing for each row."""
+    little = logits_bytes(ROWS) // 100
+    chunked(CHUNK)
+    first = peak(ROWS)
+    assert 0 <= first - chunks * 4 * CHUNK <= other_bytes + little
+    assert logits_bytes(ROWS) > 5 * first
+    assert 0 <= peak(2 * ROWS) - first < little  # where whole logits would have added logits_bytes(ROWS), once or more
+    chunked(2 * CHUNK)
+    assert abs(peak(ROWS) - first - chunks * 4 * CHUNK) < little
+
+
+def test_making_experience_takes_chunks_not_logits(policy, scorer, chunked):
+    check_growth(partial(judging, policy, scorer), chunked, FORWARD_CHUNKS, other_bytes=0)
+
+
+def test_training_takes_chunks_not_logits(policy, chunked):
+    """Beside them there are the gradient of the head's weight, and that of the chunk that is being added to it."""
+    check_growth(partial(training, policy), chunked, TRAINING_CHUNKS, other_bytes=2 * HEAD)
+
+
+def test_whole_logits_would_be_seen(policy, scorer, chunked):
+    """A chunk that holds all of them; and the plain way, in which a model's logits go through log_softmax."""
+    chunked(ROWS * RESPONSE * VOCABULARY)
+    assert judging(policy, scorer, ROWS) >= FORWARD_CHUNKS * logits_bytes(ROWS)
+    assert training(policy, ROWS) >= TRAINING_CHUNKS * logits_bytes(ROWS)
+    tokens = rollout(1).sequences
+    with torch.no_grad(), LiveBytes(known=policy.parameters()) as meter:
+        F.log_softmax(policy.model(tokens, use_cache=False).logits, -1)
+    assert meter.peak >= 2 * tokens.numel() * VOCABULARY * 4
+
+
+def test_the_meter_counts_what_is_alive_at_once():
+    known = torch.zeros(1000)
+    with LiveBytes(known=[known]) as meter:
+        for _ in range(5):
+            double = known * 2                       # 4000 bytes, given back when the next takes its name
+        assert (meter.live, meter.peak) == (4000, 8000)
+        view, own = double[:10], known.view(10, 100)  # nothing new
+        assert meter.live == 4000 and len(view) == len(own)
+        del double
+        assert meter.live == 4000                    # the view holds it
+        del view
+        assert (meter.live, meter.peak) == (0, 8000)
+        known.exp_()
+        weight = known.clone().requires_grad_()
+        (weight ** 2).sum().backward()
+        assert weight.grad is not None and meter.live == 8000  # weight and gradient; the square and the sum are gone
+    assert torch.ones(10).sum() == 10 and meter.live == 8000  # outside nothing is counted

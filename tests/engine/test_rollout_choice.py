@@ -1,0 +1,107 @@
+"""Which backend `build_rollouts` takes at which stage and with how much free memory, and what it says of it."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from engine.errors import UserError
+from engine.models import Policy, Scorer
+from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
+from engine.rollout.choice import check_backend
+from tests.tiny_models import make_tokenizer
+
+WIDTH, VOCABULARY, LAYERS, HEADS, KEPT_HEADS = 16, 100, 2, 4, 2
+# By hand: a layer has four projections (keys and values half as wide), three of the MLP, two norms.
+LAYER = 2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 2 + 3 * WIDTH * 24 + 2 * WIDTH
+TRUNK = VOCABULARY * WIDTH + LAYERS * LAYER + WIDTH
+POLICY, SCORER = TRUNK + VOCABULARY * WIDTH, TRUNK + WIDTH
+COPIES = 4 * (POLICY + SCORER)  # bytes: actor and reference share one module, critic and reward model another
+ROWS, LENGTH = 3, 20
+CACHE = 4 * ROWS * LENGTH * 2 * LAYERS * KEPT_HEADS * WIDTH // HEADS
+
+
+def config() -> LlamaConfig:
+    return LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=LAYERS,
+                       num_attention_heads=HEADS, num_key_value_heads=KEPT_HEADS, num_labels=1, pad_token_id=0)
+
+
+def engines(stage: int) -> list[SimpleNamespace]:
+    """Actor, critic, reference, reward model as `build_rollouts` sees them."""
+    modules = (Policy(LlamaForCausalLM(config())), Scorer(LlamaForSequenceClassification(config())))
+    return [SimpleNamespace(stage=stage, module=module, lender=None) for module in (*modules, *modules)]
+
+
+def chosen(models: list, free: float, monkeypatch, **how):
+    monkeypatch.setattr("engine.distributed.free_memory", lambda: int(free))
+    return build_rollouts("auto", models[0], make_tokenizer(), others=models, rows_at_once=ROWS, row_length=LENGTH,
+                          **how)
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_whole_weights_generate_as_they_are(monkeypatch, stage):
+    rollouts = chosen(engines(stage), 1, monkeypatch)  # free memory does not matter
+    assert type(rollouts) is ReplicaRollouts and rollouts.replicas.between_steps == "keep"
+    assert rollouts.why == "rollouts by replica (no weights are partitioned, so the actor's own module generates)"
+
+
+@pytest.mark.parametrize("between_steps, when_tight", [("keep", "free"), ("free", "free"), ("host", "host")])
+def test_free_memory_decides_over_copies_of_partitioned_weights(monkeypatch, between_steps, when_tight):
+    """Copies and cache may take 0.4 of it if they stay while training, 0.8 if they do not."""
+    needed, models = COPIES + CACHE, engines(3)
+
+    def choice(free):
+        rollouts = chosen(models, free, monkeypatch, between_steps=between_steps)
+        assert rollouts.sampler.rows_at_once == ROWS
+        return type(rollouts), getattr(rollouts, "replicas", None) and rollouts.replicas.between_steps
+
+    assert choice(100 * needed) == choice(needed / 0.4 + 4) == (ReplicaRollouts, between_steps)
+    assert choice(needed / 0.4 - 4) == choice(needed / 0.8 + 4) == (ReplicaRollouts, when_tight)
+    assert choice(needed / 0.8 - 4) == choice(0) == (Zero3Rollouts, None)
+
+
+def test_the_reason_names_the_sizes(monkeypatch):
+    models = engines(3)
+    monkeypatch.setattr("engine.rollout.choice.replica_bytes", lambda models: 3_000_000_000)
+    monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 1_000_000_000)
+    sizes = "3.00 GB of copies and 1.00 GB of keys and values, {} GB free a rank"
+    for free, why in ((20e9, "replica (" + sizes.format("20.00")),
+                      (8e9, "replica (" + sizes.format("8.00") + ": given back while training"),
+                      (4e9, "zero3 (" + sizes.format("4.00") + ": a copy would not fit")):
+        assert chosen(models, free, monkeypatch).why == f"rollouts by {why})"
+
+
+def test_copies_are_lent_to_all_models_and_by_zero3_to_none(monkeypatch):
+    models = engines(3)
+    rollouts = chosen(models, 1e12, monkeypatch)
+    assert all(model.lender is rollouts.replicas for model in models)
+    models = engines(3)
+    chosen(models, 1, monkeypatch)
+    assert all(model.lender is None for model in models)
+
+
+def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
+    monkeypatch.setattr("engine.distributed.free_memory", lambda: 1)
+    for name, kind in (("replica", ReplicaRollouts), ("zero3", Zero3Rollouts)):
+        rollouts = build_rollouts(name, engines(3)[0], make_tokenizer(), between_steps="host")
+        assert type(rollouts) is kind and rollouts.why == f"rollouts by {name} (as asked)"
+    with pytest.raises(KeyError):
+        build_rollouts("vllm", engines(3)[0], make_tokenizer())
+
+
+def test_hybrid_is_refused_with_one_message():
+    messages = []
+    for refused in (lambda: check_backend("hybrid"), lambda: build_rollouts("hybrid", engines(3)[0], make_tokenizer())):
+        with pytest.raises(UserError) as error:
+            refused()
+        messages.append(str(error.value))
+    assert messages[0] == messages[1] and messages[0].startswith("--rollout_backend hybrid: ")
+    assert "auto or replica" in messages[0] and "\n" not in messages[0]
+    for name in ("auto", "replica", "zero3"):
+        check_backend(name)
+
+
+def test_the_size_of_copies_is_that_of_their_parameters():
+    policy, scorer = (model.module for model in engines(3)[:2])
+    assert [sum(p.numel() for p in module.parameters()) for module in (policy, scorer)] == [POLICY, SCORER]
+    assert torch.float32.itemsize == 4

@@ -1,0 +1,36 @@
+"""What sampling should answer, the plain way: one row at a time, the whole sequence anew for each token, no cache.
+
+    tokens, ended = plain_answer(model, [5, 9, 33], index=12, sample=0, how=sampling)
+"""
+import torch
+
+from engine.rollout.base import SamplingConfig
+from tests.tiny_models import make_tokenizer
+
+
+def plain_answer(model, prompt: list[int], index: int, sample: int, how: SamplingConfig) -> tuple[list[int], bool]:
+    """The response of a Hugging Face language model to one prompt, and whether it ended by itself."""
+    tokenizer, response = make_tokenizer(), []
+    while len(response) < how.max_new_tokens:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + response])).logits[0, -1]
+        passed = (logits / how.temperature).softmax(-1).cumsum(-1) > uniform(how.seed, index, sample, len(response))
+        response.append(passed.nonzero()[0].item())
+        text = tokenizer.decode(response)
+        if response[-1] in how.stop_token_ids or any(string in text for string in how.stop_strings):
+            return response, True
+    return response, False
+
+
+def uniform(seed: int, index: int, sample: int, position: int) -> float:
+    """The sample's own random number: SplitMix64 in Python's integers."""
+    def mix(bits: int) -> int:
+        bits = (bits + 0x9E3779B97F4A7C15) % 2 ** 64
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2 ** 64
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2 ** 64
+        return bits ^ bits >> 31
+
+    bits = seed
+    for key in (index, sample, position):
+        bits = mix(bits) ^ key
+    return (mix(mix(bits)) >> 11) / 2 ** 53
