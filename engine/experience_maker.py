@@ -52,8 +52,8 @@ class ExperienceMaker:
         """The experience of a rollout; advantages are whitened over all of it and all ranks.
 
         All ranks call this together, each with equally many rows.
-        tally: told the names and numbers of metrics that only exist where there is something to them: the score's parts,
-            and the gap between the sampler's log-probs and a forward pass's.
+        tally: told the names and numbers of metrics that only exist where there is something to them: the score's
+            parts, and the gap between the sampler's log-probs and a forward pass's.
         """
         judged = self.judge(rollout)
         told = {f"objective/{name}": part for name, part in judged.score_parts.items()}

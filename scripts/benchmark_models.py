@@ -9,6 +9,7 @@ from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassificati
 SIZES = {
     "260k": dict(num_hidden_layers=5, hidden_size=64, num_attention_heads=8, num_key_value_heads=4,
                  intermediate_size=172, vocab_size=512, tie_word_embeddings=True),
+    "9m": dict(num_hidden_layers=8, hidden_size=256, num_attention_heads=4, intermediate_size=688, vocab_size=8192),
     "34m": dict(num_hidden_layers=8, hidden_size=512, num_attention_heads=8, intermediate_size=1376, vocab_size=8192),
     "136m": dict(num_hidden_layers=16, hidden_size=768, num_attention_heads=12, intermediate_size=2304,
                  vocab_size=8192),

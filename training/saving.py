@@ -8,7 +8,8 @@ from engine.gathering import full_state
 from engine.model_files import save_model
 
 
-def save_trained(model: TrainedModel, tokenizer, folder: str | Path, edit: Callable[[dict], None] | None = None) -> Path:
+def save_trained(model: TrainedModel, tokenizer, folder: str | Path,
+                 edit: Callable[[dict], None] | None = None) -> Path:
     """Write a trained model as a Hugging Face folder (all ranks call this); returns the folder.
 
     edit: may change the weights on the way.

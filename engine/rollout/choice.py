@@ -39,6 +39,8 @@ def build_rollouts(name: str, actor: TrainedModel | FrozenModel, tokenizer, *,
     Raises: UserError for a backend that cannot work here, KeyError for an unknown one.
     """
     check_backend(name)
+    if name not in ROLLOUT_BACKENDS:
+        raise KeyError(name)
     models = [actor, *(model for model in others if model is not actor)]
     replicas, why = Replicas(between_steps), "as asked"
     if name == "auto":
@@ -72,6 +74,6 @@ def _fastest(models: list[TrainedModel | FrozenModel], cache: int, between_steps
         return Replicas(between_steps), f"a whole copy for models of one shape takes {shared / 1e9:.2f} GB {room}"
     if shared <= FREED_SHARE * free:
         kept = "free" if between_steps == "keep" else between_steps
-        return Replicas(kept), (f"a whole copy for models of one shape takes {shared / 1e9:.2f} GB {room}, and is given "
-                                "back while training")
+        return Replicas(kept), (f"a whole copy for models of one shape takes {shared / 1e9:.2f} GB {room}, and is "
+                                "given back while training")
     return None, f"whole copies would take {shared / 1e9:.2f} GB {room}"

@@ -57,8 +57,8 @@ def chain(tiny, tmp_path_factory) -> Chain:
     ppo = {"actor_model_name_or_path": folder / "sft", "critic_model_name_or_path": folder / "reward",
            "reward_model_name_or_path": tiny.folder / "reward", "actor_zero_stage": 3, "critic_zero_stage": 3,
            "max_steps": STEPS, "num_eval_prompts": EVALUATED, "save_steps": 2, "print_answers_interval": 2,
-           "profile_steps": [3, 4], "enable_ema": True, "kl_coef": 0.25, "ppo_epochs": 2, "num_warmup_steps": 0, "actor_learning_rate": 1e-3,
-           "critic_learning_rate": 1e-3}
+           "profile_steps": [3, 4], "enable_ema": True, "kl_coef": 0.25, "ppo_epochs": 2, "num_warmup_steps": 0,
+           "actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3}
     started("ppo", 3, **ppo)
     # As if the run had been killed within step 4: what is beyond the last restart point is dropped and done again.
     shutil.copytree(folder / "ppo", folder / "resumed")
@@ -138,7 +138,9 @@ def test_the_steps_asked_for_are_recorded_on_each_rank(chain, name):
         assert {phase: Counter(inner) for phase, inner in ranges.items()} == {
             # The longest response has 8 tokens; which masks the model takes is found out by four passes, once.
             "generate": Counter({"GPT2LMHeadModel forward": 12 if first else 8, "gather of weights": 1}),
-            "make_experience": Counter(2 * ["policy forward", "scorer forward"] + ["reference", "reward model"] + (3 if first else 1) * ["gather of weights"]),
+            # The old log-probs are the sampler's: the actor is only asked about one response, to compare.
+            "make_experience": Counter(2 * ["policy forward", "scorer forward"] + ["reference", "reward model"]
+                                       + (3 if first else 1) * ["gather of weights"]),
             "train": Counter(2 * ["policy forward", "actor backward", "actor optimizer step", "scorer forward",
                                   "critic backward", "critic optimizer step", "EMA update"])}
 

@@ -16,9 +16,11 @@ WIDTH, VOCABULARY, LAYERS, HEADS, KEPT_HEADS = 16, 100, 2, 4, 2
 LAYER = 2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 2 + 3 * WIDTH * 24 + 2 * WIDTH
 TRUNK = VOCABULARY * WIDTH + LAYERS * LAYER + WIDTH
 POLICY, SCORER = TRUNK + VOCABULARY * WIDTH, TRUNK + WIDTH
-COPIES = 4 * (POLICY + SCORER)  # bytes: actor and reference share one module, critic and reward model another
+OWN = 2 * 4 * (POLICY + SCORER)  # bytes: a copy of each of the four models
+COPIES = OWN // 2  # actor and reference share one module, critic and reward model another
 ROWS, LENGTH = 3, 20
-CACHE = 4 * ROWS * LENGTH * 2 * LAYERS * KEPT_HEADS * WIDTH // HEADS
+SLOTS = LENGTH + 8 + 64  # of a row: what is drawn between two looks, and room for prompts that wait
+CACHE = 4 * ROWS * SLOTS * 2 * LAYERS * KEPT_HEADS * WIDTH // HEADS
 
 
 def config() -> LlamaConfig:
@@ -42,33 +44,38 @@ def chosen(models: list, free: float, monkeypatch, **how):
 def test_whole_weights_generate_as_they_are(monkeypatch, stage):
     rollouts = chosen(engines(stage), 1, monkeypatch)  # free memory does not matter
     assert type(rollouts) is ReplicaRollouts and rollouts.replicas.between_steps == "keep"
-    assert rollouts.why == "rollouts by replica (no weights are partitioned, so the actor's own module generates)"
+    assert rollouts.why == "rollouts by replica: no weights are partitioned, so the models' own modules compute"
 
 
 @pytest.mark.parametrize("between_steps, when_tight", [("keep", "free"), ("free", "free"), ("host", "host")])
 def test_free_memory_decides_over_copies_of_partitioned_weights(monkeypatch, between_steps, when_tight):
-    """Copies and cache may take 0.4 of it if they stay while training, 0.8 if they do not."""
+    """Copies and cache may take 0.2 of it if each model has its own, 0.4 if models share them and they stay while
+    training, 0.8 if they do not stay."""
     needed, models = COPIES + CACHE, engines(3)
 
     def choice(free):
         rollouts = chosen(models, free, monkeypatch, between_steps=between_steps)
         assert rollouts.sampler.rows_at_once == ROWS
-        return type(rollouts), getattr(rollouts, "replicas", None) and rollouts.replicas.between_steps
+        replicas = getattr(rollouts, "replicas", None)
+        return type(rollouts), replicas and replicas.between_steps, replicas and replicas.shared
 
-    assert choice(100 * needed) == choice(needed / 0.4 + 4) == (ReplicaRollouts, between_steps)
-    assert choice(needed / 0.4 - 4) == choice(needed / 0.8 + 4) == (ReplicaRollouts, when_tight)
-    assert choice(needed / 0.8 - 4) == choice(0) == (Zero3Rollouts, None)
+    assert choice(100 * needed) == choice((OWN + CACHE) / 0.2 + 8) == (ReplicaRollouts, between_steps, False)
+    assert choice((OWN + CACHE) / 0.2 - 8) == choice(needed / 0.4 + 4) == (ReplicaRollouts, between_steps, True)
+    assert choice(needed / 0.4 - 4) == choice(needed / 0.8 + 4) == (ReplicaRollouts, when_tight, True)
+    assert choice(needed / 0.8 - 4) == choice(0) == (Zero3Rollouts, None, None)
 
 
 def test_the_reason_names_the_sizes(monkeypatch):
     models = engines(3)
-    monkeypatch.setattr("engine.rollout.choice.replica_bytes", lambda models: 3_000_000_000)
+    monkeypatch.setattr("engine.rollout.choice.replica_bytes", lambda models, shared: 3_000_000_000 * (2 - shared))
     monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 1_000_000_000)
-    sizes = "3.00 GB of copies and 1.00 GB of keys and values, {} GB free a rank"
-    for free, why in ((20e9, "replica (" + sizes.format("20.00")),
-                      (8e9, "replica (" + sizes.format("8.00") + ": given back while training"),
-                      (4e9, "zero3 (" + sizes.format("4.00") + ": a copy would not fit")):
-        assert chosen(models, free, monkeypatch).why == f"rollouts by {why})"
+    room = "with keys and values, of {} GB free on each rank"
+    for free, why in ((40e9, "replica: a whole copy of each model takes 7.00 GB " + room.format("40.0")),
+                      (20e9, "replica: a whole copy for models of one shape takes 4.00 GB " + room.format("20.0")),
+                      (8e9, "replica: a whole copy for models of one shape takes 4.00 GB " + room.format("8.0")
+                       + ", and is given back while training"),
+                      (4e9, "zero3: whole copies would take 4.00 GB " + room.format("4.0"))):
+        assert chosen(models, free, monkeypatch).why == f"rollouts by {why}"
 
 
 def test_copies_are_lent_to_all_models_and_by_zero3_to_none(monkeypatch):
@@ -84,7 +91,7 @@ def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
     monkeypatch.setattr("engine.distributed.free_memory", lambda: 1)
     for name, kind in (("replica", ReplicaRollouts), ("zero3", Zero3Rollouts)):
         rollouts = build_rollouts(name, engines(3)[0], make_tokenizer(), between_steps="host")
-        assert type(rollouts) is kind and rollouts.why == f"rollouts by {name} (as asked)"
+        assert type(rollouts) is kind and rollouts.why == f"rollouts by {name}: as asked"
     with pytest.raises(KeyError):
         build_rollouts("vllm", engines(3)[0], make_tokenizer())
 

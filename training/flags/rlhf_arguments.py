@@ -121,8 +121,9 @@ class RLHFFlags(DataFlags):
     save_steps: int = flag(0, "steps between restart points; 0 for none")
     resume: str | None = flag(None, "a restart point, or the output folder of a run, to go on from")
     print_answers_interval: int = flag(10, "steps between tables of samples; 0 for none")
-    profile_steps: list[int] = flag([], "steps, from 1, that torch.profiler records (and slows down): a trace a rank in "
-                                        "OUTPUT_DIR/profile, which ui.perfetto.dev opens")
+    profile_steps: list[int] = flag(
+        [], "steps, from 1, that torch.profiler records (and slows down): a trace a rank in OUTPUT_DIR/profile, which "
+        "ui.perfetto.dev opens")
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""

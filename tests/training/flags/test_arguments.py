@@ -233,7 +233,8 @@ def test_a_flag_that_repeats_the_dialect_is_no_departure():
 
 
 OTHER_VALUES = {  # each unlike every dialect's
-    "actor_learning_rate": 0.125, "critic_learning_rate": 0.125, "num_warmup_steps": 7, "lr_scheduler_type": "constant", "old_logprobs": "sampler",
+    "actor_learning_rate": 0.125, "critic_learning_rate": 0.125, "num_warmup_steps": 7, "lr_scheduler_type": "constant",
+    "old_logprobs": "sampler",
     "kl_coef": 0.625, "score_clip": 2.5, "gamma": 0.875, "lam": 0.625, "clip_range": 0.125, "value_clip_range": 0.625,
     "ppo_epochs": 9, "max_grad_norm": 0.125, "actor_weight_decay": 0.375, "critic_weight_decay": 0.25,
     "temperature": 0.625, "ema_decay": 0.5}
