@@ -78,7 +78,8 @@ def build_ours(setting: Setting, args: argparse.Namespace) -> Ours:
                       micro_batch_size=args.micro_batch)
     engine = RLHFEngine.from_pretrained(spec)
     backends = {name: build_rollouts(name, engine.actor, engine.tokenizer, others=engine.models,
-                                     rows_at_once=setting.rows, row_length=setting.work().length)
+                                     rows_at_once=setting.rows, row_length=setting.work().length,
+                                     compiled=args.compile_rollouts)
                 for name in reversed(args.rollout_backend)}  # the first is the last to lend its copies
     dialect = get_dialect("default").override(ppo_epochs=1, actor_lr=1e-6, critic_lr=1e-6,
                                               old_logprobs=args.old_logprobs)
@@ -247,6 +248,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--zero_stage", type=int, choices=range(4), default=3)
     parser.add_argument("--rollout_backend", nargs="+", choices=ROLLOUT_BACKENDS, default=["auto"],
                         help="the first is the step's; several are compared")
+    parser.add_argument("--compile_rollouts", action="store_true", help="ours: torch.compile for single tokens")
     parser.add_argument("--old_logprobs", choices=("auto", "forward", "sampler"), default="auto",
                         help="ours: from the sampler (auto: in fp32), or by a forward pass, as the plain step has them")
     parser.add_argument("--prompts", type=int, default=32, help="a step, over all ranks")

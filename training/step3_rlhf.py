@@ -43,7 +43,8 @@ def main(args: RLHFFlags) -> None:
     rollouts = build_rollouts(
         args.rollout_backend, engine.actor, engine.tokenizer, others=engine.models,
         rows_at_once=args.per_device_generation_batch_size * args.num_samples_per_prompt,
-        row_length=args.max_prompt_seq_len + args.max_answer_seq_len, between_steps=args.replicas_between_steps)
+        row_length=args.max_prompt_seq_len + args.max_answer_seq_len, between_steps=args.replicas_between_steps,
+        compiled=args.compile_rollouts)
     if distributed.is_main():
         print(rollouts.why, flush=True)
     trainer = PPOTrainer(

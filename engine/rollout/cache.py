@@ -7,13 +7,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 class Window:
     """Which part of the cache a forward pass works in: these rows, and their slots [start, end), which hold what came
-    before; the pass writes from `end` on."""
+    before; the pass writes from `end` on.
+
+    at: where a single token is written instead, (1,) int64, for passes that are compiled: these see all slots, so that
+    no shape changes from token to token.
+    """
     def __init__(self):
         self.put(slice(0, 0), 0, 0)
 
     def put(self, rows: slice, start: int, end: int) -> None:
         """Work here from now on."""
-        self.rows, self.start, self.end = rows, start, end
+        self.rows, self.start, self.end, self.at = rows, start, end, None
+
+    def put_at(self, rows: slice, at: Tensor, slots: int) -> None:
+        """Work on single tokens of these rows from now on, in sight of all `slots`."""
+        self.rows, self.start, self.end, self.at = rows, 0, slots - 1, at
 
 
 @dataclass(slots=True)
@@ -90,6 +98,9 @@ class _Slots(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         window = self.window
         rows, behind = window.rows, window.end + key_states.shape[-2]
+        if window.at is not None:
+            keys, values = self.keys[rows], self.values[rows]
+            return keys.index_copy_(2, window.at, key_states), values.index_copy_(2, window.at, value_states)
         self.keys[rows, :, window.end:behind] = key_states
         self.values[rows, :, window.end:behind] = value_states
         return self.keys[rows, :, window.start:behind], self.values[rows, :, window.start:behind]

@@ -28,13 +28,13 @@ def check_backend(name: str) -> None:
 
 def build_rollouts(name: str, actor: TrainedModel | FrozenModel, tokenizer, *,
                    others: Sequence[TrainedModel | FrozenModel] = (), rows_at_once: int | None = None,
-                   row_length: int = 0, between_steps: str = "keep") -> RolloutBackend:
+                   row_length: int = 0, between_steps: str = "keep", compiled: bool = False) -> RolloutBackend:
     """The backend of this name; "auto" takes the fastest that fits in memory. Its `why` says what was taken and why.
 
     Args:
         others: models that are to make experience with plain copies too, where the backend has them.
         rows_at_once, row_length: responses decoded side by side, and tokens of prompt and response, for the cache.
-        between_steps: as in Replicas.
+        between_steps: as in Replicas. compiled: as in Sampler; zero3 has no use for it.
 
     Raises: UserError for a backend that cannot work here, KeyError for an unknown one.
     """
@@ -53,7 +53,7 @@ def build_rollouts(name: str, actor: TrainedModel | FrozenModel, tokenizer, *,
     if replicas is None:
         rollouts = Zero3Rollouts(actor, tokenizer, rows_at_once)
     else:
-        rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, replicas)
+        rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, replicas, compiled)
     rollouts.why = f"rollouts by {'replica' if isinstance(rollouts, ReplicaRollouts) else 'zero3'}: {why}"
     return rollouts
 

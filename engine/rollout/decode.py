@@ -1,5 +1,4 @@
 """The decoding loop: prompts are read once, then a token at a time; rows that have ended make room for others."""
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +10,8 @@ from engine.algo.sampling import keyed_uniforms, sample_tokens
 from engine.experience import PromptBatch, Rollout, position_ids
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import SlotCache
+from engine.rollout.families import takes_positions, takes_slot_masks
+from engine.rollout.stops import stop_finder
 
 CHECK_EVERY = 8  # tokens between two looks of the host at what was drawn
 
@@ -22,16 +23,21 @@ class Sampler:
         rows_at_once: how many responses are decoded side by side; None for all.
         agree: where forward passes are collective, all ranks must make as many; this is then given a number on each
             and returns the largest. None where ranks need not wait for each other.
+        compiled: pass single tokens through what torch.compile makes of the model (with CUDA graphs on GPUs), in shapes
+            that do not change from token to token: all slots, and rows by halves. For models that take slot masks.
     """
 
-    def __init__(self, tokenizer, rows_at_once: int | None = None, agree: Callable[[int], int] | None = None):
-        self.tokenizer, self.rows_at_once = tokenizer, rows_at_once
+    def __init__(self, tokenizer, rows_at_once: int | None = None, agree: Callable[[int], int] | None = None,
+                 compiled: bool = False):
+        self.tokenizer, self.rows_at_once, self.compiled = tokenizer, rows_at_once, compiled
         self.agree = agree or (lambda number: number)
         # Without autograd's bookkeeping tokens of small models take a tenth less; ZeRO's hooks cannot do without.
         self.context = torch.no_grad if agree else torch.inference_mode
         self.cache = SlotCache()
         self.row_steps = 0  # of the last call: rows times decoding steps, to compare with the tokens produced
         self._slot_masks: bool | None = None
+        self._compiled_for: nn.Module | None = None
+        self._compiled_step: Callable | None = None
 
     def responses(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row, in the rows' order.
@@ -45,6 +51,20 @@ class Sampler:
             decoding.run()
         self.row_steps = decoding.row_steps
         return decoding.rollout()
+
+    def compiled_step(self, model: nn.Module) -> Callable | None:
+        """The compiled pass of single tokens (B, 1), mask (B, slots), positions (B, 1) -> logits (B, V), if wanted."""
+        if not self.compiled or not self._slot_masks:
+            return None
+        if self._compiled_for is not model:
+            def step(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+                named = {"position_ids": positions} if takes_positions(model) else {}
+                return model(input_ids=ids, attention_mask=mask[:, None, None], past_key_values=self.cache,
+                             use_cache=True, logits_to_keep=1, **named).logits[:, -1]
+
+            graphs = "reduce-overhead" if next(model.parameters()).is_cuda else "default"
+            self._compiled_step, self._compiled_for = torch.compile(step, dynamic=False, mode=graphs), model
+        return self._compiled_step
 
     def slot_masks(self) -> bool:
         """Whether the model was found to take the mask of a single token ready made."""
@@ -77,7 +97,7 @@ class _Decoding:
     def __init__(self, sampler: Sampler, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig):
         self.model, self.prompts, self.sampling = model, prompts, sampling
         self.agree, self.cache, self.slot_masks = sampler.agree, sampler.cache, sampler.slot_masks()
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.takes_positions, self.compiled_step = takes_positions(model), sampler.compiled_step(model)
         self.find_stop = stop_finder(sampler.tokenizer, sampling.stop_strings)
         self.stops = set(sampling.stop_token_ids)
         self.rows_at_once = min(sampler.rows_at_once or len(prompts), len(prompts))
@@ -88,6 +108,8 @@ class _Decoding:
         self.device, longest, most = prompts.input_ids.device, max(lengths), sampling.max_new_tokens
         self.slots = slots_of_a_row(longest + most, waiting=self.rows_at_once < len(prompts))
         self.cache.reserve(self.rows_at_once, self.slots)
+        if self.compiled_step:
+            self.slots = self.cache.room.slots  # the same for all calls
         self.slot = longest  # where the next token is written
         self.mask = torch.zeros(self.rows_at_once, self.slots, dtype=torch.bool, device=self.device)
         self.pending = torch.zeros(0, 1, dtype=torch.int64, device=self.device)  # drawn, and not yet read by the model
@@ -161,12 +183,15 @@ class _Decoding:
         # A row with all its tokens goes no further: the model may have no more positions.
         steps = drawn.unsqueeze(1) + torch.arange(count, device=self.device)
         positions = lengths.unsqueeze(1) + steps.clamp(max=self.sampling.max_new_tokens - 1) - 1
-        self.mask[rows, self.slot:self.slot + count] = True
         tokens = [self.pending]
         for step in range(count):
-            self.cache.window.put(rows, start, self.slot)
+            self.mask[:, self.slot] = True
+            if self.compiled_step:
+                logits = self._compiled_forward(tokens[-1], positions[:, step:step + 1])
+            else:
+                self.cache.window.put(rows, start, self.slot)
+                logits = self._forward(tokens[-1], self.mask[rows, start:self.slot + 1], positions[:, step:step + 1])
             self.slot += 1
-            logits = self._forward(tokens[-1], self.mask[rows, start:self.slot], positions[:, step:step + 1])
             tokens.append(self._sample(logits, chosen, steps[:, step]))
         self.pending = tokens[-1]
         self.row_steps += len(living) * count
@@ -223,6 +248,17 @@ class _Decoding:
                             past_key_values=self.cache, use_cache=True, logits_to_keep=1, **named)
         return output.logits[:, -1]
 
+    def _compiled_forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """As `_forward`, for single tokens; the rows of the cache that are free compute too, and nobody looks."""
+        living, rows = len(ids), self.rows_at_once
+        while rows >= 2 * living:
+            rows = -(-rows // 2)
+        wide = torch.zeros(rows, 2, dtype=torch.int64, device=self.device)
+        wide[:living, :1], wide[:living, 1:] = ids, positions
+        self.cache.window.put_at(slice(0, rows), torch.tensor([self.slot], device=self.device), self.slots)
+        logits = self.compiled_step(wide[:, :1].contiguous(), self.mask[:rows], wide[:, 1:].contiguous())
+        return logits[:living].clone()  # the next pass writes over it where there are CUDA graphs
+
     def _keep_pace(self, passes: int) -> None:
         """Make forward passes for nothing, since other ranks' passes wait for this rank's."""
         for _ in range(passes):
@@ -246,56 +282,3 @@ def slots_of_a_row(tokens: int, waiting: bool) -> int:
     to the left now and then.
     """
     return tokens + CHECK_EVERY + (max(8 * CHECK_EVERY, tokens // 4) if waiting else 0)
-
-
-def takes_slot_masks(model: nn.Module) -> bool:
-    """Whether a model understands, for a single token, a ready-made mask (B, 1, 1, slots) of booleans.
-
-    Then Hugging Face's own mask, which is built anew for each token and asks the device for its content, is saved.
-    Found out by asking: the same token behind two prompts of different lengths, with either mask. Models of which some
-    layers see a part of the slots only are left out, as so few slots would not show it.
-    """
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
-        return False
-    device = next(model.parameters()).device
-    ids = (torch.arange(8, device=device).view(2, 4) * 7919) % config.vocab_size
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], device=device)
-    positions = position_ids(mask)
-    named = [{"position_ids": part} if "position_ids" in inspect.signature(model.forward).parameters else {}
-             for part in (positions[:, :3], positions[:, 3:])]
-
-    def ask(last_mask: Tensor) -> Tensor:
-        cache = SlotCache()
-        cache.reserve(2, 4)
-        cache.window.put(slice(0, 2), 0, 0)
-        model(input_ids=ids[:, :3], attention_mask=mask[:, :3], past_key_values=cache, use_cache=True, **named[0])
-        cache.window.put(slice(0, 2), 0, 3)
-        return model(input_ids=ids[:, 3:], attention_mask=last_mask, past_key_values=cache, use_cache=True,
-                     **named[1]).logits
-
-    usual = ask(mask)
-    try:
-        ready = ask(mask.bool()[:, None, None])
-    except Exception:  # whatever a family that expects two dimensions trips over
-        return False
-    return ready.shape == usual.shape and torch.allclose(ready, usual, rtol=1e-3, atol=1e-3)
-
-
-def stop_finder(tokenizer, strings: tuple[str, ...]) -> Callable[[list[int]], int | None]:
-    """Where the first of these strings is complete in a list of tokens: the number of tokens up to it, or None."""
-    def find(tokens: list[int]) -> int | None:
-        def holds(count: int) -> bool:
-            text = tokenizer.decode(tokens[:count])
-            return any(string in text for string in strings)
-
-        if not strings or not holds(len(tokens)):
-            return None
-        low, high = 1, len(tokens)  # the shortest prefix that holds one: once complete, a string stays in the text
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if holds(middle) else (middle + 1, high)
-        return low
-
-    return find

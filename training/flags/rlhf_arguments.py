@@ -107,6 +107,9 @@ class RLHFFlags(DataFlags):
         "auto", "how responses are generated: with a whole copy of the actor on each rank, gathered once per update "
         "(replica), or through its ZeRO-3 partitions (zero3); auto takes the copy where it fits in memory",
         choices=ROLLOUT_BACKENDS)
+    compile_rollouts: bool = flag(
+        False, "pass single tokens through a compiled model (torch.compile, with CUDA graphs on GPUs): faster, after a "
+        "minute at the start")
     replicas_between_steps: str = flag(
         "keep", "what becomes of the whole copies that responses and experience are made with, while actor and critic "
         "train", choices=("keep", "free", "host"))
@@ -146,6 +149,9 @@ class RLHFFlags(DataFlags):
             raise UserError(f"--profile_steps {min(self.profile_steps)}: steps are counted from 1.")
         self._validate_division()
         check_backend(self.rollout_backend)
+        if self.compile_rollouts and self.rollout_backend == "zero3":
+            raise UserError("--compile_rollouts with --rollout_backend zero3: ZeRO's hooks cannot be compiled. Leave one of "
+                            "them out.")
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
         self._validate_rewards()

@@ -1,0 +1,47 @@
+"""What families of models take in a forward pass, found out by asking."""
+import inspect
+
+import torch
+from torch import Tensor, nn
+
+from engine.experience import position_ids
+from engine.rollout.cache import SlotCache
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Whether the model is to be told positions; some families take them from the mask."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def takes_slot_masks(model: nn.Module) -> bool:
+    """Whether a model understands, for a single token, a ready-made mask (B, 1, 1, slots) of booleans.
+
+    Then Hugging Face's own mask, which is built anew for each token and asks the device for its content, is saved.
+    Found out by asking: the same token behind two prompts of different lengths, with either mask. Models of which some
+    layers see a part of the slots only are left out, as so few slots would not show it.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
+        return False
+    device = next(model.parameters()).device
+    ids = (torch.arange(8, device=device).view(2, 4) * 7919) % config.vocab_size
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]], device=device)
+    positions = position_ids(mask)
+    named = [{"position_ids": part} if takes_positions(model) else {} for part in (positions[:, :3], positions[:, 3:])]
+
+    def ask(last_mask: Tensor) -> Tensor:
+        cache = SlotCache()
+        cache.reserve(2, 4)
+        cache.window.put(slice(0, 2), 0, 0)
+        model(input_ids=ids[:, :3], attention_mask=mask[:, :3], past_key_values=cache, use_cache=True, **named[0])
+        cache.window.put(slice(0, 2), 0, 3)
+        return model(input_ids=ids[:, 3:], attention_mask=last_mask, past_key_values=cache, use_cache=True,
+                     **named[1]).logits
+
+    usual = ask(mask)
+    try:
+        ready = ask(mask.bool()[:, None, None])
+    except Exception:  # whatever a family that expects two dimensions trips over
+        return False
+    return ready.shape == usual.shape and torch.allclose(ready, usual, rtol=1e-3, atol=1e-3)
