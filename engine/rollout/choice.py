@@ -53,6 +53,8 @@ def build_rollouts(name: str, actor: TrainedModel | FrozenModel, tokenizer, *,
     if replicas is None:
         rollouts = Zero3Rollouts(actor, tokenizer, rows_at_once)
     else:
+        if compiled and replicas.between_steps != "keep":  # compiled code belongs to weights that stay where they are
+            compiled, why = False, f"{why}; not compiled, as copies do not stay between steps"
         rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, replicas, compiled)
     rollouts.why = f"rollouts by {'replica' if isinstance(rollouts, ReplicaRollouts) else 'zero3'}: {why}"
     return rollouts

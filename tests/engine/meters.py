@@ -51,8 +51,8 @@ class LiveBytes(TorchDispatchMode):
 
 class HostQuestions(TorchDispatchMode):
     """How often, within this context, the host waits for the content of a tensor: for a number, a list or a shape."""
-    WAITING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive",
-               "repeat_interleave.Tensor"}
+    WAITING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2",
+               "unique_consecutive", "repeat_interleave.Tensor"}
     METHODS = ("tolist", "numpy", "cpu")  # on a CPU these are no operations that could be dispatched
 
     def __init__(self):

@@ -149,9 +149,12 @@ class RLHFFlags(DataFlags):
             raise UserError(f"--profile_steps {min(self.profile_steps)}: steps are counted from 1.")
         self._validate_division()
         check_backend(self.rollout_backend)
+        if self.compile_rollouts and self.replicas_between_steps != "keep":
+            raise UserError(f"--compile_rollouts with --replicas_between_steps {self.replicas_between_steps}: compiled "
+                            "code belongs to weights that stay where they are. Leave one of them out.")
         if self.compile_rollouts and self.rollout_backend == "zero3":
-            raise UserError("--compile_rollouts with --rollout_backend zero3: ZeRO's hooks cannot be compiled. Leave one of "
-                            "them out.")
+            raise UserError("--compile_rollouts with --rollout_backend zero3: ZeRO's hooks cannot be compiled. Leave "
+                            "one of them out.")
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
         self._validate_rewards()
