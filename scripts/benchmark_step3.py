@@ -77,10 +77,11 @@ def build_ours(setting: Setting, args: argparse.Namespace) -> Ours:
                       actor=EngineChoice("actor", args.zero_stage), critic=EngineChoice("critic", args.zero_stage),
                       micro_batch_size=args.micro_batch)
     engine = RLHFEngine.from_pretrained(spec)
-    backends = {name: build_rollouts(name, engine.actor, engine.tokenizer, others=engine.models,
-                                     rows_at_once=setting.rows, row_length=setting.work().length,
-                                     compiled=args.compile_rollouts)
-                for name in reversed(args.rollout_backend)}  # the first is the last to lend its copies
+    built = {name: build_rollouts(name, engine.actor, engine.tokenizer, others=engine.models,
+                                  rows_at_once=setting.rows, row_length=setting.work().length,
+                                  compiled=args.compile_rollouts)
+             for name in reversed(args.rollout_backend)}  # the first is the last to lend its copies
+    backends = {name: built[name] for name in args.rollout_backend}
     dialect = get_dialect("default").override(ppo_epochs=1, actor_lr=1e-6, critic_lr=1e-6,
                                               old_logprobs=args.old_logprobs)
     recorded = dialect.logprob_temperature if dialect.samples_logprobs(args.dtype) else None

@@ -18,7 +18,7 @@ DEEPSPEED_CHAT = {
     "warmup_from_zero": True,
     "betas": (0.9, 0.95), "eps": 1e-8, "actor_weight_decay": 0.0, "critic_weight_decay": 0.0,
     "max_grad_norm": 1.0,
-    "temperature": 1.0, "temperature_in_logprobs": False,
+    "temperature": 1.0, "temperature_in_logprobs": False, "old_logprobs": "forward",
     "ema_decay": 0.992,
 }
 
