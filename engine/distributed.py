@@ -182,6 +182,7 @@ def _scatter_by_all_reduce(output_tensor: torch.Tensor, input_tensor: torch.Tens
                            async_op: bool = False) -> None:
     """torch.distributed.reduce_scatter_tensor for gloo, which is faster at reducing all of a large tensor in place than
     at sorting out its parts. `input_tensor` is overwritten; ZeRO-3 gives a buffer that it has no other use for."""
+    assert not async_op, "ZeRO-3 reduces gradients synchronously on CPUs"
     dist.all_reduce(input_tensor, op=op, group=group)
     own = input_tensor.view(-1).chunk(dist.get_world_size(group))[dist.get_rank(group)]
     if own.data_ptr() != output_tensor.data_ptr():

@@ -28,7 +28,7 @@ class Judged:
 
     score_parts: name -> (B,), what adds up to the scores where that is more than one thing, else empty.
     logprob_gaps: (N,) float32, absolute differences between the sampler's log-probs and those of a forward pass, of the
-        tokens of one response; None where all log-probs are a forward pass's.
+        tokens of the longest row; None where all log-probs are a forward pass's.
     """
     logprobs: Tensor
     entropy: Tensor
@@ -87,7 +87,7 @@ class ExperienceMaker:
                               response_length=piece.response_length, with_entropy=True)
 
         if self.dialect.old_logprobs != "forward" and rollout.logprobs is not None:
-            logprobs, entropy, compared = rollout.logprobs, rollout.entropy, pieces[0].select(slice(COMPARED_ROWS))
+            logprobs, entropy, compared = rollout.logprobs, rollout.entropy, pieces[-1].select(slice(-COMPARED_ROWS, None))
             gaps = (policy(compared)[0] - compared.logprobs).abs()[compared.response_mask]
         else:
             logprobs, entropy = (whole(columns) for columns in zip(*map(policy, pieces)))

@@ -60,6 +60,8 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     made for a user's own surgery on weights, has all ranks compare notes on each parameter first.
     """
     parameters, buffers = dict(target.named_parameters()), dict(target.named_buffers())
+    names = {name for name, _ in source.named_parameters()}
+    assert names == parameters.keys(), f"not of one architecture: {sorted(names ^ parameters.keys())[:4]}"
     for bucket in parameter_buckets(source):
         partitioned = [(name, parameter) for name, parameter in bucket if _has_shard(parameter)]
         if partitioned:
@@ -77,7 +79,7 @@ def _has_shard(parameter: nn.Parameter) -> bool:
     for each rank."""
     shard = getattr(parameter, "ds_tensor", None)
     return (shard is not None and shard.is_floating_point() and shard.numel() == shard.ds_numel
-            and shard.ds_numel * distributed.world_size() >= parameter.ds_numel)
+            and shard.ds_numel == -(-parameter.ds_numel // distributed.world_size()))
 
 
 def _copy_bucket(bucket: list[tuple[str, nn.Parameter]], targets: dict[str, nn.Parameter]) -> None:

@@ -12,7 +12,6 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
                           GenerationConfig, PreTrainedTokenizerBase)
-from transformers.initialization import no_init_weights
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING,
                                                     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
@@ -152,7 +151,7 @@ def empty_like(module: Policy | Scorer, device: torch.device) -> Policy | Scorer
     """A plain, unpartitioned module of the same architecture and dtype whose weights are still to be filled in."""
     dtype = next(module.parameters()).dtype
     auto = AutoModelForCausalLM if isinstance(module, Policy) else AutoModelForSequenceClassification
-    with no_init_weights(), torch.device(device):
+    with torch.device(device):
         model = auto.from_config(module.model.config, dtype=dtype)
     return module.around(model).to(device).requires_grad_(False).eval()
 

@@ -1,6 +1,7 @@
 """Keys and values of rows that are decoded side by side, in memory that is allocated once."""
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -90,6 +91,9 @@ class _Slots(CacheLayerMixin):
         self.keys, self.values = (
             states.new_zeros(self.room.rows, states.shape[1], self.room.slots, states.shape[-1])
             for states in (key_states, value_states))
+        if self.keys.is_cuda:  # CUDA graphs leave alone what is written to, unless it is known to stay where it is
+            for tensor in (self.keys, self.values):
+                torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

@@ -274,7 +274,6 @@ class _Decoding:
         return tokens.unsqueeze(1)
 
 
-
 def slots_of_a_row(tokens: int, waiting: bool) -> int:
     """How many slots of the cache a row has, for prompts and responses of at most so many tokens together.
 
