@@ -36,7 +36,7 @@ class TrainedModel:
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
         self.lender: Lender | None = None
         self.stage = self.engine.zero_optimization_stage()
-        self.version = 0           # changes with the weights: tells copies of them whether they are stale
+        self.version = 0           # goes up when the weights change: tells copies of them whether they are stale
         self.grad_norm = 0.0       # of the latest step, before clipping
         self._fp16 = self.engine.fp16_enabled()
         if hasattr(self.engine.optimizer, "fp32_groups"):
@@ -186,13 +186,13 @@ class TrainedModel:
 
     def save_checkpoint(self, folder: str, tag: str) -> None:
         """Write weights, optimizer and loss scale (all ranks call this)."""
-        self.engine.save_checkpoint(folder, tag=tag, client_state={"version": self.version})
+        self.engine.save_checkpoint(folder, tag=tag)
 
     def load_checkpoint(self, folder: str, tag: str) -> None:
         """Read back what `save_checkpoint` wrote (all ranks call this)."""
-        path, state = self.engine.load_checkpoint(folder, tag=tag)
+        path, _ = self.engine.load_checkpoint(folder, tag=tag)
         assert path is not None, f"DeepSpeed found no checkpoint {tag} in {folder}"
-        self.version = state["version"]
+        self.version += 1
 
 
 class FrozenModel:

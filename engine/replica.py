@@ -87,3 +87,9 @@ def replica_bytes(models: list[TrainedModel | FrozenModel], shared: bool = True)
             key = _architecture(model.module) if shared else id(model)
             sizes[key] = sum(full_numel(p) * p.element_size() for p in parameters)
     return sum(sizes.values())
+
+
+def gradient_bytes(model: TrainedModel | FrozenModel) -> int:
+    """Memory on each rank for the model's gradients while it trains; stages 2 and 3 divide them."""
+    size = sum(full_numel(p) * p.element_size() for p in model.module.parameters() if p.requires_grad)
+    return size // (distributed.world_size() if model.stage >= 2 else 1)

@@ -34,7 +34,7 @@ from engine.errors import UserError
 from engine.experience import PromptBatch
 from engine.model_files import DTYPES, read_config
 from engine.rlhf_engine import EngineSpec, RLHFEngine
-from engine.rollout import ROLLOUT_BACKENDS, RolloutBackend, SamplingConfig, build_rollouts
+from engine.rollout import DECODING, ROLLOUT_BACKENDS, RolloutBackend, SamplingConfig, build_rollouts
 from scripts.benchmark_clock import now, peak_memory, reset_peak_memory, slowest, timed
 from scripts.benchmark_floor import Rates, Shape, Work, floor
 from scripts.benchmark_models import SIZES, make_models, make_scorer
@@ -79,7 +79,7 @@ def build_ours(setting: Setting, args: argparse.Namespace) -> Ours:
     engine = RLHFEngine.from_pretrained(spec)
     built = {name: build_rollouts(name, engine.actor, engine.tokenizer, others=engine.models,
                                   rows_at_once=setting.rows, row_length=setting.work().length,
-                                  compiled=args.compile_rollouts)
+                                  decoding=args.decoding)
              for name in reversed(args.rollout_backend)}  # the first is the last to lend its copies
     backends = {name: built[name] for name in args.rollout_backend}
     dialect = get_dialect("default").override(ppo_epochs=1, actor_lr=1e-6, critic_lr=1e-6,
@@ -249,7 +249,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--zero_stage", type=int, choices=range(4), default=3)
     parser.add_argument("--rollout_backend", nargs="+", choices=ROLLOUT_BACKENDS, default=["auto"],
                         help="the first is the step's; several are compared")
-    parser.add_argument("--compile_rollouts", action="store_true", help="ours: torch.compile for single tokens")
+    parser.add_argument("--decoding", choices=DECODING, default="auto", help="ours: as in step 3")
     parser.add_argument("--old_logprobs", choices=("auto", "forward", "sampler"), default="auto",
                         help="ours: from the sampler (auto: in fp32), or by a forward pass, as the plain step has them")
     parser.add_argument("--prompts", type=int, default=32, help="a step, over all ranks")

@@ -44,7 +44,7 @@ def main(args: RLHFFlags) -> None:
         args.rollout_backend, engine.actor, engine.tokenizer, others=engine.models,
         rows_at_once=args.per_device_generation_batch_size * args.num_samples_per_prompt,
         row_length=args.max_prompt_seq_len + args.max_answer_seq_len, between_steps=args.replicas_between_steps,
-        compiled=args.compile_rollouts)
+        decoding=args.decoding)
     if distributed.is_main():
         print(rollouts.why, flush=True)
     trainer = PPOTrainer(

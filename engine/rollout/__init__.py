@@ -1,8 +1,9 @@
 """Ways to draw responses from the actor, behind one Protocol."""
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.choice import ROLLOUT_BACKENDS, build_rollouts, check_backend
+from engine.rollout.passes import DECODING
 from engine.rollout.replica import ReplicaRollouts
 from engine.rollout.zero3 import Zero3Rollouts
 
-__all__ = ["ROLLOUT_BACKENDS", "ReplicaRollouts", "RolloutBackend", "SamplingConfig", "Zero3Rollouts", "build_rollouts",
-           "check_backend"]
+__all__ = ["DECODING", "ROLLOUT_BACKENDS", "ReplicaRollouts", "RolloutBackend", "SamplingConfig", "Zero3Rollouts",
+           "build_rollouts", "check_backend"]

@@ -45,8 +45,9 @@ class SlotCache(Cache):
         super().__init__(layer_class_to_replicate=lambda: _Slots(self.window, self.room))
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Have memory for so many rows and slots; what was there is kept only if it is enough."""
+        """Have memory for so many rows and slots; what was there is kept if it is enough, and else grows."""
         if rows > self.room.rows or slots > self.room.slots:
+            rows, slots = max(rows, self.room.rows), max(slots, self.room.slots)
             self.free()
             self.room.rows, self.room.slots = rows, slots
 
@@ -65,6 +66,10 @@ class SlotCache(Cache):
         for tensor in self._tensors():
             tensor[:rows, :, start - by:end - by] = tensor[:rows, :, start:end].clone()
 
+    def parts(self, rows: slice, slots: slice) -> tuple[Tensor, ...]:
+        """Of each layer in turn keys and values (rows, heads, slots, d): views, which may be written to."""
+        return tuple(tensor[rows, :, slots] for tensor in self._tensors())
+
     def _tensors(self) -> list[Tensor]:
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
@@ -76,6 +81,45 @@ def cache_bytes(model: nn.Module, slots: int) -> int:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     kept = getattr(config, "num_key_value_heads", None) or heads
     return 2 * config.num_hidden_layers * kept * width * slots * next(model.parameters()).element_size()
+
+
+class GivenSlots(Cache):
+    """A Hugging Face cache for one pass over single tokens, in tensors that are given.
+
+    parts: of each layer in turn keys and values (B, heads, slots, d); the pass writes into the last slot.
+    """
+
+    def __init__(self, parts: tuple[Tensor, ...]):
+        super().__init__(layers=[_Given(*pair) for pair in zip(parts[::2], parts[1::2])])
+
+
+class _Given(CacheLayerMixin):
+    """One layer of GivenSlots."""
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        super().__init__()
+        self.keys, self.values, self.is_initialized = keys, values, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the tensors are there."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write the last slot; returns all."""
+        self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number and offset of the slots that the pass sees."""
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        """How many slots stand before the pass."""
+        return self.keys.shape[2] - 1
+
+    def get_max_length(self) -> int:
+        """None that would be Hugging Face's business."""
+        return -1
 
 
 class _Slots(CacheLayerMixin):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from engine import distributed
 from engine.ds_engine import FrozenModel, TrainedModel
 from engine.errors import UserError
-from engine.replica import Replicas, replica_bytes
+from engine.replica import Replicas, gradient_bytes, replica_bytes
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
@@ -28,13 +28,13 @@ def check_backend(name: str) -> None:
 
 def build_rollouts(name: str, actor: TrainedModel | FrozenModel, tokenizer, *,
                    others: Sequence[TrainedModel | FrozenModel] = (), rows_at_once: int | None = None,
-                   row_length: int = 0, between_steps: str = "keep", compiled: bool = False) -> RolloutBackend:
+                   row_length: int = 0, between_steps: str = "keep", decoding: str = "plain") -> RolloutBackend:
     """The backend of this name; "auto" takes the fastest that fits in memory. Its `why` says what was taken and why.
 
     Args:
         others: models that are to make experience with plain copies too, where the backend has them.
         rows_at_once, row_length: responses decoded side by side, and tokens of prompt and response, for the cache.
-        between_steps: as in Replicas. compiled: as in Sampler; zero3 has no use for it.
+        between_steps: as in Replicas. decoding: as in Sampler; zero3 has no use for it.
 
     Raises: UserError for a backend that cannot work here, KeyError for an unknown one.
     """
@@ -51,11 +51,12 @@ def build_rollouts(name: str, actor: TrainedModel | FrozenModel, tokenizer, *,
     for model in models:
         model.lender = replicas
     if replicas is None:
-        rollouts = Zero3Rollouts(actor, tokenizer, rows_at_once)
+        rollouts, plain = Zero3Rollouts(actor, tokenizer, rows_at_once, between_steps), "ZeRO's hooks"
     else:
-        if compiled and replicas.between_steps != "keep":  # compiled code belongs to weights that stay where they are
-            compiled, why = False, f"{why}; not compiled, as copies do not stay between steps"
-        rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, replicas, compiled)
+        plain = "copies do not stay between steps" if replicas.between_steps != "keep" else ""
+        rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, replicas, "plain" if plain else decoding)
+    if plain and decoding in ("recorded", "compiled"):
+        why = f"{why}; tokens are not {decoding}: {plain}"
     rollouts.why = f"rollouts by {'replica' if isinstance(rollouts, ReplicaRollouts) else 'zero3'}: {why}"
     return rollouts
 
@@ -67,9 +68,11 @@ def _fastest(models: list[TrainedModel | FrozenModel], cache: int, between_steps
     """
     if all(model.stage < 3 for model in models):
         return Replicas(between_steps), "no weights are partitioned, so the models' own modules compute"
-    own, shared = (replica_bytes(models, shared) + cache for shared in (False, True))
+    # Optimizers have their states by now; gradients come with the first step.
+    later = cache + sum(gradient_bytes(model) for model in models)
+    own, shared = (replica_bytes(models, shared) + later for shared in (False, True))
     free = -distributed.largest(-distributed.free_memory())
-    room = f"with keys and values, of {free / 1e9:.1f} GB free on each rank"
+    room = f"with keys, values and gradients, of {free / 1e9:.1f} GB free on each rank"
     if own <= OWN_SHARE * free:
         return Replicas(between_steps, shared=False), f"a whole copy of each model takes {own / 1e9:.2f} GB {room}"
     if shared <= KEPT_SHARE * free:

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from engine.algo.logprobs import token_logprobs
 from engine.algo.sampling import keyed_uniforms, sample_tokens
-from engine.experience import PromptBatch, Rollout, position_ids
+from engine.experience import PromptBatch, Rollout
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import SlotCache
-from engine.rollout.families import takes_positions, takes_slot_masks
+from engine.rollout.families import takes_slot_masks
+from engine.rollout.passes import Passes, passes_of
 from engine.rollout.stops import stop_finder
 
 CHECK_EVERY = 8  # tokens between two looks of the host at what was drawn
@@ -23,21 +24,20 @@ class Sampler:
         rows_at_once: how many responses are decoded side by side; None for all.
         agree: where forward passes are collective, all ranks must make as many; this is then given a number on each
             and returns the largest. None where ranks need not wait for each other.
-        compiled: pass single tokens through what torch.compile makes of the model (with CUDA graphs on GPUs), in shapes
-            that do not change from token to token: all slots, and rows by halves. For models that take slot masks.
+        decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING. All but "plain" need
+            a model without hooks, whose weights stay where they are.
     """
 
     def __init__(self, tokenizer, rows_at_once: int | None = None, agree: Callable[[int], int] | None = None,
-                 compiled: bool = False):
-        self.tokenizer, self.rows_at_once, self.compiled = tokenizer, rows_at_once, compiled
+                 decoding: str = "plain"):
+        self.tokenizer, self.rows_at_once, self.decoding = tokenizer, rows_at_once, decoding
         self.agree = agree or (lambda number: number)
         # Without autograd's bookkeeping tokens of small models take a tenth less; ZeRO's hooks cannot do without.
         self.context = torch.no_grad if agree else torch.inference_mode
         self.cache = SlotCache()
         self.row_steps = 0  # of the last call: rows times decoding steps, to compare with the tokens produced
         self._slot_masks: bool | None = None
-        self._compiled_for: nn.Module | None = None
-        self._compiled_step: Callable | None = None
+        self._passes: Passes | None = None
 
     def responses(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row, in the rows' order.
@@ -47,28 +47,17 @@ class Sampler:
         with self.context():
             if self._slot_masks is None:
                 self._slot_masks = takes_slot_masks(model)
-            decoding = _Decoding(self, model, prompts, sampling)
+            if self._passes is None or self._passes.model is not model:
+                self._passes = passes_of(model, self.cache, self._slot_masks, self.decoding)
+            decoding = _Decoding(self, self._passes, prompts, sampling)
             decoding.run()
         self.row_steps = decoding.row_steps
         return decoding.rollout()
 
-    def compiled_step(self, model: nn.Module) -> Callable | None:
-        """The compiled pass of single tokens (B, 1), mask (B, slots), positions (B, 1) -> logits (B, V), if wanted."""
-        if not self.compiled or not self._slot_masks:
-            return None
-        if self._compiled_for is not model:
-            def step(ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-                named = {"position_ids": positions} if takes_positions(model) else {}
-                return model(input_ids=ids, attention_mask=mask[:, None, None], past_key_values=self.cache,
-                             use_cache=True, logits_to_keep=1, **named).logits[:, -1]
-
-            graphs = "reduce-overhead" if next(model.parameters()).is_cuda else "default"
-            self._compiled_step, self._compiled_for = torch.compile(step, dynamic=False, mode=graphs), model
-        return self._compiled_step
-
-    def slot_masks(self) -> bool:
-        """Whether the model was found to take the mask of a single token ready made."""
-        return bool(self._slot_masks)
+    def rest(self) -> None:
+        """Give back the memory of keys and values, and let go of the model."""
+        self.cache.free()
+        self._passes = None
 
 
 @dataclass(slots=True)
@@ -94,10 +83,9 @@ class _Decoding:
     before it was noticed are cut off; since each token's random number is its own, this changes nothing else.
     """
 
-    def __init__(self, sampler: Sampler, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig):
-        self.model, self.prompts, self.sampling = model, prompts, sampling
-        self.agree, self.cache, self.slot_masks = sampler.agree, sampler.cache, sampler.slot_masks()
-        self.takes_positions, self.compiled_step = takes_positions(model), sampler.compiled_step(model)
+    def __init__(self, sampler: Sampler, passes: Passes, prompts: PromptBatch, sampling: SamplingConfig):
+        self.passes, self.prompts, self.sampling = passes, prompts, sampling
+        self.agree, self.cache = sampler.agree, sampler.cache
         self.find_stop = stop_finder(sampler.tokenizer, sampling.stop_strings)
         self.stops = set(sampling.stop_token_ids)
         self.rows_at_once = min(sampler.rows_at_once or len(prompts), len(prompts))
@@ -108,7 +96,7 @@ class _Decoding:
         self.device, longest, most = prompts.input_ids.device, max(lengths), sampling.max_new_tokens
         self.slots = slots_of_a_row(longest + most, waiting=self.rows_at_once < len(prompts))
         self.cache.reserve(self.rows_at_once, self.slots)
-        if self.compiled_step:
+        if passes.sees_all_slots:
             self.slots = self.cache.room.slots  # the same for all calls
         self.slot = longest  # where the next token is written
         self.mask = torch.zeros(self.rows_at_once, self.slots, dtype=torch.bool, device=self.device)
@@ -160,11 +148,9 @@ class _Decoding:
         width, first = joining[0].prompt_length, len(self.living)
         chosen = torch.tensor([row.prompt for row in joining], device=self.device)
         ids, mask = (tensor[chosen, -width:] for tensor in (self.prompts.input_ids, self.prompts.attention_mask))
-        rows, slots = slice(first, first + len(joining)), slice(self.slot - width, self.slot)
-        self.cache.window.put(rows, slots.start, slots.start)
-        logits = self._forward(ids, mask, position_ids(mask))
-        self.mask[rows] = False
-        self.mask[rows, slots] = mask.bool()
+        logits = self.passes.prompts(ids, mask, first, self.slot)
+        self.mask[first:first + len(joining)] = False
+        self.mask[first:first + len(joining), self.slot - width:self.slot] = mask.bool()
         self.living += joining
         self.pending = torch.cat([self.pending, self._sample(logits, chosen, torch.zeros_like(chosen))])
         for row in joining:
@@ -174,7 +160,7 @@ class _Decoding:
         """Draw `count` tokens for each living row, then let the host see all that it has not seen."""
         if not self.living:
             return self._keep_pace(count)
-        living, rows = self.living, slice(0, len(self.living))
+        living = self.living
         if self.slot + count > self.slots:
             self._move_left()
         start = self._start()
@@ -186,11 +172,7 @@ class _Decoding:
         tokens = [self.pending]
         for step in range(count):
             self.mask[:, self.slot] = True
-            if self.compiled_step:
-                logits = self._compiled_forward(tokens[-1], positions[:, step:step + 1])
-            else:
-                self.cache.window.put(rows, start, self.slot)
-                logits = self._forward(tokens[-1], self.mask[rows, start:self.slot + 1], positions[:, step:step + 1])
+            logits = self.passes.tokens(tokens[-1], positions[:, step:step + 1], self.mask, start, self.slot)
             self.slot += 1
             tokens.append(self._sample(logits, chosen, steps[:, step]))
         self.pending = tokens[-1]
@@ -240,29 +222,10 @@ class _Decoding:
         self.slot -= start
         self.mask[:rows, :self.slot] = mask
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
-        """Logits (B, V) behind the last of `ids` (B, N); mask (B, slots seen), of what is in the cache too."""
-        ready = self.slot_masks and ids.shape[1] == 1
-        named = {"position_ids": positions} if self.takes_positions else {}
-        output = self.model(input_ids=ids, attention_mask=mask[:, None, None].bool() if ready else mask.long(),
-                            past_key_values=self.cache, use_cache=True, logits_to_keep=1, **named)
-        return output.logits[:, -1]
-
-    def _compiled_forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """As `_forward`, for single tokens; the rows of the cache that are free compute too, and nobody looks."""
-        living, rows = len(ids), self.rows_at_once
-        while rows >= 2 * living:
-            rows = -(-rows // 2)
-        wide = torch.zeros(rows, 2, dtype=torch.int64, device=self.device)
-        wide[:living, :1], wide[:living, 1:] = ids, positions
-        self.cache.window.put_at(slice(0, rows), torch.tensor([self.slot], device=self.device), self.slots)
-        logits = self.compiled_step(wide[:, :1].contiguous(), self.mask[:rows], wide[:, 1:].contiguous())
-        return logits[:living].clone()  # the next pass writes over it where there are CUDA graphs
-
     def _keep_pace(self, passes: int) -> None:
         """Make forward passes for nothing, since other ranks' passes wait for this rank's."""
         for _ in range(passes):
-            self.model(input_ids=self.prompts.input_ids[:1, -1:], use_cache=False)
+            self.passes.for_nothing(self.prompts.input_ids[:1, -1:])
 
     def _sample(self, logits: Tensor, chosen: Tensor, slots: Tensor) -> Tensor:
         """(B, 1) int64, the tokens in these response slots (B,) of the chosen prompts (B,)."""

@@ -18,9 +18,12 @@ def takes_slot_masks(model: nn.Module) -> bool:
 
     Then Hugging Face's own mask, which is built anew for each token and asks the device for its content, is saved.
     Found out by asking: the same token behind two prompts of different lengths, with either mask. Models of which some
-    layers see a part of the slots only are left out, as so few slots would not show it.
+    layers see a part of the slots only are left out, as so few slots would not show it, and attention other than
+    torch's own (sdpa), as some adds what it is given to the scores, which a small model would hardly show.
     """
     config = model.config.get_text_config()
+    if config._attn_implementation != "sdpa":
+        return False
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
         return False

@@ -9,14 +9,14 @@ from engine.rollout.decode import Sampler
 class ReplicaRollouts:
     """Generates with a module without hooks, in the actor's dtype; at ZeRO stages 0 to 2 that is the actor's own.
 
-    replicas: who lends the module; others may compute with it between two calls. compiled: as in Sampler.
+    replicas: who lends the module; others may compute with it between two calls. decoding: as in Sampler.
     """
     why = ""  # what a choice among backends went by
 
     def __init__(self, actor: TrainedModel, tokenizer, rows_at_once: int | None = None,
-                 replicas: Replicas | None = None, compiled: bool = False):
+                 replicas: Replicas | None = None, decoding: str = "plain"):
         self.actor, self.replicas = actor, replicas or Replicas()
-        self.sampler = Sampler(tokenizer, rows_at_once, compiled=compiled)
+        self.sampler = Sampler(tokenizer, rows_at_once, decoding=decoding)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row; ranks do not wait for each other."""
@@ -31,5 +31,5 @@ class ReplicaRollouts:
     def rest(self) -> None:
         """Give back the memory that is not needed until the next call, as far as `replicas` is to."""
         if self.replicas.between_steps != "keep":
-            self.sampler.cache.free()
+            self.sampler.rest()
         self.replicas.rest()

@@ -7,11 +7,14 @@ from engine.rollout.decode import Sampler
 
 
 class Zero3Rollouts:
-    """Generates with the actor's own module, under ZeRO's hooks. Slow; for actors that fit no device as a whole."""
+    """Generates with the actor's own module, under ZeRO's hooks. Slow; for actors that fit no device as a whole.
+
+    between_steps: "keep" the memory of keys and values, or give it back ("free", "host").
+    """
     why = ""  # what a choice among backends went by
 
-    def __init__(self, actor: TrainedModel, tokenizer, rows_at_once: int | None = None):
-        self.actor = actor
+    def __init__(self, actor: TrainedModel, tokenizer, rows_at_once: int | None = None, between_steps: str = "keep"):
+        self.actor, self.between_steps = actor, between_steps
         self.sampler = Sampler(tokenizer, rows_at_once, agree=distributed.largest)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
@@ -24,4 +27,6 @@ class Zero3Rollouts:
             self.actor.engine.train(learning)
 
     def rest(self) -> None:
-        """Nothing is held here but the cache, which is used again."""
+        """Give back the memory that is not needed until the next call, if it is to be."""
+        if self.between_steps != "keep":
+            self.sampler.rest()

@@ -54,6 +54,5 @@ def state(trainer: PPOTrainer) -> dict:
     tensors = {"ema": dict(enumerate(shard.clone() for shard in engine.ema.shards))}
     for name, model in (("actor", engine.actor), ("critic", engine.critic)):
         tensors |= {f"{name} weights": weights(model), f"{name} masters": masters(model)}
-    counters = {"trainer": trainer.state_dict(), "actor version": engine.actor.version,
-                "loss scales": (engine.actor.loss_scale, engine.critic.loss_scale)}
+    counters = {"trainer": trainer.state_dict(), "loss scales": (engine.actor.loss_scale, engine.critic.loss_scale)}
     return {"tensors": tensors, "counters": counters}

@@ -78,7 +78,7 @@ def test_compiled_passes_answer_alike(models, expected, monkeypatch, family):
 
     monkeypatch.setattr(torch, "compile", traced)
     for rows_at_once, known in ((None, {(12, 1), (6, 1), (3, 1), (2, 1), (1, 1)}), (4, {(4, 1), (2, 1), (1, 1)})):
-        sampler, shapes[:] = Sampler(make_tokenizer(), rows_at_once, compiled=True), []
+        sampler, shapes[:] = Sampler(make_tokenizer(), rows_at_once, decoding="compiled"), []
         for _ in range(2):
             assert answers(sampler.responses(models[family], BATCH, SAMPLING)) == expected[family]
         assert (4 if rows_at_once else 12, 1) in shapes and set(shapes) <= known

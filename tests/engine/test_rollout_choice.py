@@ -20,7 +20,8 @@ OWN = 2 * 4 * (POLICY + SCORER)  # bytes: a copy of each of the four models
 COPIES = OWN // 2  # actor and reference share one module, critic and reward model another
 ROWS, LENGTH = 3, 20
 SLOTS = LENGTH + 8 + 64  # of a row: what is drawn between two looks, and room for prompts that wait
-CACHE = 4 * ROWS * SLOTS * 2 * LAYERS * KEPT_HEADS * WIDTH // HEADS
+GRADIENTS = COPIES  # of actor and critic, on one rank
+LATER = GRADIENTS + 4 * ROWS * SLOTS * 2 * LAYERS * KEPT_HEADS * WIDTH // HEADS
 
 
 def config() -> LlamaConfig:
@@ -30,8 +31,11 @@ def config() -> LlamaConfig:
 
 def engines(stage: int) -> list[SimpleNamespace]:
     """Actor, critic, reference, reward model as `build_rollouts` sees them."""
-    modules = (Policy(LlamaForCausalLM(config())), Scorer(LlamaForSequenceClassification(config())))
-    return [SimpleNamespace(stage=stage, module=module, lender=None) for module in (*modules, *modules)]
+    learning, frozen = ((Policy(LlamaForCausalLM(config())), Scorer(LlamaForSequenceClassification(config())))
+                        for _ in range(2))
+    for module in frozen:
+        module.requires_grad_(False)
+    return [SimpleNamespace(stage=stage, module=module, lender=None) for module in (*learning, *frozen)]
 
 
 def chosen(models: list, free: float, monkeypatch, **how):
@@ -49,9 +53,9 @@ def test_whole_weights_generate_as_they_are(monkeypatch, stage):
 
 @pytest.mark.parametrize("between_steps, when_tight", [("keep", "free"), ("free", "free"), ("host", "host")])
 def test_free_memory_decides_over_copies_of_partitioned_weights(monkeypatch, between_steps, when_tight):
-    """Copies and cache may take 0.2 of it if each model has its own, 0.4 if models share them and they stay while
-    training, 0.8 if they do not stay."""
-    needed, models = COPIES + CACHE, engines(3)
+    """Copies, cache and gradients may take 0.2 of it if each model has its own copy, 0.4 if models share them and they
+    stay while training, 0.8 if they do not stay."""
+    needed, models = COPIES + LATER, engines(3)
 
     def choice(free):
         rollouts = chosen(models, free, monkeypatch, between_steps=between_steps)
@@ -59,8 +63,8 @@ def test_free_memory_decides_over_copies_of_partitioned_weights(monkeypatch, bet
         replicas = getattr(rollouts, "replicas", None)
         return type(rollouts), replicas and replicas.between_steps, replicas and replicas.shared
 
-    assert choice(100 * needed) == choice((OWN + CACHE) / 0.2 + 8) == (ReplicaRollouts, between_steps, False)
-    assert choice((OWN + CACHE) / 0.2 - 8) == choice(needed / 0.4 + 4) == (ReplicaRollouts, between_steps, True)
+    assert choice(100 * needed) == choice((OWN + LATER) / 0.2 + 8) == (ReplicaRollouts, between_steps, False)
+    assert choice((OWN + LATER) / 0.2 - 8) == choice(needed / 0.4 + 4) == (ReplicaRollouts, between_steps, True)
     assert choice(needed / 0.4 - 4) == choice(needed / 0.8 + 4) == (ReplicaRollouts, when_tight, True)
     assert choice(needed / 0.8 - 4) == choice(0) == (Zero3Rollouts, None, None)
 
@@ -69,7 +73,8 @@ def test_the_reason_names_the_sizes(monkeypatch):
     models = engines(3)
     monkeypatch.setattr("engine.rollout.choice.replica_bytes", lambda models, shared: 3_000_000_000 * (2 - shared))
     monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 1_000_000_000)
-    room = "with keys and values, of {} GB free on each rank"
+    monkeypatch.setattr("engine.rollout.choice.gradient_bytes", lambda model: 0)
+    room = "with keys, values and gradients, of {} GB free on each rank"
     for free, why in ((40e9, "replica: a whole copy of each model takes 7.00 GB " + room.format("40.0")),
                       (20e9, "replica: a whole copy for models of one shape takes 4.00 GB " + room.format("20.0")),
                       (8e9, "replica: a whole copy for models of one shape takes 4.00 GB " + room.format("8.0")

@@ -7,7 +7,7 @@ from engine.ds_config import EngineChoice, build_ds_config, stage_of_file
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
 from engine.rlhf_engine import EngineSpec, OptimizerSpec
-from engine.rollout import ROLLOUT_BACKENDS, check_backend
+from engine.rollout import DECODING, ROLLOUT_BACKENDS, check_backend
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
@@ -107,9 +107,10 @@ class RLHFFlags(DataFlags):
         "auto", "how responses are generated: with a whole copy of the actor on each rank, gathered once per update "
         "(replica), or through its ZeRO-3 partitions (zero3); auto takes the copy where it fits in memory",
         choices=ROLLOUT_BACKENDS)
-    compile_rollouts: bool = flag(
-        False, "pass single tokens through a compiled model (torch.compile, with CUDA graphs on GPUs): faster, after a "
-        "minute at the start")
+    decoding: str = flag(
+        "auto", "how single tokens go through a whole copy: by the model's own code (plain), by a recording of its "
+        "operations (recorded; auto on CPUs), or by torch.compile's, with CUDA graphs on GPUs (compiled: after a "
+        "minute at the start)", choices=DECODING)
     replicas_between_steps: str = flag(
         "keep", "what becomes of the whole copies that responses and experience are made with, while actor and critic "
         "train", choices=("keep", "free", "host"))
@@ -149,12 +150,7 @@ class RLHFFlags(DataFlags):
             raise UserError(f"--profile_steps {min(self.profile_steps)}: steps are counted from 1.")
         self._validate_division()
         check_backend(self.rollout_backend)
-        if self.compile_rollouts and self.replicas_between_steps != "keep":
-            raise UserError(f"--compile_rollouts with --replicas_between_steps {self.replicas_between_steps}: compiled "
-                            "code belongs to weights that stay where they are. Leave one of them out.")
-        if self.compile_rollouts and self.rollout_backend == "zero3":
-            raise UserError("--compile_rollouts with --rollout_backend zero3: ZeRO's hooks cannot be compiled. Leave "
-                            "one of them out.")
+        self._validate_decoding()
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
         self._validate_rewards()
@@ -184,6 +180,17 @@ class RLHFFlags(DataFlags):
             if self.offload and self._stage(role) == 0:
                 raise UserError(f"--offload with --{role}_zero_stage 0: there is nothing that could be offloaded. "
                                 "Offload needs stage 1, 2 or 3.")
+
+    def _validate_decoding(self) -> None:
+        if self.decoding not in ("recorded", "compiled"):
+            return
+        if self.replicas_between_steps != "keep":
+            raise UserError(f"--decoding {self.decoding} with --replicas_between_steps {self.replicas_between_steps}: "
+                            "recorded and compiled passes belong to weights that stay where they are. Leave one of "
+                            "them out.")
+        if self.rollout_backend == "zero3":
+            raise UserError(f"--decoding {self.decoding} with --rollout_backend zero3: ZeRO's hooks cannot be "
+                            f"{self.decoding}. Leave one of them out.")
 
     def _validate_rewards(self) -> None:
         if self.critic_model_name_or_path is None and self.reward_function is None:
