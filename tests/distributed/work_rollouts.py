@@ -18,7 +18,8 @@ UNEVEN_STOPS = (tuple(range(64)), (-1,))  # of each rank
 
 def everything(folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig],
                moving: SamplingConfig, needed: int) -> dict[str, dict]:
-    """What the four functions below return, by their names. needed: bytes of copies, and of a cache for 90 tokens."""
+    """What the four functions below return, by their names. needed: bytes of copies, of a cache for 90 tokens,
+    and of a rank's gradients."""
     engine = RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config))
     return {"answers": _answers(engine, samplings), "choices": _choices(engine, moving, needed),
             "gathers": gathers(folder, stage, config, moving), "uneven": uneven(folder, stage, config, moving)}
@@ -47,7 +48,7 @@ def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: int) -> dict[
         own = int(free) if distributed.rank() == 1 else 10 ** 12
         with mock.patch("engine.distributed.free_memory", lambda: own):
             rollouts = build_rollouts("auto", engine.actor, engine.tokenizer, others=engine.models, rows_at_once=3,
-                                      row_length=30)
+                                      row_length=30, decoding="auto")
         found[name] = {"backend": type(rollouts).__name__, "why": rollouts.why,
                        "between_steps": rollouts.replicas.between_steps if name != "little" else None,
                        "answers": dict(_by_key(rollouts.generate(prompt_batch(_share(list(range(8)))), sampling)))}
