@@ -1,5 +1,6 @@
 """How a model reads tokens into the cache: as it is, by a recording of its operations, or compiled."""
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -132,7 +133,7 @@ class _TokenStep(nn.Module):
                           logits_to_keep=1, **named).logits[:, -1]
 
 
-def _record(step: _TokenStep, trials: list[tuple]) -> torch.jit.ScriptModule:
+def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
     """The recording of the first trial, which gives the other trials' results too."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
