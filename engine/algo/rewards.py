@@ -9,7 +9,7 @@ from torch import Tensor
 
 # How many slots past the response each rule still counts.
 SLOTS_PAST = {"response": 0, "one_past": 1, "two_past": 2}
-SCORE_PAST = {"last": -1, "after_last": 0, "second_after_last": 1}
+SCORE_PAST = {"last": -1, "after_last": 0, "two_after": 1}
 
 
 def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, rule: str) -> Tensor:
@@ -48,7 +48,7 @@ def score_slots(lengths: Tensor, width: int, rule: str) -> Tensor:
     Args:
         lengths: (B,) int64, L.
         width: T, the number of response slots. The row's width is part of the rule: a slot past it becomes the last.
-        rule: "last" is slot L - 1, the last real token; "after_last" slot L; "second_after_last" slot L + 1.
+        rule: "last" is slot L - 1, the last real token; "after_last" slot L; "two_after" slot L + 1.
     """
     if rule not in SCORE_PAST:
         raise ValueError(f"score slot {rule!r}: known are {', '.join(SCORE_PAST)}")

@@ -31,8 +31,9 @@ def _matches(responses: Tensor, token: int, after: int) -> Tensor:
     return (responses == token) & (torch.arange(responses.shape[1], device=responses.device) >= after)
 
 
-def trim_query(tokens: Sequence[int], length: int, start: int | None = None, end: int | None = None) -> list[int] | None:
-    """The query's tokens from behind the first `start`, at most `length` of them, up to and with the last `end` therein.
+def trim_query(tokens: Sequence[int], length: int, start: int | None = None,
+               end: int | None = None) -> list[int] | None:
+    """The query's tokens from behind the first `start`, at most `length`, up to and with the last `end` among those.
 
     None where a wanted token is not there: such a text is left out. A `start` that is the very last token cuts nothing.
 
