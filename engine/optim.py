@@ -37,10 +37,10 @@ class TensorFlowAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._update([p for p in group["params"] if p.grad is not None], **group)
+            self._update([p for p in group["params"] if p.grad is not None], group["lr"], group["betas"], group["eps"])
         return loss
 
-    def _update(self, params: list, *, lr: float, betas: tuple[float, float], eps: float, **_) -> None:
+    def _update(self, params: list, lr: float, betas: tuple[float, float], eps: float) -> None:
         if not params:
             return
         for param in params:
