@@ -71,43 +71,40 @@ def ppo_losses(n: dict, a: list, returns: list, kept_values: list, policy_slots:
     return sum(policy) / len(policy), factor * 0.5 * sum(value) / len(value)
 
 
+def row_of(system: str, tokens: list[int], length: int, width: int, n: dict, i: int) -> tuple[list, list]:
+    """One row's rewards, before any whitening, and its values with what the system has after the end."""
+    s = n["scores"][i].item()
+    penalties = [-BETA * x for x in (n["old"][i] - n["ref"][i]).tolist()[:width]]
+    if system == "default":
+        row, place, kept, s = penalties[:length], length - 1, length, max(-5.0, min(5.0, s))
+    elif system == "deepspeed_chat":
+        row, place, kept = penalties[:length + 1], min(length, width - 1), length + 1
+        s = max(-5.0, min(5.0, s))
+    elif system == "deepspeed_chat_2023":
+        row, place, kept, s = penalties, length - 1, width, max(-5.0, min(5.0, s))
+    elif system == "openai":  # truncate token EOS at or after slot 2
+        row, place, kept, s = penalties, width - 1, width, s if EOS in tokens[2:] else -1.0
+    elif system in ("summarize", "trl_ppo", "trl_rloo"):
+        row, place, kept = penalties[:length], length if length < width else length - 1, length + 1
+        s = -1.0 if system == "summarize" and EOS not in tokens else s
+    else:
+        row, place, kept = penalties[:length + 1], min(length + 1, width - 1), length + 2
+        s = max(-10.0, min(10.0, s))
+    row = row + [0.0] * (width - len(row))
+    row[place] += s
+    return row, [x if t < kept else 0.0 for t, x in enumerate(n["values"][i].tolist()[:width])]
+
+
 def straight(system: str, ranks: list[int], n: dict[int, dict]) -> dict[int, tuple]:
     """By rank: rewards, values, advantages, and both losses; advantages before whitening give the returns."""
-    r, v, policy_slots, value_slots, widths, out = {}, {}, {}, {}, {}, {}
+    r, v, policy_slots, value_slots, out = {}, {}, {}, {}, {}
     for k in ranks:
         rows = tokens_of(system, k)
+        width, lengths = max(map(len, rows)), [len(row) for row in rows]
         if system == "summarize" or system.startswith("trl_"):  # cut after the first EOS
             lengths = [row.index(EOS) + 1 if EOS in row else T for row in rows]
-        else:
-            lengths = [len(row) for row in rows]
-        widths[k] = width = max(map(len, rows))
-        r[k], v[k] = [], []
-        for i, length in enumerate(lengths):
-            s = n[k]["scores"][i].item()
-            penalties = [-BETA * x for x in (n[k]["old"][i] - n[k]["ref"][i]).tolist()[:width]]
-            own = n[k]["values"][i].tolist()[:width]
-            if system == "default":
-                row, place, kept = penalties[:length], length - 1, length
-                s = max(-5.0, min(5.0, s))
-            elif system == "deepspeed_chat":
-                row, place, kept = penalties[:length + 1], min(length, width - 1), length + 1
-                s = max(-5.0, min(5.0, s))
-            elif system == "deepspeed_chat_2023":
-                row, place, kept = penalties, length - 1, width
-                s = max(-5.0, min(5.0, s))
-            elif system == "openai":
-                row, place, kept = penalties, width - 1, width
-                s = s if EOS in rows[i][2:] else -1.0  # truncate token EOS at or after slot 2
-            elif system in ("summarize", "trl_ppo", "trl_rloo"):
-                row, place, kept = penalties[:length], length if length < width else length - 1, length + 1
-                s = -1.0 if system == "summarize" and EOS not in rows[i] else s
-            else:
-                row, place, kept = penalties[:length + 1], min(length + 1, width - 1), length + 2
-                s = max(-10.0, min(10.0, s))
-            row = row + [0.0] * (width - len(row))
-            row[place] += s
-            r[k].append(row)
-            v[k].append([x if t < kept else 0.0 for t, x in enumerate(own)])
+        made = [row_of(system, rows[i], lengths[i], width, n[k], i) for i in range(2)]
+        r[k], v[k] = [list(column) for column in zip(*made)]
         past = system in ("summarize", "trl_ppo")
         policy_slots[k] = [range(length) for length in lengths]
         value_slots[k] = [range(min(length + past, width)) for length in lengths]
@@ -119,7 +116,7 @@ def straight(system: str, ranks: list[int], n: dict[int, dict]) -> dict[int, tup
             for i, a in enumerate((one - two, two - one)):
                 rho = sum(n[k]["new"][i, t] - n[k]["old"][i, t] for t in policy_slots[k][i]).exp()
                 terms.append(torch.maximum(-a * rho, -a * rho.clamp(1 - CLIP, 1 + CLIP)))
-            out[k] = (r[k], None, [[one - two] * widths[k], [two - one] * widths[k]], sum(terms) / 2, None)
+            out[k] = (r[k], None, [[one - two] * T, [two - one] * T], sum(terms) / 2, None)
         return out
 
     a, returns = {}, {}
