@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     ["engine.algo"],
     ["engine.dialects", "engine.experience"],
+    ["engine.learnable"],
     ["engine.models", "engine.weight_files", "engine.model_files", "engine.optim", "engine.ds_config",
      "engine.distributed"],
     ["engine.gathering", "engine.ds_engine", "engine.replica", "engine.packing"],
