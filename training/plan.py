@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine import distributed
-from engine.dialects import Dialect
+from engine.dialects import NOTES, Dialect, check, end_token_id, token_id
 from engine.errors import UserError
 from engine.model_files import (check_policy, check_scorer, check_trunk, check_vocabularies, read_config,
                                 read_tokenizer, vocabulary_size)
@@ -44,7 +44,8 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
     tokenizer = read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
     parts = args.load_rows(PROMPTS, tokenizer, held_out=args.num_eval_prompts, eval_limit=args.num_eval_prompts,
                            held_out_flag="--num_eval_prompts")
-    prompts, held_out = (Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong_prompts, args.cache)
+    query = tuple(token_id(tokenizer, dialect, field) for field in ("query_start", "query_end"))
+    prompts, held_out = (Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong_prompts, args.cache, *query)
                          if len(rows) else None for rows in parts)
     a_step = args.per_device_generation_batch_size * args.generation_batches * distributed.world_size()
     total_steps = args.max_steps or len(prompts) * args.num_train_epochs // a_step
@@ -52,11 +53,6 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
         raise UserError(f"--data_path {' '.join(args.data_path)}: {len(prompts)} prompts are too few for one step, "
                         f"which takes {a_step} over {distributed.world_size()} ranks. Lower the batch sizes or add "
                         "prompts.")
-    sampling = SamplingConfig(
-        max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=generation_stops(args.actor_model_name_or_path, tokenizer), temperature=dialect.temperature,
-        stop_strings=tuple(args.stop), seed=args.seed, vocabulary_size=vocabulary_size(tokenizer),
-        logprob_temperature=dialect.logprob_temperature if dialect.old_logprobs == "sampler" else None)
     function = load_function(args.reward_function) if args.reward_function else None
     blocks, fingerprints = texts(args, tokenizer)
     identity = args.identity(dialect, [*(rows.fingerprint for rows in parts), *fingerprints])
@@ -69,7 +65,19 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
                             f"step {last_step}. Raise --max_steps or --num_train_epochs.")
     check_profile_steps(args.profile_steps, resume[1]["steps_done"] + 1 if resume else 1, last_step)
     return Plan(dialect, changed, args.engine_spec(dialect), function, prompts, held_out, blocks,
-                sampling, total_steps, last_step, resume, identity)
+                sampling_config(args, dialect, tokenizer), total_steps, last_step, resume, identity)
+
+
+def sampling_config(args: RLHFFlags, dialect: Dialect, tokenizer) -> SamplingConfig:
+    """How responses are drawn; raises UserError where the dialect names an end that is no token."""
+    end_token_id(tokenizer, dialect)
+    ends = generation_stops(args.actor_model_name_or_path, tokenizer)
+    return SamplingConfig(
+        max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=ends if dialect.sampling == "until_eos" else (),
+        never_drawn=ends if dialect.sampling == "without_eos" else (), stop_strings=tuple(args.stop),
+        temperature=dialect.sampling_temperature, seed=args.seed, vocabulary_size=vocabulary_size(tokenizer),
+        logprob_temperature=dialect.logprob_temperature if dialect.old_logprobs == "sampler" else None)
 
 
 def check_profile_steps(steps: list[int], first: int, last: int) -> None:
@@ -105,10 +113,21 @@ def check_files(args: RLHFFlags, dialect: Dialect) -> None:
     args.engine_configs(dialect)
     if args.reward_function is not None:
         load_function(args.reward_function)
-    check_models(args)
+    check_dialect(args, dialect)
+    check_models(args, dialect)
 
 
-def check_models(args: RLHFFlags) -> None:
+def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
+    """Whether the dialect's choices go together with the run's sizes and the actor."""
+    layers, path = None, args.actor_model_name_or_path
+    if args.looks_at(path):
+        layers = read_config(path, "--actor_model_name_or_path").get_text_config().num_hidden_layers
+    check(dialect, samples_per_prompt=dialect.samples_per_prompt, rows_per_rank=args.rows_per_rank,
+          mini_batches=dialect.mini_batches, micro_batch_size=args.per_device_training_batch_size,
+          ranks=distributed.world_size(), layers=layers, given=args.given_fields())
+
+
+def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     """Whether the models are what the flags say, and fit each other."""
     names = [name for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
              if getattr(args, name) is not None and args.looks_at(getattr(args, name))]
@@ -118,7 +137,7 @@ def check_models(args: RLHFFlags) -> None:
         if name == "actor_model_name_or_path":
             tokenizer = read_tokenizer(path, f"--{name}")
             check_policy(path, f"--{name}")
-            if args.critic_model_name_or_path is None:
+            if args.critic_model_name_or_path is None and dialect.has_critic:
                 check_trunk(path, f"--{name}")
         else:
             check_scorer(path, f"--{name}")
@@ -134,8 +153,9 @@ def goes_on(args: RLHFFlags, point: Path) -> bool:
 
 
 def dialect_lines(dialect: Dialect, changed: dict) -> str:
-    """The dialect's name, and which of its choices flags depart from."""
-    return f"dialect {dialect.name}" + "".join(
+    """The dialect's name, what sets it apart from its system, and which of its choices flags depart from."""
+    note = f"\n  {NOTES[dialect.name]}" if dialect.name in NOTES else ""
+    return f"dialect {dialect.name}{note}" + "".join(
         f"\n  {field} = {given} (given; the dialect's is {usual})" for field, (usual, given) in changed.items())
 
 

@@ -56,7 +56,8 @@ def marked(trainer: PPOTrainer) -> Iterator[None]:
     methods = [(language_model, "forward", f"{language_model.__name__} forward"), (Policy, "forward", "policy forward"),
                (Scorer, "forward", "scorer forward"), (engine.reference, "ref_logprobs", "reference"),
                (replica, "copy_weights", "gather of weights")]
-    for role, model in (("actor", engine.actor), ("critic", engine.critic)):
+    trained = {"actor": engine.actor, **({"critic": engine.critic} if engine.critic is not None else {})}
+    for role, model in trained.items():
         methods += [(model, "backward", f"{role} backward"), (model, "step", f"{role} optimizer step")]
     reward = trainer.maker.reward
     sources = reward.sources if isinstance(reward, CombinedReward) else {"model": (reward, 1.0)}

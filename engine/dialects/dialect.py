@@ -168,6 +168,10 @@ class Dialect:
             (self.truncate_after > 0 and not self.truncate_token, "truncate_after",
              "it says from where on truncate_token counts, and there is none."),
             (endless and self.truncate_token == "eos", "truncate_token", "sampling 'without_eos' never gives that."),
+            (self.old_logprobs == "sampler" and self.reward_slots != "response" and self._ends_early, "old_logprobs",
+             "the sampler knows the log-probs of what it drew, and KL counts past the end here. Set it to 'forward'."),
+            (self.old_logprobs == "sampler" and self.measures_prompts, "old_logprobs",
+             "the sampler has no log-probs of the prompt, which kl_measure 'exp_delta' sums too. Set it to 'forward'."),
             (endless and self.missing_end != "none" and not self.truncate_token, "missing_end",
              "with sampling 'without_eos' every end would be missing. Give a truncate_token, or set it to 'none'."),
         ]
@@ -177,13 +181,24 @@ class Dialect:
 
         Raises: UserError for a field that does not exist, and for what cannot go together.
         """
-        known = [field.name for field in dataclasses.fields(self)]
         for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                raise UserError(f"dialect field {name!r} does not exist{f'; did you mean {near[0]}?' if near else ''}. "
-                                f"Known: {', '.join(known)}.")
-        return dataclasses.replace(self, **{name: value for name, value in values.items() if value is not None})
+            self.check_field(name)
+        return self.replaced(**{name: value for name, value in values.items() if value is not None})
+
+    def replaced(self, **values) -> "Dialect":
+        """As `override`, but None is a value like others."""
+        for name in values:
+            self.check_field(name)
+        return dataclasses.replace(self, **values)
+
+    @classmethod
+    def check_field(cls, name: str) -> None:
+        """Raise UserError, listing the fields, if there is none of this name."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise UserError(f"dialect field {name!r} does not exist{f'; did you mean {near[0]}?' if near else ''}. "
+                            f"Known: {', '.join(known)}.")
 
     def differences(self, other: "Dialect") -> dict[str, tuple]:
         """The fields in which two dialects differ, name aside: {field: (own value, other's value)}."""
@@ -205,6 +220,16 @@ class Dialect:
     def has_critic(self) -> bool:
         """Whether a critic is built at all."""
         return self.critic_start != "none"
+
+    @property
+    def measures_prompts(self) -> bool:
+        """Whether the KL that steers the coefficient is summed over the prompt's tokens too."""
+        return self.kl_controller == "adaptive" and self.kl_measure == "exp_delta"
+
+    @property
+    def _ends_early(self) -> bool:
+        """Whether a response may end before its row does."""
+        return self.sampling == "until_eos" or bool(self.truncate_token) and self.length_rule != "row"
 
     @property
     def slots_past_response(self) -> int | None:

@@ -161,6 +161,10 @@ TRL_RLOO = TRL_PPO.override(
 DIALECTS = {dialect.name: dialect for dialect in (
     DEFAULT, DEEPSPEED_CHAT, DEEPSPEED_CHAT_2023, OPENAI, SUMMARIZE, TRLX, TRL_PPO, TRL_RLOO)}
 
+_ONE_TRUNK = ("its system has the value head on the policy's trunk, which the value gradient moves too; here actor and "
+              "critic are two engines, and it does not")
+NOTES = {"openai": _ONE_TRUNK, "trlx": _ONE_TRUNK}  # where a run is told how it departs from the system itself
+
 
 def get_dialect(name: str) -> Dialect:
     """The dialect of this name; raises UserError, listing the known ones."""

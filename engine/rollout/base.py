@@ -15,7 +15,8 @@ class SamplingConfig:
     temperature: of sampling; the log-probs that PPO compares are taken at the same one.
     vocabulary_size: token ids from this on are never drawn: embeddings are often padded, and an id that the tokenizer
         does not know may be beyond the reward model's. None for no bound.
-    stop_token_ids: tokens that end a response and belong to it.
+    stop_token_ids: tokens that end a response and belong to it; with none, and no strings, all have max_new_tokens.
+    never_drawn: tokens that are not drawn, as if they had no probability. Log-probs are the whole distribution's still.
     stop_strings: texts that end a response with the token that completes them.
     pad_token_id: what fills the slots after a response.
     seed: of the keyed uniform numbers.
@@ -29,6 +30,7 @@ class SamplingConfig:
     seed: int = 0
     vocabulary_size: int | None = None
     logprob_temperature: float | None = None
+    never_drawn: tuple[int, ...] = ()
 
 
 class RolloutBackend(Protocol):

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.dialects import DIALECTS, Dialect, get_dialect
+from engine.dialects import DIALECTS, Dialect, get_dialect, parse_settings
 from engine.ds_config import EngineChoice, build_ds_config, stage_of_file
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
@@ -14,10 +14,13 @@ from training.flags.data_arguments import DataFlags
 
 # Flags whose name differs from the dialect's field.
 DIALECT_FLAGS = {"actor_learning_rate": "actor_lr", "critic_learning_rate": "critic_lr", "num_warmup_steps":
-                 "warmup_steps", "lr_scheduler_type": "lr_schedule"}
+                 "warmup_steps", "lr_scheduler_type": "lr_schedule", "num_samples_per_prompt": "samples_per_prompt"}
 DIALECT_FLAGS |= {name: name for name in ("kl_coef", "score_clip", "gamma", "lam", "clip_range", "value_clip_range",
                                           "ppo_epochs", "whiten_advantages", "max_grad_norm", "actor_weight_decay",
                                           "critic_weight_decay", "temperature", "ema_decay", "old_logprobs")}
+# Fields of a dialect without which a restart point's state has no meaning, or another one.
+SHAPING = ("samples_per_prompt", "mini_batches", "ppo_epochs", "critic_start", "hydra_layers", "optimizer",
+           "kl_controller", "score_scaling")
 
 
 @dataclass(kw_only=True)
@@ -39,7 +42,7 @@ class RLHFFlags(DataFlags):
                                          group="models")
     critic_model_name_or_path: str | None = flag(
         None, "the reward model that the critic starts from; with --reward_function it may be left out, and the critic "
-        "is then the SFT model with a new head")
+        "is then the SFT model with a new head; not given where the dialect has no critic, or one with a new head")
     reward_model_name_or_path: str | None = flag(
         None, "the reward model; by default the critic's path, or none with --reward_function")
     actor_dropout: float | None = flag(None, "0, as it is anyway: responses are learned by the function that gave them")
@@ -58,10 +61,11 @@ class RLHFFlags(DataFlags):
     max_answer_seq_len: int = flag(256, "longest response, in tokens")
     per_device_generation_batch_size: int = flag(16, "prompts answered at once by each rank")
     generation_batches: int = flag(1, "so many times as many prompts in one step; they wait until others have ended")
-    num_samples_per_prompt: int = flag(1, "responses drawn for each prompt")
+    num_samples_per_prompt: int | None = flag(None, "responses drawn for each prompt")
     per_device_training_batch_size: int = flag(16, "responses in one forward and backward pass of each rank")
     gradient_accumulation_steps: int | None = flag(
-        None, "passes in one optimizer step; by default all of a step's responses make one optimizer step")
+        None, "passes in one optimizer step, which decides how many such steps there are (mini_batches); by default "
+        "there are as many as the dialect has, and each takes all passes that it needs")
     num_train_epochs: int = flag(1, "passes over the prompts")
     max_steps: int | None = flag(None, "steps to train, instead of --num_train_epochs")
     critic_warmup_steps: int = flag(0, "steps at the start that train the critic alone")
@@ -82,6 +86,8 @@ class RLHFFlags(DataFlags):
         "which saves that pass; rollout/logprob_gap then tells how far apart the two are",
         choices=("forward", "sampler"))
     stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
+    set: list[str] = flag([], "any field of the dialect as FIELD=VALUE, such as kl_controller=adaptive kl_target=6; "
+                              "`python -m engine.dialects` lists the fields")
 
     actor_learning_rate: float | None = flag(None, "the actor's peak learning rate", group="optimization")
     critic_learning_rate: float | None = flag(None, "the critic's peak learning rate")
@@ -147,7 +153,10 @@ class RLHFFlags(DataFlags):
         check_backend(self.rollout_backend)
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
-        self._validate_rewards()
+        dialect, _ = self.resolved_dialect()
+        self._validate_critic(dialect)
+        self._validate_rewards(dialect)
+        self._validate_sampling(dialect)
         for name in ("actor_dropout", "critic_dropout"):
             if getattr(self, name):
                 raise UserError(f"--{name} {getattr(self, name)}: PPO compares the probabilities that a response had "
@@ -166,7 +175,7 @@ class RLHFFlags(DataFlags):
             if path is not None and getattr(self, f"offload_{role}_model"):
                 raise UserError(f"--offload_{role}_model and --{role}_ds_config {path} contradict each other: say in "
                                 "the file what is offloaded.")
-        for role in ("actor", "critic"):
+        for role in ("actor", "critic") if dialect.has_critic else ("actor",):
             path = getattr(self, f"{role}_ds_config")
             if self.offload and path is not None:
                 raise UserError(f"--offload and --{role}_ds_config {path} contradict each other: say in the file what "
@@ -175,9 +184,32 @@ class RLHFFlags(DataFlags):
                 raise UserError(f"--offload with --{role}_zero_stage 0: there is nothing that could be offloaded. "
                                 "Offload needs stage 1, 2 or 3.")
 
-    def _validate_rewards(self) -> None:
-        if self.critic_model_name_or_path is None and self.reward_function is None:
-            raise UserError("--critic_model_name_or_path is missing: give the reward model's folder, or a function of "
+    def _validate_critic(self, dialect: Dialect) -> None:
+        """Refuse what is said of a critic that is not there, or starts from something else."""
+        if self.critic_model_name_or_path is not None and dialect.critic_start != "reward_model":
+            what = "has no critic" if not dialect.has_critic else "has a critic with a new head on the SFT model"
+            raise UserError(f"--critic_model_name_or_path {self.critic_model_name_or_path}: the dialect {dialect.name} "
+                            f"{what}. Leave it out, and name the reward model with --reward_model_name_or_path.")
+        for name in ("critic_ds_config", "critic_gradient_checkpointing", "critic_warmup_steps"):
+            if getattr(self, name) and not dialect.has_critic:
+                raise UserError(f"--{name} {getattr(self, name)}: the dialect {dialect.name} has no critic. Leave it "
+                                "out.")
+
+    def _validate_sampling(self, dialect: Dialect) -> None:
+        if self.stop and dialect.sampling != "until_eos":
+            raise UserError(f"--stop {' '.join(self.stop)}: the dialect's sampling is {dialect.sampling!r}, which gives "
+                            "every response the same length. Leave it out, or --set sampling=until_eos.")
+        if dialect.truncate_after >= self.max_answer_seq_len:
+            raise UserError(f"truncate_after {dialect.truncate_after} with --max_answer_seq_len "
+                            f"{self.max_answer_seq_len}: no response reaches that slot, so none would have an end. Raise "
+                            "the one, or lower the other with --set truncate_after=N.")
+
+    def _validate_rewards(self, dialect: Dialect) -> None:
+        if self.reward_path is None and self.reward_function is None or \
+                self.critic_model_name_or_path is None and self.reward_function is None and \
+                dialect.critic_start == "reward_model":
+            role = "critic" if dialect.critic_start == "reward_model" else "reward"
+            raise UserError(f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
                             "your own with --reward_function.")
         if self.reward_function is None and self.reward_function_weight != 1.0:
             raise UserError(f"--reward_function_weight {self.reward_function_weight} needs --reward_function.")
@@ -198,34 +230,61 @@ class RLHFFlags(DataFlags):
         return self.critic_model_name_or_path
 
     def _validate_division(self) -> None:
-        made, step = self.rows_per_rank, self.rows_per_rank // self.mini_batches
+        made, mini_batches = self.rows_per_rank, self.mini_batches
+        sizes = (f"each rank makes {made} responses a step (--per_device_generation_batch_size "
+                 f"{self.per_device_generation_batch_size} x --generation_batches {self.generation_batches} x "
+                 f"--num_samples_per_prompt {self.samples_per_prompt})")
         if self.gradient_accumulation_steps is not None:
             step = self.per_device_training_batch_size * self.gradient_accumulation_steps
-        if made % step:
-            raise UserError(
-                f"batch sizes do not divide: each rank makes {made} responses a step "
-                f"(--per_device_generation_batch_size {self.per_device_generation_batch_size} x --generation_batches "
-                f"{self.generation_batches} x --num_samples_per_prompt {self.num_samples_per_prompt}), which is no "
-                f"multiple of the {step} of an optimizer step (--per_device_training_batch_size "
-                f"{self.per_device_training_batch_size} x --gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps}).")
+            if made % step:
+                raise UserError(
+                    f"batch sizes do not divide: {sizes}, which is no multiple of the {step} of an optimizer step "
+                    f"(--per_device_training_batch_size {self.per_device_training_batch_size} x "
+                    f"--gradient_accumulation_steps {self.gradient_accumulation_steps}).")
+        elif made % mini_batches:
+            raise UserError(f"batch sizes do not divide: {sizes}, which is no multiple of the dialect's mini_batches "
+                            f"{mini_batches}. Change the sizes, or --set mini_batches=N.")
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Responses drawn for each prompt."""
+        return self.resolved_dialect()[0].samples_per_prompt
 
     @property
     def rows_per_rank(self) -> int:
         """Responses that each rank makes in a step."""
-        return self.per_device_generation_batch_size * self.generation_batches * self.num_samples_per_prompt
+        return self.per_device_generation_batch_size * self.generation_batches * self.samples_per_prompt
 
     @property
     def mini_batches(self) -> int:
         """Optimizer steps in one PPO epoch."""
-        if self.gradient_accumulation_steps is None:
-            return 1
-        return max(1, self.rows_per_rank // (self.per_device_training_batch_size * self.gradient_accumulation_steps))
+        return self.resolved_dialect()[0].mini_batches
+
+    def given_fields(self) -> dict[str, object]:
+        """The dialect's fields that flags give a value, by --set or by a flag of their own.
+
+        Raises: UserError for a field that is given twice.
+        """
+        found = parse_settings(self.set)
+        flags = {field: name for name, field in DIALECT_FLAGS.items() if getattr(self, name) is not None}
+        if self.gradient_accumulation_steps is not None:
+            flags["mini_batches"] = "gradient_accumulation_steps"
+        for field, name in flags.items():
+            if field in found:
+                raise UserError(f"--set {field}={found[field]} and --{name} {getattr(self, name)} say the same. Give one "
+                                "of them.")
+        found |= {field: getattr(self, name) for field, name in flags.items() if field != "mini_batches"}
+        if self.gradient_accumulation_steps is not None:
+            samples = found.get("samples_per_prompt", get_dialect(self.dialect).samples_per_prompt)
+            made = self.per_device_generation_batch_size * self.generation_batches * samples
+            a_step = self.per_device_training_batch_size * self.gradient_accumulation_steps
+            found["mini_batches"] = max(1, made // a_step)
+        return found
 
     def resolved_dialect(self) -> tuple[Dialect, dict[str, tuple]]:
         """The dialect with the given flags in it, and what they changed: {field: (dialect's, given)}."""
         named = get_dialect(self.dialect)
-        resolved = named.override(**{field: getattr(self, name) for name, field in DIALECT_FLAGS.items()})
+        resolved = named.replaced(**self.given_fields())
         return resolved, named.differences(resolved)
 
     def identity(self, dialect: Dialect, data: list[str]) -> dict[str, object]:
@@ -234,9 +293,8 @@ class RLHFFlags(DataFlags):
         data: fingerprints of the prompts and of the texts.
         """
         return {"seed": self.seed, "the data": data,
-                "responses a step and rank": self.rows_per_rank, "--num_samples_per_prompt":
-                self.num_samples_per_prompt, "--generation_batches": self.generation_batches,
-                "mini-batches": self.mini_batches, "ppo_epochs": dialect.ppo_epochs, "--dtype": self.dtype,
+                "responses a step and rank": self.rows_per_rank, "--generation_batches": self.generation_batches,
+                "--dtype": self.dtype, **{field: getattr(dialect, field) for field in SHAPING},
                 "--actor_zero_stage": self._stage("actor"), "--critic_zero_stage": self._stage("critic"),
                 **{f"--{name}": getattr(self, name) for name in (
                     "reward_function", "reward_function_weight", "reward_model_weight", "length_penalty",
@@ -276,7 +334,7 @@ class RLHFFlags(DataFlags):
         return {choice.role: build_ds_config(
             choice, dtype=self.dtype, micro_batch_size=self.per_device_training_batch_size,
             trained=choice not in frozen, gradient_clipping=0.0 if choice in frozen else dialect.max_grad_norm)
-            for choice in (spec.actor, spec.critic, *frozen)}
+            for choice in (spec.actor, spec.critic, *frozen) if choice is not None}
 
     def _stage(self, role: str) -> int:
         given, path = getattr(self, f"{role}_zero_stage"), getattr(self, f"{role}_ds_config")
