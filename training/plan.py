@@ -17,6 +17,7 @@ from training.data.blocks import TextBlocks
 from training.data.examples import Prompts
 from training.data.forms import PROMPTS, TEXTS
 from training.data.mixture import load_rows
+from training.flags.dialect_flags import given_fields
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program import check_positions, check_run, generation_stops
 from training.reward_function import load_function
@@ -124,7 +125,7 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
         layers = read_config(path, "--actor_model_name_or_path").get_text_config().num_hidden_layers
     check(dialect, samples_per_prompt=dialect.samples_per_prompt, rows_per_rank=args.rows_per_rank,
           mini_batches=dialect.mini_batches, micro_batch_size=args.per_device_training_batch_size,
-          ranks=distributed.world_size(), layers=layers, given=args.given_fields())
+          ranks=distributed.world_size(), layers=layers, given=given_fields(args))
 
 
 def check_models(args: RLHFFlags, dialect: Dialect) -> None:

@@ -45,7 +45,7 @@ def new_trainer(folder: str, stage: int, config: str, dtype: str) -> PPOTrainer:
     """Two epochs of two mini-batches a step, with an EMA."""
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs, where it is slow but right
     return build_trainer(engine_spec(folder, stage, config=config, dtype=dtype, ema_decay=0.9),
-                         dialect=DIALECT.override(ppo_epochs=2), total_steps=STEPS, mini_batches=2)
+                         dialect=DIALECT.override(ppo_epochs=2, mini_batches=2), total_steps=STEPS)
 
 
 def state(trainer: PPOTrainer) -> dict:

@@ -170,9 +170,9 @@ def test_actor_and_reference_are_asked_at_the_same_temperature(system, expected)
     assert models.temperatures == [expected] * 4
 
 
-def degenerate(metrics_of: Experience) -> float:
+def degenerate(metrics_of: Experience, dialect: Dialect) -> float:
     metrics = Accumulator()
-    add_experience(metrics, metrics_of, metrics_of.scores, 0.1)
+    add_experience(metrics, metrics_of, dialect)
     return metrics.reduce()["rollout/degenerate"]
 
 
@@ -187,7 +187,7 @@ def test_degenerate_rows_are_masked_and_counted(system, pad, learned):
     dialect = get_dialect(system).override(whiten_advantages=False)
     made = make(TableModels(table), rollout_of([[901], [902], [903]], responses, pad), dialect, pad)
     assert made.policy_mask.sum(-1).tolist() == made.value_mask.sum(-1).tolist() == learned
-    assert degenerate(made) == learned.count(0)
+    assert degenerate(made, dialect) == learned.count(0)
     alone = make(TableModels(table), rollout_of([[903]], [responses[2]], pad), dialect, pad)
     assert torch.equal(made.advantages[2], alone.advantages[0])  # and touch nobody else
     assert torch.equal(made.returns[2], alone.returns[0])

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from engine.dialects import DIALECTS, Dialect, get_dialect, parse_settings
+from engine.dialects import DIALECTS, Dialect, get_dialect
 from engine.ds_config import EngineChoice, build_ds_config, stage_of_file
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
@@ -11,17 +11,7 @@ from engine.rollout import ROLLOUT_BACKENDS, check_backend
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
-
-# Flags whose name differs from the dialect's field.
-DIALECT_FLAGS = {"actor_learning_rate": "actor_lr", "critic_learning_rate": "critic_lr", "num_warmup_steps":
-                 "warmup_steps", "lr_scheduler_type": "lr_schedule", "num_samples_per_prompt": "samples_per_prompt"}
-DIALECT_FLAGS |= {name: name for name in ("kl_coef", "score_clip", "gamma", "lam", "clip_range", "value_clip_range",
-                                          "ppo_epochs", "whiten_advantages", "max_grad_norm", "actor_weight_decay",
-                                          "critic_weight_decay", "temperature", "ema_decay", "old_logprobs")}
-# Fields of a dialect without which a restart point's state has no meaning, or another one.
-SHAPING = ("samples_per_prompt", "mini_batches", "ppo_epochs", "critic_start", "hydra_layers", "optimizer",
-           "kl_controller", "score_scaling")
-
+from training.flags.dialect_flags import SHAPING, check_critic, check_sampling, given_fields
 
 @dataclass(kw_only=True)
 class RLHFFlags(DataFlags):
@@ -154,9 +144,9 @@ class RLHFFlags(DataFlags):
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
         dialect, _ = self.resolved_dialect()
-        self._validate_critic(dialect)
+        check_critic(self, dialect)
+        check_sampling(self, dialect)
         self._validate_rewards(dialect)
-        self._validate_sampling(dialect)
         for name in ("actor_dropout", "critic_dropout"):
             if getattr(self, name):
                 raise UserError(f"--{name} {getattr(self, name)}: PPO compares the probabilities that a response had "
@@ -184,31 +174,9 @@ class RLHFFlags(DataFlags):
                 raise UserError(f"--offload with --{role}_zero_stage 0: there is nothing that could be offloaded. "
                                 "Offload needs stage 1, 2 or 3.")
 
-    def _validate_critic(self, dialect: Dialect) -> None:
-        """Refuse what is said of a critic that is not there, or starts from something else."""
-        if self.critic_model_name_or_path is not None and dialect.critic_start != "reward_model":
-            what = "has no critic" if not dialect.has_critic else "has a critic with a new head on the SFT model"
-            raise UserError(f"--critic_model_name_or_path {self.critic_model_name_or_path}: the dialect {dialect.name} "
-                            f"{what}. Leave it out, and name the reward model with --reward_model_name_or_path.")
-        for name in ("critic_ds_config", "critic_gradient_checkpointing", "critic_warmup_steps"):
-            if getattr(self, name) and not dialect.has_critic:
-                raise UserError(f"--{name} {getattr(self, name)}: the dialect {dialect.name} has no critic. Leave it "
-                                "out.")
-
-    def _validate_sampling(self, dialect: Dialect) -> None:
-        if self.stop and dialect.sampling != "until_eos":
-            raise UserError(f"--stop {' '.join(self.stop)}: the dialect's sampling is {dialect.sampling!r}, which gives "
-                            "every response the same length. Leave it out, or --set sampling=until_eos.")
-        if dialect.truncate_after >= self.max_answer_seq_len:
-            raise UserError(f"truncate_after {dialect.truncate_after} with --max_answer_seq_len "
-                            f"{self.max_answer_seq_len}: no response reaches that slot, so none would have an end. Raise "
-                            "the one, or lower the other with --set truncate_after=N.")
-
     def _validate_rewards(self, dialect: Dialect) -> None:
-        if self.reward_path is None and self.reward_function is None or \
-                self.critic_model_name_or_path is None and self.reward_function is None and \
-                dialect.critic_start == "reward_model":
-            role = "critic" if dialect.critic_start == "reward_model" else "reward"
+        role = "critic" if dialect.critic_start == "reward_model" else "reward"
+        if self.reward_function is None and getattr(self, f"{role}_model_name_or_path") is None:
             raise UserError(f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
                             "your own with --reward_function.")
         if self.reward_function is None and self.reward_function_weight != 1.0:
@@ -260,31 +228,10 @@ class RLHFFlags(DataFlags):
         """Optimizer steps in one PPO epoch."""
         return self.resolved_dialect()[0].mini_batches
 
-    def given_fields(self) -> dict[str, object]:
-        """The dialect's fields that flags give a value, by --set or by a flag of their own.
-
-        Raises: UserError for a field that is given twice.
-        """
-        found = parse_settings(self.set)
-        flags = {field: name for name, field in DIALECT_FLAGS.items() if getattr(self, name) is not None}
-        if self.gradient_accumulation_steps is not None:
-            flags["mini_batches"] = "gradient_accumulation_steps"
-        for field, name in flags.items():
-            if field in found:
-                raise UserError(f"--set {field}={found[field]} and --{name} {getattr(self, name)} say the same. Give one "
-                                "of them.")
-        found |= {field: getattr(self, name) for field, name in flags.items() if field != "mini_batches"}
-        if self.gradient_accumulation_steps is not None:
-            samples = found.get("samples_per_prompt", get_dialect(self.dialect).samples_per_prompt)
-            made = self.per_device_generation_batch_size * self.generation_batches * samples
-            a_step = self.per_device_training_batch_size * self.gradient_accumulation_steps
-            found["mini_batches"] = max(1, made // a_step)
-        return found
-
     def resolved_dialect(self) -> tuple[Dialect, dict[str, tuple]]:
         """The dialect with the given flags in it, and what they changed: {field: (dialect's, given)}."""
         named = get_dialect(self.dialect)
-        resolved = named.replaced(**self.given_fields())
+        resolved = named.replaced(**given_fields(self))
         return resolved, named.differences(resolved)
 
     def identity(self, dialect: Dialect, data: list[str]) -> dict[str, object]:

@@ -8,7 +8,8 @@ from engine.dialects import DIALECTS
 from engine.errors import UserError
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, RunFlags, flag, parse_flags
-from training.flags.rlhf_arguments import DIALECT_FLAGS, RLHFFlags
+from training.flags.dialect_flags import DIALECT_FLAGS
+from training.flags.rlhf_arguments import RLHFFlags
 from training.step1_sft import SFTFlags
 from training.step2_reward import RewardFlags
 
