@@ -8,6 +8,7 @@ from pathlib import Path
 from engine import distributed
 from engine.dialects import Dialect
 from engine.errors import UserError
+from engine.hydra import check_hydra
 from engine.model_files import (check_policy, check_scorer, check_trunk, check_vocabularies, read_config,
                                 read_tokenizer, vocabulary_size)
 from engine.rlhf_engine import EngineSpec
@@ -105,10 +106,10 @@ def check_files(args: RLHFFlags, dialect: Dialect) -> None:
     args.engine_configs(dialect)
     if args.reward_function is not None:
         load_function(args.reward_function)
-    check_models(args)
+    check_models(args, dialect)
 
 
-def check_models(args: RLHFFlags) -> None:
+def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     """Whether the models are what the flags say, and fit each other."""
     names = [name for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
              if getattr(args, name) is not None and args.looks_at(getattr(args, name))]
@@ -118,7 +119,10 @@ def check_models(args: RLHFFlags) -> None:
         if name == "actor_model_name_or_path":
             tokenizer = read_tokenizer(path, f"--{name}")
             check_policy(path, f"--{name}")
-            if args.critic_model_name_or_path is None:
+            if dialect.hydra_layers:
+                check_hydra(path, dialect.hydra_layers, f"--{name}")
+            starts_anew = dialect.critic_start == "zero_head" or args.critic_model_name_or_path is None
+            if dialect.has_critic and starts_anew:
                 check_trunk(path, f"--{name}")
         else:
             check_scorer(path, f"--{name}")
@@ -154,8 +158,7 @@ def changes_since(state: dict, now: dict) -> list[str]:
 
 def plan_lines(args: RLHFFlags, plan: Plan) -> str:
     """What is about to run: data, steps, engines."""
-    stages = ", ".join(f"{choice.role} {choice.stage}" for choice in
-                       (plan.spec.actor, plan.spec.critic, plan.spec.reference, plan.spec.reward) if choice is not None)
+    stages = ", ".join(f"{choice.role} {choice.stage}" for choice in plan.spec.choices)
     blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
     return (f"{len(plan.prompts)} prompts ({plan.prompts.truncated} truncated, {plan.prompts.dropped} dropped), "
             f"{len(plan.held_out) if plan.held_out else 0} held out{blocks}; {plan.total_steps} steps of "
