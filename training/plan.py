@@ -8,6 +8,7 @@ from pathlib import Path
 from engine import distributed
 from engine.dialects import NOTES, Dialect, check, end_token_id, token_id
 from engine.errors import UserError
+from engine.hydra import check_hydra
 from engine.model_files import (check_policy, check_scorer, check_trunk, check_vocabularies, read_config,
                                 read_tokenizer, vocabulary_size)
 from engine.rlhf_engine import EngineSpec
@@ -138,7 +139,10 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
         if name == "actor_model_name_or_path":
             tokenizer = read_tokenizer(path, f"--{name}")
             check_policy(path, f"--{name}")
-            if args.critic_model_name_or_path is None and dialect.has_critic:
+            if dialect.hydra_layers:
+                check_hydra(path, dialect.hydra_layers, f"--{name}")
+            starts_anew = dialect.critic_start == "zero_head" or args.critic_model_name_or_path is None
+            if dialect.has_critic and starts_anew:
                 check_trunk(path, f"--{name}")
         else:
             check_scorer(path, f"--{name}")
@@ -154,7 +158,7 @@ def goes_on(args: RLHFFlags, point: Path) -> bool:
 
 
 def dialect_lines(dialect: Dialect, changed: dict) -> str:
-    """The dialect's name, what sets it apart from its system, and which of its choices flags depart from."""
+    """The dialect's name, where it departs from its system, and where flags depart from it."""
     note = f"\n  {NOTES[dialect.name]}" if dialect.name in NOTES else ""
     return f"dialect {dialect.name}{note}" + "".join(
         f"\n  {field} = {given} (given; the dialect's is {usual})" for field, (usual, given) in changed.items())
@@ -175,13 +179,16 @@ def changes_since(state: dict, now: dict) -> list[str]:
 
 def plan_lines(args: RLHFFlags, plan: Plan) -> str:
     """What is about to run: data, steps, engines."""
-    stages = ", ".join(f"{choice.role} {choice.stage}" for choice in
-                       (plan.spec.actor, plan.spec.critic, plan.spec.reference, plan.spec.reward) if choice is not None)
+    stages = ", ".join(f"{choice.role} {choice.stage}" for choice in plan.spec.choices)
     blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
+    scorer = ""
+    if args.critic_model_name_or_path is not None and plan.dialect.critic_start != "reward_model":
+        critic = "the SFT model with a new head" if plan.dialect.has_critic else "there is none"
+        scorer = f"\n--critic_model_name_or_path names the reward model alone; the critic: {critic}"
     return (f"{len(plan.prompts)} prompts ({plan.prompts.truncated} truncated, {plan.prompts.dropped} dropped), "
             f"{len(plan.held_out) if plan.held_out else 0} held out{blocks}; {plan.total_steps} steps of "
             f"{args.rows_per_rank * distributed.world_size()} responses on {distributed.world_size()} ranks\n"
-            f"ZeRO stages: {stages}; {args.dtype}")
+            f"ZeRO stages: {stages}; {args.dtype}{scorer}")
 
 
 def print_dry_run(args: RLHFFlags, dialect: Dialect, changed: dict) -> None:

@@ -56,9 +56,9 @@ def marked(trainer: PPOTrainer) -> Iterator[None]:
     methods = [(language_model, "forward", f"{language_model.__name__} forward"), (Policy, "forward", "policy forward"),
                (Scorer, "forward", "scorer forward"), (engine.reference, "ref_logprobs", "reference"),
                (replica, "copy_weights", "gather of weights")]
-    trained = {"actor": engine.actor, **({"critic": engine.critic} if engine.critic is not None else {})}
-    for role, model in trained.items():
-        methods += [(model, "backward", f"{role} backward"), (model, "step", f"{role} optimizer step")]
+    for role, model in (("actor", engine.actor), ("critic", engine.critic)):
+        if model is not None:
+            methods += [(model, "backward", f"{role} backward"), (model, "step", f"{role} optimizer step")]
     reward = trainer.maker.reward
     sources = reward.sources if isinstance(reward, CombinedReward) else {"model": (reward, 1.0)}
     methods += [(source, "score", f"reward {name}") for name, (source, _) in sources.items()]

@@ -35,18 +35,6 @@ def given_fields(args) -> dict[str, object]:
     return found
 
 
-def check_critic(args, dialect: Dialect) -> None:
-    """Refuse what is said of a critic that is not there, or starts from something else."""
-    if args.critic_model_name_or_path is not None and dialect.critic_start != "reward_model":
-        what = "has no critic" if not dialect.has_critic else "has a critic with a new head on the SFT model"
-        raise UserError(f"--critic_model_name_or_path {args.critic_model_name_or_path}: the dialect {dialect.name} "
-                        f"{what}. Leave it out, and name the reward model with --reward_model_name_or_path.")
-    for name in ("critic_ds_config", "critic_gradient_checkpointing", "critic_warmup_steps"):
-        if getattr(args, name) and not dialect.has_critic:
-            raise UserError(f"--{name} {getattr(args, name)}: the dialect {dialect.name} has no critic. Leave it "
-                            "out.")
-
-
 def check_sampling(args, dialect: Dialect) -> None:
     """Refuse ends that the dialect's sampling cannot come to."""
     if args.stop and dialect.sampling != "until_eos":

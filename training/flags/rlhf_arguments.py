@@ -3,15 +3,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.dialects import DIALECTS, Dialect, get_dialect
-from engine.ds_config import EngineChoice, build_ds_config, stage_of_file
+from engine.ds_config import stage_of_file
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
-from engine.rlhf_engine import EngineSpec, OptimizerSpec
+from engine.rlhf_engine import EngineSpec
 from engine.rollout import ROLLOUT_BACKENDS, check_backend
-from training.flags import deepspeed_chat
+from training.flags import deepspeed_chat, engines
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
-from training.flags.dialect_flags import SHAPING, check_critic, check_sampling, given_fields
+from training.flags.dialect_flags import SHAPING, check_sampling, given_fields
+
 
 @dataclass(kw_only=True)
 class RLHFFlags(DataFlags):
@@ -32,7 +33,7 @@ class RLHFFlags(DataFlags):
                                          group="models")
     critic_model_name_or_path: str | None = flag(
         None, "the reward model that the critic starts from; with --reward_function it may be left out, and the critic "
-        "is then the SFT model with a new head; not given where the dialect has no critic, or one with a new head")
+        "is then the SFT model with a new head; in dialects without such a critic it names the reward model alone")
     reward_model_name_or_path: str | None = flag(
         None, "the reward model; by default the critic's path, or none with --reward_function")
     actor_dropout: float | None = flag(None, "0, as it is anyway: responses are learned by the function that gave them")
@@ -144,7 +145,6 @@ class RLHFFlags(DataFlags):
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
         dialect, _ = self.resolved_dialect()
-        check_critic(self, dialect)
         check_sampling(self, dialect)
         self._validate_rewards(dialect)
         for name in ("actor_dropout", "critic_dropout"):
@@ -165,18 +165,11 @@ class RLHFFlags(DataFlags):
             if path is not None and getattr(self, f"offload_{role}_model"):
                 raise UserError(f"--offload_{role}_model and --{role}_ds_config {path} contradict each other: say in "
                                 "the file what is offloaded.")
-        for role in ("actor", "critic") if dialect.has_critic else ("actor",):
-            path = getattr(self, f"{role}_ds_config")
-            if self.offload and path is not None:
-                raise UserError(f"--offload and --{role}_ds_config {path} contradict each other: say in the file what "
-                                "is offloaded.")
-            if self.offload and self._stage(role) == 0:
-                raise UserError(f"--offload with --{role}_zero_stage 0: there is nothing that could be offloaded. "
-                                "Offload needs stage 1, 2 or 3.")
 
     def _validate_rewards(self, dialect: Dialect) -> None:
         role = "critic" if dialect.critic_start == "reward_model" else "reward"
-        if self.reward_function is None and getattr(self, f"{role}_model_name_or_path") is None:
+        given = self.critic_model_name_or_path if role == "critic" else self.reward_path
+        if self.reward_function is None and given is None:
             raise UserError(f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
                             "your own with --reward_function.")
         if self.reward_function is None and self.reward_function_weight != 1.0:
@@ -242,48 +235,22 @@ class RLHFFlags(DataFlags):
         return {"seed": self.seed, "the data": data,
                 "responses a step and rank": self.rows_per_rank, "--generation_batches": self.generation_batches,
                 "--dtype": self.dtype, **{field: getattr(dialect, field) for field in SHAPING},
-                "--actor_zero_stage": self._stage("actor"), "--critic_zero_stage": self._stage("critic"),
+                "--actor_zero_stage": self.stage("actor"), "--critic_zero_stage": self.stage("critic"),
                 **{f"--{name}": getattr(self, name) for name in (
                     "reward_function", "reward_function_weight", "reward_model_weight", "length_penalty",
                     "missing_eos_penalty", "unsup_coef", "max_prompt_seq_len", "max_answer_seq_len", "overlong_prompts",
                     "critic_warmup_steps", "stop")}}
 
     def engine_spec(self, dialect: Dialect) -> EngineSpec:
-        """Which engines are to be built; raises UserError where a DeepSpeed file contradicts a flag."""
-        def optimizer(lr: float, weight_decay: float) -> OptimizerSpec:
-            return OptimizerSpec(lr=lr, betas=dialect.betas, eps=dialect.eps, weight_decay=weight_decay,
-                                 max_grad_norm=dialect.max_grad_norm)
-
-        def frozen(role: str, partner: str, offload: bool) -> EngineChoice:
-            path = getattr(self, f"{role}_ds_config")
-            stage = stage_of_file(path, role) if path else None
-            return EngineChoice(role, stage if stage is not None else 3 if self._stage(partner) == 3 else 0, offload,
-                                path)
-
-        return EngineSpec(
-            actor_path=self.actor_model_name_or_path, critic_path=self.critic_model_name_or_path,
-            reward_path=self.reward_path, with_reward_model=self.reward_path is not None, dtype=self.dtype,
-            actor=EngineChoice("actor", self._stage("actor"), self.offload, self.actor_ds_config),
-            critic=EngineChoice("critic", self._stage("critic"), self.offload, self.critic_ds_config),
-            reference=frozen("reference", "actor", self.offload_reference_model),
-            reward=frozen("reward", "critic", self.offload_reward_model) if self.reward_path is not None else None,
-            actor_optimizer=optimizer(dialect.actor_lr, dialect.actor_weight_decay),
-            critic_optimizer=optimizer(dialect.critic_lr, dialect.critic_weight_decay),
-            micro_batch_size=self.per_device_training_batch_size,
-            actor_gradient_checkpointing=self.actor_gradient_checkpointing,
-            critic_gradient_checkpointing=self.critic_gradient_checkpointing,
-            ema_decay=dialect.ema_decay if self.enable_ema else None, ema_device=self.ema_device)
+        """Which engines are to be built; raises UserError where flags contradict the dialect or a DeepSpeed file."""
+        return engines.engine_spec(self, dialect)
 
     def engine_configs(self, dialect: Dialect) -> dict[str, dict]:
         """Each engine's whole DeepSpeed configuration; raises UserError for a contradiction."""
-        spec = self.engine_spec(dialect)
-        frozen = [spec.reference] if spec.reward is None else [spec.reference, spec.reward]
-        return {choice.role: build_ds_config(
-            choice, dtype=self.dtype, micro_batch_size=self.per_device_training_batch_size,
-            trained=choice not in frozen, gradient_clipping=0.0 if choice in frozen else dialect.max_grad_norm)
-            for choice in (spec.actor, spec.critic, *frozen) if choice is not None}
+        return engines.engine_configs(self, dialect)
 
-    def _stage(self, role: str) -> int:
+    def stage(self, role: str) -> int:
+        """The ZeRO stage of the actor or the critic."""
         given, path = getattr(self, f"{role}_zero_stage"), getattr(self, f"{role}_ds_config")
         if given is None and path is not None:
             given = stage_of_file(path, role)
