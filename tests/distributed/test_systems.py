@@ -230,3 +230,56 @@ def test_the_case_is_hard_enough(folder):
         assert ((models.new_values - models.values).abs() > CLIP)[learned].sum() >= 5
         assert (models.scores.abs() > 5).any() and (models.scores.abs() < 5).any()
         assert ((models.old - models.ref).abs() > 0.05)[learned].sum() >= 10
+
+
+# Each rank has prompts, and so responses, of its own.
+STEERED = {system: dialect_of(system).override(
+    kl_controller="adaptive", kl_target=0.5, kl_horizon=100.0, score_scaling="running", ppo_epochs=2, actor_lr=3e-4,
+    critic_lr=0.0 if system == "trl_rloo" else 3e-4, mini_batches=MINI_BATCHES.get(system, 1)) for system in SYSTEMS}
+WHITENED_PER_RANK = ("openai", "summarize", "trl_ppo")
+
+
+@pytest.fixture(scope="module")
+def steered(folder) -> list[dict]:
+    return run_ranks("tests.distributed.work_systems:five_steps", folder=folder, dialects=STEERED)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_controllers_and_scales_are_equal_on_all_ranks(steered, system):
+    one, other = (rank[system] for rank in steered)
+    assert not all(torch.equal(a[:, :3], b[:, :3]) for a, b in zip(one["rows"], other["rows"])), "the same data"
+    assert one["state"] == other["state"] and one["coefficients"] == other["coefficients"]
+    assert one["state"]["kl"]["value"] != STEERED[system].kl_coef
+    rows = 5 * 8 * STEERED[system].samples_per_prompt  # of both ranks
+    assert one["state"]["score_scale"]["totals"][0] == rows
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_coefficients_follow_the_rule(steered, system):
+    """By hand from the reported KL; trlX measures another, on its own responses alone, and changes it each pass."""
+    dialect, run = STEERED[system], steered[0][system]
+    value, rows = dialect.kl_coef, 8 * dialect.samples_per_prompt
+    for metrics, used in zip(run["metrics"], run["coefficients"]):
+        assert used == pytest.approx(value, rel=1e-6)
+        if system == "trlx":
+            break
+        value *= 1 + max(-0.2, min(0.2, metrics["objective/kl"] / 0.5 - 1)) * rows / 100
+    else:
+        assert run["state"]["kl"]["value"] == pytest.approx(value, rel=1e-5)
+    if system == "trlx":  # policy and reference are the same at first: KL 0, two passes of two rows of each rank
+        assert run["coefficients"][1] == pytest.approx(dialect.kl_coef * (1 - 0.2 * 2 / 100) ** 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_whitening_statistics_are_equal_where_they_are_joint(steered, system):
+    one, other = (rank[system]["statistics"] for rank in steered)
+    whitens = STEERED[system].whiten_advantages or STEERED[system].whiten_rewards
+    assert len(one) == len(other) and bool(one) == whitens
+    if whitens:
+        assert (one == other) == (system not in WHITENED_PER_RANK)
+
+
+def test_metrics_of_values_are_there_where_a_critic_is(steered):
+    for system in SYSTEMS:
+        names = [name for name in steered[0][system]["metrics"][0] if name.startswith("value/")]
+        assert bool(names) == (system != "trl_rloo")

@@ -50,12 +50,16 @@ class GivenRollouts:
         self.move("learning")
 
     def move(self, phase: str) -> None:
-        """Put the weights of a phase into the engines; None for the saved ones."""
-        for role, model in self.engine.trained.items():
-            new = moved(self.saved[role], phase) if phase else self.saved[role]
-            for name, parameter in model.module.model.named_parameters():
-                parameter.data.copy_(new[name])
-            model.version += 1
+        """Put the weights of a phase into the engines; of "" the saved ones."""
+        put(self.engine, {role: moved(weights, phase) if phase else weights for role, weights in self.saved.items()})
+
+
+def put(engine: RLHFEngine, weights: dict[str, dict[str, Tensor]]) -> None:
+    """Give the engines these weights, by role and name; at stage 0 in float32, where the module's are the only ones."""
+    for role, model in engine.trained.items():
+        for name, parameter in model.module.model.named_parameters():
+            parameter.data.copy_(weights[role][name])
+        model.version += 1
 
 
 def named_weights(model: TrainedModel) -> dict[str, Tensor]:
@@ -114,8 +118,9 @@ def five_steps(folder: str, dialects: dict[str, Dialect]) -> dict[str, dict]:
     """By dialect: the trainer's state after five steps of sampled rows, and the statistics that were whitened with."""
     engine = RLHFEngine.from_pretrained(engine_spec(folder, 0))
     rollouts = build_rollouts("replica", engine.actor, engine.tokenizer)
-    found = {}
+    saved, found = {role: named_weights(model) for role, model in engine.trained.items()}, {}
     for name, dialect in dialects.items():
+        put(engine, saved)
         statistics, whiten = [], learnable.whiten
 
         def noted(*args, **kwargs):
