@@ -197,7 +197,7 @@ class Dialect:
         known = [field.name for field in dataclasses.fields(cls)]
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            raise UserError(f"dialect field {name!r} does not exist{f'; did you mean {near[0]}?' if near else ''}. "
+            raise UserError(f"dialect field {name!r} does not exist{f'; did you mean {near[0]}?' if near else '.'} "
                             f"Known: {', '.join(known)}.")
 
     def differences(self, other: "Dialect") -> dict[str, tuple]:
