@@ -73,13 +73,10 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
 def sampling_config(args: RLHFFlags, dialect: Dialect, tokenizer) -> SamplingConfig:
     """How responses are drawn; raises UserError where the dialect names an end that is no token."""
     end_token_id(tokenizer, dialect)
-    ends = generation_stops(args.actor_model_name_or_path, tokenizer)
-    return SamplingConfig(
-        max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=ends if dialect.sampling == "until_eos" else (),
-        never_drawn=ends if dialect.sampling == "without_eos" else (), stop_strings=tuple(args.stop),
-        temperature=dialect.sampling_temperature, seed=args.seed, vocabulary_size=vocabulary_size(tokenizer),
-        logprob_temperature=dialect.logprob_temperature if dialect.old_logprobs == "sampler" else None)
+    return SamplingConfig.of(
+        dialect, generation_stops(args.actor_model_name_or_path, tokenizer), max_new_tokens=args.max_answer_seq_len,
+        pad_token_id=tokenizer.pad_token_id, stop_strings=tuple(args.stop), seed=args.seed,
+        vocabulary_size=vocabulary_size(tokenizer))
 
 
 def check_profile_steps(steps: list[int], first: int, last: int) -> None:

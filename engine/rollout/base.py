@@ -1,7 +1,9 @@
 """What every rollout backend offers, and how samples are to be drawn."""
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.dialects import Dialect
 from engine.experience import PromptBatch, Rollout
 
 
@@ -31,6 +33,15 @@ class SamplingConfig:
     vocabulary_size: int | None = None
     logprob_temperature: float | None = None
     never_drawn: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, dialect: Dialect, ends: Sequence[int], **fields) -> "SamplingConfig":
+        """How this dialect samples; `ends`: the ids of the tokens that end a response where it may end."""
+        return cls(stop_token_ids=tuple(ends) if dialect.sampling == "until_eos" else (),
+                   never_drawn=tuple(ends) if dialect.sampling == "without_eos" else (),
+                   temperature=dialect.sampling_temperature,
+                   logprob_temperature=dialect.logprob_temperature if dialect.old_logprobs == "sampler" else None,
+                   **fields)
 
 
 class RolloutBackend(Protocol):

@@ -128,12 +128,8 @@ def five_steps(folder: str, dialects: dict[str, Dialect]) -> dict[str, dict]:
             return whiten(*args, **kwargs)
 
         learnable.whiten = noted
-        stops = SAMPLING.stop_token_ids
-        sampling = SamplingConfig(
-            max_new_tokens=12, pad_token_id=SAMPLING.pad_token_id, seed=3, temperature=dialect.sampling_temperature,
-            stop_token_ids=stops if dialect.sampling == "until_eos" else (),
-            never_drawn=stops if dialect.sampling == "without_eos" else (),
-            logprob_temperature=dialect.logprob_temperature if dialect.old_logprobs == "sampler" else None)
+        sampling = SamplingConfig.of(dialect, SAMPLING.stop_token_ids, max_new_tokens=12, seed=3,
+                                     pad_token_id=SAMPLING.pad_token_id)
         trainer = PPOTrainer(engine=fitting(engine, dialect), rollouts=rollouts, dialect=dialect, sampling=sampling,
                              config=PPOConfig(total_steps=5, micro_batch_size=MICRO_BATCH))
         reports = list(trainer.fit(TinyPrompts(8)))
