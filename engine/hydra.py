@@ -40,6 +40,9 @@ class HydraPolicy(Policy):
         self.requires_grad_(False)
         for name in self.names:
             model.get_submodule(name).requires_grad_(True)
+        first = model.get_submodule(self.names[0])
+        if any(hasattr(parameter, "ds_id") for parameter in first.parameters()):
+            first.register_forward_pre_hook(_ask_for_gradient)
 
     def around(self, model: nn.Module) -> "HydraPolicy":
         """A HydraPolicy like this one around another model of the same architecture."""
@@ -114,6 +117,16 @@ def trained_parts(model: nn.Module, layers: int) -> list[str]:
     if head.weight is not model.get_input_embeddings().weight:
         names += [name for name, module in modules.items() if module is head]
     return names
+
+
+def _ask_for_gradient(_: nn.Module, inputs: tuple) -> None:
+    """Have the backward pass go through to the input of the first layer that trains, though nothing before it does.
+
+    Where layers are gathered as a whole, ZeRO-3 takes a layer's backward pass to be over when its input's gradient is
+    there; without one, before it has begun, and would then find no gradients and free the weights.
+    """
+    if torch.is_grad_enabled():
+        inputs[0].requires_grad_(True)
 
 
 def _stack(model: nn.Module) -> str | None:
