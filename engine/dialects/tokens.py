@@ -15,13 +15,14 @@ def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
         return None
     if text == "eos":
         if tokenizer.eos_token_id is None:
-            raise UserError(f"{field} 'eos': the tokenizer has no EOS token. Name another, or none: {field}=")
+            raise UserError(f"{field} 'eos': the tokenizer has no EOS token. Name another; an empty text is "
+                            "none.")
         return tokenizer.eos_token_id
     known = tokenizer.get_vocab().get(text)
     ids = [known] if known is not None else tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1:
-        raise UserError(f"{field} {text!r}: {len(ids)} tokens for this model's tokenizer; it should be one. Name another, "
-                        f"or none: {field}=")
+        raise UserError(f"{field} {text!r}: {len(ids)} tokens for this model's tokenizer; it should be one. Name another; an "
+                        "empty text is none.")
     return ids[0]
 
 

@@ -66,7 +66,7 @@ FLAGS = [
     ((3,), {"set": "hydra_layers=99"}, ["hydra_layers 99", "layers"]),
     ((3,), {"dialect": "summarize", "per_device_generation_batch_size": 1, "per_device_training_batch_size": 1},
      ["whiten_advantages over a batch of one", "rank"]),
-    ((3,), {"dialect": "summarize", "set": "truncate_token=w1 w2"}, ["truncate_token 'three'", "should be one"]),
+    ((3,), {"dialect": "summarize", "set": "truncate_token=w1 w2"}, ["truncate_token 'w1 w2': 2 tokens", "should be one"]),
     ((1, 2), {"zero_stage": 4}, ["--zero_stage 4", "0, 1, 2 and 3"]),
     ((3,), {"critic_zero_stage": 4}, ["--critic_zero_stage 4", "0, 1, 2 and 3"]),
     ((3,), {"profile_steps": [2, 0]}, ["--profile_steps 0: steps are counted from 1"]),

@@ -207,7 +207,7 @@ class Prompts:
         self.rows = _JsonColumn(self.table["row"])
         if not len(self) and trimmed:
             raise UserError(f"none of the {len(rows)} prompts has the dialect's query_start and query_end within "
-                            f"{max_prompt_length} tokens. Raise that, or leave them out: --set query_start= query_end=")
+                            f"{max_prompt_length} tokens. Raise that, or leave them out (--set query_start= query_end=).")
         if not len(self):
             raise UserError(f"none of the {len(rows)} prompts has at most {max_prompt_length} tokens; raise "
                             "max_prompt_length, or truncate long prompts instead of dropping them.")
