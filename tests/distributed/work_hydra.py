@@ -8,11 +8,10 @@ from deepspeed.accelerator import get_accelerator
 from engine.ds_config import EngineChoice
 from engine.ds_engine import FrozenModel, TrainedModel
 from engine.experience import Rollout
-from engine.hydra import load_hydra
 from engine.model_files import load_policy
-from engine.reference import EngineReference, HydraReference
-from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
-from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless, weights
+from engine.reference import EngineReference
+from engine.rlhf_engine import EngineSpec, RLHFEngine, frozen_model
+from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, timeless, weights
 from training import checkpoint
 from training.ppo_trainer import PPOTrainer
 from training.saving import save_trained

@@ -60,7 +60,9 @@ def _check(args, dialect: Dialect) -> None:
                             "0.")
     for name in ("critic_zero_stage", "critic_ds_config", "critic_gradient_checkpointing", "critic_warmup_steps"):
         if not dialect.has_critic and getattr(args, name):
-            raise UserError(f"--{name} {getattr(args, name)}: the dialect {dialect.name} has no critic. Leave it out.")
+            given = getattr(args, name)
+            told = "" if given is True else f" {given}"
+            raise UserError(f"--{name}{told}: the dialect {dialect.name} has no critic. Leave it out.")
     path = args.critic_model_name_or_path
     if dialect.critic_start != "reward_model" and path is not None and path != args.reward_path:
         start = "starts with a new head on the SFT model" if dialect.has_critic else "does not exist"
