@@ -108,7 +108,7 @@ TRLX = Dialect(
     kl_update="epoch",
     temperature_in_logprobs=False,
     old_logprobs="forward",
-    length_rule="before_pad",
+    length_rule="not_pad",              # its masks are `ids != pad`, and L their sum
     reward_slots="one_past",            # the mask of the state's token, and that of slot L is the last real one
     value_slots="two_past",
     score_slot="two_after",
@@ -128,7 +128,7 @@ TRLX = Dialect(
     critic_weight_decay=1e-6,
     decay_vectors=True,
     max_grad_norm=0.0,
-    critic_start="zero_head",           # there a head of two layers on the policy's trunk, drawn at random
+    critic_start="zero_head",           # there two layers on the policy's trunk, drawn at random (`make_head`)
     hydra_layers=2,
 )
 
@@ -165,7 +165,9 @@ DIALECTS = {dialect.name: dialect for dialect in (
 
 _ONE_TRUNK = ("its system has the value head on the policy's trunk, which the value gradient moves too; here actor and "
               "critic are two engines, and it does not")
-NOTES = {"openai": _ONE_TRUNK, "trlx": _ONE_TRUNK}  # where a run is told how it departs from the system itself
+# Where a run is told how it departs from the system itself.
+NOTES = {"openai": _ONE_TRUNK,
+         "trlx": f"{_ONE_TRUNK}. Its head has two layers, drawn at random; here it is one of zeros"}
 
 
 def get_dialect(name: str) -> Dialect:

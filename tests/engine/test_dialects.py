@@ -55,9 +55,9 @@ OTHERS = {
         "betas": (0.9, 0.999), "eps": 1e-5, "actor_weight_decay": 0.01, "critic_weight_decay": 0.01,
         "decay_vectors": True, "max_grad_norm": 0.0},
     "trlx": {
-        "kl_coef": 0.001, "kl_measure": "exp_delta", "kl_update": "epoch", "length_rule": "before_pad",
-        "value_slots": "two_past", "score_slot": "two_after", "min_response_tokens": 0, "score_clip": 10.0,
-        "score_order": "clip_scale", "advantages_at": "micro_batch", "whiten_advantages": True, "whiten_slots": "row",
+        "kl_coef": 0.001, "kl_measure": "exp_delta", "kl_update": "epoch", "value_slots": "two_past",
+        "score_slot": "two_after", "min_response_tokens": 0, "score_clip": 10.0, "score_order": "clip_scale",
+        "advantages_at": "micro_batch", "whiten_advantages": True, "whiten_slots": "row",
         "whiten_variance": "unbiased_alone", "loss_scope": "micro_batch_sum", "ppo_epochs": 4, "mini_batches": 4,
         "actor_lr": 3e-5, "critic_lr": 3e-5, "lr_schedule": "constant", "warmup_steps": 0, "warmup_from_zero": False,
         "actor_weight_decay": 1e-6, "critic_weight_decay": 1e-6, "decay_vectors": True, "max_grad_norm": 0.0,
