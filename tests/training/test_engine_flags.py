@@ -44,6 +44,14 @@ def test_the_optimizer_is_the_dialects():
         for optimizer in (flags().engine_spec(dialect).actor_optimizer, flags().engine_spec(dialect).critic_optimizer):
             assert optimizer.form == ("tf_adam" if name == "openai" else "adamw")
             assert optimizer.decay_vectors == (name == "summarize")
+            assert (optimizer.betas, optimizer.eps) == (dialect.betas, dialect.eps)
+
+
+@pytest.mark.parametrize("name, norm", [("default", 1.0), ("deepspeed_chat", 1.0), ("openai", 0.0), ("summarize", 0.0),
+                                        ("trlx", 0.0), ("trl_ppo", 0.0)])
+def test_gradients_are_clipped_as_the_dialect_has_it(name, norm):
+    configs = flags().engine_configs(get_dialect(name))
+    assert [configs[role]["gradient_clipping"] for role in ("actor", "critic")] == [norm, norm]
 
 
 @pytest.mark.parametrize("dialect, given, told", [
