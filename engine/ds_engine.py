@@ -92,11 +92,14 @@ class TrainedModel:
 
         Args:
             overflow: what `overflowed` said; the loss scale is lowered and the gradients are dropped.
-            skip: drop the gradients though they are finite, because a partner overflowed.
+            skip: drop the gradients whatever they are, because a partner overflowed or the losses are not wanted.
         """
         optimizer = self.engine.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr
+        if skip and not self._fp16:
+            self._drop_gradients()
+            return False
         if self._fp16:
             # DeepSpeed's own way of skipping a step, told the joint verdict; the scale follows this model's alone.
             checker = optimizer.overflow_checker if self.stage == 0 else optimizer
@@ -115,6 +118,20 @@ class TrainedModel:
             self._update_loss_scale(overflow)
         self.version += not (overflow or skip)
         return not (overflow or skip)
+
+    def _drop_gradients(self) -> None:
+        """Take DeepSpeed through a step in which its Adam does nothing: weights and moments stay bit by bit."""
+        optimizer = self.engine.optimizer
+        adam = getattr(optimizer, "optimizer", optimizer)
+        own = vars(adam).get("step")  # None where it is the class's
+        adam.step = lambda *_, **__: None
+        try:
+            self.engine.step()
+        finally:
+            if own is None:
+                del adam.step
+            else:
+                adam.step = own
 
     def _update_loss_scale(self, overflow: bool) -> None:
         optimizer = self.engine.optimizer

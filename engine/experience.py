@@ -1,5 +1,5 @@
 """What flows through a step: prompts, rollouts, experience. Frozen, and sure of their shapes."""
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -106,12 +106,26 @@ class Rollout:
         """(B, T) int64."""
         return self.sequences[:, self.prompt_length:]
 
-    def select(self, rows: Tensor | slice, beyond: int = 0) -> "Rollout":
-        """The given rows, without the slots that are padding in all of them but `beyond` after the longest response."""
+    def cut(self, kept: Tensor, ended: Tensor, pad_token_id: int) -> "Rollout":
+        """The same rows, whose responses are only the tokens in `kept` (B, T) bool; other slots become padding."""
+        real = torch.cat([self.attention_mask[:, :self.prompt_length], kept.long()], 1)
+        responses = torch.where(kept, self.responses, pad_token_id)
+        return replace(self, sequences=torch.cat([self.prompts, responses], 1), attention_mask=real, response_mask=kept,
+                       ended=ended)
+
+    def from_second_token(self) -> "Rollout":
+        """The same rows with all slots but the first as their responses: log-probs of prompts can then be asked for."""
+        return replace(self, response_mask=self.attention_mask[:, 1:].bool(), logprobs=None, entropy=None)
+
+    def select(self, rows: Tensor | slice, beyond: int | None = 0) -> "Rollout":
+        """The given rows, without the slots that are padding in all of them but `beyond` after the longest response;
+        None keeps all slots of responses."""
         picked = {field.name: getattr(self, field.name)[rows] for field in fields(self)
                   if getattr(self, field.name) is not None}
         prompt, mask, response_mask = self.prompt_length, picked["attention_mask"], picked["response_mask"]
-        response = (response_mask.any(0).sum() + beyond).clamp(1, self.response_length).item()
+        response = self.response_length
+        if beyond is not None:
+            response = (response_mask.any(0).sum() + beyond).clamp(1, response).item()
         left = (prompt - mask[:, :prompt].any(0).sum()).clamp(max=prompt - 1).item()
         cuts = {"sequences": slice(left, prompt + response), "attention_mask": slice(left, prompt + response)}
         cuts |= {name: slice(response) for name in ("response_mask", "logprobs", "entropy")}
@@ -122,13 +136,16 @@ class Rollout:
 class Experience:
     """A rollout and all that PPO learns from it. Slot t belongs to response token t.
 
+    rollout: its response mask holds the tokens that are learned; what follows a dialect's end is padding
     old policy:   logprobs (B, T) float32, entropy (B, T) float32
     reference:    ref_logprobs (B, T) float32
-    old critic:   values (B, T) float32
-    reward model: scores (B,) float32, as it gave them
-    kl (B, T) float32, log-prob minus reference log-prob of each sampled token: what is reported, whatever the penalty
-    rewards, advantages, returns: (B, T) float32
-    policy_mask, value_mask: (B, T) bool, the slots that each loss is summed over
+    old critic:   values (B, T) float32, with what the dialect has after the end; zeros without a critic
+    reward model: scores (B,) float32, as it gave them; shaped_scores (B,) float32, as they stand in the rewards
+    kl (B, T) float32, log-prob minus reference log-prob of each token of a response: what is reported, whatever the
+        penalty; measured_kl (B,) float32, nats, what the coefficient is steered by; kl_coef, the coefficient
+    rewards (B, T) float32, before any whitening
+    advantages, returns: (B, T) float32; estimated anew where the dialect does so in each mini-batch
+    policy_mask, value_mask: (B, T) bool, the slots that each loss is summed over; state_mask, where values count
     """
     rollout: Rollout
     logprobs: Tensor
@@ -136,27 +153,33 @@ class Experience:
     ref_logprobs: Tensor
     values: Tensor
     scores: Tensor
+    shaped_scores: Tensor
     kl: Tensor
+    measured_kl: Tensor
+    kl_coef: float
     rewards: Tensor
     advantages: Tensor
     returns: Tensor
     policy_mask: Tensor
     value_mask: Tensor
+    state_mask: Tensor
 
     def __post_init__(self):
         shape = tuple(self.rollout.response_mask.shape)
         for name in ("logprobs", "entropy", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns"):
             _check(name, getattr(self, name), shape, torch.float32)
-        for name in ("policy_mask", "value_mask"):
+        for name in ("policy_mask", "value_mask", "state_mask"):
             _check(name, getattr(self, name), shape, torch.bool)
-        _check("scores", self.scores, shape[:1], torch.float32)
+        for name in ("scores", "shaped_scores", "measured_kl"):
+            _check(name, getattr(self, name), shape[:1], torch.float32)
 
     def __len__(self) -> int:
         return len(self.rollout)
 
-    def select(self, rows: Tensor | slice) -> "Experience":
-        """The given rows, without the slots that are padding in all of them."""
-        rollout = self.rollout.select(rows)
-        picked = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "rollout"}
-        return Experience(rollout=rollout, **{name: value if value.dim() == 1 else value[:, :rollout.response_length]
-                                              for name, value in picked.items()})
+    def select(self, rows: Tensor | slice, beyond: int | None = 0) -> "Experience":
+        """The given rows, without the slots that are padding in all of them, as `Rollout.select` has it."""
+        rollout = self.rollout.select(rows, beyond)
+        picked = {field.name: getattr(self, field.name)[rows] for field in fields(self)
+                  if isinstance(getattr(self, field.name), Tensor)}
+        return replace(self, rollout=rollout, **{name: value if value.dim() == 1 else value[:, :rollout.response_length]
+                                                 for name, value in picked.items()})

@@ -12,10 +12,13 @@ from engine import distributed
 GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
 
 
-def parameter_buckets(module: nn.Module, numel: int = GATHER_BUCKET) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def parameter_buckets(module: nn.Module, numel: int = GATHER_BUCKET,
+                      trained_only: bool = False) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """A module's named parameters in runs of about `numel` elements; tied ones come once."""
     bucket, size = [], 0
     for name, parameter in module.named_parameters():
+        if trained_only and not parameter.requires_grad:
+            continue
         bucket.append((name, parameter))
         size += full_numel(parameter)
         if size >= numel:
@@ -53,16 +56,18 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def copy_weights(source: nn.Module, target: nn.Module) -> None:
+def copy_weights(source: nn.Module, target: nn.Module, trained_only: bool = False) -> None:
     """Fill an unpartitioned module of the same architecture with a module's weights (all ranks call this).
 
     A bucket costs one collective call: partitions are joined on each rank and sent as one. GatheredParameters, which is
     made for a user's own surgery on weights, has all ranks compare notes on each parameter first.
+
+    trained_only: with those weights alone that train, where the target holds the others already.
     """
     parameters, buffers = dict(target.named_parameters()), dict(target.named_buffers())
     names = {name for name, _ in source.named_parameters()}
     assert names == parameters.keys(), f"not of one architecture: {sorted(names ^ parameters.keys())[:4]}"
-    for bucket in parameter_buckets(source):
+    for bucket in parameter_buckets(source, trained_only=trained_only):
         partitioned = [(name, parameter) for name, parameter in bucket if _has_shard(parameter)]
         if partitioned:
             _copy_bucket(partitioned, parameters)

@@ -173,7 +173,7 @@ def load_scorer(path: str, dtype: torch.dtype, ds_config: dict | None = None, wh
 
 
 def new_scorer(path: str, dtype: torch.dtype, pad_token_id: int | None, seed: int | None,
-               ds_config: dict | None = None, what: str = "model", dropout: float = 0.0) -> Scorer:
+               ds_config: dict | None = None, what: str = "model", dropout: float = 0.0, scale: float = 1.0) -> Scorer:
     """A fresh reward model: the language model's trunk and a head drawn from N(0, 1 / sqrt(d + 1)).
 
     Source of the head's scale: Stiennon et al. 2020 (openai/summarize-from-feedback) and
@@ -184,6 +184,7 @@ def new_scorer(path: str, dtype: torch.dtype, pad_token_id: int | None, seed: in
             cannot take a final EOS for padding.
         seed: of the head; None for a head of zeros.
         dropout: every dropout probability of the trunk; it counts in train mode only.
+        scale: what the head that was drawn is multiplied by.
     """
     config, dropouts = _with_dropout(check_trunk(path, what), dropout)
     config.num_labels, config.pad_token_id = 1, pad_token_id
@@ -196,7 +197,7 @@ def new_scorer(path: str, dtype: torch.dtype, pad_token_id: int | None, seed: in
     fresh = torch.zeros(1, width)
     if seed is not None:
         fresh = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) / math.sqrt(width + 1)
-    set_parameter(scorer.model.score.weight, fresh)
+    set_parameter(scorer.model.score.weight, scale * fresh)
     return scorer
 
 

@@ -77,7 +77,7 @@ class Policy(_Backbone):
     def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None):
         super().__init__(model, dropouts)
         head = model.get_output_embeddings()
-        self.direct_head = type(head) is nn.Linear
+        self.direct_head = type(head) in (nn.Linear, LogProbHead)
         if self.direct_head:
             head.__class__ = LogProbHead  # in place, so that parameter names stay the model's own
 

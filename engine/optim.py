@@ -9,21 +9,79 @@ from engine import distributed
 # transformers' names; "constant_with_warmup" and "cosine_with_restarts" (of one cycle) are what they are there, and
 # "constant" warms up too if steps of warm-up are given.
 LR_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts")
+OPTIMIZERS = ("adamw", "tf_adam")
+
+
+class TensorFlowAdam(torch.optim.Optimizer):
+    """Adam with epsilon where TensorFlow has it: beside the root of the uncorrected second moment.
+
+        lr_t = lr sqrt(1 - b2^t) / (1 - b1^t),   m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
+        p -= lr_t m / (sqrt(v) + eps)
+
+    PyTorch's form divides the root by sqrt(1 - b2^t) before it adds eps. In the first steps, where that is small (0.03
+    at t = 1 and b2 = 0.999), eps weighs 1 / sqrt(1 - b2^t) as much here, and small gradients move their weights less.
+
+    Elementwise and with its state by parameter, so that ZeRO may hand it flat shards. There is no weight decay.
+
+    Source: Kingma and Ba 2015, end of section 2 ("epsilon hat"); tensorflow/tensorflow, `tf.train.AdamOptimizer`.
+    """
+
+    def __init__(self, params, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of all parameters that have a gradient; returns what `closure`, if given, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._update([p for p in group["params"] if p.grad is not None], group["lr"], group["betas"], group["eps"])
+        return loss
+
+    def _update(self, params: list, lr: float, betas: tuple[float, float], eps: float) -> None:
+        if not params:
+            return
+        for param in params:
+            state = self.state[param]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+            state["step"] += 1
+        states = [self.state[param] for param in params]
+        gradients = [param.grad for param in params]
+        first, second = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+        torch._foreach_lerp_(first, gradients, 1 - betas[0])
+        torch._foreach_mul_(second, betas[1])
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - betas[1])
+        roots = torch._foreach_sqrt(second)
+        torch._foreach_add_(roots, eps)
+        steps = [float(state["step"]) for state in states]
+        torch._foreach_addcdiv_(params, first, roots, [
+            -lr * math.sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step) for step in steps])
 
 
 def build_optimizer(module: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-                    offload: bool) -> torch.optim.Optimizer:
+                    offload: bool, form: str = "adamw", decay_vectors: bool = False) -> torch.optim.Optimizer:
     """AdamW, fused; DeepSpeed's C++ one where the optimizer's state lives in host memory beside a GPU.
 
-    Vectors (biases, norms) are not decayed.
+    Args:
+        form: "adamw", or "tf_adam" for TensorFlowAdam, wherever its state lives; that one has no weight decay.
+        decay_vectors: decay biases and norms too, as PyTorch's AdamW does when given all parameters as one.
     """
+    if form not in OPTIMIZERS:
+        raise ValueError(f"optimizer {form!r}: known are {', '.join(OPTIMIZERS)}")
+    assert form == "adamw" or not weight_decay, f"weight decay {weight_decay} with {form}, which has none"
     trained = [p for p in module.parameters() if p.requires_grad]
 
     def dimensions(parameter):
         return len(getattr(parameter, "ds_shape", parameter.shape))
 
+    if form == "tf_adam":
+        return TensorFlowAdam(trained, lr=lr, betas=betas, eps=eps)
     groups = [{"params": [p for p in trained if dimensions(p) > 1], "weight_decay": weight_decay},
-              {"params": [p for p in trained if dimensions(p) <= 1], "weight_decay": 0.0}]
+              {"params": [p for p in trained if dimensions(p) <= 1], "weight_decay": weight_decay * decay_vectors}]
     groups = [group for group in groups if group["params"]]
     if offload and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam

@@ -2,14 +2,19 @@
 import contextlib
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from engine.ds_engine import FrozenModel
+from engine.ds_engine import FrozenModel, TrainedModel
 from engine.experience import Rollout
 
 
 class Reference(Protocol):
-    """Log-probs of a rollout's tokens under the policy that training started from."""
+    """Log-probs of a rollout's tokens under the policy that training started from.
+
+    models: the engines of its own that it has.
+    """
+    models: list[FrozenModel]
 
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
         """(B, T) float32. All ranks call this together."""
@@ -24,7 +29,7 @@ class EngineReference:
     """A frozen copy of the SFT model in an engine of its own."""
 
     def __init__(self, model: FrozenModel):
-        self.model = model
+        self.model, self.models = model, [model]
 
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
         """(B, T) float32."""
@@ -35,3 +40,24 @@ class EngineReference:
     def resident(self):
         """Context in which the weights are on the device."""
         return self.model.resident()
+
+
+class HydraReference:
+    """Frozen copies of the actor's last layers, within the actor's engine; the layers below are the actor's own.
+
+    actor: around an `engine.hydra.HydraPolicy`.
+    """
+
+    def __init__(self, actor: TrainedModel):
+        self.actor, self.models = actor, []
+
+    @torch.no_grad()
+    def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
+        """(B, T) float32."""
+        logprobs, _ = self.actor(rollout.sequences, rollout.attention_mask, rollout.position_ids,
+                                 response_length=rollout.response_length, temperature=temperature, reference=True)
+        return logprobs
+
+    def resident(self):
+        """Does nothing: the actor always stands where it computes."""
+        return self.actor.resident()

@@ -12,7 +12,7 @@ class Replicas:
     """Lends modules without ZeRO's hooks. At stages 0 to 2 a model's own module is lent.
 
     A module is filled, bucket by bucket and in the compute dtype, when a model asks for it that it does not hold, or
-    whose weights have changed since; otherwise nothing is gathered.
+    whose weights have changed since; otherwise nothing is gathered. What is frozen has not changed.
 
     Args:
         between_steps: what becomes of the modules when `rest` is called: "keep" them, "free" them, or move them to the
@@ -44,8 +44,9 @@ class Replicas:
         module = self._modules[key]
         if self._away:
             self._move(distributed.device())
-        if self._held.get(key) != wanted:
-            copy_weights(model.module, module)
+        held = self._held.get(key)
+        if held != wanted:
+            copy_weights(model.module, module, trained_only=held is not None and held[0] == id(model))
             module.adopt(model.module)
             self._held[key] = wanted
             self.fills += 1

@@ -6,6 +6,7 @@
 """
 import gc
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,36 +15,46 @@ from engine import distributed
 from engine.ds_config import EngineChoice, build_ds_config
 from engine.ds_engine import FrozenModel, TrainedModel
 from engine.ema import EMA
+from engine.hydra import check_hydra, load_hydra
 from engine.model_files import DTYPES, load_policy, load_scorer, new_critic, read_tokenizer
 from engine.models import Policy
 from engine.optim import build_optimizer
-from engine.reference import EngineReference
+from engine.reference import EngineReference, HydraReference, Reference
 from engine.reward.model import RewardModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """Adam's settings, the maximal gradient norm (0: no clipping) and the peak learning rate."""
+    """Adam's settings, the maximal gradient norm (0: no clipping) and the peak learning rate.
+
+    form, decay_vectors: as `build_optimizer` has them.
+    """
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    form: str = "adamw"
+    decay_vectors: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """Which models, in which precision, under which DeepSpeed configurations.
 
-    critic_path: a reward model or critic; None for the actor's model with a new head (`new_critic`). reward_path: the
-    critic's path unless given. with_reward_model: False where scores come from elsewhere, and no such model is loaded.
-    reference, reward: stage 3 where the actor (critic) is at stage 3, else 0, unless given. ema_decay: None for no
-    average; ema_device: "cpu" keeps it in host memory.
+    critic_path: a reward model or critic; None for the actor's model with a new head (`new_critic`). with_critic: False
+    where none is to be built. reward_path: the critic's path unless given. with_reward_model: False where scores come
+    from elsewhere, and no such model is loaded. hydra_layers: how many of the actor's last layers train; the reference
+    is then copies of those in the actor's engine. 0: all train, and the reference is an engine of its own.
+    reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.
+    ema_decay: None for no average; ema_device: "cpu" keeps it in host memory.
     """
     actor_path: str
     critic_path: str | None
     reward_path: str | None = None
+    with_critic: bool = True
     with_reward_model: bool = True
+    hydra_layers: int = 0
     dtype: str = "fp32"
     actor: EngineChoice = field(default_factory=lambda: EngineChoice("actor", 0))
     critic: EngineChoice = field(default_factory=lambda: EngineChoice("critic", 0))
@@ -60,13 +71,26 @@ class EngineSpec:
     def __post_init__(self):
         assert not self.with_reward_model or self.reward_path is not None or self.critic_path is not None, \
             "a reward model is wanted, and neither reward_path nor critic_path says which"
+        assert self.with_critic or self.critic_path is None, f"critic_path {self.critic_path!r}, but no critic"
+        assert not self.hydra_layers or self.reference is None, "a hydra's reference has no engine of its own"
+
+    @property
+    def choices(self) -> list[EngineChoice]:
+        """Of each engine that is built: the actor's, and if there are any the critic's, reference's, reward model's."""
+        choices = [self.actor, *([self.critic] if self.with_critic else [])]
+        if not self.hydra_layers:
+            choices.append(self.reference or EngineChoice("reference", 3 if self.actor.stage == 3 else 0))
+        if self.with_reward_model:
+            partner = self.critic if self.with_critic else self.actor
+            choices.append(self.reward or EngineChoice("reward", 3 if partner.stage == 3 else 0))
+        return choices
 
 
 class RLHFEngine:
-    """actor and critic (trained), reference and reward (frozen; reward may be None), ema (or None), and the actor's
-    tokenizer."""
+    """actor and critic (trained; critic may be None), reference and reward (frozen; reward may be None), ema (or None),
+    and the actor's tokenizer."""
 
-    def __init__(self, *, actor: TrainedModel, critic: TrainedModel, reference: EngineReference,
+    def __init__(self, *, actor: TrainedModel, critic: TrainedModel | None, reference: Reference,
                  reward: RewardModel | None, ema: EMA | None, tokenizer):
         self.actor, self.critic = actor, critic
         self.reference, self.reward = reference, reward
@@ -75,29 +99,37 @@ class RLHFEngine:
     @property
     def models(self) -> list[TrainedModel | FrozenModel]:
         """All engines that there are."""
-        return [self.actor, self.critic, self.reference.model, *([self.reward.model] if self.reward else [])]
+        return [*self.trained.values(), *self.reference.models, *([self.reward.model] if self.reward else [])]
+
+    @property
+    def trained(self) -> dict[str, TrainedModel]:
+        """Those that learn, by role."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     @classmethod
     def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
         """Load the models and wrap each in an engine; joins the process group if that has not been done."""
         distributed.init()
         tokenizer = read_tokenizer(spec.actor_path, "actor")
-        reference = spec.reference or EngineChoice("reference", 3 if spec.actor.stage == 3 else 0)
-        actor = trained_model(load_policy, spec.actor_path, spec.actor, spec.actor_optimizer, spec,
+        if spec.hydra_layers:
+            check_hydra(spec.actor_path, spec.hydra_layers, "actor")
+        choices = {choice.role: choice for choice in spec.choices}
+        load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
+        actor = trained_model(load, spec.actor_path, spec.actor, spec.actor_optimizer, spec,
                               spec.actor_gradient_checkpointing)
-        fresh = spec.critic_path is None
-        critic = trained_model(new_critic if fresh else load_scorer, spec.actor_path if fresh else spec.critic_path,
-                               spec.critic, spec.critic_optimizer, spec, spec.critic_gradient_checkpointing)
-        return cls(actor=actor, critic=critic, tokenizer=tokenizer,
-                   reference=EngineReference(frozen_model(load_policy, spec.actor_path, reference, spec)),
-                   reward=reward_model(spec) if spec.with_reward_model else None,
+        critic = critic_model(spec) if spec.with_critic else None
+        reference = HydraReference(actor) if spec.hydra_layers else EngineReference(
+            frozen_model(load_policy, spec.actor_path, choices["reference"], spec))
+        reward = RewardModel(frozen_model(load_scorer, spec.reward_path or spec.critic_path, choices["reward"], spec)) \
+            if spec.with_reward_model else None
+        return cls(actor=actor, critic=critic, reference=reference, reward=reward, tokenizer=tokenizer,
                    ema=EMA(actor, spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None)
 
 
-def reward_model(spec: EngineSpec) -> RewardModel:
-    """The frozen reward model."""
-    choice = spec.reward or EngineChoice("reward", 3 if spec.critic.stage == 3 else 0)
-    return RewardModel(frozen_model(load_scorer, spec.reward_path or spec.critic_path, choice, spec))
+def critic_model(spec: EngineSpec) -> TrainedModel:
+    """The critic: what stands at its path, or else the actor's model with a new head."""
+    load, path = (new_critic, spec.actor_path) if spec.critic_path is None else (load_scorer, spec.critic_path)
+    return trained_model(load, path, spec.critic, spec.critic_optimizer, spec, spec.critic_gradient_checkpointing)
 
 
 def trained_model(load, path: str, choice: EngineChoice, optimizer: OptimizerSpec, spec: EngineSpec,
@@ -115,7 +147,8 @@ def wrap_trained(module: nn.Module, ds_config: dict, choice: EngineChoice, optim
     if gradient_checkpointing:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})
     offload = "offload_optimizer" in ds_config["zero_optimization"]
-    adam = build_optimizer(module, optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, offload)
+    adam = build_optimizer(module, optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, offload,
+                           optimizer.form, optimizer.decay_vectors)
     return _probed(TrainedModel(module, ds_config, adam))
 
 

@@ -12,9 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     ["engine.algo"],
     ["engine.dialects", "engine.experience"],
+    ["engine.learnable"],
     ["engine.models", "engine.weight_files", "engine.model_files", "engine.optim", "engine.ds_config",
      "engine.distributed"],
-    ["engine.gathering", "engine.ds_engine", "engine.replica", "engine.packing"],
+    ["engine.gathering", "engine.hydra", "engine.ds_engine", "engine.replica", "engine.packing"],
     ["engine.ema", "engine.rlhf_engine", "engine.reference", "engine.rollout", "engine.reward"],
     ["engine.experience_maker"],
     ["training"],

@@ -1,7 +1,7 @@
 """Restart points: everything that changes during a run, in one folder that is there whole or not at all.
 
     checkpoints/step_000100/
-        actor/ critic/          DeepSpeed's checkpoints
+        actor/ critic/          DeepSpeed's checkpoints; critic/ if there is one
         ema_rank0.pt ...        each rank's share of the averaged weights, if there are any
         trainer_state.json      steps, controllers, world size; written last
 
@@ -31,8 +31,8 @@ def save(output_dir: Path, engine: RLHFEngine, state: dict) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     distributed.barrier()
-    engine.actor.save_checkpoint(str(partial), "actor")
-    engine.critic.save_checkpoint(str(partial), "critic")
+    for role, model in engine.trained.items():
+        model.save_checkpoint(str(partial), role)
     if engine.ema is not None:
         torch.save(engine.ema.state_dict(), partial / f"ema_rank{distributed.rank()}.pt")
     distributed.barrier()
@@ -117,7 +117,7 @@ def load(folder: Path, engine: RLHFEngine, state: dict) -> None:
     Raises: UserError if the point and the run disagree on having an EMA.
     """
     check_ema(folder, state, engine.ema is not None)
-    engine.actor.load_checkpoint(str(folder), "actor")
-    engine.critic.load_checkpoint(str(folder), "critic")
+    for role, model in engine.trained.items():
+        model.load_checkpoint(str(folder), role)
     if engine.ema is not None:
         engine.ema.load_state_dict(torch.load(folder / f"ema_rank{distributed.rank()}.pt", weights_only=True))

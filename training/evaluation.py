@@ -36,10 +36,11 @@ class Evaluator:
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
         indices = self._own_prompts()
-        rollout = self._answer(indices)
+        answered = self._answer(indices)
         # Shifted only now: random numbers are keyed by the index among the held-out prompts.
-        judged = self.maker.judge(dataclasses.replace(rollout, indices=rollout.indices + self.first_index))
+        judged = self.maker.judge(dataclasses.replace(answered, indices=answered.indices + self.first_index))
         self.rollouts.rest()
+        rollout = judged.rollout  # without what follows an end that the sampler did not stop at
         kl = ((judged.logprobs - judged.ref_logprobs) * rollout.response_mask).sum(-1)
         own = dict(zip(indices, sample_rows(rollout, judged.scores, kl, self.tokenizer)))
         for name, part in judged.score_parts.items():

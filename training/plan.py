@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine import distributed
-from engine.dialects import Dialect
+from engine.dialects import NOTES, Dialect, check, end_token_id, token_id
 from engine.errors import UserError
+from engine.hydra import check_hydra
 from engine.model_files import (check_policy, check_scorer, check_trunk, check_vocabularies, read_config,
                                 read_tokenizer, vocabulary_size)
 from engine.rlhf_engine import EngineSpec
@@ -17,6 +18,7 @@ from training.data.blocks import TextBlocks
 from training.data.examples import Prompts
 from training.data.forms import PROMPTS, TEXTS
 from training.data.mixture import load_rows
+from training.flags.dialect_flags import given_fields
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program import check_positions, check_run, generation_stops
 from training.reward_function import load_function
@@ -44,7 +46,8 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
     tokenizer = read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
     parts = args.load_rows(PROMPTS, tokenizer, held_out=args.num_eval_prompts, eval_limit=args.num_eval_prompts,
                            held_out_flag="--num_eval_prompts")
-    prompts, held_out = (Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong_prompts, args.cache)
+    query = tuple(token_id(tokenizer, dialect, field) for field in ("query_start", "query_end"))
+    prompts, held_out = (Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong_prompts, args.cache, *query)
                          if len(rows) else None for rows in parts)
     a_step = args.per_device_generation_batch_size * args.generation_batches * distributed.world_size()
     total_steps = args.max_steps or len(prompts) * args.num_train_epochs // a_step
@@ -52,11 +55,6 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
         raise UserError(f"--data_path {' '.join(args.data_path)}: {len(prompts)} prompts are too few for one step, "
                         f"which takes {a_step} over {distributed.world_size()} ranks. Lower the batch sizes or add "
                         "prompts.")
-    sampling = SamplingConfig(
-        max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=generation_stops(args.actor_model_name_or_path, tokenizer), temperature=dialect.temperature,
-        stop_strings=tuple(args.stop), seed=args.seed, vocabulary_size=vocabulary_size(tokenizer),
-        logprob_temperature=dialect.logprob_temperature if dialect.samples_logprobs(args.dtype) else None)
     function = load_function(args.reward_function) if args.reward_function else None
     blocks, fingerprints = texts(args, tokenizer)
     identity = args.identity(dialect, [*(rows.fingerprint for rows in parts), *fingerprints])
@@ -69,7 +67,16 @@ def make_plan(args: RLHFFlags, dialect: Dialect, changed: dict) -> Plan:
                             f"step {last_step}. Raise --max_steps or --num_train_epochs.")
     check_profile_steps(args.profile_steps, resume[1]["steps_done"] + 1 if resume else 1, last_step)
     return Plan(dialect, changed, args.engine_spec(dialect), function, prompts, held_out, blocks,
-                sampling, total_steps, last_step, resume, identity)
+                sampling_config(args, dialect, tokenizer), total_steps, last_step, resume, identity)
+
+
+def sampling_config(args: RLHFFlags, dialect: Dialect, tokenizer) -> SamplingConfig:
+    """How responses are drawn; raises UserError where the dialect names an end that is no token."""
+    end_token_id(tokenizer, dialect)
+    return SamplingConfig.of(
+        dialect, generation_stops(args.actor_model_name_or_path, tokenizer), args.dtype,
+        max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id, stop_strings=tuple(args.stop),
+        seed=args.seed, vocabulary_size=vocabulary_size(tokenizer))
 
 
 def check_profile_steps(steps: list[int], first: int, last: int) -> None:
@@ -105,10 +112,21 @@ def check_files(args: RLHFFlags, dialect: Dialect) -> None:
     args.engine_configs(dialect)
     if args.reward_function is not None:
         load_function(args.reward_function)
-    check_models(args)
+    check_dialect(args, dialect)
+    check_models(args, dialect)
 
 
-def check_models(args: RLHFFlags) -> None:
+def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
+    """Whether the dialect's choices go together with the run's sizes and the actor."""
+    layers, path = None, args.actor_model_name_or_path
+    if args.looks_at(path):
+        layers = read_config(path, "--actor_model_name_or_path").get_text_config().num_hidden_layers
+    check(dialect, samples_per_prompt=dialect.samples_per_prompt, rows_per_rank=args.rows_per_rank,
+          mini_batches=dialect.mini_batches, micro_batch_size=args.per_device_training_batch_size,
+          ranks=distributed.world_size(), layers=layers, given=given_fields(args))
+
+
+def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     """Whether the models are what the flags say, and fit each other."""
     names = [name for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
              if getattr(args, name) is not None and args.looks_at(getattr(args, name))]
@@ -118,7 +136,10 @@ def check_models(args: RLHFFlags) -> None:
         if name == "actor_model_name_or_path":
             tokenizer = read_tokenizer(path, f"--{name}")
             check_policy(path, f"--{name}")
-            if args.critic_model_name_or_path is None:
+            if dialect.hydra_layers:
+                check_hydra(path, dialect.hydra_layers, f"--{name}")
+            starts_anew = dialect.critic_start == "zero_head" or args.critic_model_name_or_path is None
+            if dialect.has_critic and starts_anew:
                 check_trunk(path, f"--{name}")
         else:
             check_scorer(path, f"--{name}")
@@ -134,8 +155,9 @@ def goes_on(args: RLHFFlags, point: Path) -> bool:
 
 
 def dialect_lines(dialect: Dialect, changed: dict) -> str:
-    """The dialect's name, and which of its choices flags depart from."""
-    return f"dialect {dialect.name}" + "".join(
+    """The dialect's name, where it departs from its system, and where flags depart from it."""
+    note = f"\n  {NOTES[dialect.name]}" if dialect.name in NOTES else ""
+    return f"dialect {dialect.name}{note}" + "".join(
         f"\n  {field} = {given} (given; the dialect's is {usual})" for field, (usual, given) in changed.items())
 
 
@@ -154,13 +176,16 @@ def changes_since(state: dict, now: dict) -> list[str]:
 
 def plan_lines(args: RLHFFlags, plan: Plan) -> str:
     """What is about to run: data, steps, engines."""
-    stages = ", ".join(f"{choice.role} {choice.stage}" for choice in
-                       (plan.spec.actor, plan.spec.critic, plan.spec.reference, plan.spec.reward) if choice is not None)
+    stages = ", ".join(f"{choice.role} {choice.stage}" for choice in plan.spec.choices)
     blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
+    scorer = ""
+    if args.critic_model_name_or_path is not None and plan.dialect.critic_start != "reward_model":
+        critic = "the SFT model with a new head" if plan.dialect.has_critic else "there is none"
+        scorer = f"\n--critic_model_name_or_path names the reward model alone; the critic: {critic}"
     return (f"{len(plan.prompts)} prompts ({plan.prompts.truncated} truncated, {plan.prompts.dropped} dropped), "
             f"{len(plan.held_out) if plan.held_out else 0} held out{blocks}; {plan.total_steps} steps of "
             f"{args.rows_per_rank * distributed.world_size()} responses on {distributed.world_size()} ranks\n"
-            f"ZeRO stages: {stages}; {args.dtype}")
+            f"ZeRO stages: {stages}; {args.dtype}{scorer}")
 
 
 def print_dry_run(args: RLHFFlags, dialect: Dialect, changed: dict) -> None:

@@ -57,7 +57,8 @@ def marked(trainer: PPOTrainer) -> Iterator[None]:
                (Scorer, "forward", "scorer forward"), (engine.reference, "ref_logprobs", "reference"),
                (replica, "copy_weights", "gather of weights")]
     for role, model in (("actor", engine.actor), ("critic", engine.critic)):
-        methods += [(model, "backward", f"{role} backward"), (model, "step", f"{role} optimizer step")]
+        if model is not None:
+            methods += [(model, "backward", f"{role} backward"), (model, "step", f"{role} optimizer step")]
     reward = trainer.maker.reward
     sources = reward.sources if isinstance(reward, CombinedReward) else {"model": (reward, 1.0)}
     methods += [(source, "score", f"reward {name}") for name, (source, _) in sources.items()]

@@ -81,7 +81,7 @@ class Session:
         """Save the models, draw the curves, print the summary."""
         engine = self.engine
         saved = {name: save_trained(model, engine.tokenizer, self.output_dir / name)
-                 for name, model in (("actor", engine.actor), ("critic", engine.critic))}
+                 for name, model in engine.trained.items()}
         if engine.ema is not None:
             with engine.ema.swapped():
                 saved["actor_ema"] = save_trained(engine.actor, engine.tokenizer, self.output_dir / "actor_ema")

@@ -18,8 +18,8 @@ from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
 from engine.algo.masked import mean_and_variance, moments
 from engine.dialects import Dialect
 from engine.ds_config import EngineChoice
-from engine.ds_engine import TrainedModel
-from engine.errors import RunStopped
+from engine.ds_engine import FrozenModel, TrainedModel
+from engine.errors import RunStopped, UserError
 from engine.experience import position_ids
 from engine.model_files import (DTYPES, check_policy, check_trunk, check_vocabularies, load_policy, new_scorer,
                                 read_tokenizer, vocabulary_size)
@@ -50,6 +50,8 @@ class RewardFlags(SupervisedFlags):
                                               "default --model_name_or_path")
     normalization_data_path: list[str] = flag([], "prompts for these responses; by default those of --data_path")
     normalization_samples: int = flag(512, "how many such responses; 0 for no normalisation")
+    normalize_before: bool = flag(False, "also scale the new head before training, so that these scores begin with "
+                                         "variance 1 (lm-human-preferences)")
     max_prompt_seq_len: int = flag(256, "longest prompt of these responses, in tokens")
     max_answer_seq_len: int = flag(256, "longest of these responses, in tokens; use step 3's")
     temperature: float = flag(Dialect().temperature, "of sampling them")
@@ -61,6 +63,9 @@ class RewardFlags(SupervisedFlags):
         self.at_least(1, "max_prompt_seq_len", "max_answer_seq_len")
         self.above(0, "temperature")
         self.finite("temperature")
+        if self.normalize_before and not self.normalization_samples:
+            raise UserError("--normalize_before with --normalization_samples 0: there are no responses to be scored. "
+                            "Give 2 or more, or leave --normalize_before out.")
 
     @property
     def sft_path(self) -> str:
@@ -87,7 +92,7 @@ def main(args: RewardFlags) -> None:
     ds_config = args.ds_settings()
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
     module = new_scorer(args.model_name_or_path, DTYPES[args.dtype], pad, args.seed, ds_config, "--model_name_or_path",
-                        args.dropout)
+                        args.dropout, starting_scale(args, tokenizer, prompts, pad) if args.normalize_before else 1.0)
     model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
     trainer = RewardTrainer(model, args, examples, held_out, tokenizer.pad_token_id)
     if distributed.is_main():
@@ -148,8 +153,29 @@ class RewardTrainer(SupervisedTrainer):
         metrics.add_moments(margins, everywhere, mean=f"{prefix}/margin", std=f"{prefix}/margin_std")
 
 
+def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id: int | None) -> float:
+    """What the new head is multiplied by, so that it scores the SFT model's responses with variance 1 from the start.
+
+    Their mean stays what it is: pairs are compared by differences, which an offset does not change.
+
+    Source: openai/lm-human-preferences cbfd210b, train_reward.py, `normalize_before`.
+    """
+    def load(path: str, dtype: torch.dtype, ds_config: dict, what: str):
+        return new_scorer(path, dtype, pad_token_id, args.seed, ds_config, what)
+
+    spec = EngineSpec(actor_path="", critic_path=args.model_name_or_path, dtype=args.dtype)
+    model = frozen_model(load, args.model_name_or_path,
+                         EngineChoice("reward", 3 if args.choice().stage == 3 else 0), spec)
+    mean, variance = score_statistics(args, model, tokenizer, prompts)
+    if distributed.is_main():
+        print(f"before training: scores of these responses have mean {mean:.3f}, standard deviation "
+              f"{variance ** 0.5:.3f}; the new head is scaled so that this is 1", flush=True)
+    return variance ** -0.5
+
+
 @torch.no_grad()
-def score_statistics(args: RewardFlags, model: TrainedModel, tokenizer, prompts: Prompts) -> tuple[float, float]:
+def score_statistics(args: RewardFlags, model: TrainedModel | FrozenModel, tokenizer,
+                     prompts: Prompts) -> tuple[float, float]:
     """Mean and variance of this model's scores of responses that the SFT model samples, over all ranks.
 
     Raises: RunStopped if all scores are the same, which nothing can scale to variance 1.

@@ -42,7 +42,7 @@ def main(args: RLHFFlags) -> None:
     engine = RLHFEngine.from_pretrained(plan.spec)
     rollouts = build_rollouts(
         args.rollout_backend, engine.actor, engine.tokenizer, others=engine.models,
-        rows_at_once=args.per_device_generation_batch_size * args.num_samples_per_prompt,
+        rows_at_once=args.per_device_generation_batch_size * dialect.samples_per_prompt,
         row_length=args.max_prompt_seq_len + args.max_answer_seq_len, between_steps=args.replicas_between_steps,
         decoding=args.decoding)
     if distributed.is_main():
@@ -50,11 +50,8 @@ def main(args: RLHFFlags) -> None:
     trainer = PPOTrainer(
         engine=engine, rollouts=rollouts, dialect=plan.dialect, sampling=plan.sampling,
         reward=build_reward(args, plan, engine), unsupervised=plan.texts and ShuffledTexts(args, plan.texts),
-        config=PPOConfig(total_steps=plan.total_steps, mini_batches=args.mini_batches,
-                         micro_batch_size=args.per_device_training_batch_size,
-                         samples_per_prompt=args.num_samples_per_prompt,
-                         critic_warmup_steps=args.critic_warmup_steps, unsup_coef=args.unsup_coef,
-                         seed=args.seed))
+        config=PPOConfig(total_steps=plan.total_steps, micro_batch_size=args.per_device_training_batch_size,
+                         critic_warmup_steps=args.critic_warmup_steps, unsup_coef=args.unsup_coef, seed=args.seed))
     if plan.resume:
         folder, state = plan.resume
         checkpoint.load(folder, engine, state)

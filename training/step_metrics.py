@@ -3,37 +3,43 @@ import torch
 from torch import Tensor
 
 from engine import distributed
+from engine.dialects import Dialect
 from engine.errors import RunStopped
 from engine.experience import Experience
 from training.metrics import Accumulator
 
 
-def add_experience(metrics: Accumulator, experience: Experience, clipped_scores: Tensor, kl_coef: float) -> None:
-    """The metrics of objective, advantages, returns, value and rollout; sums over responses or over their tokens.
-
-    Args:
-        clipped_scores: (B,) float32, the scores as they entered the rewards.
-        kl_coef: the coefficient that they were computed with.
-    """
+def add_experience(metrics: Accumulator, experience: Experience, dialect: Dialect) -> None:
+    """The metrics of objective, advantages, returns, value and rollout; sums over responses or over their tokens."""
     rollout, count = experience.rollout, len(experience)
     mask, tokens = rollout.response_mask, rollout.response_mask.sum()
     learned = experience.policy_mask
     total_rewards = experience.rewards.sum()
     metrics.add("objective/kl", experience.kl.sum(), count)
     metrics.add("objective/kl_per_token", experience.kl.sum(), tokens)
-    metrics.add_max("objective/kl_coef", kl_coef)
+    metrics.add_max("objective/kl_coef", experience.kl_coef)
     metrics.add("objective/entropy", (experience.entropy * mask).sum(), tokens)
     metrics.add("objective/scores", experience.scores.sum(), count)
     metrics.add("objective/rlhf_reward", total_rewards, count)
-    metrics.add("objective/non_score_reward", total_rewards - clipped_scores.sum(), count)
-    metrics.add_explained_variance("value/explained_variance", experience.values, experience.returns,
-                                   experience.value_mask)
-    # Before whitening, after which they would always be 0 and 1.
-    metrics.add_moments(experience.returns - experience.values, learned, mean="advantages/mean", std="advantages/std")
-    metrics.add_moments(experience.returns, learned, mean="returns/mean", variance="returns/var")
+    metrics.add("objective/non_score_reward", total_rewards - experience.shaped_scores.sum(), count)
+    _add_advantages(metrics, experience, dialect)
     metrics.add("rollout/response_length", tokens, count)
     metrics.add("rollout/eos_rate", rollout.ended.sum(), count)
     metrics.add_sum("rollout/degenerate", (~learned.any(-1)).sum())
+
+
+def _add_advantages(metrics: Accumulator, experience: Experience, dialect: Dialect) -> None:
+    returns = experience.returns
+    if dialect.advantage_estimator == "rloo":  # one a response, the same in all its slots
+        responses = experience.policy_mask.any(-1)
+        metrics.add_moments(experience.advantages[:, 0], responses, mean="advantages/mean", std="advantages/std")
+        metrics.add_moments(returns[:, 0], responses, mean="returns/mean", variance="returns/var")
+        return
+    # Before whitening, after which they would always be 0 and 1.
+    metrics.add_moments(returns - experience.values, experience.policy_mask, mean="advantages/mean",
+                        std="advantages/std")
+    metrics.add_moments(returns, experience.policy_mask, mean="returns/mean", variance="returns/var")
+    metrics.add_explained_variance("value/explained_variance", experience.values, returns, experience.value_mask)
 
 
 def distributions(experience: Experience) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
 from training.metrics import Accumulator
-from training.ppo_trainer import peak_memory_gb
+from training.phase_clock import peak_memory_gb
 from training.program import clear_output_dir, open_writer
 from training.reporting.run_record import write_run_record
 from training.reporting.views import View

@@ -26,3 +26,30 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
         next_value = values[:, t]
         advantages[:, t] = next_advantage
     return advantages, advantages + values
+
+
+def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
+    """REINFORCE leave-one-out: each response's reward less the mean reward of the other responses to its prompt.
+
+        A_i = s_i - 1 / (k - 1) * (sum of s_j over the group's j other than i)
+
+    Args:
+        rewards: (B,) float32, each response's score less its KL penalty. The k rows of a group stand side by side.
+        group_size: k, at least 2.
+        valid: (B,) bool, the responses that count, by default all; the mean is over the valid others.
+
+    Returns: (B,) float32; 0 for a response that is not valid, and for one without a valid other.
+    Raises: ValueError if k is 1 or B is no multiple of it.
+
+    Source: Ahmadian et al. 2024, "Back to basics: revisiting REINFORCE style optimization for learning from human
+    feedback in LLMs", section 2.3; huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py (which keeps sample j of prompt
+    i at row j B + i).
+    """
+    if group_size < 2 or len(rewards) % group_size:
+        raise ValueError(f"RLOO of {len(rewards)} responses in groups of {group_size}: groups are of 2 or more, and "
+                         "the responses a multiple of that")
+    counted = (torch.ones_like(rewards) if valid is None else valid.to(rewards.dtype)).view(-1, group_size)
+    own = torch.where(counted.bool(), rewards.view(-1, group_size), torch.zeros_like(counted))
+    others = counted.sum(-1, keepdim=True) - counted
+    baseline = (own.sum(-1, keepdim=True) - own) / others.clamp(min=1)
+    return torch.where((counted > 0) & (others > 0), own - baseline, torch.zeros_like(own)).view(-1)

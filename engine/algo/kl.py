@@ -20,6 +20,28 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -
     raise ValueError(f"KL estimator {estimator!r}: known are k1, k2, k3")
 
 
+def measured_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, measure: str = "k1") -> Tensor:
+    """The KL of each sequence that a controller looks at: sums over its tokens, (B,), in nats.
+
+    "k1" sums delta = log p - log q. "exp_delta" sums exp(delta) - 1 - delta, which is k3 with the sign of delta turned:
+    it is never negative, but its mean over tokens of the policy is not the KL.
+
+    Args:
+        logprobs, ref_logprobs: (B, N) float32.
+        mask: (B, N) bool, the tokens that are summed over. For "exp_delta" as its system has it N spans prompt and
+            response, all but the first token: a policy's log-probs of the prompt move too.
+
+    Source: "k1" openai/lm-human-preferences cbfd210b, train_policy.py, `record_step_stats`; "exp_delta" CarperAI/trlx
+    3340c2f3, trlx/trainer/accelerate_ppo_trainer.py, `make_experience`.
+    """
+    delta = torch.where(mask, logprobs - ref_logprobs, torch.zeros_like(logprobs))
+    if measure == "k1":
+        return delta.sum(-1)
+    if measure == "exp_delta":
+        return (torch.expm1(delta) - delta).sum(-1)
+    raise ValueError(f"KL measure {measure!r}: known are k1, exp_delta")
+
+
 class FixedKL:
     """A coefficient that stays what it is."""
 
@@ -46,7 +68,10 @@ class AdaptiveKL:
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, kl: float, count: int) -> None:
-        """Take note of the mean KL (nats a response, over all ranks) of `count` responses."""
+        """Take note of the mean KL (nats a response, over all ranks) of `count` responses.
+
+        Equal on all ranks only if `kl` is: reduce it first.
+        """
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * count / self.horizon
 

@@ -9,17 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.algo.kl import kl_estimate
 from engine.algo.masked import masked_sum
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Sums over the masked tokens, each a scalar tensor; only `loss` carries a gradient."""
+    """Sums over what has a ratio of its own, tokens or responses, each a scalar tensor; only `loss` has a gradient."""
     loss: Tensor
-    clipped: Tensor     # tokens whose clipped loss is the larger one
+    clipped: Tensor     # how many have the clipped loss as the larger one
     approxkl: Tensor    # (log ratio)^2 / 2, Schulman's k2 of old against new
     ratio: Tensor
     ratio_max: Tensor   # a maximum, not a sum
+    count: Tensor       # of what the sums are over
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class ValueLoss:
     loss: Tensor
     clipped: Tensor
     value: Tensor
+    count: Tensor
 
 
 def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
@@ -43,6 +46,26 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     """
     # Outside the mask the two may differ by anything; exp of that could overflow and poison the gradient.
     log_ratio = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
+    return _clipped_surrogate(log_ratio, advantages, mask, clip_range)
+
+
+def response_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
+                         clip_range: float) -> PolicyLoss:
+    """The clipped surrogate with one ratio a response, rho = exp(sum over its tokens of lp - lp0).
+
+    Args:
+        logprobs, old_logprobs: (B, T) float32.
+        advantages: (B,) float32, one a response.
+        mask: (B, T) bool; a response without a masked token counts nowhere.
+
+    Returns: sums over responses. Source: huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py.
+    """
+    log_ratio = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs)).sum(-1)
+    return _clipped_surrogate(log_ratio, advantages, mask.any(-1), clip_range)
+
+
+def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_range: float) -> PolicyLoss:
+    """Sums over `mask`; `log_ratio` is 0 outside it."""
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
@@ -52,16 +75,36 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
         clipped=masked_sum((clipped > plain).float(), mask),
         approxkl=masked_sum(log_ratio.detach() ** 2 / 2, mask),
         ratio=masked_sum(still, mask),
-        ratio_max=torch.where(mask, still, torch.zeros_like(still)).max())
+        ratio_max=torch.where(mask, still, torch.zeros_like(still)).max(),
+        count=mask.sum())
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float) -> ValueLoss:
-    """Half the sum over tokens of the larger of (V - R)^2 and (clip(V, V0 - clip_range, V0 + clip_range) - R)^2.
+def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str) -> Tensor:
+    """Sum over masked tokens of the estimated KL(policy || reference): a penalty for the loss, not for the reward.
+
+    Its gradient flows through `logprobs`. That of k2, delta * grad lp, has the KL's own gradient as its mean; that of
+    k1, grad lp, has mean 0, and k3's follows the KL with policy and reference exchanged.
+
+    Args:
+        logprobs: (B, T) float32 of the policy being trained; ref_logprobs (B, T) float32.
+        mask: (B, T) bool.
+        estimator: as of `kl_estimate`.
+
+    Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, "DeepSeekMath", eq. 4, which has k3 here.
+    """
+    zeros = torch.zeros_like(logprobs)
+    return masked_sum(kl_estimate(torch.where(mask, logprobs, zeros), torch.where(mask, ref_logprobs, zeros),
+                                  estimator), mask)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float,
+               factor: float = 1.0) -> ValueLoss:
+    """factor / 2 x the sum over slots of the larger of (V - R)^2 and (clip(V, V0 - clip_range, V0 + clip_range) - R)^2.
 
     Args:
         values: (B, T) float32 of the critic being trained.
         old_values, returns: (B, T) float32 of the rollout.
-        mask: (B, T) bool.
+        mask: (B, T) bool; some systems count the slot after the response too.
 
     Source: openai/lm-human-preferences cbfd210b, train_policy.py, `loss`.
     """
@@ -69,9 +112,36 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
     near = torch.minimum(torch.maximum(values, old_values - clip_range), old_values + clip_range)
     plain, clipped = (values - returns) ** 2, (near - returns) ** 2
     return ValueLoss(
-        loss=0.5 * masked_sum(torch.maximum(plain, clipped), mask),
+        loss=0.5 * factor * masked_sum(torch.maximum(plain, clipped), mask),
         clipped=masked_sum((clipped > plain).float(), mask),
-        value=masked_sum(values.detach(), mask))
+        value=masked_sum(values.detach(), mask),
+        count=mask.sum())
+
+
+def loss_weights(counts: list[float], total: float, micro_batches: int, ranks: int, scope: str) -> list[float]:
+    """What each of one rank's micro-batches multiplies its loss sum by, in one optimizer step.
+
+    With these weights the step's gradient is that of the sum over micro-batches and ranks.
+
+    Args:
+        counts: what each of this rank's sums is over (`PolicyLoss.count`).
+        total: the sum of all ranks' counts.
+        micro_batches: how many micro-batches all ranks have together.
+        ranks: how many there are.
+        scope: "optimizer_step" takes one mean over all tokens of all ranks, so that no layout changes it;
+            "micro_batch" the mean of the micro-batches' own means; "micro_batch_sum" sums each rank's means, and takes
+            the mean of the ranks' sums.
+
+    Source of "micro_batch": the loss of DeepSpeed-Chat (DeepSpeedExamples 83757d9c) and of huggingface/trl f2cd5771,
+    divided by the accumulation steps; of "micro_batch_sum": CarperAI/trlx 3340c2f3 with `minibatch_size`, not divided.
+    """
+    if scope == "optimizer_step":
+        return [1.0 / max(total, 1.0)] * len(counts)
+    if scope == "micro_batch":
+        return [1.0 / (max(count, 1.0) * micro_batches) for count in counts]
+    if scope == "micro_batch_sum":
+        return [1.0 / (max(count, 1.0) * ranks) for count in counts]
+    raise ValueError(f"loss scope {scope!r}: known are optimizer_step, micro_batch, micro_batch_sum")
 
 
 def pairwise_loss(chosen: Tensor, rejected: Tensor) -> Tensor:

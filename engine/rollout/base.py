@@ -1,7 +1,9 @@
 """What every rollout backend offers, and how samples are to be drawn."""
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.dialects import Dialect
 from engine.experience import PromptBatch, Rollout
 
 
@@ -15,7 +17,8 @@ class SamplingConfig:
     temperature: of sampling; the log-probs that PPO compares are taken at the same one.
     vocabulary_size: token ids from this on are never drawn: embeddings are often padded, and an id that the tokenizer
         does not know may be beyond the reward model's. None for no bound.
-    stop_token_ids: tokens that end a response and belong to it.
+    stop_token_ids: tokens that end a response and belong to it; with none, and no strings, all have max_new_tokens.
+    never_drawn: tokens that are not drawn, as if they had no probability. Log-probs are the whole distribution's still.
     stop_strings: texts that end a response with the token that completes them.
     pad_token_id: what fills the slots after a response.
     seed: of the keyed uniform numbers.
@@ -29,6 +32,19 @@ class SamplingConfig:
     seed: int = 0
     vocabulary_size: int | None = None
     logprob_temperature: float | None = None
+    never_drawn: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, dialect: Dialect, ends: Sequence[int], dtype: str, **fields) -> "SamplingConfig":
+        """How this dialect samples from an actor in this dtype ("fp32", "fp16" or "bf16").
+
+        ends: the ids of the tokens that end a response where it may end.
+        """
+        return cls(stop_token_ids=tuple(ends) if dialect.sampling == "until_eos" else (),
+                   never_drawn=tuple(ends) if dialect.sampling == "without_eos" else (),
+                   temperature=dialect.sampling_temperature,
+                   logprob_temperature=dialect.logprob_temperature if dialect.samples_logprobs(dtype) else None,
+                   **fields)
 
 
 class RolloutBackend(Protocol):

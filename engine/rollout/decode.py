@@ -88,6 +88,7 @@ class _Decoding:
         self.agree, self.cache = sampler.agree, sampler.cache
         self.find_stop = stop_finder(sampler.tokenizer, sampling.stop_strings)
         self.stops = set(sampling.stop_token_ids)
+        self.never_drawn = torch.tensor(sampling.never_drawn, dtype=torch.int64, device=prompts.input_ids.device)
         self.rows_at_once = min(sampler.rows_at_once or len(prompts), len(prompts))
         lengths = prompts.attention_mask.sum(-1).tolist()
         self.rows = [_Row(index, length) for index, length in enumerate(lengths)]
@@ -230,7 +231,10 @@ class _Decoding:
     def _sample(self, logits: Tensor, chosen: Tensor, slots: Tensor) -> Tensor:
         """(B, 1) int64, the tokens in these response slots (B,) of the chosen prompts (B,)."""
         sampling = self.sampling
-        tokens = sample_tokens(logits[:, :sampling.vocabulary_size], self.uniforms[chosen, slots], sampling.temperature)
+        choice = logits[:, :sampling.vocabulary_size]
+        if sampling.never_drawn:
+            choice = choice.index_fill(1, self.never_drawn, -torch.inf)
+        tokens = sample_tokens(choice, self.uniforms[chosen, slots], sampling.temperature)
         if self.logprobs is not None:
             self.logprobs[chosen, slots], self.entropy[chosen, slots] = token_logprobs(
                 logits, tokens, sampling.logprob_temperature, with_entropy=True)

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.algo.advantages import gae
+from engine.algo.advantages import gae, rloo
 
 RNG = np.random.default_rng(0)
 REWARDS = torch.tensor(RNG.normal(size=(4, 9)), dtype=torch.float32)
@@ -74,3 +74,39 @@ def test_rows_do_not_mix_and_arguments_are_left_alone():
     for row in range(4):
         for part, full in zip(gae(REWARDS[row:row + 1], VALUES[row:row + 1], 1.0, 0.95), whole):
             assert torch.equal(part[0], full[row])
+
+
+def test_rloo_by_hand():
+    # 1 2 6: less 4, 3.5, 1.5. 0 3 0: less 1.5, 0, 1.5.
+    advantages = rloo(torch.tensor([1.0, 2.0, 6.0, 0.0, 3.0, 0.0]), 3)
+    assert advantages.tolist() == [-3.0, -1.5, 4.5, -1.5, 3.0, -1.5]
+
+
+def test_rloo_of_two_is_their_difference():
+    rewards = torch.tensor(RNG.normal(size=8), dtype=torch.float32)
+    advantages = rloo(rewards, 2)
+    torch.testing.assert_close(advantages[::2], rewards[::2] - rewards[1::2], rtol=0, atol=1e-6)
+    torch.testing.assert_close(advantages[1::2], -advantages[::2], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("group", [2, 3, 4])
+def test_rloo_sums_to_zero_in_each_group_and_groups_do_not_mix(group):
+    rewards = torch.tensor(RNG.normal(size=12), dtype=torch.float32)
+    advantages = rloo(rewards, group)
+    assert advantages.view(-1, group).sum(-1).abs().max() < 1e-5
+    for start in range(0, 12, group):
+        assert torch.equal(rloo(rewards[start:start + group], group), advantages[start:start + group])
+
+
+def test_rloo_counts_valid_responses_alone():
+    rewards = torch.tensor([1.0, float("nan"), 6.0, 5.0, 7.0, 9.0, 2.0, 3.0, 4.0])
+    valid = torch.tensor([True, False, True, True, False, False, False, False, False])
+    # 1 and 6 are compared with each other; 5 has nobody; the last group is empty
+    assert rloo(rewards, 3, valid).tolist() == [-5.0, 0.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_rloo_needs_groups():
+    with pytest.raises(ValueError, match="4 responses in groups of 1"):
+        rloo(torch.zeros(4), 1)
+    with pytest.raises(ValueError, match="4 responses in groups of 3"):
+        rloo(torch.zeros(4), 3)

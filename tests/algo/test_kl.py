@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from engine.algo.kl import AdaptiveKL, FixedKL, kl_estimate
+from engine.algo.kl import AdaptiveKL, FixedKL, kl_estimate, measured_kl
 
 
 def test_estimators_by_hand():
@@ -42,6 +42,18 @@ def test_k3_of_nearly_equal_policies_is_not_rounded_away():
     estimates = kl_estimate(tiny, torch.zeros(2), "k3")
     assert estimates.tolist() == pytest.approx([4.9998e-9, 5.0002e-9], rel=2e-2)
     assert estimates.min() > 0
+
+
+def test_what_a_controller_measures_by_hand():
+    logprobs = torch.tensor([[-1.0, -2.0, 7.0], [-1.0, float("nan"), float("inf")]])
+    reference = torch.tensor([[-1.5, -1.0, 0.0], [-1.0, 0.0, 0.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert measured_kl(logprobs, reference, mask).tolist() == [-0.5, 0.0]
+    # e^0.5 - 1 - 0.5 and e^-1 - 1 + 1; k3 of the same would be e^-0.5 - 1 + 0.5 and e - 1 - 1
+    expected = [0.1487213 + 0.3678794, 0.0]
+    assert measured_kl(logprobs, reference, mask, "exp_delta").tolist() == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(ValueError, match="'k3': known are k1, exp_delta"):
+        measured_kl(logprobs, reference, mask, "k3")
 
 
 def test_the_fixed_controller_stays():

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference, policy_loss, value_loss
+from engine.algo.losses import (kl_loss, loss_weights, pairwise_loss, pairwise_loss_from_difference, policy_loss,
+                                response_policy_loss, value_loss)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -108,7 +109,9 @@ def test_value_loss_by_hand_on_both_sides():
     sums = value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), 0.2)
     assert sums.loss.item() == pytest.approx(6.59 / 2, abs=1e-5)
     assert sums.clipped.item() == 2.0
-    assert sums.value.item() == pytest.approx(5.1, abs=1e-5)
+    assert sums.value.item() == pytest.approx(5.1, abs=1e-5) and sums.count.item() == 5
+    tenth = value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), 0.2, factor=0.1)
+    assert tenth.loss.item() == pytest.approx(0.659 / 2, abs=1e-6) and tenth.value.item() == sums.value.item()
 
 
 def test_the_value_gradient_is_the_error_where_the_plain_side_wins():
@@ -157,6 +160,45 @@ def test_only_the_loss_carries_a_gradient():
     for sums in (policy, value_loss(new, old, old, everywhere(old), 0.2)):
         assert sums.loss.requires_grad
         assert not any(getattr(sums, name).requires_grad for name in type(sums).__slots__ if name != "loss")
+
+
+def test_the_ratio_of_a_whole_response_by_hand():
+    # log ratios 0.1 + 0.2 = 0.3 (the third is masked), -0.5, and a row of which nothing counts.
+    # e^0.3 = 1.349859: -2 x 1.2 (clipped); e^-0.5 = 0.606531: 3 x 0.8 (clipped)
+    new = torch.tensor([[0.1, 0.2, 9.0], [-0.5, NAN, INF], [1.0, 1.0, 1.0]]).requires_grad_()
+    mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
+    sums = response_policy_loss(new, torch.zeros(3, 3), torch.tensor([2.0, -3.0, 5.0]), mask, 0.2)
+    assert sums.loss.item() == pytest.approx(-2.4 + 2.4, abs=1e-6)
+    assert (sums.clipped.item(), sums.count.item()) == (2, 2)
+    assert sums.ratio.item() == pytest.approx(1.349859 + 0.606531, abs=1e-5)
+    assert sums.approxkl.item() == pytest.approx((0.09 + 0.25) / 2, abs=1e-6)
+    assert sums.ratio_max.item() == pytest.approx(1.349859, abs=1e-5)
+    wide = response_policy_loss(new, torch.zeros(3, 3), torch.tensor([2.0, -3.0, 5.0]), mask, 0.5)
+    wide.loss.backward()  # every token of a response gets -A rho
+    expected = [[-2 * 1.349859, -2 * 1.349859, 0], [3 * 0.606531, 0, 0], [0, 0, 0]]
+    torch.testing.assert_close(new.grad, torch.tensor(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator, loss, gradient", [
+    # delta 0.5 and -1. k1: its sum, and 1 each. k2: (0.25 + 1) / 2, and delta.
+    # k3: e^-0.5 - 0.5 + e - 2, and 1 - e^-delta.
+    ("k1", -0.5, [1.0, 1.0]), ("k2", 0.625, [0.5, -1.0]), ("k3", 0.8248124, [0.3934693, -1.7182818])])
+def test_the_penalty_in_the_loss_by_hand(estimator, loss, gradient):
+    logprobs, mask = row(-1.0, -2.0, NAN).requires_grad_(), torch.tensor([[True, True, False]])
+    total = kl_loss(logprobs, row(-1.5, -1.0, 0.0), mask, estimator)
+    total.backward()
+    assert total.item() == pytest.approx(loss, abs=1e-6)
+    assert logprobs.grad[0].tolist() == pytest.approx([*gradient, 0.0], abs=1e-6)
+
+
+def test_weights_of_micro_batches():
+    # Rank 0 has micro-batches of 3, 1 and 0 tokens, rank 1 one of 4: 8 tokens, 4 micro-batches, 2 ranks.
+    assert loss_weights([3, 1, 0], 8, 4, 2, "optimizer_step") == [1 / 8] * 3
+    assert loss_weights([3, 1, 0], 8, 4, 2, "micro_batch") == [1 / 12, 1 / 4, 1 / 4]
+    assert loss_weights([3, 1, 0], 8, 4, 2, "micro_batch_sum") == [1 / 6, 1 / 2, 1 / 2]
+    assert loss_weights([], 0, 0, 1, "micro_batch") == []
+    with pytest.raises(ValueError, match="'token': known are optimizer_step, micro_batch, micro_batch_sum"):
+        loss_weights([1], 1, 1, 1, "token")
 
 
 def test_pairwise_loss_by_hand():

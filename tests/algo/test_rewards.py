@@ -5,7 +5,8 @@ A: three tokens, EOS, two pads, pad differs from EOS. B: the same with pad equal
 import pytest
 import torch
 
-from engine.algo.rewards import compute_rewards, counted_lengths, first_slots, score_slots
+from engine.algo.rewards import (compute_rewards, counted_lengths, counted_tokens, first_slots, score_slots,
+                                 slots_up_to)
 
 EOS, PAD = 2, 9
 SAMPLED_4, SAMPLED_6 = [True] * 4 + [False] * 2, [True] * 6
@@ -56,6 +57,9 @@ def test_a_pad_token_sampled_in_the_middle():
     responses, mask = torch.tensor([[5, 0, 7, EOS, 0, 0], [0, 6, 7, EOS, 0, 0]]), torch.tensor([SAMPLED_4, SAMPLED_4])
     assert counted_lengths(responses, mask, 0, "sampled").tolist() == [4, 4]
     assert counted_lengths(responses, mask, 0, "before_pad").tolist() == [1, 0]
+    assert counted_lengths(responses, mask, 0, "not_pad").tolist() == [3, 3]
+    assert counted_tokens(responses, mask, 0, "not_pad").int().tolist() == [[1, 0, 1, 1, 0, 0], [0, 1, 1, 1, 0, 0]]
+    assert counted_lengths(responses, mask, 0, "row").tolist() == [6, 6]
 
 
 def test_padding_is_what_was_not_sampled_whatever_stands_there():
@@ -64,20 +68,31 @@ def test_padding_is_what_was_not_sampled_whatever_stands_there():
 
 
 def test_unknown_rules_are_refused():
-    with pytest.raises(ValueError, match="'longest': known are sampled, before_pad"):
+    with pytest.raises(ValueError, match="'longest': known are sampled, before_pad, not_pad, row"):
         counted_lengths(torch.zeros(1, 1).long(), torch.ones(1, 1).bool(), 0, "longest")
-    with pytest.raises(ValueError, match="'first': known are last, after_last"):
+    with pytest.raises(ValueError, match="'first': known are last, after_last, two_after"):
         score_slots(torch.ones(1).long(), 1, "first")
+    with pytest.raises(ValueError, match="'three_past': known are response, one_past, two_past, all"):
+        slots_up_to(torch.ones(1).long(), 1, "three_past")
 
 
 def test_slots_stay_within_the_row():
     lengths = torch.tensor([0, 1, 3, 4])
     assert score_slots(lengths, 4, "last").tolist() == [0, 0, 2, 3]
     assert score_slots(lengths, 4, "after_last").tolist() == [0, 1, 3, 3]
+    assert score_slots(lengths, 4, "two_after").tolist() == [1, 2, 3, 3]
 
 
 def test_first_slots():
     assert first_slots(torch.tensor([0, 2, 3, 7]), 3).int().tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
+
+
+def test_slots_up_to_and_past_the_response():
+    lengths = torch.tensor([1, 3, 4])
+    assert slots_up_to(lengths, 4, "response").sum(-1).tolist() == [1, 3, 4]
+    assert slots_up_to(lengths, 4, "one_past").sum(-1).tolist() == [2, 4, 4]
+    assert slots_up_to(lengths, 4, "two_past").sum(-1).tolist() == [3, 4, 4]
+    assert slots_up_to(lengths, 4, "all").all()
 
 
 @pytest.mark.parametrize("kl_slots, score_slot, expected", [

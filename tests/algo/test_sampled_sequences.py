@@ -27,15 +27,15 @@ def llama():
                                         eos_token_id=EOS, pad_token_id=PAD))
 
 
-def drawn(model, temperature: float):
+def drawn(model, temperature: float, **changed):
     """A rollout of two tokens for 20,000 samples of each prompt, mixed, the shorter prompt left-padded."""
     width = max(map(len, PROMPTS))
     rows = [[PAD] * (width - len(prompt)) + prompt for prompt in PROMPTS]
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS]
     which = torch.arange(2 * ROWS) % 2
     prompts = PromptBatch(torch.tensor(rows)[which], torch.tensor(masks)[which], which, torch.arange(2 * ROWS) // 2)
-    sampling = SamplingConfig(max_new_tokens=2, pad_token_id=PAD, stop_token_ids=(EOS,), seed=1,
-                              temperature=temperature)
+    sampling = SamplingConfig(**{"max_new_tokens": 2, "pad_token_id": PAD, "stop_token_ids": (EOS,), "seed": 1,
+                                 "temperature": temperature, **changed})
     return Sampler(tokenizer=None).responses(model.eval(), prompts, sampling)
 
 
@@ -76,3 +76,29 @@ def test_first_and_second_tokens_follow_the_model(build, temperature):
                 second = probabilities(model, [*prompt, token], temperature)
                 total += statistic(np.bincount(followers, minlength=VOCABULARY), len(followers) * second)
         assert total < CRITICAL[100]
+
+
+def test_tokens_that_are_never_drawn_leave_their_share_to_the_others():
+    torch.manual_seed(0)
+    model = gpt2()
+    rollout = drawn(model, 1.0, stop_token_ids=(), never_drawn=(EOS, 3), logprob_temperature=1.0)
+    assert rollout.response_mask.all() and not rollout.ended.any()
+    assert not ((rollout.responses == EOS) | (rollout.responses == 3)).any()
+    first = rollout.responses[::2, 0]
+    expected = probabilities(model, PROMPTS[0], 1.0)
+    logprobs = torch.tensor(np.log(expected), dtype=torch.float32)[first]  # of the whole distribution
+    torch.testing.assert_close(rollout.logprobs[::2, 0], logprobs, rtol=0, atol=1e-4)
+    expected[[EOS, 3]] = 0
+    kept = expected > 0
+    counts = np.bincount(first.numpy(), minlength=VOCABULARY)
+    assert statistic(counts[kept], ROWS * expected[kept] / expected.sum()) < CRITICAL[10]
+
+
+def test_without_stops_every_response_has_one_length_and_eos_is_a_token():
+    torch.manual_seed(0)
+    model = gpt2()
+    rollout = drawn(model, 1.0, stop_token_ids=())
+    assert rollout.response_mask.all() and rollout.responses.shape[1] == 2
+    counts = np.bincount(rollout.responses[::2, 0].numpy(), minlength=VOCABULARY)
+    share = probabilities(model, PROMPTS[0], 1.0)[EOS]
+    assert counts[EOS] > 0 and abs(counts[EOS] - ROWS * share) < 4 * (ROWS * share * (1 - share)) ** 0.5

@@ -40,7 +40,7 @@ def values(model, rollout: Rollout) -> Tensor:
 
 def _inputs(rollout: Rollout) -> dict[str, Tensor]:
     mask = rollout.attention_mask
-    return {"input_ids": rollout.sequences, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return {"input_ids": rollout.sequences, "attention_mask": mask, "position_ids": mask.cumsum(-1) - mask}
 
 
 def policy_losses(model, experience: Experience, temperature: float, clip: float) -> Tensor:

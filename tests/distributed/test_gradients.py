@@ -39,8 +39,9 @@ def experience(folder) -> Experience:
     zeros, learned = torch.zeros_like(values), response_mask.clone()
     learned[3] = False
     return Experience(rollout=rollout, logprobs=logprobs, entropy=zeros, ref_logprobs=zeros, values=values,
-                      scores=torch.zeros(7), kl=zeros, rewards=zeros, advantages=noise(1.0),
-                      returns=values + noise(0.5), policy_mask=learned, value_mask=response_mask)
+                      scores=torch.zeros(7), shaped_scores=torch.zeros(7), kl=zeros, measured_kl=torch.zeros(7),
+                      kl_coef=0.1, rewards=zeros, advantages=noise(1.0), returns=values + noise(0.5),
+                      policy_mask=learned, value_mask=response_mask, state_mask=response_mask)
 
 
 @pytest.fixture(scope="session")

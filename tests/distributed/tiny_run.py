@@ -33,7 +33,7 @@ def engine_spec(folder: str, stage: int, *, dtype: str = "fp32", actor: str = "a
     if stage == 3:
         choices |= {role: EngineChoice(role, stage, path=path) for role in ("reference", "reward")}
     return EngineSpec(actor_path=str(Path(folder) / actor), critic_path=str(Path(folder) / "reward"), dtype=dtype,
-                      **choices, **fields)
+                      **(choices | fields))
 
 
 def build_trainer(spec: EngineSpec, *, dialect: Dialect = DIALECT, sampling: SamplingConfig = SAMPLING,

@@ -7,6 +7,7 @@ from engine import distributed
 from engine.ds_engine import TrainedModel
 from engine.experience import Experience
 from tests.distributed.tiny_run import DIALECT, build_trainer, engine_spec, gradients, weights
+from training.learner import Learner
 from training.metrics import Accumulator
 from training.ppo_trainer import PPOTrainer
 
@@ -29,11 +30,12 @@ def one_stage(folder: str, experience: Experience, stage: int, config: str) -> d
     trainer = build_trainer(engine_spec(folder, stage, config=config), dialect=STILL, micro_batch_size=MICRO_BATCH)
     result = {"right": one_step(trainer, own),
               "one_sided": one_step(trainer, experience, rows=len(experience) if distributed.is_main() else 0)}
-    trainer._loss_weights = lambda parts: {name: [1.01 * weight for weight in column]
-                                           for name, column in PPOTrainer._loss_weights(trainer, parts).items()}
+    learner = trainer.learner
+    learner._loss_weights = lambda parts: {name: [1.01 * weight for weight in column]
+                                           for name, column in Learner._loss_weights(learner, parts).items()}
     result["scaled"] = one_step(trainer, own)
-    del trainer._loss_weights
-    trainer.dialect = replace(STILL, loss_scope="micro_batch")
+    del learner._loss_weights
+    learner.dialect = replace(STILL, loss_scope="micro_batch")
     result["mean_of_means"] = one_step(trainer, own)
 
     spec = engine_spec(folder, stage, config=config, actor="tied", actor_gradient_checkpointing=True,

@@ -15,9 +15,8 @@ def all_runs(folder: str, runs: dict[str, dict]) -> dict[str, dict]:
 def one_run(folder: str, stage: int, config: str, prompts: int, mini_batches: int, samples_per_prompt: int,
             ppo_epochs: int) -> dict:
     """Three steps; the metrics of each, and the actor's and critic's weights at the end."""
-    dialect = DIALECT.override(ppo_epochs=ppo_epochs)
-    trainer = build_trainer(engine_spec(folder, stage, config=config), dialect=dialect, mini_batches=mini_batches,
-                            samples_per_prompt=samples_per_prompt,
+    dialect = DIALECT.override(ppo_epochs=ppo_epochs, mini_batches=mini_batches, samples_per_prompt=samples_per_prompt)
+    trainer = build_trainer(engine_spec(folder, stage, config=config), dialect=dialect,
                             micro_batch_size=ROWS // distributed.world_size(), seed=5)
     reports = list(trainer.fit(TinyPrompts(prompts)))
     engine = trainer.engine

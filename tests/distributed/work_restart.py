@@ -1,4 +1,5 @@
 """Run by ranks: four training steps with a restart point after the second, and the last two once more from there."""
+from dataclasses import replace
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
@@ -41,18 +42,22 @@ def resumed(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
     return found
 
 
-def new_trainer(folder: str, stage: int, config: str, dtype: str) -> PPOTrainer:
-    """Two epochs of two mini-batches a step, with an EMA."""
+def new_trainer(folder: str, stage: int, config: str, dtype: str, changed: dict | None = None) -> PPOTrainer:
+    """Two epochs of two mini-batches a step, with an EMA; `changed`: fields of the dialect."""
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs, where it is slow but right
-    return build_trainer(engine_spec(folder, stage, config=config, dtype=dtype, ema_decay=0.9),
-                         dialect=DIALECT.override(ppo_epochs=2), total_steps=STEPS, mini_batches=2)
+    dialect = DIALECT.override(**{"ppo_epochs": 2, "mini_batches": 2, **(changed or {})})
+    spec = engine_spec(folder, stage, config=config, dtype=dtype, ema_decay=0.9)
+    if not dialect.has_critic:
+        spec = replace(spec, with_critic=False, critic_path=None, reward_path=spec.critic_path)
+    return build_trainer(spec, dialect=dialect, total_steps=STEPS)
 
 
 def state(trainer: PPOTrainer) -> dict:
     """The weights of actor and critic, the EMA, the loss scales and the counters."""
     engine = trainer.engine
     tensors = {"ema": dict(enumerate(shard.clone() for shard in engine.ema.shards))}
-    for name, model in (("actor", engine.actor), ("critic", engine.critic)):
+    for name, model in engine.trained.items():
         tensors |= {f"{name} weights": weights(model), f"{name} masters": masters(model)}
-    counters = {"trainer": trainer.state_dict(), "loss scales": (engine.actor.loss_scale, engine.critic.loss_scale)}
+    counters = {"trainer": trainer.state_dict(),
+                "loss scales": tuple(model.loss_scale for model in engine.trained.values())}
     return {"tensors": tensors, "counters": counters}

@@ -36,8 +36,9 @@ def experience_of(rollout: Rollout, **changed) -> Experience:
     grid = 10.0 * torch.arange(shape[0]).unsqueeze(1) + torch.arange(shape[1])
     names = ("logprobs", "entropy", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
     fields = {name: 100.0 * number + grid for number, name in enumerate(names)}
-    fields |= {"scores": torch.arange(float(shape[0])), "policy_mask": rollout.response_mask,
-               "value_mask": rollout.response_mask}
+    fields |= {name: 1000.0 * number + torch.arange(float(shape[0]))
+               for number, name in enumerate(("scores", "shaped_scores", "measured_kl"))}
+    fields |= {f"{name}_mask": rollout.response_mask for name in ("policy", "value", "state")} | {"kl_coef": 0.25}
     return Experience(rollout=rollout, **{**fields, **changed})
 
 
@@ -87,7 +88,8 @@ def test_a_rollout_has_prompt_and_response(width):
                                              "advantages", "returns")),
     {"advantages": torch.zeros(2, 2, dtype=torch.float64)}, {"logprobs": torch.zeros(2, 2, dtype=torch.bfloat16)},
     {"scores": torch.zeros(2, 1)}, {"scores": torch.zeros(3)}, {"policy_mask": torch.ones(2, 2)},
-    {"value_mask": torch.ones(2, 1, dtype=torch.bool)}])
+    {"value_mask": torch.ones(2, 1, dtype=torch.bool)}, {"state_mask": torch.ones(2, 2)},
+    {"shaped_scores": torch.zeros(2, 2)}, {"measured_kl": torch.zeros(1)}])
 def test_experience_checks_its_shapes(changed):
     rollout = rollout_of([[5], [6, 7, 8]], [[1, 2], [3]])
     with pytest.raises(AssertionError, match=f"{next(iter(changed))} is .* should be"):
@@ -144,12 +146,35 @@ def test_select_of_an_experience_keeps_all_its_numbers():
     picked = wide.select(rows)
     assert len(picked) == 2 and picked.rollout.response_length == 4
     for field in dataclasses.fields(Experience):
-        if field.name == "rollout":
+        if field.name in ("rollout", "kl_coef"):
             continue
         own, kept = getattr(wide, field.name)[rows], getattr(picked, field.name)
         assert torch.equal(kept, own if own.dim() == 1 else own[:, :4])
     assert picked.returns[1].tolist() == [700.0, 701.0, 702.0, 703.0]
-    assert torch.equal(picked.policy_mask, picked.rollout.response_mask)
+    assert torch.equal(picked.policy_mask, picked.rollout.response_mask) and picked.kl_coef == 0.25
+
+
+def test_select_of_an_experience_may_keep_slots_past_its_responses():
+    wide = experience_of(rollout_of(*RAGGED, prompt_width=5, response_width=6))
+    one = wide.select(slice(0, 1), beyond=1)  # two tokens and one slot
+    assert one.rewards.tolist() == [[500.0, 501.0, 502.0]] and one.rollout.response_mask.tolist() == [[1, 1, 0]]
+    assert wide.select(slice(0, 1), beyond=None).rewards.shape == (1, 6)
+
+
+def test_a_cut_leaves_padding_behind_the_end():
+    whole = rollout_of([[5], [6, 7]], [[1, 2, 3], [4, 2, 4]])
+    kept = torch.tensor([[True, True, False], [True, True, True]])
+    cut = whole.cut(kept, torch.tensor([True, False]), pad_token_id=9)
+    assert cut.sequences.tolist() == [[PAD, 5, 1, 2, 9], [6, 7, 4, 2, 4]]
+    assert cut.attention_mask.tolist() == [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert torch.equal(cut.response_mask, kept) and cut.ended.tolist() == [True, False]
+
+
+def test_all_tokens_but_the_first_may_be_asked_for():
+    whole = rollout_of([[5], [6, 7]], [[1, 2], [3]])
+    text = whole.from_second_token()
+    assert text.sequences is whole.sequences and (text.prompt_length, text.response_length) == (1, 3)
+    assert text.response_mask.tolist() == [[True, True, True], [True, True, False]]
 
 
 def test_repeat_numbers_the_samples_of_each_prompt_side_by_side():

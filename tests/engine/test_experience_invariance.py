@@ -16,7 +16,7 @@ from tests.tiny_models import EOS, PAD, make_causal_lm, make_scorer
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14], [15, 16, 17]]
 RESPONSES = [[20, 21, EOS], [22, 23, 24, 25, EOS], [26, EOS], [27, 28, 29, 30], [EOS]]
-FIELDS = [field.name for field in dataclasses.fields(Experience) if field.name != "rollout"]
+FIELDS = [field.name for field in dataclasses.fields(Experience) if field.name not in ("rollout", "kl_coef")]
 DIALECTS = {"default": get_dialect("default"), "deepspeed_chat": get_dialect("deepspeed_chat"),
             "unwhitened": get_dialect("default").override(whiten_advantages=False)}
 

@@ -1,5 +1,6 @@
 """From the models' answers to rewards, advantages and losses: the reference's worked case, and a batch by hand."""
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ SYSTEMS = ["default", "deepspeed_chat"]
 
 def make(models: TableModels, rollout: Rollout, dialect: Dialect, pad: int = PAD, micro_batch_size: int = 8,
          kl_coef: float = 0.1) -> Experience:
-    maker = ExperienceMaker(**models.roles(), dialect=dialect, pad_token_id=pad, micro_batch_size=micro_batch_size)
+    roles = models.roles() | ({} if dialect.has_critic else {"critic": None})
+    maker = ExperienceMaker(**roles, dialect=dialect, pad_token_id=pad, micro_batch_size=micro_batch_size,
+                            end_token_id=EOS)
     return maker.make(rollout, kl_coef)
 
 
@@ -36,6 +39,15 @@ RESPONSES = {"A": ([11, 12, 13, EOS], PAD), "B": ([11, 12, 13, EOS], EOS), "C": 
 # C: L fills the row under both, so both give the reference's row with the score in the last column.
 LAST_COLUMN = ([-0.01, -0.02, -0.03, -0.04, -0.05, 1.94], [1.2517, 0.2755, -0.7416, -1.8017, -2.907, -4.06])
 FOUR_SLOTS = ([-0.01, -0.02, -0.03, 1.96, 0, 0], [1.0474, 0.0604, -0.968, -2.04, 0, 0])
+AFTER_LAST = ([-0.01, -0.02, -0.03, -0.04, 2, 0], [1.1760, 0.1958, -0.8255, -1.89, -3, 0])
+# B under summarize: L = 3, the score alone on slot 3, V up to there: A_3 = 2 - 4 = -2; A_2 = 0.97 - 1.9 = -0.93;
+#   A_1 = 0.98 - 0.8835 = 0.0965; A_0 = 0.99 + 0.091675. Under trlx slots 0..3 have KL, slot 4 the score, V up to there:
+#   the numbers of summarize's A.
+# C without its end: the score becomes -1. A_5 = -1.06 - 6 = -7.06; A_4 = 0.95 - 6.707 = -5.757; A_3 = 0.96 - 5.46915;
+#   A_2 = 0.97 - 4.2836925; A_1 = 0.98 - 3.148007875; A_0 = 0.99 - 2.0596074813
+SHORT = ([-0.01, -0.02, -0.03, 2, 0, 0], [1.081675, 0.0965, -0.93, -2, 0, 0])
+ENDLESS = ([-0.01, -0.02, -0.03, -0.04, -0.05, -1.06],
+           [-1.0696075, -2.1680079, -3.3136925, -4.50915, -5.757, -7.06])
 EXPECTED = {  # rewards, advantages, number of learned slots
     ("default", "A"): (*FOUR_SLOTS, 4),
     ("default", "B"): (*FOUR_SLOTS, 4),
@@ -43,21 +55,139 @@ EXPECTED = {  # rewards, advantages, number of learned slots
     ("deepspeed_chat", "A"): ([-0.01, -0.02, -0.03, -0.04, 1.95, 0], [1.1353, 0.1529, -0.8706, -1.9375, -3.05, 0], 4),
     ("deepspeed_chat", "B"): (*FOUR_SLOTS, 3),
     ("deepspeed_chat", "C"): (*LAST_COLUMN, 6),
+    ("deepspeed_chat_2023", "A"): ([-0.01, -0.02, -0.03, 1.96, -0.05, -0.06],
+                                   [1.4189, 0.4515, -0.5563, -1.6066, -4.807, -6.06], 4),
+    ("deepspeed_chat_2023", "C"): (*LAST_COLUMN, 6),
+    ("openai", "A"): (*LAST_COLUMN, 6),
+    ("openai", "B"): (*LAST_COLUMN, 6),
+    ("openai", "C"): (*ENDLESS, 6),
+    ("summarize", "A"): (*AFTER_LAST, 4),
+    ("summarize", "B"): (*SHORT, 3),
+    ("summarize", "C"): (*ENDLESS, 6),
+    ("trlx", "A"): ([-0.01, -0.02, -0.03, -0.04, -0.05, 2], [1.2982, 0.3244, -0.6901, -1.7475, -2.85, -4], 4),
+    ("trlx", "B"): (*AFTER_LAST, 3),
+    ("trlx", "C"): (*LAST_COLUMN, 6),
+    ("trl_ppo", "A"): (*AFTER_LAST, 4),
+    ("trl_ppo", "B"): (*SHORT, 3),
+    ("trl_ppo", "C"): (*LAST_COLUMN, 6),
 }
+SAMPLED_ON = {"A": [14, 15], "B": [14, 15], "C": []}  # what is drawn after EOS where that does not stop
+
+
+def plain_of(system: str) -> Dialect:
+    """The dialect without whitening, at the case's log-probs; EOS is the token that fixed lengths are cut at."""
+    cut = system in ("openai", "summarize", "trl_ppo", "trl_rloo")
+    return get_dialect(system).override(whiten_advantages=False, whiten_rewards=False, old_logprobs="forward",
+                                        **({"truncate_token": "eos"} if cut else {})).override(truncate_after=0)
 
 
 @pytest.mark.parametrize("system, case", list(EXPECTED))
 def test_worked_cases(system, case):
     response, pad = RESPONSES[case]
     rewards, advantages, learned = EXPECTED[system, case]
-    made = make(TableModels({901: WORKED}), rollout_of([[901]], [response], pad, width=6),
-                get_dialect(system).override(whiten_advantages=False), pad)
+    dialect = plain_of(system)
+    sampled, reported = response, len(response)
+    if dialect.sampling == "fixed":
+        sampled, reported = response + SAMPLED_ON[case], 6 if system == "openai" else len(response)
+    elif dialect.sampling == "without_eos" and case == "A":  # the pads of the table can only be drawn there
+        sampled, reported = [11, 12, 13, 14, pad, pad], 6
+    made = make(TableModels({901: WORKED}), rollout_of([[901]], [sampled], pad, width=6), dialect, pad)
     near(made.rewards, [rewards], 1e-6)
     near(made.advantages, [advantages], 6e-5)
-    assert made.policy_mask.int().tolist() == made.value_mask.int().tolist() == [[1] * learned + [0] * (6 - learned)]
+    assert made.policy_mask.int().tolist() == [[1] * learned + [0] * (6 - learned)]
+    valued = min(6, learned + (system in ("summarize", "trl_ppo")))
+    assert made.value_mask.int().tolist() == [[1] * valued + [0] * (6 - valued)]
     near(made.returns[:, :learned], [[a + v for a, v in zip(advantages[:learned], WORKED.values)]], 6e-5)
-    sampled = len(response)
-    near(made.kl, [[0.1, 0.2, 0.3, 0.4, 0.5, 0.6][:sampled] + [0.0] * (6 - sampled)], 1e-6)
+    near(made.kl, [[0.1, 0.2, 0.3, 0.4, 0.5, 0.6][:reported] + [0.0] * (6 - reported)], 1e-6)
+
+
+def test_rloo_compares_whole_responses_without_a_critic():
+    # delta 0.1 0.2 0.3 0.4 | ... 0.6 and no end; scores 2 and 1, beta 0.1: 2 - 0.1 = 1.9 and 1 - 0.21 = 0.79
+    other = Row(WORKED.logprobs, WORKED.ref_logprobs, WORKED.values, 1.0)
+    rollout = rollout_of([[901], [902]], [[11, 12, 13, EOS, 14, 15], [11, 12, 13, 14, 15, 16]], PAD)
+    made = make(TableModels({901: WORKED, 902: other}), rollout, plain_of("trl_rloo"))
+    near(made.advantages, [[1.11] * 6, [-1.11] * 6])
+    near(made.returns, [[1.9] * 6, [0.79] * 6])
+    assert made.policy_mask.sum(-1).tolist() == [4, 6] and not made.values.any()
+    assert made.rollout.ended.tolist() == [True, False]
+
+
+class ReadTexts(TableModels):
+    """Keeps what the reward model is given."""
+
+    def reward(self, rollout):
+        self.read = rollout
+        return super().reward(rollout)
+
+
+def test_the_scored_text_is_cut_and_what_openai_learns_is_not():
+    models = ReadTexts({901: WORKED})
+    sampled = [11, 7, 12, 7, 13, 14]
+    dialect = plain_of("openai").override(truncate_token="w07", truncate_after=2)
+    maker = ExperienceMaker(**models.roles(), dialect=dialect, pad_token_id=PAD, micro_batch_size=8, end_token_id=7)
+    made = maker.make(rollout_of([[901]], [sampled], PAD), 0.1)
+    assert models.read.responses.tolist() == [[11, 7, 12, 7]]  # the first at or after slot 2
+    assert made.rollout.responses.tolist() == [sampled] and made.rollout.ended.tolist() == [True]
+    assert made.policy_mask.all() and made.shaped_scores.tolist() == [2.0]
+    summarize = ExperienceMaker(**models.roles(), dialect=plain_of("summarize"), pad_token_id=PAD, micro_batch_size=8,
+                                end_token_id=7).make(rollout_of([[901]], [sampled], PAD), 0.1)
+    assert models.read.responses.tolist() == [[11, 7]]
+    assert summarize.rollout.responses.tolist() == [[11, 7, PAD, PAD, PAD, PAD]]  # as wide as it was
+
+
+def test_scores_are_scaled_by_all_that_were_seen():
+    # 1 and 3 have the deviation sqrt(2); with -4 and 4 behind them, mean 1 and squares 42 - 4 over 3
+    table = {mark: Row([-1.0], [-1.0], [0.0], score)
+             for mark, score in ((901, 1.0), (902, 3.0), (903, -4.0), (904, 4.0))}
+    dialect = get_dialect("default").override(score_scaling="running", whiten_advantages=False)
+    maker = ExperienceMaker(**TableModels(table).roles(), dialect=dialect, pad_token_id=PAD, micro_batch_size=8)
+    first = maker.make(rollout_of([[901], [902]], [[11]] * 2, PAD), 0.1)
+    near(first.shaped_scores, [1 / math.sqrt(2), 3 / math.sqrt(2)])
+    second = maker.make(rollout_of([[903], [904]], [[11]] * 2, PAD), 0.1)
+    near(second.shaped_scores, [-4 / math.sqrt(38 / 3), 4 / math.sqrt(38 / 3)])
+    near(second.rewards, [[-4 / math.sqrt(38 / 3)], [4 / math.sqrt(38 / 3)]])
+    assert second.scores.tolist() == [-4, 4]
+
+
+def test_old_logprobs_are_the_samplers_where_the_rollout_has_them_and_they_are_all_that_counts():
+    drawn, entropy = torch.tensor([[-0.75, -0.5, 0.0], [-2.5, -1.25, -1.5]]), torch.full((2, 3), 0.25)
+    told = replace(batch(), logprobs=drawn, entropy=entropy)
+    forward = torch.tensor([[-1.0, -1.0, 0.0], [-2.0, -1.0, -1.0]])
+    models = TableModels(BATCH)
+    maker = ExperienceMaker(**models.roles(), dialect=get_dialect("default"), pad_token_id=PAD, micro_batch_size=1)
+    gaps = {}
+    made = maker.make(told, 0.1, tally=gaps.__setitem__)
+    assert torch.equal(made.logprobs, drawn) and torch.equal(made.entropy, entropy)
+    near(gaps["rollout/logprob_gap"], [0.5, 0.25, 0.5])  # of the longest row
+    assert torch.equal(make(models, batch(), get_dialect("default")).logprobs * batch().response_mask, forward)
+    # deepspeed_chat counts the slot behind the end too, for which nothing was drawn
+    past = get_dialect("deepspeed_chat").override(old_logprobs="auto")
+    assert torch.equal(make(models, told, past).logprobs * told.response_mask, forward)
+    with pytest.raises(AssertionError, match="no log-probs of the sampler"):
+        make(models, batch(), get_dialect("default").override(old_logprobs="sampler"))
+
+
+class WholeTexts(TableModels):
+    """Log-probs of prompts too: -1 and -1.5 of every token, where all but the first are asked for."""
+
+    def actor(self, sequences, *args, response_length, **kwargs):
+        logprobs = torch.full((len(sequences), response_length), -1.0)
+        return logprobs, 0 * logprobs
+
+    def reference(self, rollout, temperature):
+        return torch.full((len(rollout), rollout.response_length), -1.5)
+
+
+def test_trlx_steers_by_the_kl_of_prompts_too():
+    # delta 0.5 everywhere. Row 0: 3 prompt tokens, of which 2 are predicted, and slots 0..2 of two tokens (EOS and the
+    # slot behind it); row 1: one prompt token, slots 0..2 of three. exp(0.5) - 1 - 0.5 each.
+    rollout = rollout_of([[5, 6, 901], [902]], [[11, EOS], [11, 12, 13]], PAD)
+    dialect = get_dialect("trlx").override(kl_controller="adaptive", whiten_advantages=False)
+    for micro_batch_size in (1, 2):
+        made = make(WholeTexts(BATCH), rollout, dialect, micro_batch_size=micro_batch_size)
+        near(made.measured_kl, [5 * (math.exp(0.5) - 1.5), 3 * (math.exp(0.5) - 1.5)])
+        near(made.kl, [[0.5, 0.5, 0], [0.5] * 3])
+    near(make(WholeTexts(BATCH), rollout, dialect.override(kl_measure="k1")).measured_kl, [1.0, 1.5])
 
 
 @pytest.mark.parametrize("width, chat_rewards, chat_advantages", [
@@ -170,9 +300,9 @@ def test_actor_and_reference_are_asked_at_the_same_temperature(system, expected)
     assert models.temperatures == [expected] * 4
 
 
-def degenerate(metrics_of: Experience) -> float:
+def degenerate(metrics_of: Experience, dialect: Dialect) -> float:
     metrics = Accumulator()
-    add_experience(metrics, metrics_of, metrics_of.scores, 0.1)
+    add_experience(metrics, metrics_of, dialect)
     return metrics.reduce()["rollout/degenerate"]
 
 
@@ -187,7 +317,7 @@ def test_degenerate_rows_are_masked_and_counted(system, pad, learned):
     dialect = get_dialect(system).override(whiten_advantages=False)
     made = make(TableModels(table), rollout_of([[901], [902], [903]], responses, pad), dialect, pad)
     assert made.policy_mask.sum(-1).tolist() == made.value_mask.sum(-1).tolist() == learned
-    assert degenerate(made) == learned.count(0)
+    assert degenerate(made, dialect) == learned.count(0)
     alone = make(TableModels(table), rollout_of([[903]], [responses[2]], pad), dialect, pad)
     assert torch.equal(made.advantages[2], alone.advantages[0])  # and touch nobody else
     assert torch.equal(made.returns[2], alone.returns[0])

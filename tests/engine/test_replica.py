@@ -4,6 +4,7 @@ import torch
 
 from engine.experience import position_ids
 from engine.gathering import copy_weights
+from engine.hydra import load_hydra
 from engine.model_files import empty_like, load_policy, load_scorer
 from tests.tiny_models import make_causal_lm, make_scorer
 
@@ -13,7 +14,7 @@ MASK = torch.ones_like(TOKENS)
 
 def copied(module):
     copy = empty_like(module, torch.device("cpu"))
-    copy_weights(module.model, copy.model)
+    copy_weights(module, copy)
     copy.adopt(module)
     return copy
 
@@ -33,6 +34,26 @@ def test_a_scorer(tmp_path):
     with torch.no_grad():
         own, other = (module(TOKENS, MASK, position_ids(MASK)) for module in (scorer.eval(), copied(scorer)))
     assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@torch.no_grad()
+def test_a_hydra_policy_of_which_only_what_trains_is_copied_anew(tmp_path, tied):
+    policy = load_hydra(make_causal_lm(tmp_path, "llama", tied=tied), torch.float32, layers=1).eval()
+    copy = copied(policy)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.1)
+    frozen = {name: parameter.clone() for name, parameter in copy.named_parameters()
+              if not policy.get_parameter(name).requires_grad}
+    policy.model.get_input_embeddings().weight.mul_(2)  # would be noticed
+    copy_weights(policy, copy, trained_only=True)
+    assert frozen and all(torch.equal(copy.get_parameter(name), before) for name, before in frozen.items())
+    policy.model.get_input_embeddings().weight.div_(2)
+    for reference in (False, True):
+        own, other = (module(TOKENS, MASK, position_ids(MASK), response_length=5, reference=reference)[0]
+                      for module in (policy, copy))
+        assert torch.equal(own, other)
 
 
 def test_a_source_of_another_shape_is_noticed(tmp_path):

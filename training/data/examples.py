@@ -20,6 +20,7 @@ import pyarrow
 import torch
 from torch import Tensor
 
+from engine.algo.truncation import trim_query
 from engine.errors import UserError
 from engine.experience import PromptBatch
 from training.data.cache import cached_table, table_of
@@ -165,14 +166,17 @@ class Prompts:
     overlong: what becomes of prompts of more than max_prompt_length tokens. "truncate" cuts them on the left, behind
     the opening tokens, because what is to be answered stands at the end; "drop" leaves them out. `truncated` and
     `dropped` count them. A prompt's index, by which its samples are keyed, is its index among those kept.
+
+    query_start, query_end: tokens between which the prompt stands in its text, if given (`trim_query`): what follows
+    the start, cut on the right to max_prompt_length and then behind the last end. Texts without them are dropped.
     """
 
     def __init__(self, rows: Sequence[dict], tokenizer, max_prompt_length: int, overlong: str = "truncate",
-                 cache: Path | None = None):
+                 cache: Path | None = None, query_start: int | None = None, query_end: int | None = None):
         if overlong not in ("truncate", "drop"):
             raise UserError(f"overlong is {overlong!r}; choose 'truncate' or 'drop'.")
         encoder = TextEncoder(tokenizer)
-        opening = len(encoder.opening)
+        opening, trimmed = len(encoder.opening), query_start is not None or query_end is not None
         if max_prompt_length <= opening:
             raise UserError(f"max_prompt_length is {max_prompt_length}; it needs to be at least {opening + 1} to hold "
                             "one token of a prompt and what the tokenizer puts before it.")
@@ -180,6 +184,12 @@ class Prompts:
         def examples(counts: Counter):
             for row in rows:
                 token_ids = encoder.prompt(row["prompt"])
+                if trimmed:
+                    token_ids = trim_query(token_ids[opening:], max_prompt_length - opening, query_start, query_end)
+                    if token_ids is None:
+                        counts["dropped"] += 1
+                        continue
+                    token_ids = encoder.opening + token_ids
                 excess = len(token_ids) - max_prompt_length
                 if excess > 0 and overlong == "drop":
                     counts["dropped"] += 1
@@ -191,9 +201,14 @@ class Prompts:
 
         schema = pyarrow.schema({"token_ids": IDS, "row": pyarrow.large_string()})
         self.table = cached_table(lambda: table_of(schema, examples), cache, rows, tokenizer, kind="prompts",
-                                  max_length=max_prompt_length, overlong=overlong)
+                                  max_length=max_prompt_length, overlong=overlong,
+                                  **({"query": [query_start, query_end]} if trimmed else {}))
         self.truncated, self.dropped = _counts(self.table)
         self.rows = _JsonColumn(self.table["row"])
+        if not len(self) and trimmed:
+            raise UserError(f"none of the {len(rows)} prompts has the dialect's query_start and query_end within "
+                            f"{max_prompt_length} tokens. Raise that, or leave them out (--set query_start= "
+                            "query_end=).")
         if not len(self):
             raise UserError(f"none of the {len(rows)} prompts has at most {max_prompt_length} tokens; raise "
                             "max_prompt_length, or truncate long prompts instead of dropping them.")

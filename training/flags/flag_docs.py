@@ -8,7 +8,8 @@ import typing
 
 from engine.dialects import Dialect
 from training.flags.arguments import REQUIRED, RunFlags
-from training.flags.rlhf_arguments import DIALECT_FLAGS, RLHFFlags
+from training.flags.dialect_flags import DIALECT_FLAGS
+from training.flags.rlhf_arguments import RLHFFlags
 from training.step1_sft import SFTFlags
 from training.step2_reward import RewardFlags
 

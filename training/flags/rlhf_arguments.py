@@ -3,21 +3,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.dialects import DIALECTS, Dialect, get_dialect
-from engine.ds_config import EngineChoice, build_ds_config, stage_of_file
+from engine.ds_config import stage_of_file
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
-from engine.rlhf_engine import EngineSpec, OptimizerSpec
+from engine.rlhf_engine import EngineSpec
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, check_backend
-from training.flags import deepspeed_chat
+from training.flags import deepspeed_chat, engines
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
-
-# Flags whose name differs from the dialect's field.
-DIALECT_FLAGS = {"actor_learning_rate": "actor_lr", "critic_learning_rate": "critic_lr", "num_warmup_steps":
-                 "warmup_steps", "lr_scheduler_type": "lr_schedule"}
-DIALECT_FLAGS |= {name: name for name in ("kl_coef", "score_clip", "gamma", "lam", "clip_range", "value_clip_range",
-                                          "ppo_epochs", "whiten_advantages", "max_grad_norm", "actor_weight_decay",
-                                          "critic_weight_decay", "temperature", "ema_decay", "old_logprobs")}
+from training.flags.dialect_flags import SHAPING, check_sampling, given_fields
 
 
 @dataclass(kw_only=True)
@@ -39,7 +33,7 @@ class RLHFFlags(DataFlags):
                                          group="models")
     critic_model_name_or_path: str | None = flag(
         None, "the reward model that the critic starts from; with --reward_function it may be left out, and the critic "
-        "is then the SFT model with a new head")
+        "is then the SFT model with a new head; in dialects without such a critic it names the reward model alone")
     reward_model_name_or_path: str | None = flag(
         None, "the reward model; by default the critic's path, or none with --reward_function")
     actor_dropout: float | None = flag(None, "0, as it is anyway: responses are learned by the function that gave them")
@@ -58,10 +52,11 @@ class RLHFFlags(DataFlags):
     max_answer_seq_len: int = flag(256, "longest response, in tokens")
     per_device_generation_batch_size: int = flag(16, "prompts answered at once by each rank")
     generation_batches: int = flag(1, "so many times as many prompts in one step; they wait until others have ended")
-    num_samples_per_prompt: int = flag(1, "responses drawn for each prompt")
+    num_samples_per_prompt: int | None = flag(None, "responses drawn for each prompt")
     per_device_training_batch_size: int = flag(16, "responses in one forward and backward pass of each rank")
     gradient_accumulation_steps: int | None = flag(
-        None, "passes in one optimizer step; by default all of a step's responses make one optimizer step")
+        None, "passes in one optimizer step, which decides how many such steps there are (mini_batches); by default "
+        "there are as many as the dialect has, and each takes all passes that it needs")
     num_train_epochs: int = flag(1, "passes over the prompts")
     max_steps: int | None = flag(None, "steps to train, instead of --num_train_epochs")
     critic_warmup_steps: int = flag(0, "steps at the start that train the critic alone")
@@ -82,6 +77,8 @@ class RLHFFlags(DataFlags):
         "which saves that pass (rollout/logprob_gap tells how far apart the two are); auto: the sampler in fp32, where "
         "both are the same within rounding", choices=("auto", "forward", "sampler"))
     stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
+    set: list[str] = flag([], "any field of the dialect as FIELD=VALUE, such as kl_controller=adaptive kl_target=6; "
+                              "`python -m engine.dialects` lists the fields")
 
     actor_learning_rate: float | None = flag(None, "the actor's peak learning rate", group="optimization")
     critic_learning_rate: float | None = flag(None, "the critic's peak learning rate")
@@ -153,7 +150,9 @@ class RLHFFlags(DataFlags):
         self._validate_decoding()
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
-        self._validate_rewards()
+        dialect, _ = self.resolved_dialect()
+        check_sampling(self, dialect)
+        self._validate_rewards(dialect)
         for name in ("actor_dropout", "critic_dropout"):
             if getattr(self, name):
                 raise UserError(f"--{name} {getattr(self, name)}: PPO compares the probabilities that a response had "
@@ -172,14 +171,6 @@ class RLHFFlags(DataFlags):
             if path is not None and getattr(self, f"offload_{role}_model"):
                 raise UserError(f"--offload_{role}_model and --{role}_ds_config {path} contradict each other: say in "
                                 "the file what is offloaded.")
-        for role in ("actor", "critic"):
-            path = getattr(self, f"{role}_ds_config")
-            if self.offload and path is not None:
-                raise UserError(f"--offload and --{role}_ds_config {path} contradict each other: say in the file what "
-                                "is offloaded.")
-            if self.offload and self._stage(role) == 0:
-                raise UserError(f"--offload with --{role}_zero_stage 0: there is nothing that could be offloaded. "
-                                "Offload needs stage 1, 2 or 3.")
 
     def _validate_decoding(self) -> None:
         if self.decoding not in ("recorded", "compiled"):
@@ -192,9 +183,11 @@ class RLHFFlags(DataFlags):
             raise UserError(f"--decoding {self.decoding} with --rollout_backend zero3: ZeRO's hooks cannot be "
                             f"{self.decoding}. Leave one of them out.")
 
-    def _validate_rewards(self) -> None:
-        if self.critic_model_name_or_path is None and self.reward_function is None:
-            raise UserError("--critic_model_name_or_path is missing: give the reward model's folder, or a function of "
+    def _validate_rewards(self, dialect: Dialect) -> None:
+        role = "critic" if dialect.critic_start == "reward_model" else "reward"
+        given = self.critic_model_name_or_path if role == "critic" else self.reward_path
+        if self.reward_function is None and given is None:
+            raise UserError(f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
                             "your own with --reward_function.")
         if self.reward_function is None and self.reward_function_weight != 1.0:
             raise UserError(f"--reward_function_weight {self.reward_function_weight} needs --reward_function.")
@@ -215,34 +208,40 @@ class RLHFFlags(DataFlags):
         return self.critic_model_name_or_path
 
     def _validate_division(self) -> None:
-        made, step = self.rows_per_rank, self.rows_per_rank // self.mini_batches
+        made, mini_batches = self.rows_per_rank, self.mini_batches
+        sizes = (f"each rank makes {made} responses a step (--per_device_generation_batch_size "
+                 f"{self.per_device_generation_batch_size} x --generation_batches {self.generation_batches} x "
+                 f"--num_samples_per_prompt {self.samples_per_prompt})")
         if self.gradient_accumulation_steps is not None:
             step = self.per_device_training_batch_size * self.gradient_accumulation_steps
-        if made % step:
-            raise UserError(
-                f"batch sizes do not divide: each rank makes {made} responses a step "
-                f"(--per_device_generation_batch_size {self.per_device_generation_batch_size} x --generation_batches "
-                f"{self.generation_batches} x --num_samples_per_prompt {self.num_samples_per_prompt}), which is no "
-                f"multiple of the {step} of an optimizer step (--per_device_training_batch_size "
-                f"{self.per_device_training_batch_size} x --gradient_accumulation_steps "
-                f"{self.gradient_accumulation_steps}).")
+            if made % step:
+                raise UserError(
+                    f"batch sizes do not divide: {sizes}, which is no multiple of the {step} of an optimizer step "
+                    f"(--per_device_training_batch_size {self.per_device_training_batch_size} x "
+                    f"--gradient_accumulation_steps {self.gradient_accumulation_steps}).")
+        elif made % mini_batches:
+            raise UserError(f"batch sizes do not divide: {sizes}, which is no multiple of the dialect's mini_batches "
+                            f"{mini_batches}. Change the sizes, or --set mini_batches=N.")
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Responses drawn for each prompt."""
+        return self.resolved_dialect()[0].samples_per_prompt
 
     @property
     def rows_per_rank(self) -> int:
         """Responses that each rank makes in a step."""
-        return self.per_device_generation_batch_size * self.generation_batches * self.num_samples_per_prompt
+        return self.per_device_generation_batch_size * self.generation_batches * self.samples_per_prompt
 
     @property
     def mini_batches(self) -> int:
         """Optimizer steps in one PPO epoch."""
-        if self.gradient_accumulation_steps is None:
-            return 1
-        return max(1, self.rows_per_rank // (self.per_device_training_batch_size * self.gradient_accumulation_steps))
+        return self.resolved_dialect()[0].mini_batches
 
     def resolved_dialect(self) -> tuple[Dialect, dict[str, tuple]]:
         """The dialect with the given flags in it, and what they changed: {field: (dialect's, given)}."""
         named = get_dialect(self.dialect)
-        resolved = named.override(**{field: getattr(self, name) for name, field in DIALECT_FLAGS.items()})
+        resolved = named.replaced(**given_fields(self))
         return resolved, named.differences(resolved)
 
     def identity(self, dialect: Dialect, data: list[str]) -> dict[str, object]:
@@ -251,51 +250,24 @@ class RLHFFlags(DataFlags):
         data: fingerprints of the prompts and of the texts.
         """
         return {"seed": self.seed, "the data": data,
-                "responses a step and rank": self.rows_per_rank, "--num_samples_per_prompt":
-                self.num_samples_per_prompt, "--generation_batches": self.generation_batches,
-                "mini-batches": self.mini_batches, "ppo_epochs": dialect.ppo_epochs, "--dtype": self.dtype,
-                "--actor_zero_stage": self._stage("actor"), "--critic_zero_stage": self._stage("critic"),
+                "responses a step and rank": self.rows_per_rank, "--generation_batches": self.generation_batches,
+                "--dtype": self.dtype, **{field: getattr(dialect, field) for field in SHAPING},
+                "--actor_zero_stage": self.stage("actor"), "--critic_zero_stage": self.stage("critic"),
                 **{f"--{name}": getattr(self, name) for name in (
                     "reward_function", "reward_function_weight", "reward_model_weight", "length_penalty",
                     "missing_eos_penalty", "unsup_coef", "max_prompt_seq_len", "max_answer_seq_len", "overlong_prompts",
                     "critic_warmup_steps", "stop")}}
 
     def engine_spec(self, dialect: Dialect) -> EngineSpec:
-        """Which engines are to be built; raises UserError where a DeepSpeed file contradicts a flag."""
-        def optimizer(lr: float, weight_decay: float) -> OptimizerSpec:
-            return OptimizerSpec(lr=lr, betas=dialect.betas, eps=dialect.eps, weight_decay=weight_decay,
-                                 max_grad_norm=dialect.max_grad_norm)
-
-        def frozen(role: str, partner: str, offload: bool) -> EngineChoice:
-            path = getattr(self, f"{role}_ds_config")
-            stage = stage_of_file(path, role) if path else None
-            return EngineChoice(role, stage if stage is not None else 3 if self._stage(partner) == 3 else 0, offload,
-                                path)
-
-        return EngineSpec(
-            actor_path=self.actor_model_name_or_path, critic_path=self.critic_model_name_or_path,
-            reward_path=self.reward_path, with_reward_model=self.reward_path is not None, dtype=self.dtype,
-            actor=EngineChoice("actor", self._stage("actor"), self.offload, self.actor_ds_config),
-            critic=EngineChoice("critic", self._stage("critic"), self.offload, self.critic_ds_config),
-            reference=frozen("reference", "actor", self.offload_reference_model),
-            reward=frozen("reward", "critic", self.offload_reward_model) if self.reward_path is not None else None,
-            actor_optimizer=optimizer(dialect.actor_lr, dialect.actor_weight_decay),
-            critic_optimizer=optimizer(dialect.critic_lr, dialect.critic_weight_decay),
-            micro_batch_size=self.per_device_training_batch_size,
-            actor_gradient_checkpointing=self.actor_gradient_checkpointing,
-            critic_gradient_checkpointing=self.critic_gradient_checkpointing,
-            ema_decay=dialect.ema_decay if self.enable_ema else None, ema_device=self.ema_device)
+        """Which engines are to be built; raises UserError where flags contradict the dialect or a DeepSpeed file."""
+        return engines.engine_spec(self, dialect)
 
     def engine_configs(self, dialect: Dialect) -> dict[str, dict]:
         """Each engine's whole DeepSpeed configuration; raises UserError for a contradiction."""
-        spec = self.engine_spec(dialect)
-        frozen = [spec.reference] if spec.reward is None else [spec.reference, spec.reward]
-        return {choice.role: build_ds_config(
-            choice, dtype=self.dtype, micro_batch_size=self.per_device_training_batch_size,
-            trained=choice not in frozen, gradient_clipping=0.0 if choice in frozen else dialect.max_grad_norm)
-            for choice in (spec.actor, spec.critic, *frozen)}
+        return engines.engine_configs(self, dialect)
 
-    def _stage(self, role: str) -> int:
+    def stage(self, role: str) -> int:
+        """The ZeRO stage of the actor or the critic."""
         given, path = getattr(self, f"{role}_zero_stage"), getattr(self, f"{role}_ds_config")
         if given is None and path is not None:
             given = stage_of_file(path, role)

@@ -121,6 +121,16 @@ def test_long_prompts_may_be_left_out():
         Prompts(rows, word_tokenizer("<s>"), max_prompt_length=1)
 
 
+def test_queries_may_start_and_end_at_tokens():
+    # Behind the first 11 (b), at most 4 tokens with the BOS, up to the last 13 (d) among those.
+    rows = [{"prompt": "a b c d d a"}, {"prompt": "c d a"}, {"prompt": "a b c a d"}, {"prompt": "b d d b"}]
+    prompts = Prompts(rows, word_tokenizer("<s>"), max_prompt_length=4, query_start=11, query_end=13)
+    assert list(prompts) == [[BOS, 12, 13, 13], [BOS, 12, 10, 13], [BOS, 13, 13]]
+    assert (prompts.dropped, prompts.truncated, list(prompts.rows)) == (1, 0, [rows[0], rows[2], rows[3]])
+    with pytest.raises(UserError, match="none of the 1 prompts has the dialect's query_start and query_end within 4"):
+        Prompts(rows[1:2], word_tokenizer("<s>"), max_prompt_length=4, query_start=11, query_end=13)
+
+
 def test_prompt_batch_is_left_padded_and_keeps_its_visits():
     batch = collate_prompts([[10], [PAD, 12, 13]], torch.tensor([7, 3]), torch.tensor([0, 2]), pad_id=EOS)
     assert batch.input_ids.tolist() == [[EOS, EOS, 10], [PAD, 12, 13]]

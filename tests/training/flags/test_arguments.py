@@ -8,7 +8,8 @@ from engine.dialects import DIALECTS
 from engine.errors import UserError
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, RunFlags, flag, parse_flags
-from training.flags.rlhf_arguments import DIALECT_FLAGS, RLHFFlags
+from training.flags.dialect_flags import DIALECT_FLAGS
+from training.flags.rlhf_arguments import RLHFFlags
 from training.step1_sft import SFTFlags
 from training.step2_reward import RewardFlags
 
@@ -195,13 +196,16 @@ def test_batch_sizes_that_do_not_divide(generated, micro, accumulation):
 
 
 def test_offload_needs_something_to_offload():
-    told = refusal("--offload", "--actor_zero_stage", "2", flags_class=RLHFFlags)
-    assert told.startswith("--offload with --critic_zero_stage 0")
-    assert parse("--offload", "--actor_zero_stage", "2", "--critic_zero_stage", "3", flags_class=RLHFFlags).offload
     assert refusal("--offload", flags_class=SFTFlags).startswith("--offload with --zero_stage 0")
-    for flags_class, name in ((RLHFFlags, "actor_ds_config"), (SFTFlags, "ds_config")):
-        told = refusal("--offload", f"--{name}", "x.json", flags_class=flags_class)
-        assert told.startswith(f"--offload and --{name} x.json contradict each other")
+    told = refusal("--offload", "--ds_config", "x.json", flags_class=SFTFlags)
+    assert told.startswith("--offload and --ds_config x.json contradict each other")
+    default = DIALECTS["default"]  # which engines step 3 has is its dialect's affair
+    for given, told in ((["--actor_zero_stage", "2"], "--offload with --critic_zero_stage 0"),
+                        (["--actor_ds_config", "x.json"], "--offload and --actor_ds_config x.json contradict")):
+        with pytest.raises(UserError, match=told):
+            parse("--offload", *given, flags_class=RLHFFlags).engine_spec(default)
+    args = parse("--offload", "--actor_zero_stage", "2", "--critic_zero_stage", "3", flags_class=RLHFFlags)
+    assert args.engine_spec(default).critic.offload
 
 
 def test_flags_that_are_not_given_leave_the_dialect_alone():
@@ -234,7 +238,7 @@ def test_a_flag_that_repeats_the_dialect_is_no_departure():
 
 OTHER_VALUES = {  # each unlike every dialect's
     "actor_learning_rate": 0.125, "critic_learning_rate": 0.125, "num_warmup_steps": 7, "lr_scheduler_type": "constant",
-    "old_logprobs": "sampler",
+    "old_logprobs": "sampler", "num_samples_per_prompt": 3,
     "kl_coef": 0.625, "score_clip": 2.5, "gamma": 0.875, "lam": 0.625, "clip_range": 0.125, "value_clip_range": 0.625,
     "ppo_epochs": 9, "max_grad_norm": 0.125, "actor_weight_decay": 0.375, "critic_weight_decay": 0.25,
     "temperature": 0.625, "ema_decay": 0.5}
@@ -246,6 +250,64 @@ def test_every_dialect_flag_reaches_its_field(name, field):
     resolved, changed = step3(**{name: other}).resolved_dialect()
     assert changed == {field: (getattr(DIALECTS["default"], field), False if other == "false" else other)}
     assert getattr(resolved, field) == changed[field][1]
+
+
+def with_rewards(*words: str):
+    """Flags of a run with a reward model and no critic's path."""
+    return parse_flags(RLHFFlags, ["--data_path", "d", "--output_dir", "o", "--actor_model_name_or_path", "a",
+                                   "--reward_model_name_or_path", "r", *words], "a program")
+
+
+def told(*words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        with_rewards(*words).resolved_dialect()
+    return str(caught.value)
+
+
+def test_any_field_is_set_by_name():
+    words = ("--critic_model_name_or_path", "c", "--set", "kl_controller=adaptive", "kl_target=3", "score_clip=none",
+             "betas=0.8,0.99", "whiten_rewards=true", "query_end=.", "mini_batches=4")
+    resolved, changed = with_rewards(*words).resolved_dialect()
+    assert (resolved.kl_controller, resolved.kl_target, resolved.score_clip, resolved.betas) == (
+        "adaptive", 3.0, None, (0.8, 0.99))
+    assert resolved.whiten_rewards is True and resolved.query_end == "." and changed["mini_batches"] == (1, 4)
+    assert with_rewards(*words).mini_batches == 4
+
+
+@pytest.mark.parametrize("words, message", [
+    (("--set", "kl_targt=3"), "dialect field 'kl_targt' does not exist; did you mean kl_target? Known: name, kl_coef"),
+    (("--set", "kl_target"), "'kl_target': dialect fields are set as FIELD=VALUE."),
+    (("--set", "kl_target=many"), "'kl_target=many': give a number."),
+    (("--set", "ppo_epochs=1.5"), "'ppo_epochs=1.5': give a whole number."),
+    (("--set", "whiten_rewards=1"), "'whiten_rewards=1': give true or false."),
+    (("--set", "score_clip=x"), "'score_clip=x': give a number, or none."),
+    (("--set", "betas=0.9"), "'betas=0.9': give two numbers: 0.9,0.95."),
+    (("--set", "lam=0.9", "lam=0.8"), "'lam=0.8': lam is set twice."),
+    (("--set", "name=mine"), "'name=mine': a dialect's name is not set."),
+    (("--set", "lam=0.9", "--lam", "0.8"), "--set lam=0.9 and --lam 0.8 say the same."),
+    (("--set", "mini_batches=2", "--gradient_accumulation_steps", "1"), "--set mini_batches=2 and --gradient_accumul"),
+    (("--set", "kl_in=nowhere"), "kl_in 'nowhere': known are reward, loss."),
+    (("--dialect", "trl_rloo", "--num_samples_per_prompt", "1"), "samples_per_prompt 1: RLOO compares"),
+    (("--dialect", "trl_rloo", "--critic_learning_rate", "1e-5"), "critic_lr 1e-05: there is no critic"),
+    (("--dialect", "trlx", "--per_device_generation_batch_size", "6"), "batch sizes do not divide: each rank makes 6"),
+    (("--dialect", "openai", "--stop", "x"), "--stop x: the dialect's sampling is 'fixed'"),
+    (("--dialect", "openai", "--max_answer_seq_len", "16"), "truncate_after 16 with --max_answer_seq_len 16: no"),
+    ((), "--critic_model_name_or_path is missing"),
+])
+def test_contradictions_of_the_dialect_are_refused(words, message):
+    assert told(*words).startswith(message)
+
+
+def test_mini_batches_come_from_the_dialect_or_from_accumulation():
+    assert with_rewards("--dialect", "trlx").mini_batches == 4
+    args = with_rewards("--dialect", "trlx", "--per_device_training_batch_size", "4", "--gradient_accumulation_steps",
+                        "2")
+    assert args.mini_batches == 2 and args.resolved_dialect()[1] == {"mini_batches": (4, 2)}
+
+
+def test_a_run_without_critic_needs_a_reward_model_alone():
+    args = with_rewards("--dialect", "trl_rloo")
+    assert (args.reward_path, args.samples_per_prompt, args.rows_per_rank) == ("r", 2, 32)
 
 
 @pytest.mark.parametrize("words, message", [

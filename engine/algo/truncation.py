@@ -1,0 +1,52 @@
+"""Where a response of fixed length ends, and a query begins and ends: at given tokens."""
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def kept_slots(responses: Tensor, token: int, after: int = 0) -> Tensor:
+    """(B, T) bool: the slots up to and with the first `token` at or after slot `after`; all where there is none.
+
+    What is scored ends there; what was sampled does not.
+
+    Args:
+        responses: (B, T) int64.
+
+    Source: openai/lm-human-preferences cbfd210b, lm_tasks.py, `postprocess_fn_from_hparams`.
+    """
+    found = _matches(responses, token, after).long()
+    return found.cumsum(-1) - found == 0
+
+
+def has_end(responses: Tensor, token: int, after: int = 0) -> Tensor:
+    """(B,) bool: whether `token` stands anywhere at or after slot `after`; arguments as of `kept_slots`.
+
+    Source: openai/lm-human-preferences cbfd210b, lm_tasks.py, `filter_fn_from_hparams`.
+    """
+    return _matches(responses, token, after).any(-1)
+
+
+def _matches(responses: Tensor, token: int, after: int) -> Tensor:
+    return (responses == token) & (torch.arange(responses.shape[1], device=responses.device) >= after)
+
+
+def trim_query(tokens: Sequence[int], length: int, start: int | None = None,
+               end: int | None = None) -> list[int] | None:
+    """The query's tokens from behind the first `start`, at most `length`, up to and with the last `end` among those.
+
+    None where a wanted token is not there: such a text is left out. A `start` that is the very last token cuts nothing.
+
+    Source: openai/lm-human-preferences cbfd210b, language/datasets.py, `Dataset.tf_dataset`.
+    """
+    tokens = list(tokens)
+    if start is not None:
+        if start not in tokens:
+            return None
+        tokens = tokens[tokens.index(start) + 1:] or tokens
+    tokens = tokens[:length]
+    if end is not None:
+        if end not in tokens:
+            return None
+        tokens = tokens[:len(tokens) - tokens[::-1].index(end)]
+    return tokens

@@ -1,0 +1,55 @@
+"""Steps whose ratios explode change nothing on any rank; PPO epochs end together when the policy has gone far."""
+import pytest
+import torch
+
+from tests.distributed.harness import run_ranks
+from tests.distributed.tiny_run import DIALECT
+from tests.distributed.work_guards import LIMIT
+
+STAGES = {f"{dtype}_{stage}": (stage, f"stage{stage}.json", dtype)
+          for stage, dtype in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (3, "bf16"))}
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list[dict]:
+    return run_ranks("tests.distributed.work_guards:exploding", folder=folder, stages=STAGES)
+
+
+def same(one: dict, other: dict) -> bool:
+    return all(torch.equal(one[role][name], other[role][name]) for role in one for name in one[role])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_with_exploded_ratios_changes_no_weight_on_any_rank(ranks, stage):
+    for rank in ranks:
+        run = rank[stage]
+        assert run["left out"]["policy/ratio_mean"] > LIMIT and run["left out"]["policy/left_out"] == 1
+        assert "policy/grad_norm" not in run["left out"] and "value/grad_norm" not in run["left out"]
+        assert same(run["before"], run["after"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_next_sound_step_learns(ranks, stage):
+    for rank in ranks:
+        run = rank[stage]
+        assert run["sound"]["policy/left_out"] == 0 and run["sound"]["policy/grad_norm"] > 0
+        for role, weights in run["after"].items():
+            assert any(not torch.equal(weight, run["end"][role][name]) for name, weight in weights.items())
+
+
+def test_moments_are_those_of_the_sound_step_alone(ranks):
+    """Of Adam's first moments, 0.1 of the gradient: left-out gradients would stand in them with 0.9 of their tenth."""
+    for rank in ranks:
+        norm = torch.cat([part.flatten() for part in rank["fp32_0"]["momenta"].values()]).norm().item()
+        clipped = min(rank["fp32_0"]["sound"]["policy/grad_norm"], 1.0)
+        assert norm == pytest.approx(0.1 * clipped, rel=1e-4)
+
+
+@pytest.mark.parametrize("limit, epochs", [(1e-6, 2), (1e9, 4)])
+def test_epochs_end_with_the_first_that_went_too_far(folder, limit, epochs):
+    """In the first pass old and new policy are the same within rounding; later ones have moved."""
+    dialect = DIALECT.override(ppo_epochs=4, early_stop_kl=limit, warmup_steps=0)
+    for rank in run_ranks("tests.distributed.work_guards:stopping", folder=folder, dialect=dialect, steps=2):
+        assert [metrics["policy/epochs"] for metrics in rank] == [epochs] * 2
+        assert [metrics["optimizer steps"] for metrics in rank] == [4, 8]  # those left out count
+        assert rank[1]["policy/lr"] == pytest.approx(1e-3 * (1 - 4 / 8))  # of the step's first optimizer step

@@ -1,0 +1,64 @@
+"""TensorFlow's Adam under ZeRO 0 to 3 on two ranks is what NumPy computes, for 50 steps, wherever its state lives."""
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.harness import run_ranks
+from tests.distributed.work_tensorflow_adam import BETAS, EPS
+
+FLOAT32 = {f"{stage}{'_offload' if offload else ''}": {"stage": stage, "offload": offload}
+           for stage in (0, 1, 2, 3) for offload in (False, True) if stage or not offload}
+HALF = {f"{stage}_{dtype}": {"stage": stage, "dtype": dtype}
+        for stage in (0, 1, 2, 3) for dtype in ("bf16", "fp16")}
+GENERATOR = torch.Generator().manual_seed(0)
+SHAPES = {"matrix": (5, 7), "vector": (3,), "other": (4, 2)}  # 46 numbers: shards end within a matrix
+WEIGHTS = {name: torch.randn(shape, generator=GENERATOR) for name, shape in SHAPES.items()}
+# Around eps, where TensorFlow's form and PyTorch's differ most.
+GRADIENTS = [{name: 3e-5 * torch.randn(shape, generator=GENERATOR) for name, shape in SHAPES.items()}
+             for _ in range(50)]
+RATES = [1e-2 * (1 - step / 50) for step in range(50)]
+
+
+@pytest.fixture(scope="module")
+def ranks(folder) -> list:
+    return run_ranks("tests.distributed.work_tensorflow_adam:all_runs", folder=folder, runs=FLOAT32 | HALF,
+                     weights=WEIGHTS, gradients=GRADIENTS, rates=RATES)
+
+
+def by_numpy(name: str, tensorflows: bool = True) -> np.ndarray:
+    """How far this weight moves in all steps, in TensorFlow's form of Adam or in PyTorch's."""
+    moved = np.zeros(SHAPES[name])
+    first, second = np.zeros_like(moved), np.zeros_like(moved)
+    for step, (gradients, rate) in enumerate(zip(GRADIENTS, RATES), 1):
+        gradient = gradients[name].double().numpy()
+        first = BETAS[0] * first + (1 - BETAS[0]) * gradient
+        second = BETAS[1] * second + (1 - BETAS[1]) * gradient ** 2
+        one, two = 1 - BETAS[0] ** step, 1 - BETAS[1] ** step
+        if tensorflows:
+            moved -= rate * np.sqrt(two) / one * first / (np.sqrt(second) + EPS)
+        else:
+            moved -= rate * first / one / (np.sqrt(second / two) + EPS)
+    return moved
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("run", FLOAT32)
+def test_each_stage_against_numpy(ranks, run, name):
+    moved = by_numpy(name)
+    assert abs(moved).max() > 1e-2
+    for rank in ranks:
+        np.testing.assert_allclose(rank[run][name].numpy(), WEIGHTS[name].double().numpy() + moved, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+@pytest.mark.parametrize("run", HALF)
+def test_half_precision_updates_float32_masters(ranks, run, name):
+    """What is left is the gradients' rounding, and the start's: masters begin as the rounded weights."""
+    moved, other = by_numpy(name), by_numpy(name, tensorflows=False)
+    dtype = torch.bfloat16 if run.endswith("bf16") else torch.float16
+    start = WEIGHTS[name].to(dtype).double().numpy()
+    assert np.linalg.norm(moved - other) > 0.1 * np.linalg.norm(moved), "PyTorch's form would have done"
+    for rank in ranks:
+        assert rank[run][name].dtype == torch.float32
+        got = rank[run][name].double().numpy() - start
+        assert np.linalg.norm(got - moved) < (0.02 if dtype == torch.bfloat16 else 0.005) * np.linalg.norm(moved)

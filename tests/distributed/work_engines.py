@@ -1,0 +1,94 @@
+"""Run by ranks: engines without a critic, and hydra actors of every family."""
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from engine.ds_config import EngineChoice
+from engine.ds_engine import TrainedModel
+from engine.experience import PromptBatch, Rollout
+from engine.hydra import load_hydra
+from engine.model_files import load_policy
+from engine.reference import EngineReference, HydraReference
+from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
+from tests.distributed.tiny_run import engine_spec, prompt_batch, weights
+from tests.distributed.work_hydra import local_bytes
+from training import checkpoint
+from training.saving import save_trained
+
+LR = 1e-2
+RESPONSE = 4
+
+
+def without_critic(folder: str, output: str, stages: tuple[int, ...]) -> dict[int, dict]:
+    """The same models with and without a critic, by stage: bytes; a step, a restart point, one more step, and that once
+    more from the point; the saved actor."""
+    return {stage: _without_critic(folder, f"{output}/{stage}", stage) for stage in stages}
+
+
+def _without_critic(folder: str, output: str, stage: int) -> dict:
+    spec = engine_spec(folder, stage, config=f"stage{stage}.json", reward_path=str(Path(folder) / "reward"),
+                       ema_decay=0.5)
+    alone = replace(spec, critic_path=None, with_critic=False)
+    found = {"gae": local_bytes(RLHFEngine.from_pretrained(spec))}
+    engine = RLHFEngine.from_pretrained(alone)
+    found |= {"rloo": local_bytes(engine), "critic": engine.critic, "models": len(engine.models),
+              "trained": list(engine.trained), "reward": weights(engine.reward.model)}
+    rollout = whole_rollout(prompt_batch([0, 1, 2, 3]))
+    one_step(engine.actor, rollout)
+    engine.ema.update()
+    point = checkpoint.save(Path(output), engine, {"steps_done": 1, "identity": {}})
+    found["files"] = sorted(path.name for path in point.iterdir())
+    one_step(engine.actor, rollout)
+    engine.ema.update()
+    found["end"] = weights(engine.actor), [shard.clone() for shard in engine.ema.shards]
+    found["saved"] = sorted(save_trained(model, engine.tokenizer, f"{output}/{role}").name
+                            for role, model in engine.trained.items())
+    resumed = RLHFEngine.from_pretrained(alone)
+    point, state = checkpoint.find(output)
+    checkpoint.load(point, resumed, state)
+    one_step(resumed.actor, rollout)
+    resumed.ema.update()
+    found["resumed"] = weights(resumed.actor), [shard.clone() for shard in resumed.ema.shards]
+    return found
+
+
+def families(folders: dict[str, str], config: str) -> dict[str, dict]:
+    """A hydra actor of each family at stage 3 after two steps."""
+    return {family: _family(path, EngineChoice("actor", 3, path=config)) for family, path in folders.items()}
+
+
+def _family(path: str, choice: EngineChoice) -> dict:
+    spec = EngineSpec(actor_path=path, critic_path="")
+    actor = trained_model(partial(load_hydra, layers=1), path, choice, OptimizerSpec(lr=LR), spec)
+    own = EngineReference(frozen_model(load_policy, path, replace(choice, role="reference"), spec))
+    rollout = whole_rollout(prompt_batch([0, 1, 2, 3]))
+    before = weights(actor)
+    for _ in range(2):
+        one_step(actor, rollout)
+    return {"before": before, "after": weights(actor), "parts": actor.module.names,
+            "actor": _actor_logprobs(actor, rollout), "reference": HydraReference(actor).ref_logprobs(rollout, 1.0),
+            "untouched": own.ref_logprobs(rollout, 1.0)}
+
+
+def whole_rollout(prompts: PromptBatch) -> Rollout:
+    """Prompts with responses of RESPONSE tokens each."""
+    generator = torch.Generator().manual_seed(5)
+    responses = torch.randint(4, 60, (len(prompts), RESPONSE), generator=generator)
+    ones = torch.ones_like(responses)
+    return Rollout(sequences=torch.cat([prompts.input_ids, responses], 1),
+                   attention_mask=torch.cat([prompts.attention_mask, ones], 1), response_mask=ones.bool(),
+                   ended=torch.zeros(len(prompts), dtype=torch.bool), indices=prompts.indices, samples=prompts.samples)
+
+
+def one_step(actor: TrainedModel, rollout: Rollout) -> None:
+    """Make the responses less likely."""
+    logprobs, _ = actor(rollout.sequences, rollout.attention_mask, rollout.position_ids, response_length=RESPONSE)
+    actor.backward(logprobs.mean(), last=True)
+    actor.step(LR)
+
+
+@torch.no_grad()
+def _actor_logprobs(actor: TrainedModel, rollout: Rollout) -> torch.Tensor:
+    return actor(rollout.sequences, rollout.attention_mask, rollout.position_ids, response_length=RESPONSE)[0]

@@ -1,0 +1,47 @@
+"""Run by ranks: optimizer steps that are left out, and passes that are."""
+from dataclasses import replace
+
+import torch
+
+from engine import distributed
+from engine.dialects import Dialect
+from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, masters, momenta
+from training.metrics import Accumulator
+from training.ppo_trainer import PPOTrainer
+
+LIMIT = 1.5
+GUARDED = DIALECT.override(ratio_limit=LIMIT, warmup_steps=0)
+
+
+def exploding(folder: str, stages: dict[str, tuple[int, str, str]]) -> dict[str, dict]:
+    """By stage: weights before and after a step whose ratios explode on rank 0 alone, and after one that is sound."""
+    found = {}
+    for name, (stage, config, dtype) in stages.items():
+        spec = engine_spec(folder, stage, config=config, dtype=dtype)
+        trainer = build_trainer(spec, dialect=GUARDED)
+        prompts = TinyPrompts(8).prompts(0)
+        experience = trainer.maker.make(trainer.rollouts.generate(prompts, trainer.sampling), 0.1)
+        # Ratios of e on rank 0 and 1 on rank 1: their mean is over the limit, rank 1's own is not.
+        spoiled = replace(experience, logprobs=experience.logprobs - float(distributed.is_main()))
+        found[name] = {"before": state(trainer), "left out": one(trainer, spoiled), "after": state(trainer),
+                       "sound": one(trainer, experience), "end": state(trainer)}
+        found[name]["momenta"] = momenta(trainer.engine.actor)
+    return found
+
+
+def one(trainer: PPOTrainer, experience) -> dict:
+    """An optimizer step; its metrics."""
+    metrics = Accumulator()
+    trainer.optimizer_step(experience, torch.arange(len(experience)), metrics)
+    return metrics.reduce()
+
+
+def state(trainer: PPOTrainer) -> dict:
+    """The weights of both models."""
+    return {role: masters(model) for role, model in trainer.engine.trained.items()}
+
+
+def stopping(folder: str, dialect: Dialect, steps: int) -> list[dict]:
+    """The metrics of some steps, and the optimizer steps that were counted."""
+    trainer = build_trainer(engine_spec(folder, 0), dialect=dialect, total_steps=steps)
+    return [report.metrics | {"optimizer steps": trainer.optimizer_steps} for report in trainer.fit(TinyPrompts(8))]

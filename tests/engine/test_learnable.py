@@ -1,0 +1,292 @@
+"""Each dialect's slots, masks, rewards and advantages: the tables of the reference systems, literally.
+
+A: three tokens, EOS, two pads, pad differs from EOS. B: the same with pad equal to EOS. C: six tokens, no EOS.
+"""
+import dataclasses
+
+import pytest
+import torch
+
+from engine.algo.kl import AdaptiveKL, FixedKL
+from engine.algo.scores import ScoreScale
+from engine.dialects import Dialect, get_dialect
+from engine.learnable import (Masks, actor_loss, count_slots, critic_loss, estimate_advantages, kl_controller,
+                              process_scores, scored_text, token_rewards)
+
+EOS, PAD = 2, 9
+CASES = {  # tokens, sampled ones, pad token
+    "A": ([11, 12, 13, EOS, PAD, PAD], 4, PAD),
+    "B": ([11, 12, 13, EOS, EOS, EOS], 4, EOS),
+    "C": ([11, 12, 13, 14, 15, 16], 6, PAD),
+}
+# Case and width: the slot that receives the score.
+SCORE_SLOTS = {
+    "openai": {"A6": 5, "A5": 4, "A4": 3, "B6": 5, "B5": 4, "B4": 3, "C6": 5, "C5": 4, "C4": 3},
+    "deepspeed_chat": {"A6": 4, "A5": 4, "A4": 3, "B6": 3, "B5": 3, "B4": 3, "C6": 5, "C5": 4, "C4": 3},
+    "deepspeed_chat_2023": {"A6": 3, "A5": 3, "A4": 3, "B6": 2, "B5": 2, "B4": 2, "C6": 5, "C5": 4, "C4": 3},
+    "trlx": {"A6": 5, "A5": 4, "A4": 3, "B6": 4, "B5": 4, "B4": 3, "C6": 5, "C5": 4, "C4": 3},
+    "trl_ppo": {"A6": 4, "A5": 4, "A4": 3, "B6": 3, "B5": 3, "B4": 3, "C6": 5, "C5": 4, "C4": 3},
+    "summarize": {"A6": 4, "A5": 4, "A4": 3, "B6": 3, "B5": 3, "B4": 3, "C6": 5, "C5": 4, "C4": 3},
+    "default": {"A6": 3, "A5": 3, "A4": 3, "B6": 3, "B5": 3, "B4": 3, "C6": 5, "C5": 4, "C4": 3},
+}
+# Slots of the policy's loss, L, and of the critic's; those of A, B and C at width 6, 5, 4.
+L_OF = {"openai": {"A": (6, 5, 4), "B": (6, 5, 4), "C": (6, 5, 4)},
+        "default": {"A": (4, 4, 4), "B": (4, 4, 4), "C": (6, 5, 4)},
+        "others": {"A": (4, 4, 4), "B": (3, 3, 3), "C": (6, 5, 4)}}
+VALUE_OF = {"summarize": {"A": (5, 5, 4), "B": (4, 4, 4), "C": (6, 5, 4)}}
+VALUE_OF["trl_ppo"] = VALUE_OF["summarize"]
+
+
+def slots_of(system: str, case: str, width: int):
+    tokens, sampled, pad = CASES[case]
+    mask = torch.arange(width).unsqueeze(0) < sampled
+    return count_slots(torch.tensor([tokens[:width]]), mask, pad, get_dialect(system))
+
+
+@pytest.mark.parametrize("width", [6, 5, 4])
+@pytest.mark.parametrize("case", ["A", "B", "C"])
+@pytest.mark.parametrize("system", list(SCORE_SLOTS))
+def test_score_slots_and_loss_masks_of_the_table(system, case, width):
+    slots = slots_of(system, case, width)
+    learned = L_OF.get(system, L_OF["others"])[case][6 - width]
+    valued = VALUE_OF[system][case][6 - width] if system in VALUE_OF else learned
+    assert slots.score.tolist() == [SCORE_SLOTS[system][f"{case}{width}"]]
+    assert slots.lengths.tolist() == [learned]
+    assert slots.masks.policy.int().tolist() == [[1] * learned + [0] * (width - learned)]
+    assert slots.masks.value.int().tolist() == [[1] * valued + [0] * (width - valued)]
+
+
+# Worked case A: delta = 0.1 .. 0.6, V = 1 .. 6, beta 0.1, s = 2, gamma 1, lambda 0.95, no whitening.
+NARROW = ([-0.01, -0.02, -0.03, 1.96], [1.0474, 0.0604, -0.968, -2.04])
+TRL = ([-0.01, -0.02, -0.03, -0.04, 2, 0], [1.1760, 0.1958, -0.8255, -1.89, -3, 0])
+WORKED = {
+    "deepspeed_chat": ([-0.01, -0.02, -0.03, -0.04, 1.95, 0], [1.1353, 0.1529, -0.8706, -1.9375, -3.05, 0]),
+    "deepspeed_chat_2023": ([-0.01, -0.02, -0.03, 1.96, -0.05, -0.06],
+                            [1.4189, 0.4515, -0.5563, -1.6066, -4.807, -6.06]),
+    "openai": ([-0.01, -0.02, -0.03, -0.04, -0.05, 1.94], [1.2517, 0.2755, -0.7416, -1.8017, -2.907, -4.06]),
+    "trlx": ([-0.01, -0.02, -0.03, -0.04, -0.05, 2], [1.2982, 0.3244, -0.6901, -1.7475, -2.85, -4]),
+    "trl_ppo": TRL, "summarize": TRL,
+    "default": ([*NARROW[0], 0, 0], [*NARROW[1], 0, 0]),
+}
+
+
+def worked_rewards(system: str, width: int, **changed):
+    dialect = get_dialect(system).override(whiten_advantages=False, whiten_rewards=False, **changed)
+    slots = slots_of(system, "A", width)
+    delta, values = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]), torch.tensor([[1.0, 2, 3, 4, 5, 6]])
+    rewards, kept = token_rewards((delta - 1)[:, :width], torch.full((1, width), -1.0), values[:, :width],
+                                  torch.tensor([2.0]), slots, 0.1, dialect)
+    return rewards, estimate_advantages(rewards, kept, slots.masks, dialect), kept
+
+
+@pytest.mark.parametrize("system", list(WORKED))
+def test_worked_case_a(system):
+    for width, (expected_rewards, expected) in ((6, WORKED[system]), (4, NARROW)):
+        rewards, (advantages, returns), values = worked_rewards(system, width)
+        assert rewards[0].tolist() == pytest.approx(expected_rewards, abs=1e-6)
+        assert advantages[0].tolist() == pytest.approx(expected, abs=6e-5)
+        torch.testing.assert_close(returns, advantages + values, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("system, kept", [("default", 4), ("deepspeed_chat", 5), ("deepspeed_chat_2023", 6),
+                                          ("openai", 6), ("summarize", 5), ("trl_ppo", 5), ("trlx", 6)])
+def test_values_after_the_end(system, kept):
+    *_, values = worked_rewards(system, 6)
+    assert values.tolist() == [[1.0, 2, 3, 4, 5, 6][:kept] + [0.0] * (6 - kept)]
+
+
+def test_a_penalty_in_the_loss_is_not_in_the_reward():
+    rewards, *_ = worked_rewards("default", 6, kl_in="loss")
+    assert rewards.tolist() == [[0, 0, 0, 2, 0, 0]]
+
+
+@pytest.mark.parametrize("estimator, last", [("k2", 2 - 0.1 * 0.08), ("k3", 2 - 0.1 * 0.0703200460)])
+def test_the_estimator_in_the_reward(estimator, last):
+    # delta 0.4: 0.4^2 / 2 = 0.08; e^-0.4 - 1 + 0.4 = 0.07032
+    rewards, *_ = worked_rewards("default", 6, kl_estimator=estimator)
+    assert rewards[0, 3].item() == pytest.approx(last, abs=1e-6)
+
+
+def test_a_row_that_is_too_short_is_not_learned_but_keeps_its_score():
+    tokens = torch.tensor([[11, PAD, PAD], [11, 12, PAD]])
+    slots = count_slots(tokens, torch.tensor([[True, False, False], [True, True, False]]), PAD,
+                        get_dialect("deepspeed_chat"))
+    assert slots.masks.policy.int().tolist() == slots.masks.value.int().tolist() == [[0, 0, 0], [1, 1, 0]]
+    assert slots.score.tolist() == [1, 2]
+
+
+def test_what_is_scored_ends_where_the_dialect_says():
+    sampled = torch.tensor([[5, EOS, 7, EOS], [5, 6, 7, 8]])
+    everywhere, nowhere = torch.ones(2, 4, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
+    mask, ended = scored_text(sampled, everywhere, nowhere, get_dialect("summarize"), EOS)
+    assert mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]] and ended.tolist() == [True, False]
+    mask, ended = scored_text(sampled, everywhere, nowhere, get_dialect("trl_ppo"), EOS)
+    assert mask.all() and ended.tolist() == [True, False]
+    late = get_dialect("openai").override(truncate_after=2)
+    mask, ended = scored_text(sampled, everywhere, nowhere, late, EOS)
+    assert mask.all() and ended.tolist() == [True, False]
+    mask, ended = scored_text(sampled, everywhere, nowhere, late, 6)  # there, but not at or after slot 2
+    assert mask.all() and ended.tolist() == [False, False]
+    stops = torch.tensor([True, False])
+    assert scored_text(sampled, everywhere, stops, get_dialect("default"), EOS)[1].tolist() == [True, False]
+    padded = torch.tensor([[True, False, False, False], [True, True, True, True]])
+    assert scored_text(sampled, padded, nowhere, get_dialect("trl_ppo"), EOS)[1].tolist() == [False, False]
+
+
+def test_summarize_learns_what_stands_before_its_own_cut():
+    """Tokens sampled after EOS are not padding in the rollout, and still count nowhere but in the slot after it."""
+    sampled = torch.tensor([[11, 12, 13, EOS, 14, 15]])
+    dialect = get_dialect("summarize")
+    mask, _ = scored_text(sampled, torch.ones(1, 6, dtype=torch.bool), torch.tensor([False]), dialect, EOS)
+    slots = count_slots(sampled, mask, PAD, dialect)
+    assert (slots.lengths.item(), slots.score.item()) == (4, 4)
+    assert slots.masks.policy.sum() == 4 and slots.masks.value.sum() == 5
+
+
+SCORES, ENDED = torch.tensor([12.0, -20.0, 4.0, 8.0]), torch.tensor([True, True, True, False])
+
+
+def test_scores_clipped_then_scaled_and_scaled_then_clipped():
+    # trlx: 10 -10 4 8: mean 3, squares 49 169 1 25 = 244, deviation sqrt(244 / 3) = 9.018500
+    trlx = get_dialect("trlx").override(score_scaling="running")
+    scale = ScoreScale("running")
+    expected = [10 / 9.018500, -10 / 9.018500, 4 / 9.018500, 8 / 9.018500]
+    assert process_scores(SCORES, ENDED, trlx, scale).tolist() == pytest.approx(expected, abs=1e-5)
+    assert scale.value == pytest.approx(9.018500, abs=1e-6)
+    # default: 12 -20 4 8: mean 1, squares 121 441 9 49 = 620, deviation sqrt(620 / 3) = 14.375906; then at most 1
+    default = Dialect(score_scaling="running", score_clip=1.0)
+    expected = [12 / 14.375906, -1.0, 4 / 14.375906, 8 / 14.375906]
+    assert process_scores(SCORES, ENDED, default, ScoreScale("running")).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_missing_ends_by_dialect():
+    for system, expected in [("openai", [12, -20, 4, -1]), ("summarize", [12, -20, 4, -1]),
+                             ("trl_ppo", [12, -20, 4, 8]), ("trlx", [10, -10, 4, 8]),
+                             ("deepspeed_chat", [5, -5, 4, 5])]:
+        assert process_scores(SCORES, ENDED, get_dialect(system), ScoreScale()).tolist() == expected
+    lowered = get_dialect("trl_ppo").override(missing_end="subtract", missing_end_value=1.5)
+    assert process_scores(SCORES, ENDED, lowered, ScoreScale()).tolist() == [12, -20, 4, 6.5]
+    clipped = Dialect(missing_end="replace", missing_end_value=-9.0)
+    assert process_scores(SCORES, ENDED, clipped, ScoreScale()).tolist() == [5, -5, 4, -5]
+
+
+def test_scaling_takes_statistics_of_all_ranks():
+    # This rank's four scores and another's: 0 and 3: mean 7 / 6, sum of squares 144 + 400 + 16 + 64 + 9 = 633
+    def reduce(totals):
+        return totals + torch.tensor([2.0, 3.0, 9.0], dtype=torch.float64)
+
+    scale = ScoreScale("first_batch")
+    process_scores(SCORES, ENDED, Dialect(score_scaling="first_batch"), scale, reduce)
+    assert scale.value == pytest.approx(((633 - 49 / 6) / 5) ** 0.5, rel=1e-9)
+
+
+# Two rows, L = 3 and 1, T = 3: r 1 0 5 | 2 0 0, V 0, so that with lambda 0 the advantages are the rewards.
+REWARDS = torch.tensor([[1.0, 0.0, 5.0], [2.0, 0.0, 0.0]])
+THREE_AND_ONE = torch.tensor([[True, True, True], [True, False, False]])
+WIDE = Masks(THREE_AND_ONE, THREE_AND_ONE, torch.ones(2, 3, dtype=torch.bool))
+
+
+def plain(**changed) -> Dialect:
+    return Dialect(**{"lam": 0.0, "gamma": 0.0, **changed})
+
+
+def whitened(dialect: Dialect, **more) -> list:
+    return estimate_advantages(REWARDS, torch.zeros(2, 3), WIDE, dialect, **more)[0].tolist()
+
+
+def test_whitening_over_the_response_or_over_the_padded_row():
+    # 1 0 5 2: mean 2, squares 1 4 9 0 = 14, variance 3.5 or, unbiased, 14 / 3
+    root = 3.5 ** -0.5
+    assert whitened(plain())[0] == pytest.approx([-root, -2 * root, 3 * root], abs=1e-5)
+    assert whitened(plain())[1] == pytest.approx([0, 0, 0], abs=1e-5)
+    root = (14 / 3) ** -0.5
+    assert whitened(plain(whiten_variance="unbiased"))[0] == pytest.approx([-root, -2 * root, 3 * root], abs=1e-5)
+    # 1 0 5 2 0 0: mean 4 / 3, squares 1 / 9 16 / 9 121 / 9 4 / 9 16 / 9 16 / 9 = 174 / 9, variance 174 / 54
+    root = (54 / 174) ** 0.5
+    row = whitened(plain(whiten_slots="row"))
+    assert row[0] == pytest.approx([-root / 3, -4 * root / 3, 11 * root / 3], abs=1e-5)
+    assert row[1] == pytest.approx([2 * root / 3, -4 * root / 3, -4 * root / 3], abs=1e-5)
+
+
+def test_the_padded_row_ends_with_the_longest_response_of_the_rows_given():
+    state = torch.tensor([[True, True, False], [True, False, False]])
+    masks = Masks(state, state, state)
+    values, _ = estimate_advantages(torch.tensor([[1.0, 0.0, 0.0], [3.0, 0.0, 0.0]]), torch.zeros(2, 3), masks,
+                                    plain(whiten_slots="row"))
+    # 1 0 3 0: mean 1, variance 1.5: the third column is nobody's
+    assert values[0].tolist() == pytest.approx([0, -(1.5 ** -0.5), 0], abs=1e-5)
+    assert values[1].tolist() == pytest.approx([2 * 1.5 ** -0.5, -(1.5 ** -0.5), 0], abs=1e-5)
+
+
+def test_statistics_of_all_ranks_or_of_this_one():
+    def reduce(totals):  # another rank holds the single advantage 10: together 1 0 5 2 10, mean 3.6, variance 13.04
+        return totals + torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
+
+    root = 13.04 ** -0.5
+    together = whitened(plain(), reduce=reduce, ranks=2)
+    assert together[0] == pytest.approx([-2.6 * root, -3.6 * root, 1.4 * root], abs=1e-5)
+    assert whitened(plain(whiten_over="rank"), reduce=reduce, ranks=2) == whitened(plain())
+    alone = plain(whiten_variance="unbiased_alone")
+    assert whitened(alone) == whitened(plain(whiten_variance="unbiased"))
+    assert whitened(alone, reduce=reduce, ranks=2) == together
+
+
+def test_whitened_rewards_keep_their_mean_and_give_the_returns():
+    dialect = plain(whiten_rewards=True, whiten_advantages=False)
+    advantages, returns = estimate_advantages(REWARDS, torch.zeros(2, 3), WIDE, dialect)
+    root = 3.5 ** -0.5
+    assert advantages[0].tolist() == pytest.approx([2 - root, 2 - 2 * root, 2 + 3 * root], abs=1e-5)
+    assert advantages[1].tolist() == pytest.approx([2, 0, 0], abs=1e-5)
+    assert torch.equal(advantages, returns)
+
+
+RLOO = get_dialect("trl_rloo")
+
+
+def test_rloo_compares_the_responses_to_one_prompt():
+    # s' = 1 - 0.2 = 0.8, 3 + 0.1 = 3.1; the third and fourth 2 and 2.5
+    rewards = torch.tensor([[-0.2, 1.0], [3.1, 0.0], [2.0, 0.0], [2.5, 0.0]])
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    advantages, returns = estimate_advantages(rewards, torch.zeros(4, 2), Masks(mask, mask, mask), RLOO)
+    for column in range(2):
+        assert advantages[:, column].tolist() == pytest.approx([-2.3, 2.3, -0.5, 0.5], abs=1e-6)
+        assert returns[:, column].tolist() == pytest.approx([0.8, 3.1, 2.0, 2.5], abs=1e-6)
+    white, _ = estimate_advantages(rewards, torch.zeros(4, 2), Masks(mask, mask, mask),
+                                   RLOO.override(whiten_advantages=True, whiten_variance="biased"))
+    root = ((2 * 2.3 ** 2 + 2 * 0.5 ** 2) / 4) ** 0.5  # four numbers a statistic, not eight
+    assert white[:, 0].tolist() == pytest.approx([-2.3 / root, 2.3 / root, -0.5 / root, 0.5 / root], abs=1e-5)
+
+
+def test_rewards_without_a_critic():
+    slots = slots_of("trl_rloo", "A", 6)
+    rewards, values = token_rewards(torch.full((1, 6), -1.0), torch.full((1, 6), -1.5), None, torch.tensor([2.0]),
+                                    slots, 0.1, RLOO)
+    assert rewards.sum().item() == pytest.approx(2 - 0.1 * 4 * 0.5) and not values.any()
+
+
+def test_losses_by_dialect():
+    old, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    new = torch.tensor([[1.5, 0.5]]).log()
+    advantages = torch.tensor([[2.0, 2.0]])
+    token = actor_loss(new, old, old, advantages, mask, 0.3, get_dialect("default"))
+    assert token.loss.item() == pytest.approx(-2 * 1.2 - 2 * 0.5) and token.count.item() == 2
+    whole = actor_loss(new, old, old, advantages, mask, 0.3, RLOO)
+    assert whole.loss.item() == pytest.approx(-2 * 0.75)
+    assert whole.count.item() == 1 and whole.ratio.item() == pytest.approx(0.75)
+    penalized = actor_loss(new, old, old, advantages, mask, 0.3, Dialect(kl_in="loss", kl_estimator="k2"))
+    squares = torch.tensor([1.5, 0.5]).log().square().sum().item() / 2
+    assert penalized.loss.item() == pytest.approx(-3.4 + 0.3 * squares, abs=1e-6)
+    values = critic_loss(torch.tensor([[1.0, 4.0]]), torch.zeros(1, 2), torch.tensor([[3.0, 3.0]]), mask,
+                         get_dialect("trl_ppo"))
+    # near 0.2: (0.2 - 3)^2 = 7.84 over (1 - 3)^2, and over (4 - 3)^2
+    assert values.loss.item() == pytest.approx(0.1 * 0.5 * 2 * 7.84, abs=1e-5) and values.count.item() == 2
+
+
+def test_controllers():
+    adaptive = kl_controller(get_dialect("openai"))
+    assert isinstance(adaptive, AdaptiveKL)
+    adaptive.update(3.0, 512)
+    assert adaptive.value == pytest.approx(0.148464, abs=1e-12)  # the published number
+    assert isinstance(kl_controller(get_dialect("trlx")), FixedKL)
+    aimed = dataclasses.replace(get_dialect("trlx"), kl_controller="adaptive", kl_target=3.0)
+    assert (kl_controller(aimed).target, kl_controller(aimed).horizon) == (3.0, 10000.0)

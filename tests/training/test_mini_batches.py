@@ -1,0 +1,131 @@
+"""Which rows make an optimizer step and a pass, and at which rate; seen by models that take notes."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine import distributed
+from engine.dialects import get_dialect
+from engine.experience import Experience, Rollout
+from engine.rollout import SamplingConfig
+from training.flags.rlhf_arguments import RLHFFlags
+from training.metrics import Accumulator
+from training.ppo_trainer import PPOConfig, PPOTrainer, deal
+
+ROWS, EPOCHS = 8, 4
+OPENAI = get_dialect("openai").override(truncate_token="", truncate_after=0, missing_end="none")
+
+
+class NoteTaker:
+    """In an engine's place: notes the rows of each pass, and for each optimizer step its rate and its passes."""
+    scales_loss, grad_norm = False, 1.0
+
+    def __init__(self):
+        self.passes, self.steps = [], []
+
+    def __call__(self, sequences, attention_mask, position_ids, response_length=None, **how):
+        self.passes.append(sequences[:, 0].tolist())
+        if response_length is None:
+            return torch.zeros(sequences.shape, requires_grad=True)
+        return torch.zeros(len(sequences), response_length, requires_grad=True), None
+
+    def backward(self, loss, last):
+        loss.backward()
+
+    def overflowed(self):
+        return False
+
+    def step(self, lr, overflow=False, skip=False):
+        self.steps.append((lr, self.passes))
+        self.passes = []
+        return True
+
+
+def experience() -> Experience:
+    """Eight rows, told apart by their one prompt token, of three response tokens each."""
+    ones, zeros = torch.ones(ROWS, 3, dtype=torch.bool), torch.zeros(ROWS, 3)
+    sequences = torch.cat([torch.arange(ROWS).unsqueeze(1), torch.full((ROWS, 3), 50)], 1)
+    rollout = Rollout(sequences, torch.ones_like(sequences), ones, torch.ones(ROWS, dtype=torch.bool),
+                      torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64))
+    rewards = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
+    return Experience(
+        rollout=rollout, logprobs=zeros, entropy=zeros, ref_logprobs=zeros, values=zeros, scores=zeros[:, 0],
+        shaped_scores=zeros[:, 0], kl=zeros, measured_kl=zeros[:, 0], kl_coef=0.1, rewards=rewards, advantages=zeros,
+        returns=zeros, policy_mask=ones, value_mask=ones, state_mask=ones)
+
+
+def trained(dialect, micro_batch_size: int, rollouts: int) -> PPOTrainer:
+    """The trainer after so many rollouts; its actor and critic have their notes."""
+    engine = SimpleNamespace(actor=NoteTaker(), critic=NoteTaker(), reference=None, reward=object(), ema=None,
+                             tokenizer=SimpleNamespace(eos_token_id=2))
+    trainer = PPOTrainer(engine=engine, rollouts=None, dialect=dialect,
+                         config=PPOConfig(total_steps=rollouts, micro_batch_size=micro_batch_size),
+                         sampling=SamplingConfig(max_new_tokens=3, pad_token_id=0, stop_token_ids=()))
+    for _ in range(rollouts):
+        trainer.train(experience(), 0.0, Accumulator())
+        trainer.steps_done += 1
+    return trainer
+
+
+def test_the_published_arithmetic():
+    """batch_size 8, nminibatches 2, gradient_accumulation_steps 2: minibatches of 4, micro-batches of 2; see "The N
+    Implementation Details of RLHF with PPO". Each epoch is shuffled anew."""
+    args = RLHFFlags(output_dir="out", data_path=["d"], actor_model_name_or_path="a", critic_model_name_or_path="b",
+                     dialect="openai", per_device_generation_batch_size=8, per_device_training_batch_size=2,
+                     gradient_accumulation_steps=2)
+    assert (args.rows_per_rank, args.mini_batches) == (8, 2)
+    trainer = trained(OPENAI.override(mini_batches=args.mini_batches), args.per_device_training_batch_size, rollouts=1)
+    for model in (trainer.engine.actor, trainer.engine.critic):
+        assert len(model.steps) == EPOCHS * 2
+        assert all([len(rows) for rows in passes] == [2, 2] for _, passes in model.steps)
+        epochs = [[row for _, passes in model.steps[start:start + 2] for rows in passes for row in rows]
+                  for start in range(0, EPOCHS * 2, 2)]
+        assert all(sorted(order) == list(range(ROWS)) for order in epochs)
+        assert len({frozenset(order[:4]) for order in epochs}) > 1, "each epoch has the same minibatches"
+
+
+@pytest.mark.parametrize("per, expected", [
+    ("step", [1, 1, 1, 1, 0.75, 0.75, 0.75, 0.75, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]),
+    ("optimizer_step", [1 - step / 16 for step in range(16)])])
+def test_rates_fall_with_each_rollout_or_with_each_optimizer_step(per, expected):
+    """Update u of 4, counted from 0, has the rate 1 - u / 4 in all of its epochs; or each optimizer step its own."""
+    trainer = trained(OPENAI.override(lr_per=per, actor_lr=1e-5, critic_lr=2e-5), 8, rollouts=4)
+    assert [lr for lr, _ in trainer.engine.actor.steps] == pytest.approx([1e-5 * factor for factor in expected])
+    assert [lr for lr, _ in trainer.engine.critic.steps] == pytest.approx([2e-5 * factor for factor in expected])
+
+
+def on_rank(monkeypatch, rank: int, world: int, rows: int, mini_batches: int, key: tuple) -> list[list[int]]:
+    """What this rank deals, as numbers of all ranks' rows."""
+    monkeypatch.setattr(distributed, "rank", lambda: rank)
+    monkeypatch.setattr(distributed, "world_size", lambda: world)
+    return [[rank * rows + row for row in part.tolist()] for part in deal(rows, mini_batches, key)]
+
+
+@pytest.mark.parametrize("rows, mini_batches", [(8, 1), (8, 2), (8, 4), (8, 8), (12, 3)])
+def test_every_row_is_dealt_once_and_every_mini_batch_gets_as_many(monkeypatch, rows, mini_batches):
+    for epoch in range(5):
+        dealt = on_rank(monkeypatch, 0, 1, rows, mini_batches, (1, 0, epoch))
+        assert [len(part) for part in dealt] == [rows // mini_batches] * mini_batches
+        assert sorted(sum(dealt, [])) == list(range(rows))
+
+
+def test_mini_batches_do_not_depend_on_the_number_of_ranks(monkeypatch):
+    for epoch in range(5):
+        key = (7, 3, epoch)
+        alone = on_rank(monkeypatch, 0, 1, 16, 4, key)
+        both = [on_rank(monkeypatch, rank, 2, 8, 4, key) for rank in (0, 1)]
+        assert [set(part) for part in alone] == [set(one) | set(other) for one, other in zip(*both)]
+
+
+def test_every_row_comes_into_every_mini_batch_and_order_is_drawn_too(monkeypatch):
+    dealt = [on_rank(monkeypatch, 0, 1, 8, 2, (0, 0, epoch)) for epoch in range(40)]
+    for row in range(8):
+        first = sum(row in one for one, _ in dealt)
+        assert 8 <= first <= 32  # 20 of 40 are to be expected, with a deviation of 3.2
+    assert len({tuple(one) for one, _ in dealt}) > 30
+    assert dealt == [on_rank(monkeypatch, 0, 1, 8, 2, (0, 0, epoch)) for epoch in range(40)]
+
+
+def test_rows_that_cannot_be_dealt_evenly_are_refused():
+    with pytest.raises(AssertionError, match="8 rows do not divide into 3"):
+        deal(8, 3, (0,))
