@@ -233,10 +233,12 @@ def test_the_case_is_hard_enough(folder):
         assert ((models.old - models.ref).abs() > 0.05)[learned].sum() >= 10
 
 
-# Each rank has prompts, and so responses, of its own.
+# Each rank has prompts, and so responses, of its own. Targets between what the two ranks' own KLs come to.
+TARGETS = {"deepspeed_chat": 0.01, "deepspeed_chat_2023": 0.01, "openai": 0.6, "trlx": 0.7}
 STEERED = {system: dialect_of(system).override(
-    kl_controller="adaptive", kl_target=0.5, kl_horizon=100.0, score_scaling="running", ppo_epochs=2, actor_lr=3e-4,
-    critic_lr=0.0 if system == "trl_rloo" else 3e-4, mini_batches=MINI_BATCHES.get(system, 1)) for system in SYSTEMS}
+    kl_controller="adaptive", kl_target=TARGETS.get(system, 0.2), kl_horizon=100.0, score_scaling="running",
+    ppo_epochs=2, actor_lr=2e-3, critic_lr=0.0 if system == "trl_rloo" else 3e-4,
+    mini_batches=MINI_BATCHES.get(system, 1)) for system in SYSTEMS}
 WHITENED_PER_RANK = ("openai", "summarize", "trl_ppo")
 
 
@@ -255,20 +257,31 @@ def test_controllers_and_scales_are_equal_on_all_ranks(steered, system):
     assert one["state"]["score_scale"]["totals"][0] == rows
 
 
+def coefficients(system: str, kls: list[float]) -> list[float]:
+    """Before and after each step, by hand. trlX changes it in each of its two passes, by the two rows that a rank has
+    in a mini-batch; the others once, by all rows of both ranks."""
+    dialect = STEERED[system]
+    rows, updates = (2, 2) if system == "trlx" else (8 * dialect.samples_per_prompt, 1)
+    values = [dialect.kl_coef]
+    for kl in kls:
+        error = max(-0.2, min(0.2, kl / dialect.kl_target - 1))
+        values.append(values[-1] * (1 + error * rows / 100) ** updates)
+    return values
+
+
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_coefficients_follow_the_rule(steered, system):
-    """By hand from the reported KL; trlX measures another, on its own responses alone, and changes it each pass."""
-    dialect, run = STEERED[system], steered[0][system]
-    value, rows = dialect.kl_coef, 8 * dialect.samples_per_prompt
-    for metrics, used in zip(run["metrics"], run["coefficients"]):
-        assert used == pytest.approx(value, rel=1e-6)
-        if system == "trlx":
-            break
-        value *= 1 + max(-0.2, min(0.2, metrics["objective/kl"] / 0.5 - 1)) * rows / 100
-    else:
-        assert run["state"]["kl"]["value"] == pytest.approx(value, rel=1e-5)
-    if system == "trlx":  # policy and reference are the same at first: KL 0, two passes of two rows of each rank
-        assert run["coefficients"][1] == pytest.approx(dialect.kl_coef * (1 - 0.2 * 2 / 100) ** 2, rel=1e-6)
+    """By the mean KL of both ranks' responses; by its own alone each rank would have come to another."""
+    run, measured = steered[0][system], [rank[system]["measured"] for rank in steered]
+    together = [torch.cat(parts).double().mean().item() for parts in zip(*measured)]
+    if system != "trlx":  # which measures another than what is reported
+        reported = [metrics["objective/kl"] for metrics in run["metrics"]]
+        assert together == pytest.approx(reported, rel=1e-4, abs=1e-6)
+    *before, last = coefficients(system, together)
+    assert run["coefficients"] == pytest.approx(before, rel=1e-5)
+    assert run["state"]["kl"]["value"] == pytest.approx(last, rel=1e-5)
+    one, other = (coefficients(system, [kl.double().mean().item() for kl in own])[-1] for own in measured)
+    assert one != pytest.approx(other, rel=1e-3), "each rank's own KL would have done"
 
 
 @pytest.mark.parametrize("system", SYSTEMS)

@@ -137,5 +137,6 @@ def five_steps(folder: str, dialects: dict[str, Dialect]) -> dict[str, dict]:
         found[name] = {"state": trainer.state_dict(), "statistics": statistics,
                        "coefficients": [report.metrics["objective/kl_coef"] for report in reports],
                        "rows": [report.experience.rollout.sequences for report in reports],
+                       "measured": [report.experience.measured_kl for report in reports],
                        "metrics": [report.metrics for report in reports]}
     return found
