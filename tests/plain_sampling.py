@@ -14,6 +14,8 @@ def plain_answer(model, prompt: list[int], index: int, sample: int, how: Samplin
     while len(response) < how.max_new_tokens:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + response])).logits[0, -1]
+        for token in how.never_drawn:
+            logits[token] = -torch.inf
         passed = (logits / how.temperature).softmax(-1).cumsum(-1) > uniform(how.seed, index, sample, len(response))
         response.append(passed.nonzero()[0].item())
         text = tokenizer.decode(response)

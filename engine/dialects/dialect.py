@@ -64,7 +64,8 @@ class Dialect:
     temperature_offset: float = 0.0     # added to it wherever logits are divided by it
     temperature_in_logprobs: bool = True
     old_logprobs: str = "auto"          # of a second "forward" pass, so that the first ratio is 1; or the "sampler"'s;
-                                        # "auto": the sampler's in fp32, where both are the same within rounding
+                                        # "auto": the sampler's in fp32, where both are the same within rounding and
+                                        # where no other slots count than those that were drawn
     samples_per_prompt: int = 1
 
     # Texts. "" is none, "eos" the tokenizer's EOS, anything else a text of one token.

@@ -231,10 +231,8 @@ class _Decoding:
     def _sample(self, logits: Tensor, chosen: Tensor, slots: Tensor) -> Tensor:
         """(B, 1) int64, the tokens in these response slots (B,) of the chosen prompts (B,)."""
         sampling = self.sampling
-        choice = logits[:, :sampling.vocabulary_size]
-        if sampling.never_drawn:
-            choice = choice.index_fill(1, self.never_drawn, -torch.inf)
-        tokens = sample_tokens(choice, self.uniforms[chosen, slots], sampling.temperature)
+        choice = logits.index_fill(1, self.never_drawn, -torch.inf) if sampling.never_drawn else logits
+        tokens = sample_tokens(choice[:, :sampling.vocabulary_size], self.uniforms[chosen, slots], sampling.temperature)
         if self.logprobs is not None:
             self.logprobs[chosen, slots], self.entropy[chosen, slots] = token_logprobs(
                 logits, tokens, sampling.logprob_temperature, with_entropy=True)

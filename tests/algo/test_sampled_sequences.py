@@ -81,14 +81,16 @@ def test_first_and_second_tokens_follow_the_model(build, temperature):
 def test_tokens_that_are_never_drawn_leave_their_share_to_the_others():
     torch.manual_seed(0)
     model = gpt2()
-    rollout = drawn(model, 1.0, stop_token_ids=(), never_drawn=(EOS, 3), logprob_temperature=1.0)
+    unknown = VOCABULARY - 1  # an end that the tokenizer does not know
+    rollout = drawn(model, 1.0, stop_token_ids=(), never_drawn=(EOS, 3, unknown), vocabulary_size=unknown,
+                    logprob_temperature=1.0)
     assert rollout.response_mask.all() and not rollout.ended.any()
-    assert not ((rollout.responses == EOS) | (rollout.responses == 3)).any()
+    assert not torch.isin(rollout.responses, torch.tensor([EOS, 3, unknown])).any()
     first = rollout.responses[::2, 0]
     expected = probabilities(model, PROMPTS[0], 1.0)
     logprobs = torch.tensor(np.log(expected), dtype=torch.float32)[first]  # of the whole distribution
     torch.testing.assert_close(rollout.logprobs[::2, 0], logprobs, rtol=0, atol=1e-4)
-    expected[[EOS, 3]] = 0
+    expected[[EOS, 3, unknown]] = 0
     kept = expected > 0
     counts = np.bincount(first.numpy(), minlength=VOCABULARY)
     assert statistic(counts[kept], ROWS * expected[kept] / expected.sum()) < CRITICAL[10]

@@ -31,7 +31,7 @@ def training(folder: str, dtype: str, stage: int) -> dict:
     rounds = [timeless(report.metrics)]
     for _ in range(ROUNDS - 1):
         metrics = Accumulator()
-        trainer.train(report.experience, metrics)
+        trainer.train(report.experience, 0.0, metrics)
         rounds.append(metrics.reduce())
     return {"experience": report.experience, "rounds": rounds, "untrained": before, "trained": everything(trainer)}
 
@@ -44,7 +44,7 @@ def repeated_gradient(folder: str, dtype: str, stage: int) -> dict:
     trainer = build_trainer(spec, dialect=STILL)
     report = trainer.step(TinyPrompts(8).prompts(0))
     for _ in range(ROUNDS - 1):
-        trainer.train(report.experience, Accumulator())
+        trainer.train(report.experience, 0.0, Accumulator())
     found = {name: {"momenta": momenta(model), "weights": weights(model), "loss_scale": model.loss_scale}
              for name, model in (("actor", trainer.engine.actor), ("critic", trainer.engine.critic))}
     return {"repeated": found | {"experience": report.experience}}

@@ -108,8 +108,12 @@ def metric_lines(output_dir: Path) -> list[dict]:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below the folder, with what it holds; empty folders, and one that does not exist, hold nothing."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Every file below the folder, with what it holds; empty folders, and one that does not exist, hold nothing.
+
+    Python's own cache beside a file that was imported is left out: whether there is one is up to the environment.
+    """
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.parent.name != "__pycache__"}
 
 
 class Tiny:

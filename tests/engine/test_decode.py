@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 
+from engine.dialects import get_dialect
 from engine.experience import Rollout
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import SlotCache
@@ -174,6 +175,20 @@ def test_a_window_that_is_shorter_than_the_sequence(tmp_path, config):
     assert not takes_slot_masks(model)
     for rows_at_once in (None, 3):
         assert sampled(model, SAMPLING, rows_at_once) == expected
+
+
+@pytest.mark.parametrize("rows_at_once", (None, 3))
+@pytest.mark.parametrize("family", ("llama", "bloom"))
+@pytest.mark.parametrize("sampling", ("fixed", "without_eos"))
+def test_responses_of_fixed_length(models, expected, sampling, family, rows_at_once):
+    """With ends that are tokens like others, and with ends that are never drawn."""
+    how = SamplingConfig.of(get_dialect("default").override(sampling=sampling, temperature=0.8),
+                            SAMPLING.stop_token_ids, "bf16", max_new_tokens=20, pad_token_id=PAD, seed=5)
+    found = sampled(models[family], how, rows_at_once)
+    assert found == plainly(models[family], how) != expected[family]
+    assert all(len(tokens) == 20 and not ended for tokens, ended in found)
+    drawn = {token for tokens, _ in found for token in tokens}
+    assert bool(drawn & set(SAMPLING.stop_token_ids)) == (sampling == "fixed")
 
 
 @pytest.mark.parametrize("rows_at_once", (None, 3))
