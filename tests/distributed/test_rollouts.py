@@ -85,7 +85,7 @@ def test_two_ranks_answer_as_plain_sampling_does(two_ranks, expected, case, samp
 
 
 def test_all_ranks_choose_by_the_one_with_the_least_memory(two_ranks, expected):
-    """Copies, cache and gradients may take 0.4 of what is free if they stay while training, 0.8 if they are given back."""
+    """Copies, cache and gradients may take 0.4 of free memory if they stay while training, 0.8 if not."""
     for name, backend, between_steps in (("much", "ReplicaRollouts", "keep"), ("middling", "ReplicaRollouts", "free"),
                                          ("little", "Zero3Rollouts", None)):
         one, other = (rank[name] for rank in two_ranks["choices"])

@@ -1,4 +1,4 @@
-"""Step 2 normalises scores on the SFT model's responses: after training, and before if asked for; and its rate falls."""
+"""Step 2 normalises scores on the SFT model's responses, after training and before if asked to; its rate falls."""
 from types import SimpleNamespace
 from unittest import mock
 
