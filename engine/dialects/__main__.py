@@ -5,6 +5,7 @@
 """
 import dataclasses
 import shutil
+import signal
 import sys
 
 from engine.dialects import DIALECTS, Dialect, get_dialect
@@ -57,6 +58,7 @@ def main(words: list[str], width: int = 160) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may leave early
     try:
         print(main(sys.argv[1:], shutil.get_terminal_size((160, 0)).columns))
     except UserError as error:
