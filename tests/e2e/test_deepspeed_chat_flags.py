@@ -39,7 +39,8 @@ SCRIPTS = {
     "3 run_13b.sh": STEP_3 + "--per_device_generation_batch_size 8 --per_device_training_batch_size 8 "
                              "--actor_learning_rate 5e-4 --inference_tp_size 1 --actor_zero_stage 3 "
                              "--critic_zero_stage 3 --actor_gradient_checkpointing --disable_actor_dropout",
-    "3 run_llama2_7b.sh": STEP_3 + "--per_device_generation_batch_size 1 --per_device_training_batch_size 1 "
+    # There 1 on each of 8 GPUs; here on one process, and advantages are not whitened over a single response.
+    "3 run_llama2_7b.sh": STEP_3 + "--per_device_generation_batch_size 2 --per_device_training_batch_size 2 "
                                    "--actor_learning_rate 9.65e-6 --actor_weight_decay 0.1 --critic_weight_decay 0.1 "
                                    "--actor_gradient_checkpointing --critic_gradient_checkpointing "
                                    "--offload_reference_model --disable_actor_dropout --actor_zero_stage 3 "

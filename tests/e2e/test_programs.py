@@ -254,7 +254,9 @@ def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
                        gradient_accumulation_steps=3, eval_steps=1, actor_zero_stage=2)
     result = run_here(3, flags, capfd)
     assert result.code == 0, result.stderr
-    assert "dialect deepspeed_chat\n" in result.stdout and "(given;" not in result.stdout
+    assert result.stdout.startswith("dialect deepspeed_chat\n  samples_per_prompt = 3 (given; the dialect's is 1)\n"
+                                    "  mini_batches = 2 (given; the dialect's is 1)\n")
+    assert result.stdout.count("(given;") == 2
     lines = metric_lines(tmp_path / "out")
     assert [line["samples"] for line in lines] == [0, 12, 24]
     assert all(EVERY_STEP <= set(line) for line in lines[1:])
