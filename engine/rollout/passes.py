@@ -140,7 +140,7 @@ def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
         try:
             replay = torch.jit.trace(step, trials[0], check_trace=False)
         except Exception as error:  # whatever a family's code trips over
-            raise ValueError(str(error).splitlines()[0]) from error
+            raise ValueError(next(iter(str(error).splitlines()), type(error).__name__)) from error
     for warning in told:
         # Code that looks at a tensor goes one way when recorded, and might go another later. That of transformers'
         # attention looks at shapes which are the same for all single tokens.
@@ -164,9 +164,10 @@ def _trial_inputs(model: nn.Module) -> list[tuple]:
     """Arguments of `_TokenStep` for several numbers of rows and slots, with padding: 4 prompts of 6 tokens are read,
     and one more token."""
     device, rows, width = next(model.parameters()).device, 4, 6
+    vocabulary = model.config.get_text_config().vocab_size
     cache = SlotCache()
     cache.reserve(rows, width + 1)
-    ids = (torch.arange(rows * (width + 1), device=device).view(rows, -1) * 7919) % model.config.vocab_size
+    ids = (torch.arange(rows * (width + 1), device=device).view(rows, -1) * 7919) % vocabulary
     mask = torch.arange(width + 1, device=device) >= torch.arange(rows, device=device).unsqueeze(1)
     Passes(model, cache, True).prompts(ids[:, :width], mask[:, :width].long(), 0, width)
     positions = position_ids(mask.long())[:, -1:]
