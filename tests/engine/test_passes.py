@@ -94,6 +94,7 @@ class Odd(nn.Module):
     (lambda logits, positions: -logits if positions.max() > 40 else logits, "looks at what is computed"),
     (lambda logits, positions: logits + logits.sum().item(), "looks at what is computed"),
     (lambda logits, positions: logits * (2.0 if torch.jit.is_tracing() else 1.0), "computes something else"),
+    (lambda logits, positions: logits if not torch.jit.is_tracing() else next(iter(())), "StopIteration"),
     (lambda logits, positions: logits.reshape(logits.untyped_storage().nbytes() // (4 * logits.shape[-1]), 1, -1),
      "its recording (fails|computes something else)"),
 ])
