@@ -14,7 +14,7 @@ from engine.rollout.families import takes_slot_masks
 from engine.rollout.passes import CompiledPasses, Passes, RecordedPasses, passes_of
 from tests.engine.test_decode import (BATCH, FAMILIES, INDICES, PROMPTS, READY, SAMPLING, answers, loaded, plainly)
 from tests.plain_sampling import plain_answer
-from tests.tiny_models import PAD, VOCABULARY, make_causal_lm, make_tokenizer
+from tests.tiny_models import EOS, PAD, VOCABULARY, make_causal_lm, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,16 @@ def test_auto_records_on_cpus_without_a_word(models):
         warnings.simplefilter("error")
         for family in FAMILIES:
             assert type(taken(models[family], "auto")) is (RecordedPasses if family in READY else Passes)
+
+
+@pytest.mark.parametrize("family", sorted(READY))
+def test_a_padding_token_other_than_the_first_is_no_hindrance(family, tmp_path):
+    """An embedding that is told of one looks at its own size."""
+    model = loaded(make_causal_lm(tmp_path, family, pad_is_eos=True))
+    assert model.config.pad_token_id == EOS > 0
+    sampler = Sampler(make_tokenizer(pad_is_eos=True), decoding="auto")
+    assert answers(sampler.responses(model, BATCH, SAMPLING)) == plainly(model, SAMPLING)
+    assert type(sampler._passes) is RecordedPasses
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - READY))
