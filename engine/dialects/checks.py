@@ -34,8 +34,8 @@ def check(dialect: Dialect, *, samples_per_prompt: int | None = None, rows_per_r
             raise UserError(f"{field} is given, but the dialect {dialect.name} has no critic. Leave it out.")
     for field in CONTROLLER_FIELDS:
         if dialect.kl_controller == "fixed" and field in given:
-            raise UserError(f"{field} is given, but kl_controller is 'fixed', and the coefficient would not change. Set "
-                            "kl_controller to 'adaptive', or leave it out.")
+            raise UserError(f"{field} is given, but kl_controller is 'fixed', and the coefficient would not change. "
+                            "Set kl_controller to 'adaptive', or leave it out.")
     if layers is not None and dialect.hydra_layers > layers:
         raise UserError(f"hydra_layers {dialect.hydra_layers}: the actor has {layers} layers. Give at most that many.")
     if rows_per_rank is None:
