@@ -206,9 +206,14 @@ class TrainedModel:
         self.engine.save_checkpoint(folder, tag=tag)
 
     def load_checkpoint(self, folder: str, tag: str) -> None:
-        """Read back what `save_checkpoint` wrote (all ranks call this)."""
+        """Read back what `save_checkpoint` wrote (all ranks call this); Adam's settings stay those of this run."""
+        names = ("betas", "eps", "weight_decay")
+        settings = [{name: group[name] for name in names if name in group}
+                    for group in self.engine.optimizer.param_groups]
         path, _ = self.engine.load_checkpoint(folder, tag=tag)
         assert path is not None, f"DeepSpeed found no checkpoint {tag} in {folder}"
+        for group, own in zip(self.engine.optimizer.param_groups, settings, strict=True):
+            group.update(own)
         self.version += 1
 
 

@@ -141,7 +141,7 @@ def estimate_advantages(rewards: Tensor, values: Tensor, masks: Masks, dialect: 
         return whiten(tensor, mask, center=center, statistics=statistics)
 
     if dialect.advantage_estimator == "rloo":
-        valid, totals = masks.policy.any(-1), rewards.sum(-1)
+        valid, totals = counted_responses(masks.policy, dialect), rewards.sum(-1)
         responses = rloo(totals, dialect.samples_per_prompt, valid)
         if dialect.whiten_advantages:
             responses = white(responses, valid, center=True)
@@ -156,6 +156,15 @@ def estimate_advantages(rewards: Tensor, values: Tensor, masks: Masks, dialect: 
     return advantages, returns
 
 
+def counted_responses(policy_mask: Tensor, dialect: Dialect) -> Tensor:
+    """(B,) bool, the responses that count where each has one advantage: those with a slot in Masks.policy (B, T).
+
+    A dialect that learns responses of any length counts those without a token too: they have a score, with which others
+    are compared, and a ratio of 1.
+    """
+    return policy_mask.any(-1) | (dialect.min_response_tokens == 0)
+
+
 def actor_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, mask: Tensor,
                kl_coef: float, dialect: Dialect) -> PolicyLoss:
     """The policy's loss as sums over tokens, or over responses where the ratio is theirs; with the KL if it is there.
@@ -165,7 +174,8 @@ def actor_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, adv
         mask: (B, T) bool, Masks.policy.
     """
     if dialect.ratio == "response":
-        sums = response_policy_loss(logprobs, old_logprobs, advantages[:, 0], mask, dialect.clip_range)
+        sums = response_policy_loss(logprobs, old_logprobs, advantages[:, 0], mask, dialect.clip_range,
+                                    counted_responses(mask, dialect))
     else:
         sums = policy_loss(logprobs, old_logprobs, advantages, mask, dialect.clip_range)
     if dialect.kl_in == "reward":

@@ -13,7 +13,7 @@ from engine.dialects import Dialect
 from engine.ds_engine import TrainedModel
 from engine.experience import Experience
 from engine.experience_maker import estimated
-from engine.learnable import actor_loss, critic_loss
+from engine.learnable import actor_loss, counted_responses, critic_loss
 from engine.packing import micro_batches
 from engine.rlhf_engine import RLHFEngine
 from training.metrics import Accumulator
@@ -129,7 +129,8 @@ class Learner:
 
     def _policy_count(self, part: Experience) -> Tensor:
         """What the policy's loss sums over: tokens, or responses."""
-        return (part.policy_mask.any(-1) if self.dialect.ratio == "response" else part.policy_mask).sum()
+        mask = part.policy_mask
+        return (counted_responses(mask, self.dialect) if self.dialect.ratio == "response" else mask).sum()
 
     def _shares(self, loss: Loss, parts: list[Experience], weights: list[float],
                 metrics: Accumulator) -> list[Callable[[], Tensor]]:

@@ -6,6 +6,7 @@ from engine import distributed
 from engine.dialects import Dialect
 from engine.errors import RunStopped
 from engine.experience import Experience
+from engine.learnable import counted_responses
 from training.metrics import Accumulator
 
 
@@ -31,7 +32,7 @@ def add_experience(metrics: Accumulator, experience: Experience, dialect: Dialec
 def _add_advantages(metrics: Accumulator, experience: Experience, dialect: Dialect) -> None:
     returns = experience.returns
     if dialect.advantage_estimator == "rloo":  # one a response, the same in all its slots
-        responses = experience.policy_mask.any(-1)
+        responses = counted_responses(experience.policy_mask, dialect)
         metrics.add_moments(experience.advantages[:, 0], responses, mean="advantages/mean", std="advantages/std")
         metrics.add_moments(returns[:, 0], responses, mean="returns/mean", variance="returns/var")
         return

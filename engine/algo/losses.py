@@ -50,18 +50,19 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
 
 
 def response_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
-                         clip_range: float) -> PolicyLoss:
+                         clip_range: float, counted: Tensor | None = None) -> PolicyLoss:
     """The clipped surrogate with one ratio a response, rho = exp(sum over its tokens of lp - lp0).
 
     Args:
         logprobs, old_logprobs: (B, T) float32.
         advantages: (B,) float32, one a response.
-        mask: (B, T) bool; a response without a masked token counts nowhere.
+        mask: (B, T) bool.
+        counted: (B,) bool, the responses that count; by default those with a masked token.
 
     Returns: sums over responses. Source: huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs)).sum(-1)
-    return _clipped_surrogate(log_ratio, advantages, mask.any(-1), clip_range)
+    return _clipped_surrogate(log_ratio, advantages, mask.any(-1) if counted is None else counted, clip_range)
 
 
 def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_range: float) -> PolicyLoss:

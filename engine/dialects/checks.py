@@ -5,7 +5,9 @@ from engine.dialects.dialect import Dialect
 from engine.errors import UserError
 
 # Fields that say something of a critic alone.
-CRITIC_FIELDS = ("critic_lr", "critic_weight_decay", "value_clip_range", "value_factor")
+CRITIC_FIELDS = ("critic_lr", "critic_weight_decay", "value_clip_range", "value_factor", "gamma", "lam")
+# Those of the adaptive controller alone.
+CONTROLLER_FIELDS = ("kl_target", "kl_horizon", "kl_measure", "kl_update")
 
 
 def check(dialect: Dialect, *, samples_per_prompt: int | None = None, rows_per_rank: int | None = None,
@@ -30,6 +32,10 @@ def check(dialect: Dialect, *, samples_per_prompt: int | None = None, rows_per_r
     for field in CRITIC_FIELDS:
         if not dialect.has_critic and field in given:
             raise UserError(f"{field} is given, but the dialect {dialect.name} has no critic. Leave it out.")
+    for field in CONTROLLER_FIELDS:
+        if dialect.kl_controller == "fixed" and field in given:
+            raise UserError(f"{field} is given, but kl_controller is 'fixed', and the coefficient would not change. "
+                            "Set kl_controller to 'adaptive', or leave it out.")
     if layers is not None and dialect.hydra_layers > layers:
         raise UserError(f"hydra_layers {dialect.hydra_layers}: the actor has {layers} layers. Give at most that many.")
     if rows_per_rank is None:
@@ -47,9 +53,9 @@ def check(dialect: Dialect, *, samples_per_prompt: int | None = None, rows_per_r
 
 def _whitened_together(dialect: Dialect, rows: int, mini_batches: int, micro_batch_size: int | None,
                        ranks: int) -> int:
-    """How many responses share their statistics."""
+    """How many responses share their statistics, at least."""
     if dialect.advantages_at != "rollout":
         rows = rows // mini_batches
     if dialect.advantages_at == "micro_batch" and micro_batch_size is not None:
-        rows = min(rows, micro_batch_size)
+        rows = rows % micro_batch_size or micro_batch_size if rows > micro_batch_size else rows  # the last has the rest
     return rows * (ranks if dialect.whiten_over == "all_ranks" else 1)

@@ -1,6 +1,7 @@
 """The fields of a dialect, their defaults with reasons, and which values contradict each other."""
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass
 
 from engine.errors import UserError
@@ -29,6 +30,7 @@ CHOICES = {
     "whiten_variance": ("biased", "unbiased", "unbiased_alone"),
     "ratio": ("token", "response"),
     "loss_scope": ("optimizer_step", "micro_batch", "micro_batch_sum"),
+    "lr_schedule": ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts"),
     "lr_per": ("optimizer_step", "step"),
     "optimizer": ("adamw", "tf_adam"),
     "critic_start": ("reward_model", "zero_head", "none"),
@@ -140,6 +142,12 @@ class Dialect:
             for field in fields:
                 if getattr(self, field) is not None and not met(getattr(self, field)):
                     raise UserError(f"{field} {getattr(self, field)}: should be {least}.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"betas {self.betas}: each should be 0 or more and less than 1.")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{field.name} {value}: should be a finite number.")
         for wrong, field, why in self._contradictions():
             if wrong:
                 raise UserError(f"{field} {getattr(self, field)!r}: {why}")
@@ -150,6 +158,8 @@ class Dialect:
         decays = bool(self.actor_weight_decay or self.critic_weight_decay)
         endless = self.sampling == "without_eos"
         return [
+            (self.sampling_temperature <= 0, "temperature_offset",
+             f"logits would be divided by {self.sampling_temperature}. The sum with temperature should be over 0."),
             (rloo and self.samples_per_prompt < 2, "samples_per_prompt",
              "RLOO compares the responses to one prompt with each other. Give 2 or more."),
             (rloo and critic, "critic_start", "RLOO has no critic. Set it to 'none'."),

@@ -10,6 +10,9 @@ from engine.rollout.cache import GivenSlots, SlotCache
 from engine.rollout.families import takes_positions
 
 DECODING = ("auto", "plain", "recorded", "compiled")
+# Code that looks at shapes alone which are the same for all single tokens: whether there is one token (transformers'
+# attention), whether an embedding has a row for its padding token (torch).
+LOOK_AT_SHAPES = ("sdpa_attention.py", "torch/nn/functional.py")
 
 
 class Passes:
@@ -140,11 +143,10 @@ def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
         try:
             replay = torch.jit.trace(step, trials[0], check_trace=False)
         except Exception as error:  # whatever a family's code trips over
-            raise ValueError(str(error).splitlines()[0]) from error
+            raise ValueError(next(iter(str(error).splitlines()), type(error).__name__)) from error
     for warning in told:
-        # Code that looks at a tensor goes one way when recorded, and might go another later. That of transformers'
-        # attention looks at shapes which are the same for all single tokens.
-        if issubclass(warning.category, torch.jit.TracerWarning) and "sdpa_attention" not in warning.filename:
+        # Code that looks at a tensor goes one way when recorded, and might go another later.
+        if issubclass(warning.category, torch.jit.TracerWarning) and not warning.filename.endswith(LOOK_AT_SHAPES):
             raise ValueError(f"{warning.filename}:{warning.lineno} looks at what is computed")
     tolerance = torch.finfo(trials[0][3][0].dtype).eps ** 0.5
     for ids, positions, mask, parts in trials:
@@ -164,9 +166,10 @@ def _trial_inputs(model: nn.Module) -> list[tuple]:
     """Arguments of `_TokenStep` for several numbers of rows and slots, with padding: 4 prompts of 6 tokens are read,
     and one more token."""
     device, rows, width = next(model.parameters()).device, 4, 6
+    vocabulary = model.config.get_text_config().vocab_size
     cache = SlotCache()
     cache.reserve(rows, width + 1)
-    ids = (torch.arange(rows * (width + 1), device=device).view(rows, -1) * 7919) % model.config.vocab_size
+    ids = (torch.arange(rows * (width + 1), device=device).view(rows, -1) * 7919) % vocabulary
     mask = torch.arange(width + 1, device=device) >= torch.arange(rows, device=device).unsqueeze(1)
     Passes(model, cache, True).prompts(ids[:, :width], mask[:, :width].long(), 0, width)
     positions = position_ids(mask.long())[:, -1:]

@@ -137,6 +137,12 @@ def test_dialects_cannot_be_changed_in_place():
     ("default", {"kl_coef": -0.1}, "kl_coef -0.1: should be 0 or more."),
     ("default", {"lam": 1.5}, "lam 1.5: should be between 0 and 1."),
     ("default", {"lam": float("nan")}, "lam nan: should be between 0 and 1."),
+    ("default", {"lr_schedule": "exponential"}, "lr_schedule 'exponential': known are linear, cosine, constant"),
+    ("default", {"betas": (0.9, 1.0)}, "betas (0.9, 1.0): each should be 0 or more and less than 1."),
+    ("default", {"betas": (-0.1, 0.9)}, "betas (-0.1, 0.9): each should be"),
+    ("default", {"kl_coef": float("inf")}, "kl_coef inf: should be a finite number."),
+    ("summarize", {"missing_end_value": float("nan")}, "missing_end_value nan: should be a finite number."),
+    ("default", {"temperature_offset": -1.0}, "temperature_offset -1.0: logits would be divided by 0.0"),
     ("trl_rloo", {"samples_per_prompt": 1}, "samples_per_prompt 1: RLOO compares"),
     ("default", {"old_logprobs": "sampler", "reward_slots": "one_past"}, "old_logprobs 'sampler': the sampler knows"),
     ("openai", {"sampling": "until_eos"}, "old_logprobs 'sampler': the sampler knows"),
@@ -163,11 +169,14 @@ def test_what_cannot_go_together_is_refused_with_the_reason(name, changed, messa
     ("trl_rloo", {"samples_per_prompt": 1}, "1 response a prompt with RLOO"),
     ("trl_rloo", {"given": ["kl_coef", "critic_lr"]}, "critic_lr is given, but the dialect trl_rloo has no critic"),
     ("trl_rloo", {"given": ["value_clip_range"]}, "value_clip_range is given"),
+    ("trl_rloo", {"given": ["gamma"]}, "gamma is given, but the dialect trl_rloo has no critic"),
+    ("trlx", {"given": ["kl_target"]}, "kl_target is given, but kl_controller is 'fixed'"),
     ("trlx", {"layers": 1}, "hydra_layers 2: the actor has 1 layers"),
     ("default", {"rows_per_rank": 1}, "whiten_advantages over a batch of one response (advantages_at 'rollout'"),
     ("summarize", {"rows_per_rank": 1, "ranks": 8}, "whiten_advantages over a batch of one"),
     ("openai", {"rows_per_rank": 8, "mini_batches": 8, "ranks": 2}, "whiten_advantages over a batch of one"),
     ("trlx", {"rows_per_rank": 8, "micro_batch_size": 1}, "whiten_advantages over a batch of one"),
+    ("trlx", {"rows_per_rank": 5, "micro_batch_size": 4}, "whiten_advantages over a batch of one"),
 ])
 def test_a_runs_sizes_and_models_are_checked(name, run, message):
     with pytest.raises(UserError) as caught:
@@ -187,6 +196,7 @@ def test_scores_of_one_response_have_no_deviation():
     ("deepspeed_chat", {"rows_per_rank": 1}), ("openai", {"rows_per_rank": 8, "mini_batches": 4}),
     ("trlx", {"rows_per_rank": 8, "micro_batch_size": 1, "ranks": 2, "layers": 2}),
     ("trl_rloo", {"rows_per_rank": 2, "samples_per_prompt": 2, "given": ["actor_lr"]}),
+    ("trlx", {"rows_per_rank": 6, "micro_batch_size": 4}), ("openai", {"given": ["kl_target", "lam"]}),
     ("default", {"given": ["critic_lr"], "layers": 0}), ("default", {})])
 def test_what_can_work_is_let_through(name, run):
     check(get_dialect(name), **run)

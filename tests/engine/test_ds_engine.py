@@ -56,3 +56,23 @@ def test_a_gradient_that_is_not_finite_is_seen_before_the_step(folder, dtype):
     model = build(folder, dtype)
     assert one_step(model, factor=float("inf"))
     assert not model.scales_loss
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_restart_takes_moments_from_the_checkpoint_and_decay_from_the_run(folder, dtype, tmp_path):
+    """p <- p (1 - lr decay) - lr m / sqrt(v): with the same moments the decay is all that differs, in matrices."""
+    first = build(folder, dtype)
+    one_step(first)
+    first.step(LR)
+    first.save_checkpoint(str(tmp_path), "actor")
+    shards = {}
+    for decay in (0.0, 0.5):
+        model = build(folder, dtype, weight_decay=decay)
+        model.load_checkpoint(str(tmp_path), "actor")
+        before = [shard.clone() for shard in model.master_shards()]
+        one_step(model)
+        model.step(LR)
+        shards[decay] = [shard.clone() for shard in model.master_shards()]
+    for start, plain, decayed in zip(before, shards[0.0], shards[0.5]):
+        expected = plain - LR * 0.5 * start if start.dim() > 1 else plain
+        torch.testing.assert_close(decayed, expected, rtol=0, atol=1e-6)

@@ -257,6 +257,22 @@ def test_rloo_compares_the_responses_to_one_prompt():
     assert white[:, 0].tolist() == pytest.approx([-2.3 / root, 2.3 / root, -0.5 / root, 0.5 / root], abs=1e-5)
 
 
+def test_a_response_without_a_token_is_compared_and_counted_where_all_lengths_are_learned():
+    """TRL: its KL is 0 and its ratio 1, and the mean is over all responses. EOS, which pads too, comes first in it."""
+    responses = torch.tensor([[2, 5, 6], [5, 6, 7], [5, 2, 2], [8, 9, 9]])
+    everywhere, nowhere = torch.ones(4, 3, dtype=torch.bool), torch.zeros(4, 3)
+    for dialect, expected, count in ((RLOO, [-2.0, 2.0, -3.0, 3.0], 4),
+                                     (RLOO.override(min_response_tokens=1), [0.0, 0.0, -3.0, 3.0], 3)):
+        slots = count_slots(responses, everywhere, 2, dialect)
+        assert slots.lengths.tolist() == [0, 3, 1, 3]
+        rewards, values = token_rewards(nowhere, nowhere, None, torch.tensor([1.0, 3.0, 2.0, 5.0]), slots, 0.1, dialect)
+        advantages, _ = estimate_advantages(rewards, values, slots.masks, dialect)
+        assert advantages[:, 0].tolist() == pytest.approx(expected)
+        sums = actor_loss(nowhere, nowhere, nowhere, advantages, slots.masks.policy, 0.1, dialect)
+        assert sums.count.item() == sums.ratio.item() == count
+        assert sums.loss.item() == pytest.approx(-sum(expected), abs=1e-6)
+
+
 def test_rewards_without_a_critic():
     slots = slots_of("trl_rloo", "A", 6)
     rewards, values = token_rewards(torch.full((1, 6), -1.0), torch.full((1, 6), -1.5), None, torch.tensor([2.0]),

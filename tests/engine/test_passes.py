@@ -14,7 +14,7 @@ from engine.rollout.families import takes_slot_masks
 from engine.rollout.passes import CompiledPasses, Passes, RecordedPasses, passes_of
 from tests.engine.test_decode import (BATCH, FAMILIES, INDICES, PROMPTS, READY, SAMPLING, answers, loaded, plainly)
 from tests.plain_sampling import plain_answer
-from tests.tiny_models import PAD, VOCABULARY, make_causal_lm, make_tokenizer
+from tests.tiny_models import EOS, PAD, VOCABULARY, make_causal_lm, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +69,16 @@ def test_auto_records_on_cpus_without_a_word(models):
             assert type(taken(models[family], "auto")) is (RecordedPasses if family in READY else Passes)
 
 
+@pytest.mark.parametrize("family", sorted(READY))
+def test_a_padding_token_other_than_the_first_is_no_hindrance(family, tmp_path):
+    """An embedding that is told of one looks at its own size."""
+    model = loaded(make_causal_lm(tmp_path, family, pad_is_eos=True))
+    assert model.config.pad_token_id == EOS > 0
+    sampler = Sampler(make_tokenizer(pad_is_eos=True), decoding="auto")
+    assert answers(sampler.responses(model, BATCH, SAMPLING)) == plainly(model, SAMPLING)
+    assert type(sampler._passes) is RecordedPasses
+
+
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - READY))
 @pytest.mark.parametrize("decoding", ("recorded", "compiled"))
 def test_families_that_need_their_own_masks_are_named(models, family, decoding):
@@ -94,6 +104,7 @@ class Odd(nn.Module):
     (lambda logits, positions: -logits if positions.max() > 40 else logits, "looks at what is computed"),
     (lambda logits, positions: logits + logits.sum().item(), "looks at what is computed"),
     (lambda logits, positions: logits * (2.0 if torch.jit.is_tracing() else 1.0), "computes something else"),
+    (lambda logits, positions: logits if not torch.jit.is_tracing() else next(iter(())), "StopIteration"),
     (lambda logits, positions: logits.reshape(logits.untyped_storage().nbytes() // (4 * logits.shape[-1]), 1, -1),
      "its recording (fails|computes something else)"),
 ])

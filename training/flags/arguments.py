@@ -23,12 +23,14 @@ from training.reporting.sample_tables import visible
 REQUIRED = dataclasses.MISSING
 
 
-def flag(default, help: str, choices: Sequence[str] | None = None, group: str = ""):
+def flag(default, help: str, choices: Sequence[str] | None = None, group: str = "",
+         adds_up: bool = False):
     """A dataclass field that is a flag; `default` REQUIRED for one that must be given.
 
-    group: the heading that it stands under, and those after it until the next heading.
+    group: the heading that it stands under, and those after it until the next heading. adds_up: a list that grows each
+    time the flag is given, where otherwise the last one counts.
     """
-    metadata = {"help": help, "choices": choices, "group": group}
+    metadata = {"help": help, "choices": choices, "group": group, "adds_up": adds_up}
     if isinstance(default, (list, tuple)):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(metadata=metadata) if default is REQUIRED else field(default=default, metadata=metadata)
@@ -285,7 +287,8 @@ def _argparse_options(spec: dataclasses.Field, hint) -> dict:
         # Bare for yes; a value takes back what a file or a script before it said.
         return options | {"type": _truth, "metavar": "true|false", "nargs": "?", "const": True}
     if typing.get_origin(hint) is list:
-        return options | {"type": typing.get_args(hint)[0], "nargs": "+"}
+        return options | {"type": typing.get_args(hint)[0], "nargs": "+",
+                          "action": "extend" if spec.metadata["adds_up"] else "store"}
     return options | {"type": hint, "choices": spec.metadata["choices"]}
 
 

@@ -78,7 +78,8 @@ class RLHFFlags(DataFlags):
         "both are the same within rounding", choices=("auto", "forward", "sampler"))
     stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
     set: list[str] = flag([], "any field of the dialect as FIELD=VALUE, such as kl_controller=adaptive kl_target=6; "
-                              "`python -m engine.dialects` lists the fields")
+                              "`python -m engine.dialects` lists the fields; given again, or in a YAML file too, it "
+                              "adds to what was set", adds_up=True)
 
     actor_learning_rate: float | None = flag(None, "the actor's peak learning rate", group="optimization")
     critic_learning_rate: float | None = flag(None, "the critic's peak learning rate")

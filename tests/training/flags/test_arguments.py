@@ -274,6 +274,17 @@ def test_any_field_is_set_by_name():
     assert with_rewards(*words).mini_batches == 4
 
 
+def test_fields_set_in_several_places_add_up(tmp_path):
+    (tmp_path / "run.yaml").write_text("set: [kl_controller=adaptive, kl_target=3]\n")
+    args = with_rewards("--critic_model_name_or_path", "c", "--set", "lam=0.9", "--set", "gamma=0.8",
+                        "--config", str(tmp_path / "run.yaml"))
+    assert args.resolved_dialect()[1] == {"kl_controller": ("fixed", "adaptive"), "kl_target": (6.0, 3.0),
+                                          "lam": (0.95, 0.9), "gamma": (1.0, 0.8)}
+    assert with_rewards("--critic_model_name_or_path", "c").set == []
+    assert told("--set", "kl_target=4", "--config", str(tmp_path / "run.yaml")).startswith(
+        "'kl_target=4': kl_target is set twice.")
+
+
 @pytest.mark.parametrize("words, message", [
     (("--set", "kl_targt=3"), "dialect field 'kl_targt' does not exist; did you mean kl_target? Known: name, kl_coef"),
     (("--set", "kl_target"), "'kl_target': dialect fields are set as FIELD=VALUE."),
