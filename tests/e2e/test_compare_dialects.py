@@ -62,6 +62,6 @@ def test_a_dialect_keeps_its_choices(name, tmp_path):
 
 
 def test_sizes_are_shared_by_the_ranks(tmp_path):
-    words = step3_words("trl_rloo", Setting(3, 64, 1e-3, None), tmp_path, tmp_path / "out", ranks=4)
+    words = step3_words("trl_rloo", Setting(3, 64, 20, 1e-3, None), tmp_path, tmp_path / "out", ranks=4)
     assert words[words.index("--per_device_generation_batch_size") + 1] == "16"
     assert words[words.index("--per_device_training_batch_size") + 1] == "32"  # two responses a prompt
