@@ -13,6 +13,7 @@ from engine.model_files import (check_policy, check_scorer, check_trunk, check_v
                                 read_tokenizer, vocabulary_size)
 from engine.rlhf_engine import EngineSpec
 from engine.rollout import SamplingConfig
+from engine.rollout.families import check_attention
 from training import checkpoint, dry_run
 from training.data.blocks import TextBlocks
 from training.data.examples import Prompts
@@ -136,6 +137,7 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
         if name == "actor_model_name_or_path":
             tokenizer = read_tokenizer(path, f"--{name}")
             check_policy(path, f"--{name}")
+            check_attention(path, f"--{name}")
             if dialect.hydra_layers:
                 check_hydra(path, dialect.hydra_layers, f"--{name}")
             starts_anew = dialect.critic_start == "zero_head" or args.critic_model_name_or_path is None
@@ -170,7 +172,9 @@ def choices(args: RLHFFlags, dialect: Dialect) -> dict:
 
 def changes_since(state: dict, now: dict) -> list[str]:
     """Which choices are others than when the restart point with this state was written."""
+    steered = " (without effect: the adaptive coefficient goes on from where it was)"
     return [f"changed since the restart point: {name} {then} -> {now[name]}"
+            + (steered if name == "kl_coef" and now["kl_controller"] == "adaptive" else "")
             for name, then in state.get("choices", {}).items() if name in now and now[name] != then]
 
 

@@ -3,9 +3,27 @@ import inspect
 
 import torch
 from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from engine.errors import UserError
 from engine.experience import position_ids
+from engine.model_files import read_config
 from engine.rollout.cache import SlotCache
+
+
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that keep keys and values
+
+
+def check_attention(path: str, what: str) -> None:
+    """Raise UserError, naming `what` (a flag), if the language model at `path` keeps a state where others keep keys and
+    values: the decoding loop has rows come and go, and a state cannot be cut out of its batch."""
+    config = read_config(path, what)
+    family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    other = set(getattr(config.get_text_config(), "layer_types", None) or []) - ATTENTION
+    if other or getattr(family, "_is_stateful", False):
+        raise UserError(f"{what}: {path} is a {config.model_type} model, some layers of which keep a state in place of "
+                        "keys and values. Responses cannot be drawn from such models here. Give one of attention "
+                        "alone.")
 
 
 def takes_positions(model: nn.Module) -> bool:

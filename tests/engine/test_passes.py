@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (AutoModelForCausalLM, BloomConfig, Gemma2Config, LlamaConfig, LlamaForCausalLM, MambaConfig,
+                          MiniMaxConfig, Qwen3NextConfig)
 
+from engine.errors import UserError
 from engine.experience import PromptBatch
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
-from engine.rollout.families import takes_slot_masks
+from engine.rollout.families import check_attention, takes_slot_masks
 from engine.rollout.passes import CompiledPasses, Passes, RecordedPasses, passes_of
 from tests.engine.test_decode import (BATCH, FAMILIES, INDICES, PROMPTS, READY, SAMPLING, answers, loaded, plainly)
 from tests.plain_sampling import plain_answer
@@ -122,6 +124,19 @@ def test_eager_attention_is_not_given_ready_masks(tmp_path):
     assert not takes_slot_masks(model)
     assert answers(Sampler(make_tokenizer(), decoding="auto").responses(model, BATCH, SAMPLING)) == plainly(
         model, SAMPLING)
+
+
+@pytest.mark.parametrize("config", (MambaConfig(), Qwen3NextConfig(), MiniMaxConfig()), ids=lambda c: c.model_type)
+def test_actors_that_keep_a_state_are_refused(tmp_path, config):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"^--actor: .* is a {config.model_type} model, some layers of which keep a "):
+        check_attention(str(tmp_path), "--actor")
+
+
+@pytest.mark.parametrize("config", (LlamaConfig(), Gemma2Config(), BloomConfig()), ids=lambda c: c.model_type)
+def test_actors_of_attention_alone_are_not(tmp_path, config):
+    config.save_pretrained(tmp_path)
+    check_attention(str(tmp_path), "--actor")
 
 
 def test_compiled_passes_may_have_many_shapes(monkeypatch):

@@ -16,4 +16,9 @@ def test_changed_choices_are_named_and_unchanged_ones_are_not():
         "changed since the restart point: kl_coef 0.1 -> 0.5",
         "changed since the restart point: betas [0.9, 0.95] -> [0.9, 0.99]",
         "changed since the restart point: --reward_model_name_or_path None -> c"]
+    steered = dialect.override(kl_controller="adaptive")
+    written = {"choices": choices(args, steered)}
+    assert changes_since(written, choices(args, steered.override(kl_coef=0.5))) == [
+        "changed since the restart point: kl_coef 0.1 -> 0.5 (without effect: the adaptive coefficient goes on from "
+        "where it was)"]
     assert changes_since({}, choices(args, dialect)) == [], "a restart point that does not say"
