@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, record_function
 from engine import distributed, replica
 from engine.models import Policy, Scorer
 from engine.reward.combined import CombinedReward
+from engine.rollout.passes import CompiledPasses, Passes, RecordedPasses
 from training.ppo_trainer import PPOTrainer
 from training.program import PROFILE
 
@@ -52,10 +53,10 @@ class Profiler:
 def marked(trainer: PPOTrainer) -> Iterator[None]:
     """Within this context every forward and backward pass, optimizer step and score is a named range of the trace."""
     engine = trainer.engine
-    language_model = type(engine.actor.module.model)  # what draws tokens: the actor's own, or a copy with its weights
-    methods = [(language_model, "forward", f"{language_model.__name__} forward"), (Policy, "forward", "policy forward"),
-               (Scorer, "forward", "scorer forward"), (engine.reference, "ref_logprobs", "reference"),
-               (replica, "copy_weights", "gather of weights")]
+    methods = [(Policy, "forward", "policy forward"), (Scorer, "forward", "scorer forward"),
+               (engine.reference, "ref_logprobs", "reference"), (replica, "copy_weights", "gather of weights"),
+               (Passes, "prompts", "prompts"), *((kind, "tokens", "token") for kind in
+                                                 (Passes, RecordedPasses, CompiledPasses))]
     for role, model in (("actor", engine.actor), ("critic", engine.critic)):
         if model is not None:
             methods += [(model, "backward", f"{role} backward"), (model, "step", f"{role} optimizer step")]

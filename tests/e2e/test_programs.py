@@ -136,8 +136,9 @@ def test_the_steps_asked_for_are_recorded_on_each_rank(chain, name):
         ranges = ranges_of(chain[f"{name}/profile/{file}"])
         # 4 responses of a rank in one micro-batch: a pass of each model, then an optimizer step in each of 2 epochs.
         assert {phase: Counter(inner) for phase, inner in ranges.items()} == {
-            # The longest response has 8 tokens; which masks the model takes is found out by four passes, once.
-            "generate": Counter({"GPT2LMHeadModel forward": 12 if first else 8, "gather of weights": 1}),
+            # The longest response has 8 tokens, the first of which comes with the prompts. Once others are read to try
+            # out the recording of single tokens.
+            "generate": Counter({"prompts": 2 if first else 1, "token": 7, "gather of weights": 1}),
             # The old log-probs are the sampler's: the actor is only asked about one response, to compare.
             "make_experience": Counter(2 * ["policy forward", "scorer forward"] + ["reference", "reward model"]
                                        + (3 if first else 1) * ["gather of weights"]),
