@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("dialects", nargs="*", metavar="DIALECT", help="by default all")
     parser.add_argument("--models_dir", type=Path, default=ROOT / "quickstart",
                         help="the quickstart's folder; runs go into its dialects/ (default: quickstart/)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes, 1, 2, 4 or 8 (default: 2)")
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4, 8), help="processes (default: 2)")
     parser.add_argument("--master_port", type=int, help="of the launcher; by default a free one")
     parser.add_argument("--overwrite", action="store_true", help="run again what is complete")
     parser.add_argument("--docs", action="store_true", help=f"write the table into {DOCS.relative_to(ROOT)}")

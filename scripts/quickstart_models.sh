@@ -2,7 +2,9 @@
 # The quickstart's corpus, tokenizer, SFT model and reward model, with a given number of ranks in the environment that
 # is active. About 3 minutes on two CPU cores. scripts/quickstart.sh and scripts/compare_dialects.py go on from here.
 #
-#   scripts/quickstart_models.sh OUTPUT_DIR RANKS      writes data/, base/, sft/ and reward/; RANKS: 1, 2, 4 or 8
+#   scripts/quickstart_models.sh OUTPUT_DIR RANKS      in the repository; writes data/, base/, sft/ and reward/
+#
+# RANKS: 1, 2, 4 or 8.
 set -euo pipefail
 out="$1" ranks="$2"
 
