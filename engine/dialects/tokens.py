@@ -8,7 +8,7 @@ def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
 
     A text that is a token as it stands is that one; another has to be encoded as one.
 
-    Raises: UserError where it is no single token.
+    Raises: UserError where it is no single token, or one that the tokenizer does not know.
     """
     text = getattr(dialect, field)
     if not text:
@@ -23,6 +23,9 @@ def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
     if len(ids) != 1:
         raise UserError(f"{field} {text!r}: {len(ids)} tokens for this model's tokenizer; it should be one. Name "
                         "another; an empty text is none.")
+    if known is None and ids[0] == tokenizer.unk_token_id:
+        raise UserError(f"{field} {text!r}: this model's tokenizer does not know it. Name another; an empty text is "
+                        "none.")
     return ids[0]
 
 

@@ -68,6 +68,7 @@ FLAGS = [
      ["whiten_advantages over a batch of one", "rank"]),
     ((3,), {"dialect": "summarize", "set": "truncate_token=w1 w2"},
      ["truncate_token 'w1 w2': 2 tokens", "should be one"]),
+    ((3,), {"dialect": "summarize", "set": "truncate_token=."}, ["truncate_token '.'", "does not know it"]),
     ((1, 2), {"zero_stage": 4}, ["--zero_stage 4", "0, 1, 2 and 3"]),
     ((3,), {"critic_zero_stage": 4}, ["--critic_zero_stage 4", "0, 1, 2 and 3"]),
     ((3,), {"rollout_backend": "hybrid"}, ["--rollout_backend hybrid", "layer_past", "auto or replica"]),
