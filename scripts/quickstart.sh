@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a model that PPO has taught to write positive film reviews: environment, corpus, tokenizer, SFT model,
-# reward model, PPO with two ranks under ZeRO-3. About 6 minutes on two CPU cores; on GPUs where it finds some.
+# reward model, PPO with two ranks under ZeRO-3. About 5 minutes on two CPU cores, 2 of them for the environment; on GPUs
+# where it finds some.
 #
 #   scripts/quickstart.sh [OUTPUT_DIR]      by default quickstart/ in the repository; must be empty
 set -euo pipefail
