@@ -5,11 +5,12 @@ import torch
 from torch import nn
 
 from engine import distributed
+from engine.dialects.dialect import CHOICES
 
 # transformers' names; "constant_with_warmup" and "cosine_with_restarts" (of one cycle) are what they are there, and
 # "constant" warms up too if steps of warm-up are given.
-LR_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts")
-OPTIMIZERS = ("adamw", "tf_adam")
+LR_SCHEDULES = CHOICES["lr_schedule"]
+OPTIMIZERS = CHOICES["optimizer"]
 
 
 class TensorFlowAdam(torch.optim.Optimizer):

@@ -66,8 +66,6 @@ class RecordedPasses(Passes):
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
         super().__init__(model, cache, slot_masks)
-        if not slot_masks:
-            raise ValueError("it makes the mask of each token itself")
         self._replay = _record(_TokenStep(model), _trial_inputs(model))
 
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:
@@ -85,8 +83,6 @@ class CompiledPasses(Passes):
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
         super().__init__(model, cache, slot_masks)
-        if not slot_masks:
-            raise ValueError("it makes the mask of each token itself")
 
         def step(ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
             return self._forward(ids, mask[:, None, None], positions)
@@ -114,6 +110,8 @@ def passes_of(model: nn.Module, cache: SlotCache, slot_masks: bool, decoding: st
     kind = {"plain": Passes, "recorded": RecordedPasses, "compiled": CompiledPasses,
             "auto": Passes if next(model.parameters()).is_cuda else RecordedPasses}[decoding]
     try:
+        if kind is not Passes and not slot_masks:
+            raise ValueError("it makes the mask of each token itself")
         return kind(model, cache, slot_masks)
     except ValueError as reason:
         if decoding != "auto":

@@ -36,3 +36,9 @@ def folder(tmp_path_factory) -> str:
 def _write(path, shipped: dict, zero: dict, fp16: dict) -> None:
     """A shipped configuration with other ZeRO-3 thresholds and another fp16 loss scale."""
     path.write_text(json.dumps(shipped | {"zero_optimization": shipped["zero_optimization"] | zero, "fp16": fp16}))
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory) -> str:
+    """A folder that the ranks write into."""
+    return str(tmp_path_factory.mktemp("output"))

@@ -12,11 +12,6 @@ FAMILIES = ("llama", "mistral", "qwen2", "gpt2", "gpt_neox", "opt", "bloom")
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("output"))
-
-
-@pytest.fixture(scope="module")
 def alone(folder, output) -> list[dict]:
     return run_ranks("tests.distributed.work_engines:without_critic", folder=folder, output=output, stages=STAGES)
 

@@ -26,11 +26,6 @@ MODEL = 2 * LAYER + NORM + 2 * HEAD
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("hydra"))
-
-
-@pytest.fixture(scope="module")
 def ranks(folder, output) -> list[dict]:
     """What both ranks found, by the names in RUNS."""
     return run_ranks("tests.distributed.work_hydra:all_runs", folder=folder, output=output, runs=RUNS)

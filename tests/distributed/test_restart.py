@@ -18,11 +18,6 @@ RUNS["rloo"] = {"stage": 3, "config": "stage3.json", "dtype": "fp32", "changed":
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("output"))
-
-
-@pytest.fixture(scope="module")
 def whole(folder, output) -> list[dict]:
     return run_ranks("tests.distributed.work_restart:uninterrupted", folder=folder, output=output, runs=RUNS)
 
