@@ -1,4 +1,5 @@
 """Installs the packages `engine` and `training`: pip install -e . -c constraints.txt"""
+
 from setuptools import find_packages, setup
 
 setup(

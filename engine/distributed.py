@@ -2,6 +2,7 @@
 
 Everything works unchanged with one process and no launcher: the calls then return their argument.
 """
+
 import contextlib
 import ctypes
 import fcntl
@@ -59,7 +60,10 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
         with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints which extension it has loaded
             deepspeed.init_distributed(
                 dist_backend=accelerator.communication_backend_name() if accelerator.device_name() != "cpu" else "gloo",
-                auto_mpi_discovery=False, verbose=False, timeout=timedelta(minutes=timeout_minutes))
+                auto_mpi_discovery=False,
+                verbose=False,
+                timeout=timedelta(minutes=timeout_minutes),
+            )
         if accelerator.device_name() == "cpu":
             comm = deepspeed.comm.comm.cdb  # what ZeRO gathers weights and sums gradients with
             comm.all_gather_function, comm.reduce_scatter_function = _gather_by_broadcasts, _scatter_by_all_reduce
@@ -167,8 +171,9 @@ class _Works(list):
             work.wait()
 
 
-def _gather_by_broadcasts(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group=None,
-                          async_op: bool = False) -> _Works | None:
+def _gather_by_broadcasts(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group=None, async_op: bool = False
+) -> _Works | None:
     """torch.distributed.all_gather_into_tensor for gloo, which broadcasts large tensors four times as fast as it
     gathers them."""
     parts = output_tensor.view(-1).chunk(dist.get_world_size(group))
@@ -178,8 +183,9 @@ def _gather_by_broadcasts(output_tensor: torch.Tensor, input_tensor: torch.Tenso
     return works if async_op else works.wait()
 
 
-def _scatter_by_all_reduce(output_tensor: torch.Tensor, input_tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None,
-                           async_op: bool = False) -> None:
+def _scatter_by_all_reduce(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op: bool = False
+) -> None:
     """torch.distributed.reduce_scatter_tensor for gloo, which is faster at reducing all of a large tensor in place than
     at sorting out its parts. `input_tensor` is overwritten; ZeRO-3 gives a buffer that it has no other use for."""
     assert not async_op, "ZeRO-3 reduces gradients synchronously on CPUs"

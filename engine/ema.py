@@ -1,9 +1,10 @@
 """An exponential moving average of the actor's weights."""
+
 import contextlib
 
 import torch
 
-from engine.ds_engine import TrainedModel
+from engine.zero.engines import TrainedModel
 
 
 class EMA:

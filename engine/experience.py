@@ -1,4 +1,5 @@
 """What flows through a step: prompts, rollouts, experience. Frozen, and sure of their shapes."""
+
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -11,8 +12,9 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
 
 def _check(name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype) -> None:
-    assert tuple(tensor.shape) == shape and tensor.dtype == dtype, \
+    assert tuple(tensor.shape) == shape and tensor.dtype == dtype, (
         f"{name} is {tuple(tensor.shape)} {tensor.dtype}, should be {shape} {dtype}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class PromptBatch:
     input_ids (B, P) int64; attention_mask (B, P) int64; indices (B,) int64, each prompt's index in the data;
     samples (B,) int64, which sample of that prompt is to be drawn.
     """
+
     input_ids: Tensor
     attention_mask: Tensor
     indices: Tensor
@@ -45,8 +48,12 @@ class PromptBatch:
         if k == 1:
             return self
         which = torch.arange(k, device=self.samples.device).repeat(len(self))
-        return PromptBatch(self.input_ids.repeat_interleave(k, 0), self.attention_mask.repeat_interleave(k, 0),
-                           self.indices.repeat_interleave(k), self.samples.repeat_interleave(k) * k + which)
+        return PromptBatch(
+            self.input_ids.repeat_interleave(k, 0),
+            self.attention_mask.repeat_interleave(k, 0),
+            self.indices.repeat_interleave(k),
+            self.samples.repeat_interleave(k) * k + which,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,7 @@ class Rollout:
     response_mask (B, T) bool, 1 on every sampled token, EOS included; ended (B,) bool, whether a stop was reached;
     indices, samples (B,) int64 as in PromptBatch; logprobs, entropy (B, T) float32 as the sampler had them, or None.
     """
+
     sequences: Tensor
     attention_mask: Tensor
     response_mask: Tensor
@@ -99,19 +107,24 @@ class Rollout:
     @property
     def prompts(self) -> Tensor:
         """(B, P) int64."""
-        return self.sequences[:, :self.prompt_length]
+        return self.sequences[:, : self.prompt_length]
 
     @property
     def responses(self) -> Tensor:
         """(B, T) int64."""
-        return self.sequences[:, self.prompt_length:]
+        return self.sequences[:, self.prompt_length :]
 
     def cut(self, kept: Tensor, ended: Tensor, pad_token_id: int) -> "Rollout":
         """The same rows, whose responses are only the tokens in `kept` (B, T) bool; other slots become padding."""
-        real = torch.cat([self.attention_mask[:, :self.prompt_length], kept.long()], 1)
+        real = torch.cat([self.attention_mask[:, : self.prompt_length], kept.long()], 1)
         responses = torch.where(kept, self.responses, pad_token_id)
-        return replace(self, sequences=torch.cat([self.prompts, responses], 1), attention_mask=real, response_mask=kept,
-                       ended=ended)
+        return replace(
+            self,
+            sequences=torch.cat([self.prompts, responses], 1),
+            attention_mask=real,
+            response_mask=kept,
+            ended=ended,
+        )
 
     def from_second_token(self) -> "Rollout":
         """The same rows with all slots but the first as their responses: log-probs of prompts can then be asked for."""
@@ -120,8 +133,11 @@ class Rollout:
     def select(self, rows: Tensor | slice, beyond: int | None = 0) -> "Rollout":
         """The given rows, without the slots that are padding in all of them but `beyond` after the longest response;
         None keeps all slots of responses."""
-        picked = {field.name: getattr(self, field.name)[rows] for field in fields(self)
-                  if getattr(self, field.name) is not None}
+        picked = {
+            field.name: getattr(self, field.name)[rows]
+            for field in fields(self)
+            if getattr(self, field.name) is not None
+        }
         prompt, mask, response_mask = self.prompt_length, picked["attention_mask"], picked["response_mask"]
         response = self.response_length
         if beyond is not None:
@@ -147,6 +163,7 @@ class Experience:
     advantages, returns: (B, T) float32; estimated anew where the dialect does so in each mini-batch
     policy_mask, value_mask: (B, T) bool, the slots that each loss is summed over; state_mask, where values count
     """
+
     rollout: Rollout
     logprobs: Tensor
     entropy: Tensor
@@ -179,7 +196,16 @@ class Experience:
     def select(self, rows: Tensor | slice, beyond: int | None = 0) -> "Experience":
         """The given rows, without the slots that are padding in all of them, as `Rollout.select` has it."""
         rollout = self.rollout.select(rows, beyond)
-        picked = {field.name: getattr(self, field.name)[rows] for field in fields(self)
-                  if isinstance(getattr(self, field.name), Tensor)}
-        return replace(self, rollout=rollout, **{name: value if value.dim() == 1 else value[:, :rollout.response_length]
-                                                 for name, value in picked.items()})
+        picked = {
+            field.name: getattr(self, field.name)[rows]
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), Tensor)
+        }
+        return replace(
+            self,
+            rollout=rollout,
+            **{
+                name: value if value.dim() == 1 else value[:, : rollout.response_length]
+                for name, value in picked.items()
+            },
+        )

@@ -1,4 +1,5 @@
 """From rollouts to experience: log-probs, values and scores of all models, then what the dialect makes of them."""
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,8 +10,8 @@ from torch import Tensor
 from engine import distributed
 from engine.algo.kl import measured_kl
 from engine.algo.scores import ScoreScale
-from engine.dialects import Dialect
-from engine.ds_engine import TrainedModel
+from engine.algorithms import Dialect
+from engine.zero.engines import TrainedModel
 from engine.experience import Experience, Rollout
 from engine.learnable import Masks, count_slots, estimate_advantages, process_scores, scored_text, token_rewards
 from engine.packing import micro_batches
@@ -33,6 +34,7 @@ class Judged:
     logprob_gaps: (N,) float32, absolute differences between the sampler's log-probs and those of a forward pass, of the
         tokens of the longest row; None where all log-probs are a forward pass's.
     """
+
     rollout: Rollout
     scored_mask: Tensor
     logprobs: Tensor
@@ -49,13 +51,24 @@ class ExperienceMaker:
     """Runs the models over rollouts and turns what they say into what PPO learns from.
 
     critic: None where the dialect has none. end_token_id: the token that scored texts end with where responses do not
-    stop at it (`engine.dialects.end_token_id`). `score_scale` is what scores are divided by, and changes during a run.
+    stop at it (`engine.algorithms.end_token_id`). `score_scale` is what scores are divided by, and changes during a run.
     """
 
-    def __init__(self, *, actor: TrainedModel, critic: TrainedModel | None, reference: Reference, reward: RewardSource,
-                 dialect: Dialect, pad_token_id: int, micro_batch_size: int, end_token_id: int | None = None):
-        assert (critic is not None) == dialect.has_critic, \
+    def __init__(
+        self,
+        *,
+        actor: TrainedModel,
+        critic: TrainedModel | None,
+        reference: Reference,
+        reward: RewardSource,
+        dialect: Dialect,
+        pad_token_id: int,
+        micro_batch_size: int,
+        end_token_id: int | None = None,
+    ):
+        assert (critic is not None) == dialect.has_critic, (
             f"dialect {dialect.name}, critic_start {dialect.critic_start}"
+        )
         self.actor, self.critic = actor, critic
         self.reference, self.reward = reference, reward
         self.dialect, self.pad_token_id, self.micro_batch_size = dialect, pad_token_id, micro_batch_size
@@ -89,38 +102,58 @@ class ExperienceMaker:
 
         def whole(columns: list[Tensor]) -> Tensor:
             """(N, t) or (N,) of each piece, back in the rollout's order and width."""
-            wide = [F.pad(column, (0, rollout.response_length - column.shape[1])) if column.dim() == 2 else column
-                    for column in columns]
+            wide = [
+                F.pad(column, (0, rollout.response_length - column.shape[1])) if column.dim() == 2 else column
+                for column in columns
+            ]
             return torch.cat(wide)[torch.cat(rows).argsort()]
 
         logprobs, entropy, ref_logprobs, prompt_kl, gaps = self._policies(learned, pieces, whole)
-        values = None if self.critic is None else whole([
-            self.critic(piece.sequences, piece.attention_mask, piece.position_ids)[:, piece.prompt_length - 1:-1]
-            for piece in pieces])
+        values = (
+            None
+            if self.critic is None
+            else whole(
+                [
+                    self.critic(piece.sequences, piece.attention_mask, piece.position_ids)[
+                        :, piece.prompt_length - 1 : -1
+                    ]
+                    for piece in pieces
+                ]
+            )
+        )
         with self.reward.resident():
             scores, score_parts = self._scores([scored.select(part) for part in rows], whole)
-        return Judged(learned, scored.response_mask, logprobs, entropy, ref_logprobs, prompt_kl, values, scores,
-                      score_parts, gaps)
+        return Judged(
+            learned, scored.response_mask, logprobs, entropy, ref_logprobs, prompt_kl, values, scores, score_parts, gaps
+        )
 
     def _texts(self, rollout: Rollout) -> tuple[Rollout, Rollout]:
         """What is learned and what is scored: the same, but where a dialect learns all that was sampled."""
-        kept, ended = scored_text(rollout.responses, rollout.response_mask, rollout.ended, self.dialect,
-                                  self.end_token_id)
+        kept, ended = scored_text(
+            rollout.responses, rollout.response_mask, rollout.ended, self.dialect, self.end_token_id
+        )
         scored = rollout.cut(kept, ended, self.pad_token_id)
         return (replace(rollout, ended=ended) if self.dialect.length_rule == "row" else scored), scored
 
-    def _policies(self, learned: Rollout, pieces: list[Rollout],
-                  whole: Callable[[list[Tensor]], Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    def _policies(
+        self, learned: Rollout, pieces: list[Rollout], whole: Callable[[list[Tensor]], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Log-probs and entropy, reference log-probs, prompt_kl and logprob_gaps, as in Judged."""
         temperature = self.dialect.logprob_temperature
         asked = [piece.from_second_token() for piece in pieces] if self.dialect.measures_prompts else pieces
 
         def policy(piece: Rollout) -> tuple[Tensor, Tensor]:
-            return self.actor(piece.sequences, piece.attention_mask, piece.position_ids, temperature=temperature,
-                              response_length=piece.response_length, with_entropy=True)
+            return self.actor(
+                piece.sequences,
+                piece.attention_mask,
+                piece.position_ids,
+                temperature=temperature,
+                response_length=piece.response_length,
+                with_entropy=True,
+            )
 
         def responses(columns: list[Tensor]) -> Tensor:
-            return whole([column[:, -piece.response_length:] for column, piece in zip(columns, pieces)])
+            return whole([column[:, -piece.response_length :] for column, piece in zip(columns, pieces)])
 
         gaps, noted = None, learned.logprobs is not None
         assert noted or self.dialect.old_logprobs != "sampler", "the rollout has no log-probs of the sampler"
@@ -135,12 +168,14 @@ class ExperienceMaker:
             references = [self.reference.ref_logprobs(piece, temperature) for piece in asked]
         prompt_kl = torch.zeros(len(learned), device=logprobs.device)
         if self.dialect.measures_prompts:
-            prompt_kl = whole([_kl_of_prompt(*columns, self.dialect.kl_measure)
-                               for columns in zip(pieces, by_piece, references)])
+            prompt_kl = whole(
+                [_kl_of_prompt(*columns, self.dialect.kl_measure) for columns in zip(pieces, by_piece, references)]
+            )
         return logprobs, entropy, responses(references), prompt_kl, gaps
 
-    def _scores(self, pieces: list[Rollout], whole: Callable[[list[Tensor]], Tensor]
-                ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _scores(
+        self, pieces: list[Rollout], whole: Callable[[list[Tensor]], Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         if not isinstance(self.reward, CombinedReward):
             return whole([self.reward.score(piece).float() for piece in pieces]), {}
         by_piece = [self.reward.parts(piece) for piece in pieces]
@@ -152,17 +187,37 @@ class ExperienceMaker:
         rollout, dialect = judged.rollout, self.dialect
         slots = count_slots(rollout.responses, judged.scored_mask, self.pad_token_id, dialect)
         shaped = process_scores(judged.scores, rollout.ended, dialect, self.score_scale, distributed.all_reduce_sum)
-        rewards, values = token_rewards(judged.logprobs, judged.ref_logprobs, judged.values, shaped, slots, kl_coef,
-                                        dialect)
+        rewards, values = token_rewards(
+            judged.logprobs, judged.ref_logprobs, judged.values, shaped, slots, kl_coef, dialect
+        )
         kl = torch.where(rollout.response_mask, judged.logprobs - judged.ref_logprobs, torch.zeros_like(rewards))
-        measured = kl.sum(-1) if dialect.kl_measure == "k1" else judged.prompt_kl + measured_kl(
-            judged.logprobs, judged.ref_logprobs, slots.kl, dialect.kl_measure)
+        measured = (
+            kl.sum(-1)
+            if dialect.kl_measure == "k1"
+            else judged.prompt_kl + measured_kl(judged.logprobs, judged.ref_logprobs, slots.kl, dialect.kl_measure)
+        )
         zeros, masks = torch.zeros_like(rewards), slots.masks
-        return estimated(Experience(
-            rollout=rollout, logprobs=judged.logprobs, entropy=judged.entropy, ref_logprobs=judged.ref_logprobs,
-            values=values, scores=judged.scores, shaped_scores=shaped, kl=kl, measured_kl=measured, kl_coef=kl_coef,
-            rewards=rewards, advantages=zeros, returns=zeros, policy_mask=masks.policy, value_mask=masks.value,
-            state_mask=masks.state), dialect)
+        return estimated(
+            Experience(
+                rollout=rollout,
+                logprobs=judged.logprobs,
+                entropy=judged.entropy,
+                ref_logprobs=judged.ref_logprobs,
+                values=values,
+                scores=judged.scores,
+                shaped_scores=shaped,
+                kl=kl,
+                measured_kl=measured,
+                kl_coef=kl_coef,
+                rewards=rewards,
+                advantages=zeros,
+                returns=zeros,
+                policy_mask=masks.policy,
+                value_mask=masks.value,
+                state_mask=masks.state,
+            ),
+            dialect,
+        )
 
 
 def estimated(experience: Experience, dialect: Dialect) -> Experience:
@@ -171,8 +226,9 @@ def estimated(experience: Experience, dialect: Dialect) -> Experience:
     All ranks call this together, each with its own rows.
     """
     masks = Masks(experience.policy_mask, experience.value_mask, experience.state_mask)
-    advantages, returns = estimate_advantages(experience.rewards, experience.values, masks, dialect,
-                                              distributed.all_reduce_sum, distributed.world_size())
+    advantages, returns = estimate_advantages(
+        experience.rewards, experience.values, masks, dialect, distributed.all_reduce_sum, distributed.world_size()
+    )
     return replace(experience, advantages=advantages, returns=returns)
 
 

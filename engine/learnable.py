@@ -13,6 +13,7 @@ then, over the rows that `dialect.advantages_at` names, "rollout", "mini_batch" 
 and in each micro-batch `actor_loss` and `critic_loss`. `reduce` adds a float64 tensor up over all ranks, and is called
 equally often on each; it is `engine.distributed.all_reduce_sum` in a run.
 """
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ from engine.algo.masked import mean_and_variance, moments, whiten
 from engine.algo.rewards import compute_rewards, counted_tokens, first_slots, score_slots, slots_up_to
 from engine.algo.scores import ScoreScale, apply_missing_end, clip_scores
 from engine.algo.truncation import has_end, kept_slots
-from engine.dialects import Dialect
+from engine.algorithms import Dialect
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -34,6 +35,7 @@ Reduce = Callable[[Tensor], Tensor]
 @dataclass(frozen=True, slots=True)
 class Masks:
     """(B, T) bool each: the slots of the policy's loss, those of the critic's, and those whose values are kept."""
+
     policy: Tensor
     value: Tensor
     state: Tensor
@@ -42,14 +44,16 @@ class Masks:
 @dataclass(frozen=True, slots=True)
 class Slots:
     """Which slots count for what: lengths (B,) int64, L; score (B,) int64; kl (B, T) bool; masks."""
+
     lengths: Tensor
     score: Tensor
     kl: Tensor
     masks: Masks
 
 
-def scored_text(responses: Tensor, response_mask: Tensor, ended: Tensor, dialect: Dialect,
-                end_token: int | None) -> tuple[Tensor, Tensor]:
+def scored_text(
+    responses: Tensor, response_mask: Tensor, ended: Tensor, dialect: Dialect, end_token: int | None
+) -> tuple[Tensor, Tensor]:
     """What of each response is scored, (B, T) bool, and whether it has the end it should have, (B,) bool.
 
     Args:
@@ -61,8 +65,10 @@ def scored_text(responses: Tensor, response_mask: Tensor, ended: Tensor, dialect
     sampled = torch.where(response_mask, responses, -1)
     if dialect.truncate_token:
         assert end_token is not None, f"truncate_token {dialect.truncate_token!r} without its id"
-        return (response_mask & kept_slots(sampled, end_token, dialect.truncate_after),
-                has_end(sampled, end_token, dialect.truncate_after))
+        return (
+            response_mask & kept_slots(sampled, end_token, dialect.truncate_after),
+            has_end(sampled, end_token, dialect.truncate_after),
+        )
     if dialect.sampling == "until_eos" or end_token is None:
         return response_mask, ended
     return response_mask, has_end(sampled, end_token)
@@ -82,17 +88,21 @@ def count_slots(responses: Tensor, scored_mask: Tensor, pad_token_id: int, diale
     learned = (lengths >= dialect.min_response_tokens).unsqueeze(-1)
     value = counted if dialect.value_loss_slots == "response" else first_slots(lengths + 1, width)
     return Slots(
-        lengths=lengths, score=score_slots(lengths, width, dialect.score_slot),
+        lengths=lengths,
+        score=score_slots(lengths, width, dialect.score_slot),
         kl=slots_up_to(lengths, width, dialect.reward_slots),
-        masks=Masks(counted & learned, value & learned, slots_up_to(lengths, width, dialect.value_slots)))
+        masks=Masks(counted & learned, value & learned, slots_up_to(lengths, width, dialect.value_slots)),
+    )
 
 
-def process_scores(scores: Tensor, ended: Tensor, dialect: Dialect, scale: ScoreScale,
-                   reduce: Reduce | None = None) -> Tensor:
+def process_scores(
+    scores: Tensor, ended: Tensor, dialect: Dialect, scale: ScoreScale, reduce: Reduce | None = None
+) -> Tensor:
     """The scores (B,) float32 as they enter the rewards: scaled, lowered where an end is missing, clipped.
 
     scale: takes note of these scores before they are divided by it.
     """
+
     def scaled(values: Tensor) -> Tensor:
         if scale.kind == "none":
             return values
@@ -108,8 +118,15 @@ def process_scores(scores: Tensor, ended: Tensor, dialect: Dialect, scale: Score
     return clip_scores(with_ends(scaled(scores)), dialect.score_clip)
 
 
-def token_rewards(logprobs: Tensor, ref_logprobs: Tensor, values: Tensor | None, scores: Tensor, slots: Slots,
-                  kl_coef: float, dialect: Dialect) -> tuple[Tensor, Tensor]:
+def token_rewards(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    values: Tensor | None,
+    scores: Tensor,
+    slots: Slots,
+    kl_coef: float,
+    dialect: Dialect,
+) -> tuple[Tensor, Tensor]:
     """Rewards and values, (B, T) float32 each, with what the dialect has after the end; values of None become zeros.
 
     Args:
@@ -123,8 +140,9 @@ def token_rewards(logprobs: Tensor, ref_logprobs: Tensor, values: Tensor | None,
     return rewards, zeros if values is None else torch.where(slots.masks.state, values, zeros)
 
 
-def estimate_advantages(rewards: Tensor, values: Tensor, masks: Masks, dialect: Dialect, reduce: Reduce | None = None,
-                        ranks: int = 1) -> tuple[Tensor, Tensor]:
+def estimate_advantages(
+    rewards: Tensor, values: Tensor, masks: Masks, dialect: Dialect, reduce: Reduce | None = None, ranks: int = 1
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns of the rows given, (B, T) float32 each, whitened over them and, if so, over all ranks.
 
     With RLOO every slot of a row holds its response's one advantage and one return; groups stand side by side.
@@ -165,8 +183,15 @@ def counted_responses(policy_mask: Tensor, dialect: Dialect) -> Tensor:
     return policy_mask.any(-1) | (dialect.min_response_tokens == 0)
 
 
-def actor_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, mask: Tensor,
-               kl_coef: float, dialect: Dialect) -> PolicyLoss:
+def actor_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    dialect: Dialect,
+) -> PolicyLoss:
     """The policy's loss as sums over tokens, or over responses where the ratio is theirs; with the KL if it is there.
 
     Args:
@@ -174,8 +199,9 @@ def actor_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, adv
         mask: (B, T) bool, Masks.policy.
     """
     if dialect.ratio == "response":
-        sums = response_policy_loss(logprobs, old_logprobs, advantages[:, 0], mask, dialect.clip_range,
-                                    counted_responses(mask, dialect))
+        sums = response_policy_loss(
+            logprobs, old_logprobs, advantages[:, 0], mask, dialect.clip_range, counted_responses(mask, dialect)
+        )
     else:
         sums = policy_loss(logprobs, old_logprobs, advantages, mask, dialect.clip_range)
     if dialect.kl_in == "reward":

@@ -1,11 +1,12 @@
 """Optimizers and learning-rate schedules."""
+
 import math
 
 import torch
 from torch import nn
 
 from engine import distributed
-from engine.dialects.dialect import CHOICES
+from engine.algorithms.dialect import CHOICES
 
 # transformers' names; "constant_with_warmup" and "cosine_with_restarts" (of one cycle) are what they are there, and
 # "constant" warms up too if steps of warm-up are given.
@@ -59,12 +60,21 @@ class TensorFlowAdam(torch.optim.Optimizer):
         roots = torch._foreach_sqrt(second)
         torch._foreach_add_(roots, eps)
         steps = [float(state["step"]) for state in states]
-        torch._foreach_addcdiv_(params, first, roots, [
-            -lr * math.sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step) for step in steps])
+        torch._foreach_addcdiv_(
+            params, first, roots, [-lr * math.sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step) for step in steps]
+        )
 
 
-def build_optimizer(module: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-                    offload: bool, form: str = "adamw", decay_vectors: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(
+    module: nn.Module,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    offload: bool,
+    form: str = "adamw",
+    decay_vectors: bool = False,
+) -> torch.optim.Optimizer:
     """AdamW, fused; DeepSpeed's C++ one where the optimizer's state lives in host memory beside a GPU.
 
     Args:
@@ -81,8 +91,10 @@ def build_optimizer(module: nn.Module, lr: float, betas: tuple[float, float], ep
 
     if form == "tf_adam":
         return TensorFlowAdam(trained, lr=lr, betas=betas, eps=eps)
-    groups = [{"params": [p for p in trained if dimensions(p) > 1], "weight_decay": weight_decay},
-              {"params": [p for p in trained if dimensions(p) <= 1], "weight_decay": weight_decay * decay_vectors}]
+    groups = [
+        {"params": [p for p in trained if dimensions(p) > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if dimensions(p) <= 1], "weight_decay": weight_decay * decay_vectors},
+    ]
     groups = [group for group in groups if group["params"]]
     if offload and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam

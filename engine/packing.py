@@ -1,4 +1,5 @@
 """Which rows go through a model together: rows of similar length, as many as a number of tokens allows."""
+
 import torch
 
 from engine import distributed
@@ -13,7 +14,7 @@ def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False) -> 
         equally_many: as many passes on all ranks, which have equally many rows (and all call this): where others need
             more, this rank's largest ones are halved.
     """
-    prompt = rollout.attention_mask[:, :rollout.prompt_length].sum(-1).tolist()
+    prompt = rollout.attention_mask[:, : rollout.prompt_length].sum(-1).tolist()
     response = rollout.response_mask.sum(-1).tolist()
     pieces = pack(prompt, response, tokens)
     count = distributed.largest(len(pieces)) if equally_many else len(pieces)
@@ -21,7 +22,7 @@ def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False) -> 
         largest = max(range(len(pieces)), key=lambda index: len(pieces[index]))
         piece = pieces[largest]
         assert len(piece) > 1, f"{len(prompt)} rows cannot be dealt to {count} passes: another rank has more rows"
-        pieces[largest:largest + 1] = [piece[:len(piece) // 2], piece[len(piece) // 2:]]
+        pieces[largest : largest + 1] = [piece[: len(piece) // 2], piece[len(piece) // 2 :]]
     return [torch.tensor(piece, device=rollout.sequences.device) for piece in pieces]
 
 

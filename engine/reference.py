@@ -1,11 +1,12 @@
 """Where the reference log-probs come from. A Protocol, since a reference need not be a model of its own."""
+
 import contextlib
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.ds_engine import FrozenModel, TrainedModel
+from engine.zero.engines import FrozenModel, TrainedModel
 from engine.experience import Rollout
 
 
@@ -14,6 +15,7 @@ class Reference(Protocol):
 
     models: the engines of its own that it has.
     """
+
     models: list[FrozenModel]
 
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
@@ -33,8 +35,13 @@ class EngineReference:
 
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
         """(B, T) float32."""
-        logprobs, _ = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids,
-                                 response_length=rollout.response_length, temperature=temperature)
+        logprobs, _ = self.model(
+            rollout.sequences,
+            rollout.attention_mask,
+            rollout.position_ids,
+            response_length=rollout.response_length,
+            temperature=temperature,
+        )
         return logprobs
 
     def resident(self):
@@ -45,7 +52,7 @@ class EngineReference:
 class HydraReference:
     """Frozen copies of the actor's last layers, within the actor's engine; the layers below are the actor's own.
 
-    actor: around an `engine.hydra.HydraPolicy`.
+    actor: around an `engine.models.hydra.HydraPolicy`.
     """
 
     def __init__(self, actor: TrainedModel):
@@ -54,8 +61,14 @@ class HydraReference:
     @torch.no_grad()
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
         """(B, T) float32."""
-        logprobs, _ = self.actor(rollout.sequences, rollout.attention_mask, rollout.position_ids,
-                                 response_length=rollout.response_length, temperature=temperature, reference=True)
+        logprobs, _ = self.actor(
+            rollout.sequences,
+            rollout.attention_mask,
+            rollout.position_ids,
+            response_length=rollout.response_length,
+            temperature=temperature,
+            reference=True,
+        )
         return logprobs
 
     def resident(self):

@@ -1,9 +1,10 @@
 """The four engines of PPO: actor, critic, reference, reward.
 
-    engine = RLHFEngine.from_pretrained(EngineSpec(actor_path="sft", critic_path="reward_model"))
-    logprobs, _ = engine.actor(sequences, attention_mask, position_ids, response_length=8)
-    values = engine.critic(sequences, attention_mask, position_ids)
+engine = RLHFEngine.from_pretrained(EngineSpec(actor_path="sft", critic_path="reward_model"))
+logprobs, _ = engine.actor(sequences, attention_mask, position_ids, response_length=8)
+values = engine.critic(sequences, attention_mask, position_ids)
 """
+
 import gc
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,12 +13,12 @@ import torch
 from torch import nn
 
 from engine import distributed
-from engine.ds_config import EngineChoice, build_ds_config
-from engine.ds_engine import FrozenModel, TrainedModel
+from engine.zero.config import EngineChoice, build_ds_config
+from engine.zero.engines import FrozenModel, TrainedModel
 from engine.ema import EMA
-from engine.hydra import check_hydra, load_hydra
-from engine.model_files import DTYPES, load_policy, load_scorer, new_critic, read_tokenizer
-from engine.models import Policy
+from engine.models.hydra import check_hydra, load_hydra
+from engine.models.loading import DTYPES, load_policy, load_scorer, new_critic, read_tokenizer
+from engine.models.modules import Policy
 from engine.optim import build_optimizer
 from engine.reference import EngineReference, HydraReference, Reference
 from engine.reward.model import RewardModel
@@ -29,6 +30,7 @@ class OptimizerSpec:
 
     form, decay_vectors: as `build_optimizer` has them.
     """
+
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -49,6 +51,7 @@ class EngineSpec:
     reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.
     ema_decay: None for no average; ema_device: "cpu" keeps it in host memory.
     """
+
     actor_path: str
     critic_path: str | None
     reward_path: str | None = None
@@ -69,8 +72,9 @@ class EngineSpec:
     ema_device: str | None = None
 
     def __post_init__(self):
-        assert not self.with_reward_model or self.reward_path is not None or self.critic_path is not None, \
+        assert not self.with_reward_model or self.reward_path is not None or self.critic_path is not None, (
             "a reward model is wanted, and neither reward_path nor critic_path says which"
+        )
         assert self.with_critic or self.critic_path is None, f"critic_path {self.critic_path!r}, but no critic"
         assert not self.hydra_layers or self.reference is None, "a hydra's reference has no engine of its own"
 
@@ -90,8 +94,16 @@ class RLHFEngine:
     """actor and critic (trained; critic may be None), reference and reward (frozen; reward may be None), ema (or None),
     and the actor's tokenizer."""
 
-    def __init__(self, *, actor: TrainedModel, critic: TrainedModel | None, reference: Reference,
-                 reward: RewardModel | None, ema: EMA | None, tokenizer):
+    def __init__(
+        self,
+        *,
+        actor: TrainedModel,
+        critic: TrainedModel | None,
+        reference: Reference,
+        reward: RewardModel | None,
+        ema: EMA | None,
+        tokenizer,
+    ):
         self.actor, self.critic = actor, critic
         self.reference, self.reward = reference, reward
         self.ema, self.tokenizer = ema, tokenizer
@@ -115,15 +127,28 @@ class RLHFEngine:
             check_hydra(spec.actor_path, spec.hydra_layers, "actor")
         choices = {choice.role: choice for choice in spec.choices}
         load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
-        actor = trained_model(load, spec.actor_path, spec.actor, spec.actor_optimizer, spec,
-                              spec.actor_gradient_checkpointing)
+        actor = trained_model(
+            load, spec.actor_path, spec.actor, spec.actor_optimizer, spec, spec.actor_gradient_checkpointing
+        )
         critic = critic_model(spec) if spec.with_critic else None
-        reference = HydraReference(actor) if spec.hydra_layers else EngineReference(
-            frozen_model(load_policy, spec.actor_path, choices["reference"], spec))
-        reward = RewardModel(frozen_model(load_scorer, spec.reward_path or spec.critic_path, choices["reward"], spec)) \
-            if spec.with_reward_model else None
-        return cls(actor=actor, critic=critic, reference=reference, reward=reward, tokenizer=tokenizer,
-                   ema=EMA(actor, spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None)
+        reference = (
+            HydraReference(actor)
+            if spec.hydra_layers
+            else EngineReference(frozen_model(load_policy, spec.actor_path, choices["reference"], spec))
+        )
+        reward = (
+            RewardModel(frozen_model(load_scorer, spec.reward_path or spec.critic_path, choices["reward"], spec))
+            if spec.with_reward_model
+            else None
+        )
+        return cls(
+            actor=actor,
+            critic=critic,
+            reference=reference,
+            reward=reward,
+            tokenizer=tokenizer,
+            ema=EMA(actor, spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None,
+        )
 
 
 def critic_model(spec: EngineSpec) -> TrainedModel:
@@ -132,23 +157,43 @@ def critic_model(spec: EngineSpec) -> TrainedModel:
     return trained_model(load, path, spec.critic, spec.critic_optimizer, spec, spec.critic_gradient_checkpointing)
 
 
-def trained_model(load, path: str, choice: EngineChoice, optimizer: OptimizerSpec, spec: EngineSpec,
-                  gradient_checkpointing: bool = False) -> TrainedModel:
+def trained_model(
+    load,
+    path: str,
+    choice: EngineChoice,
+    optimizer: OptimizerSpec,
+    spec: EngineSpec,
+    gradient_checkpointing: bool = False,
+) -> TrainedModel:
     """An engine with an optimizer around what `load` (`load_policy`, `load_scorer`, or alike) makes of `path`."""
-    ds_config = build_ds_config(choice, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size,
-                                gradient_clipping=optimizer.max_grad_norm)
+    ds_config = build_ds_config(
+        choice, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, gradient_clipping=optimizer.max_grad_norm
+    )
     module = load(path, DTYPES[spec.dtype], ds_config, what=f"{choice.role} model")
     return wrap_trained(module, ds_config, choice, optimizer, gradient_checkpointing)
 
 
-def wrap_trained(module: nn.Module, ds_config: dict, choice: EngineChoice, optimizer: OptimizerSpec,
-                 gradient_checkpointing: bool = False) -> TrainedModel:
+def wrap_trained(
+    module: nn.Module,
+    ds_config: dict,
+    choice: EngineChoice,
+    optimizer: OptimizerSpec,
+    gradient_checkpointing: bool = False,
+) -> TrainedModel:
     """An engine with an optimizer around a module that was loaded under the same `ds_config`."""
     if gradient_checkpointing:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})
     offload = "offload_optimizer" in ds_config["zero_optimization"]
-    adam = build_optimizer(module, optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay, offload,
-                           optimizer.form, optimizer.decay_vectors)
+    adam = build_optimizer(
+        module,
+        optimizer.lr,
+        optimizer.betas,
+        optimizer.eps,
+        optimizer.weight_decay,
+        offload,
+        optimizer.form,
+        optimizer.decay_vectors,
+    )
     return _probed(TrainedModel(module, ds_config, adam))
 
 

@@ -1,4 +1,5 @@
 """Seconds and bytes: what scripts/benchmark_step3.py and its parts measure with."""
+
 import contextlib
 import time
 from collections.abc import Callable

@@ -1,10 +1,11 @@
 """The least that a step of PPO can cost: its floating-point operations, at rates measured on this machine.
 
-    work = Work(actor=Shape.of(model), critic=Shape.of(model), rows=32, prompt=32, response=64)
-    rates = Rates(work, rows_per_rank=16, tokens=16 * 96, dtype=torch.float32)
-    rates.measure()
-    seconds = floor(work, rates, ranks=2)["step"]
+work = Work(actor=Shape.of(model), critic=Shape.of(model), rows=32, prompt=32, response=64)
+rates = Rates(work, rows_per_rank=16, tokens=16 * 96, dtype=torch.float32)
+rates.measure()
+seconds = floor(work, rates, ranks=2)["step"]
 """
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -18,7 +19,7 @@ from engine import distributed
 from scripts.benchmark_clock import now
 
 SECONDS, TRIALS = 0.05, 5  # of one trial of a rate, and how many there are each time it is measured
-COPIED = 1 << 28           # bytes copied at a time, more than any cache holds
+COPIED = 1 << 28  # bytes copied at a time, more than any cache holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Shape:
     state; attention_width: heads x numbers a head; cache_width: the same for the heads that keys and values have;
     vocabulary: rows of the output layer.
     """
+
     matrices: tuple[tuple[int, int], ...]
     layers: int
     width: int
@@ -45,11 +47,18 @@ class Shape:
         embeddings = {id(module.weight) for module in trunk.modules() if isinstance(module, nn.Embedding)}
         heads = config.num_attention_heads
         head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(matrices=tuple(tuple(weight.shape) for weight in trunk.parameters()
-                                  if weight.dim() == 2 and id(weight) not in embeddings),
-                   layers=config.num_hidden_layers, width=config.hidden_size, attention_width=heads * head_width,
-                   cache_width=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
-                   vocabulary=config.vocab_size)
+        return cls(
+            matrices=tuple(
+                tuple(weight.shape)
+                for weight in trunk.parameters()
+                if weight.dim() == 2 and id(weight) not in embeddings
+            ),
+            layers=config.num_hidden_layers,
+            width=config.hidden_size,
+            attention_width=heads * head_width,
+            cache_width=(getattr(config, "num_key_value_heads", None) or heads) * head_width,
+            vocabulary=config.vocab_size,
+        )
 
     @property
     def parameters(self) -> int:
@@ -74,6 +83,7 @@ class Shape:
 class Work:
     """FLOPs of the phases of one step: `rows` responses of `response` tokens to prompts of `prompt` tokens, one PPO
     epoch. The reference has the actor's shape, the reward model the critic's; score heads are left out."""
+
     actor: Shape
     critic: Shape
     rows: int
@@ -171,6 +181,7 @@ class Rates:
 
 def _rates(amount: int, call: Callable, at_least: int) -> list[float]:
     """The mean over ranks of `amount` a second that `call` reaches while all ranks call it, once a trial."""
+
     def seconds(calls: int) -> float:
         started = now()
         for _ in range(calls):
@@ -190,7 +201,10 @@ def _rates(amount: int, call: Callable, at_least: int) -> list[float]:
 
 def floor(work: Work, rates: Rates, ranks: int) -> dict[str, float]:
     """Seconds that each phase, and the whole step, would take were there nothing but its arithmetic."""
-    seconds = {"generate": work.prefill / rates.matrix + work.decode / rates.decode,
-               "make_experience": work.experience / rates.matrix, "train": work.training / rates.matrix}
+    seconds = {
+        "generate": work.prefill / rates.matrix + work.decode / rates.decode,
+        "make_experience": work.experience / rates.matrix,
+        "train": work.training / rates.matrix,
+    }
     seconds = {phase: each / ranks for phase, each in seconds.items()}
     return seconds | {"step": sum(seconds.values())}

@@ -1,22 +1,32 @@
 """The models that scripts/benchmark_step3.py runs on: Llamas of known sizes with random weights, or given ones."""
+
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig,
-                          PreTrainedTokenizerFast)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
 
 SIZES = {
-    "260k": dict(num_hidden_layers=5, hidden_size=64, num_attention_heads=8, num_key_value_heads=4,
-                 intermediate_size=172, vocab_size=512, tie_word_embeddings=True),
+    "260k": dict(
+        num_hidden_layers=5,
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        intermediate_size=172,
+        vocab_size=512,
+        tie_word_embeddings=True,
+    ),
     "9m": dict(num_hidden_layers=8, hidden_size=256, num_attention_heads=4, intermediate_size=688, vocab_size=8192),
     "34m": dict(num_hidden_layers=8, hidden_size=512, num_attention_heads=8, intermediate_size=1376, vocab_size=8192),
-    "136m": dict(num_hidden_layers=16, hidden_size=768, num_attention_heads=12, intermediate_size=2304,
-                 vocab_size=8192),
-    "350m": dict(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=2560,
-                 vocab_size=32000),
-    "1.3b": dict(num_hidden_layers=24, hidden_size=2048, num_attention_heads=16, intermediate_size=5504,
-                 vocab_size=32000),
+    "136m": dict(
+        num_hidden_layers=16, hidden_size=768, num_attention_heads=12, intermediate_size=2304, vocab_size=8192
+    ),
+    "350m": dict(
+        num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=2560, vocab_size=32000
+    ),
+    "1.3b": dict(
+        num_hidden_layers=24, hidden_size=2048, num_attention_heads=16, intermediate_size=5504, vocab_size=32000
+    ),
 }
 POSITIONS = 4096
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -28,8 +38,14 @@ def llama_config(size: str, vocabulary: int | None = None) -> LlamaConfig:
     The weights' scale follows the width, so that the logits of a narrow model differ between tokens, too.
     """
     shape = SIZES[size] | ({"vocab_size": vocabulary} if vocabulary else {})
-    return LlamaConfig(**shape, max_position_embeddings=POSITIONS, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-                       initializer_range=0.4 * shape["hidden_size"] ** -0.5)
+    return LlamaConfig(
+        **shape,
+        max_position_embeddings=POSITIONS,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.4 * shape["hidden_size"] ** -0.5,
+    )
 
 
 def make_models(folder: Path, size: str, critic_size: str, dtype: torch.dtype) -> tuple[str, str]:

@@ -9,6 +9,7 @@ gradients of a model reduced over ranks at once. Nothing is made clever either. 
 models stay in eval mode. In bf16 AdamW works on the bf16 weights themselves, which is less work than on the float32
 masters that DeepSpeed keeps.
 """
+
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ def torch_linear() -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class PlainExperience:
     """sequences (B, S) int64; logprobs, values, advantages, returns (B, T) float32."""
+
     sequences: Tensor
     logprobs: Tensor
     values: Tensor
@@ -64,22 +66,33 @@ class Plain:
             return model.requires_grad_(trained)
 
         self.actor, self.reference = (load(AutoModelForCausalLM, actor, trained) for trained in (True, False))
-        self.critic, self.reward = (load(AutoModelForSequenceClassification, critic, trained)
-                                    for trained in (True, False))
+        self.critic, self.reward = (
+            load(AutoModelForSequenceClassification, critic, trained) for trained in (True, False)
+        )
         # No EOS token: responses are to be equally long. Otherwise sampling from the policy itself.
         self.actor.generation_config = GenerationConfig(
-            do_sample=True, top_k=0, top_p=1.0, temperature=1.0, min_new_tokens=response_length,
-            max_new_tokens=response_length, pad_token_id=0)
-        self.optimizers = {model: torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95),
-                                                    weight_decay=0.0, fused=True)
-                           for model in (self.actor, self.critic)}
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            min_new_tokens=response_length,
+            max_new_tokens=response_length,
+            pad_token_id=0,
+        )
+        self.optimizers = {
+            model: torch.optim.AdamW(
+                model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+            )
+            for model in (self.actor, self.critic)
+        }
 
     @torch.no_grad()
     def generate(self, prompts: PromptBatch) -> Tensor:
         """Prompts with sampled responses, (B, S) int64."""
         with torch_linear():
-            return self.actor.generate(input_ids=prompts.input_ids, attention_mask=prompts.attention_mask,
-                                       use_cache=True, synced_gpus=False)
+            return self.actor.generate(
+                input_ids=prompts.input_ids, attention_mask=prompts.attention_mask, use_cache=True, synced_gpus=False
+            )
 
     @torch.no_grad()
     def make_experience(self, sequences: Tensor) -> PlainExperience:
@@ -107,8 +120,9 @@ class Plain:
 
         def actor_loss(rows: slice) -> Tensor:
             logprobs = self._logprobs(self.actor, experience.sequences[rows])
-            return policy_loss(logprobs, experience.logprobs[rows], experience.advantages[rows], mask[rows],
-                               CLIP_RANGE).loss
+            return policy_loss(
+                logprobs, experience.logprobs[rows], experience.advantages[rows], mask[rows], CLIP_RANGE
+            ).loss
 
         with torch_linear():
             self._optimizer_step(self.critic, lambda rows: critic_loss(rows) / tokens, len(mask))
@@ -125,14 +139,14 @@ class Plain:
     def _logprobs(self, model: nn.Module, sequences: Tensor) -> Tensor:
         """(B, T) float32, log-probs of the response tokens."""
         logits = model(input_ids=sequences, attention_mask=torch.ones_like(sequences), use_cache=False).logits
-        logits = logits[:, -self.response_length - 1:-1]
-        labels = sequences[:, -self.response_length:].unsqueeze(-1)
+        logits = logits[:, -self.response_length - 1 : -1]
+        labels = sequences[:, -self.response_length :].unsqueeze(-1)
         return F.log_softmax(logits.float(), dim=-1).gather(-1, labels).squeeze(-1)
 
     def _values(self, model: nn.Module, sequences: Tensor) -> Tensor:
         """(B, T + 1) float32, the score head at the last prompt token and at each response token."""
         hidden = model.base_model(input_ids=sequences, attention_mask=torch.ones_like(sequences), use_cache=False)[0]
-        return model.score(hidden).squeeze(-1).float()[:, -self.response_length - 1:]
+        return model.score(hidden).squeeze(-1).float()[:, -self.response_length - 1 :]
 
 
 def sum_gradients(model: nn.Module) -> None:

@@ -1,4 +1,5 @@
 """What scripts/benchmark_step3.py has found, as text and as Markdown tables."""
+
 from dataclasses import dataclass
 from statistics import median, quantiles
 
@@ -16,6 +17,7 @@ class Report:
     decode_seconds, decode_bytes: of all decoding steps of a rank. backends: seconds of each one's generations, where
     several were compared; same_tokens: whether they drew the same.
     """
+
     name: str
     lines: list[str]
     prompts: int
@@ -45,21 +47,38 @@ class Report:
 
     def text(self) -> list[str]:
         """Everything, in lines."""
-        return [*self.lines,
-                f"a rank, while all work: matrices {self.matrix_rate / 1e9:.4g} GFLOP/s, decode "
-                f"{self.decode_rate / 1e9:.4g} GFLOP/s, copies {self.copy_rate / 1e9:.3g} GB/s",
-                "", *self.phase_table(), "", *self.further()]
+        return [
+            *self.lines,
+            f"a rank, while all work: matrices {self.matrix_rate / 1e9:.4g} GFLOP/s, decode "
+            f"{self.decode_rate / 1e9:.4g} GFLOP/s, copies {self.copy_rate / 1e9:.3g} GB/s",
+            "",
+            *self.phase_table(),
+            "",
+            *self.further(),
+        ]
 
     def phase_table(self) -> list[str]:
         """Medians of each phase, beside the plain step and the floor."""
-        rows = [("phase", "floor, s", *(f"{side}, s" for side in self.steps),
-                 *(f"{side} / floor" for side in self.steps), *(["ours / plain"] if "plain" in self.steps else []))]
+        rows = [
+            (
+                "phase",
+                "floor, s",
+                *(f"{side}, s" for side in self.steps),
+                *(f"{side} / floor" for side in self.steps),
+                *(["ours / plain"] if "plain" in self.steps else []),
+            )
+        ]
         for phase in (*PHASES, "step"):
             taken = [self.seconds(side, phase) for side in self.steps]
-            rows.append(("whole step" if phase == "step" else phase.replace("_", " "), f"{self.floor[phase]:.3g}",
-                         *(f"{seconds:.3g}" for seconds in taken),
-                         *(f"{seconds / self.floor[phase]:.2f}" for seconds in taken),
-                         *([self.ratio(phase)] if "plain" in self.steps else [])))
+            rows.append(
+                (
+                    "whole step" if phase == "step" else phase.replace("_", " "),
+                    f"{self.floor[phase]:.3g}",
+                    *(f"{seconds:.3g}" for seconds in taken),
+                    *(f"{seconds / self.floor[phase]:.2f}" for seconds in taken),
+                    *([self.ratio(phase)] if "plain" in self.steps else []),
+                )
+            )
         return markdown(rows)
 
     def further(self) -> list[str]:
@@ -71,32 +90,53 @@ class Report:
         peak = f", {100 * trained / self.peak_flops:.1f} % of the data sheet's" if self.peak_flops else ""
         steps = self.response - 1
         read = self.decode_bytes / self.decode_seconds
-        lines = [f"generation, tokens/s: {', '.join(speeds)}",
-                 f"peak memory of a rank in a step, GB, the models of all there: {', '.join(peaks)}",
-                 f"training: {100 * trained / self.matrix_rate:.1f} % of the matrix rate{peak}",
-                 f"decode: {1e3 * self.decode_seconds / steps:.3g} ms a token of all rows, {read / 1e9:.3g} GB/s, "
-                 f"{100 * read / self.copy_rate:.1f} % of the copies' rate"]
+        lines = [
+            f"generation, tokens/s: {', '.join(speeds)}",
+            f"peak memory of a rank in a step, GB, the models of all there: {', '.join(peaks)}",
+            f"training: {100 * trained / self.matrix_rate:.1f} % of the matrix rate{peak}",
+            f"decode: {1e3 * self.decode_seconds / steps:.3g} ms a token of all rows, {read / 1e9:.3g} GB/s, "
+            f"{100 * read / self.copy_rate:.1f} % of the copies' rate",
+        ]
         if self.backends:
             taken = {name: median(seconds) for name, seconds in self.backends.items()}
             first = next(iter(taken))
-            lines.append("generation by backend, s: " + ", ".join(
-                f"{name} {seconds:.3g} ({seconds / taken[first]:.2f} x {first})" for name, seconds in taken.items())
-                + (": the same tokens" if self.same_tokens else ": OTHER TOKENS"))
+            lines.append(
+                "generation by backend, s: "
+                + ", ".join(
+                    f"{name} {seconds:.3g} ({seconds / taken[first]:.2f} x {first})" for name, seconds in taken.items()
+                )
+                + (": the same tokens" if self.same_tokens else ": OTHER TOKENS")
+            )
         return lines
 
 
 def scale_table(reports: list[Report]) -> list[str]:
     """How the cost of a step grows from the first setting to the others."""
     plain = "plain" in reports[0].steps
-    rows = [("setting", "arithmetic", "floor, s", "ours, s", "ours / floor", "ours grown by",
-             *(["plain, s", "plain / floor", "plain grown by", "ours / plain"] if plain else []))]
+    rows = [
+        (
+            "setting",
+            "arithmetic",
+            "floor, s",
+            "ours, s",
+            "ours / floor",
+            "ours grown by",
+            *(["plain, s", "plain / floor", "plain grown by", "ours / plain"] if plain else []),
+        )
+    ]
     for report in reports:
-        row = [report.name, f"x {sum(report.flops.values()) / sum(reports[0].flops.values()):.2f}",
-               f"{report.floor['step']:.3g}"]
+        row = [
+            report.name,
+            f"x {sum(report.flops.values()) / sum(reports[0].flops.values()):.2f}",
+            f"{report.floor['step']:.3g}",
+        ]
         for side in report.steps:
             seconds = report.seconds(side, "step")
-            row += [f"{seconds:.3g}", f"{seconds / report.floor['step']:.2f}",
-                    f"x {seconds / reports[0].seconds(side, 'step'):.2f}"]
+            row += [
+                f"{seconds:.3g}",
+                f"{seconds / report.floor['step']:.2f}",
+                f"x {seconds / reports[0].seconds(side, 'step'):.2f}",
+            ]
         rows.append((*row, *([report.ratio("step")] if plain else [])))
     return markdown(rows)
 

@@ -7,6 +7,7 @@
 Our step and the plain one (scripts/benchmark_plain.py) take turns in the same processes, on the same prompts and with
 responses of the same length. docs/performance.md explains the numbers.
 """
+
 import argparse
 import gc
 import json
@@ -19,7 +20,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for scripts/, which is not installed
 
-from training.program import USER_ERROR, check_positions, checked, leave, quiet_libraries
+from training.program.startup import USER_ERROR, check_positions, checked, leave, quiet_libraries
 
 quiet_libraries()  # before they are imported
 
@@ -28,11 +29,11 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from engine import distributed
-from engine.dialects import get_dialect
-from engine.ds_config import EngineChoice
+from engine.algorithms import get_dialect
+from engine.zero.config import EngineChoice
 from engine.errors import UserError
 from engine.experience import PromptBatch
-from engine.model_files import DTYPES, read_config
+from engine.models.loading import DTYPES, read_config
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, RolloutBackend, SamplingConfig, build_rollouts
 from scripts.benchmark_clock import now, peak_memory, reset_peak_memory, slowest, timed
@@ -46,6 +47,7 @@ from training.ppo_trainer import PPOConfig, PPOTrainer
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One thing to be measured: the models' folders and the sizes of a step, `prompts` over all ranks."""
+
     name: str
     actor: str
     critic: str
@@ -60,42 +62,65 @@ class Setting:
 
     def work(self) -> Work:
         """The arithmetic of a step over all ranks."""
-        return Work(*(Shape.of(AutoConfig.from_pretrained(path)) for path in (self.actor, self.critic)),
-                    rows=self.prompts, prompt=self.prompt_length, response=self.response_length)
+        return Work(
+            *(Shape.of(AutoConfig.from_pretrained(path)) for path in (self.actor, self.critic)),
+            rows=self.prompts,
+            prompt=self.prompt_length,
+            response=self.response_length,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Ours:
     """The trainer of our engines, and ways to draw responses from its actor."""
+
     trainer: PPOTrainer
     backends: dict[str, RolloutBackend]
 
 
 def build_ours(setting: Setting, args: argparse.Namespace) -> Ours:
     """Four engines, all backends that are asked for, and a trainer that uses the first of them."""
-    spec = EngineSpec(actor_path=setting.actor, critic_path=setting.critic, dtype=args.dtype,
-                      actor=EngineChoice("actor", args.zero_stage), critic=EngineChoice("critic", args.zero_stage),
-                      micro_batch_size=args.micro_batch)
+    spec = EngineSpec(
+        actor_path=setting.actor,
+        critic_path=setting.critic,
+        dtype=args.dtype,
+        actor=EngineChoice("actor", args.zero_stage),
+        critic=EngineChoice("critic", args.zero_stage),
+        micro_batch_size=args.micro_batch,
+    )
     engine = RLHFEngine.from_pretrained(spec)
-    built = {name: build_rollouts(name, engine.actor, engine.tokenizer, others=engine.models,
-                                  rows_at_once=setting.rows, row_length=setting.work().length,
-                                  decoding=args.decoding)
-             for name in reversed(args.rollout_backend)}  # the first is the last to lend its copies
+    built = {
+        name: build_rollouts(
+            name,
+            engine.actor,
+            engine.tokenizer,
+            others=engine.models,
+            rows_at_once=setting.rows,
+            row_length=setting.work().length,
+            decoding=args.decoding,
+        )
+        for name in reversed(args.rollout_backend)
+    }  # the first is the last to lend its copies
     backends = {name: built[name] for name in args.rollout_backend}
-    dialect = get_dialect("default").override(ppo_epochs=1, actor_lr=1e-6, critic_lr=1e-6,
-                                              old_logprobs=args.old_logprobs)
+    dialect = get_dialect("default").override(
+        ppo_epochs=1, actor_lr=1e-6, critic_lr=1e-6, old_logprobs=args.old_logprobs
+    )
     recorded = dialect.logprob_temperature if dialect.samples_logprobs(args.dtype) else None
     trainer = PPOTrainer(
-        engine=engine, rollouts=backends[args.rollout_backend[0]], dialect=dialect,
+        engine=engine,
+        rollouts=backends[args.rollout_backend[0]],
+        dialect=dialect,
         sampling=replace(sampling(setting, engine.tokenizer), logprob_temperature=recorded),
-        config=PPOConfig(total_steps=10 ** 6, micro_batch_size=args.micro_batch))
+        config=PPOConfig(total_steps=10**6, micro_batch_size=args.micro_batch),
+    )
     return Ours(trainer, backends)
 
 
 def sampling(setting: Setting, tokenizer, tokens: int | None = None) -> SamplingConfig:
     """No token ends a response, so all are as long as may be."""
-    return SamplingConfig(max_new_tokens=tokens or setting.response_length, pad_token_id=tokenizer.pad_token_id,
-                          stop_token_ids=())
+    return SamplingConfig(
+        max_new_tokens=tokens or setting.response_length, pad_token_id=tokenizer.pad_token_id, stop_token_ids=()
+    )
 
 
 def make_prompts(setting: Setting, step: int) -> PromptBatch:
@@ -105,8 +130,9 @@ def make_prompts(setting: Setting, step: int) -> PromptBatch:
     tokens = torch.randint(4, vocabulary, (setting.prompts, setting.prompt_length), generator=generator)
     own = slice(distributed.rank() * setting.rows, (distributed.rank() + 1) * setting.rows)
     indices = torch.arange(setting.prompts) + step * setting.prompts
-    return PromptBatch(tokens[own], torch.ones_like(tokens[own]), indices[own],
-                       torch.zeros_like(indices[own])).to(distributed.device())
+    return PromptBatch(tokens[own], torch.ones_like(tokens[own]), indices[own], torch.zeros_like(indices[own])).to(
+        distributed.device()
+    )
 
 
 def our_step(ours: Ours, prompts: PromptBatch) -> dict[str, float]:
@@ -140,17 +166,30 @@ def measured(step: Callable, model: Ours | Plain, prompts: PromptBatch) -> dict[
 
 def measure(setting: Setting, args: argparse.Namespace) -> Report:
     """Our steps and plain ones in turns, the backends in turns, and between the rates at the start and at the end."""
-    check_positions(read_config(setting.actor, "--model"), setting.actor, prompt_length=setting.prompt_length,
-                    response_length=setting.response_length)
+    check_positions(
+        read_config(setting.actor, "--model"),
+        setting.actor,
+        prompt_length=setting.prompt_length,
+        response_length=setting.response_length,
+    )
     work, dtype = setting.work(), DTYPES[args.dtype]
-    rates = Rates(work, rows_per_rank=setting.rows, dtype=dtype,
-                  tokens=min(args.micro_batch, setting.rows) * work.length)
+    rates = Rates(
+        work, rows_per_rank=setting.rows, dtype=dtype, tokens=min(args.micro_batch, setting.rows) * work.length
+    )
     rates.measure()
     ours = build_ours(setting, args)
     sides = {"ours": (our_step, ours)}
     if not args.no_plain:
-        sides["plain"] = (plain_step, Plain(setting.actor, setting.critic, dtype=dtype, micro_batch=args.micro_batch,
-                                            response_length=setting.response_length))
+        sides["plain"] = (
+            plain_step,
+            Plain(
+                setting.actor,
+                setting.critic,
+                dtype=dtype,
+                micro_batch=args.micro_batch,
+                response_length=setting.response_length,
+            ),
+        )
     steps = {side: [] for side in sides}
     for step in range(-args.warmup, args.steps):
         prompts = make_prompts(setting, step + args.warmup)
@@ -162,29 +201,40 @@ def measure(setting: Setting, args: argparse.Namespace) -> Report:
     decode = decode_seconds(ours, setting, prompts, args.steps)
     rates.measure()
     return Report(
-        name=setting.name, lines=header(setting, work, args), prompts=setting.prompts,
-        response=setting.response_length, floor=floor(work, rates, distributed.world_size()), steps=steps,
-        backends=backends, same_tokens=same_tokens,
+        name=setting.name,
+        lines=header(setting, work, args),
+        prompts=setting.prompts,
+        response=setting.response_length,
+        floor=floor(work, rates, distributed.world_size()),
+        steps=steps,
+        backends=backends,
+        same_tokens=same_tokens,
         flops={"generate": work.prefill + work.decode, "make_experience": work.experience, "train": work.training},
-        matrix_rate=rates.matrix, decode_rate=rates.decode, copy_rate=rates.copy, ranks=distributed.world_size(),
-        decode_seconds=decode, decode_bytes=work.decode_bytes(setting.rows, dtype.itemsize),
-        peak_flops=args.peak_tflops and args.peak_tflops * 1e12)
+        matrix_rate=rates.matrix,
+        decode_rate=rates.decode,
+        copy_rate=rates.copy,
+        ranks=distributed.world_size(),
+        decode_seconds=decode,
+        decode_bytes=work.decode_bytes(setting.rows, dtype.itemsize),
+        peak_flops=args.peak_tflops and args.peak_tflops * 1e12,
+    )
 
 
 def header(setting: Setting, work: Work, args: argparse.Namespace) -> list[str]:
     """What is measured, in words."""
     critic = "" if work.critic == work.actor else f", of the critic's {work.critic.parameters / 1e6:.3g}"
-    return [f"{setting.name}: {work.actor.parameters / 1e6:.3g} million numbers in the trunk's matrices{critic}, "
-            f"vocabulary {work.actor.vocabulary}",
-            f"ranks: {distributed.world_size()} on {distributed.device().type}, threads of each: "
-            f"{torch.get_num_threads()}, {args.dtype}, ZeRO stage {args.zero_stage}, rollouts by "
-            f"{args.rollout_backend[0]}",
-            f"{setting.prompts} prompts of {setting.prompt_length} tokens, {setting.response_length} new tokens each, "
-            f"micro-batches of {args.micro_batch}; {args.steps} steps after {args.warmup} of warm-up"]
+    return [
+        f"{setting.name}: {work.actor.parameters / 1e6:.3g} million numbers in the trunk's matrices{critic}, "
+        f"vocabulary {work.actor.vocabulary}",
+        f"ranks: {distributed.world_size()} on {distributed.device().type}, threads of each: "
+        f"{torch.get_num_threads()}, {args.dtype}, ZeRO stage {args.zero_stage}, rollouts by "
+        f"{args.rollout_backend[0]}",
+        f"{setting.prompts} prompts of {setting.prompt_length} tokens, {setting.response_length} new tokens each, "
+        f"micro-batches of {args.micro_batch}; {args.steps} steps after {args.warmup} of warm-up",
+    ]
 
 
-def compare_backends(ours: Ours, prompts: PromptBatch,
-                     args: argparse.Namespace) -> tuple[dict[str, list[float]], bool]:
+def compare_backends(ours: Ours, prompts: PromptBatch, args: argparse.Namespace) -> tuple[dict[str, list[float]], bool]:
     """Seconds of each backend's generations, in turns, each as after an update of the actor; and whether they drew the
     same tokens."""
     seconds, same = {name: [] for name in ours.backends}, True
@@ -213,10 +263,17 @@ def decode_seconds(ours: Ours, setting: Setting, prompts: PromptBatch, rounds: i
 
 def settings(args: argparse.Namespace, folder: Path) -> Iterator[Setting]:
     """What is to be measured, one after the other; models are made when their turn comes."""
+
     def setting(name: str, size: str | None, *, batch: int = 1, length: int = 1) -> Setting:
         actor, critic = checked(lambda: models(args, folder / (size or "given"), size))
-        return Setting(name=name, actor=actor, critic=critic, prompts=args.prompts * batch,
-                       prompt_length=args.prompt_length * length, response_length=args.response_length * length)
+        return Setting(
+            name=name,
+            actor=actor,
+            critic=critic,
+            prompts=args.prompts * batch,
+            prompt_length=args.prompt_length * length,
+            response_length=args.response_length * length,
+        )
 
     sizes = [None] if args.model else args.size
     if not args.scale:
@@ -247,19 +304,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="an actor's folder or hub name, in place of --size")
     parser.add_argument("--critic", help="its reward model (default: the actor's trunk with a new head)")
     parser.add_argument("--zero_stage", type=int, choices=range(4), default=3)
-    parser.add_argument("--rollout_backend", nargs="+", choices=ROLLOUT_BACKENDS, default=["auto"],
-                        help="the first is the step's; several are compared")
+    parser.add_argument(
+        "--rollout_backend",
+        nargs="+",
+        choices=ROLLOUT_BACKENDS,
+        default=["auto"],
+        help="the first is the step's; several are compared",
+    )
     parser.add_argument("--decoding", choices=DECODING, default="auto", help="ours: as in step 3")
-    parser.add_argument("--old_logprobs", choices=("auto", "forward", "sampler"), default="auto",
-                        help="ours: from the sampler (auto: in fp32), or by a forward pass, as the plain step has them")
+    parser.add_argument(
+        "--old_logprobs",
+        choices=("auto", "forward", "sampler"),
+        default="auto",
+        help="ours: from the sampler (auto: in fp32), or by a forward pass, as the plain step has them",
+    )
     parser.add_argument("--prompts", type=int, default=32, help="a step, over all ranks")
     parser.add_argument("--prompt_length", type=int, default=32, help="tokens")
     parser.add_argument("--response_length", type=int, default=64, help="tokens")
     parser.add_argument("--micro_batch", type=int, default=16, help="rows in one forward and backward pass of a rank")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2, help="steps before those")
-    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto",
-                        help="auto: bf16 where a GPU has it")
+    parser.add_argument(
+        "--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 where a GPU has it"
+    )
     parser.add_argument("--no_plain", action="store_true", help="leave out the plain step")
     parser.add_argument("--scale", action="store_true", help="a table of how cost grows: larger model, batch, lengths")
     parser.add_argument("--peak_tflops", type=float, help="of one GPU by its data sheet, to be compared with")

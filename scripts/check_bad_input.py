@@ -8,6 +8,7 @@ there before; and a program that does not end is stopped. Most cases run one aft
 
 Exit code 1 if any mistake ended otherwise; they are listed.
 """
+
 import argparse
 import contextlib
 import multiprocessing
@@ -37,6 +38,7 @@ def main() -> int:
     from tests.e2e.bad_world import BadWorld
     from tests.e2e.programs import Tiny, snapshot
     from transformers.utils import logging
+
     logging.disable_progress_bar()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -50,8 +52,13 @@ def main() -> int:
         failed, ways = [], Counter()
         with Worker() as worker:
             for number, case in enumerate(tried):
-                way = "launched" if number < options.launched else \
-                    "started" if number < options.launched + options.started else "in the process that is kept"
+                way = (
+                    "launched"
+                    if number < options.launched
+                    else "started"
+                    if number < options.launched + options.started
+                    else "in the process that is kept"
+                )
                 ways[way] += 1
                 problem = try_case(case, root / "out", way, worker)
                 if problem:
@@ -67,6 +74,7 @@ def main() -> int:
 def try_case(case, output_dir: Path, way: str, worker: "Worker") -> str | None:
     """Run the case; returns what is wrong with how it ended, or None."""
     from tests.e2e.programs import launch_words, start_words
+
     words = case.words(output_dir)
     try:
         result = {"launched": launch_words, "started": start_words}.get(way, worker.run)(case.step, words)
@@ -82,8 +90,10 @@ def report(tried: list, failed: list, ways: Counter) -> None:
     print(f"\n{'kind':24} {'tried':>6} {'failed':>6}")
     for kind, count in kinds.items():
         print(f"{kind:24} {count:6} {bad[kind]:6}")
-    print(f"{len(tried)} mistakes tried ({', '.join(f'{count} {way}' for way, count in ways.items())}): "
-          f"{len(failed)} ended otherwise than with one message and exit code 2")
+    print(
+        f"{len(tried)} mistakes tried ({', '.join(f'{count} {way}' for way, count in ways.items())}): "
+        f"{len(failed)} ended otherwise than with one message and exit code 2"
+    )
 
 
 class Worker:
@@ -125,6 +135,7 @@ def _serve(pipe) -> None:
     """Run what comes through the pipe, with stdout and stderr caught, whoever writes to them."""
     from engine import distributed
     from tests.e2e.programs import Result, run_words
+
     distributed.init()
     pipe.send("ready")
     while True:

@@ -10,6 +10,7 @@ a system has its user say about the texts. One whose folder holds the same run, 
 
 Exit code 1 if a held-out score rises by less than 1, which is its standard deviation over the SFT model's responses.
 """
+
 import argparse
 import os
 import shlex
@@ -21,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from engine.dialects import DIALECTS, get_dialect
+from engine.algorithms import DIALECTS, get_dialect
 from engine.errors import UserError
-from training.compare_runs import evaluations
+from training.reporting.compare_runs import evaluations
 from training.reporting.run_record import RUN_FILE, read_run_record
 from training.reporting.sinks import METRICS_FILE
 from training.reporting.summary import read_metrics
@@ -38,6 +39,7 @@ LEAST_RISE = 1.0
 class Setting:
     """What is not a dialect's own choice: steps, prompts a step (over all ranks), response slots, peak learning rates;
     fields that say something about the texts."""
+
     steps: int
     prompts: int
     response: int
@@ -51,14 +53,15 @@ class Setting:
 # would be what follows an end.
 SETTINGS = {
     "default": Setting(30, 128, 32, 1.5e-3, 2e-3),
-    "deepspeed_chat": Setting(150, 64, 32, 2e-3, 2e-3),    # its learning rates rise for 100 steps
+    "deepspeed_chat": Setting(150, 64, 32, 2e-3, 2e-3),  # its learning rates rise for 100 steps
     "deepspeed_chat_2023": Setting(160, 128, 16, 1.2e-3, 2e-3),
     # Prompts are beginnings without a full stop, so that queries cannot start or end at one; and the reward model has
     # learned to read the EOS token, not the full stop before it.
-    "openai": Setting(30, 128, 20, 1e-3, 3e-3,
-                      ("query_start=", "query_end=", "truncate_token=eos", "truncate_after=0")),
+    "openai": Setting(
+        30, 128, 20, 1e-3, 3e-3, ("query_start=", "query_end=", "truncate_token=eos", "truncate_after=0")
+    ),
     "summarize": Setting(20, 128, 20, 1e-3, 2e-3),
-    "trlx": Setting(26, 128, 32, 1e-3, 1e-3),              # 16 optimizer steps each
+    "trlx": Setting(26, 128, 32, 1e-3, 1e-3),  # 16 optimizer steps each
     "trl_ppo": Setting(40, 128, 20, 1e-3, 3e-3),
     "trl_rloo": Setting(50, 128, 20, 7e-4, None),
 }
@@ -67,6 +70,7 @@ SETTINGS = {
 @dataclass(frozen=True, slots=True)
 class Result:
     """A finished run: responses it learned from, held-out measures before and after, seconds of its training steps."""
+
     responses: int
     before: dict[str, float]
     after: dict[str, float]
@@ -81,14 +85,40 @@ class Result:
 def step3_words(name: str, setting: Setting, models: Path, folder: Path, ranks: int) -> list[str]:
     """The program and flags of a dialect's run."""
     rows = setting.prompts * get_dialect(name).samples_per_prompt
-    words = ["training/step3_rlhf.py", "--dialect", name,
-             "--actor_model_name_or_path", models / "sft", "--critic_model_name_or_path", models / "reward",
-             "--data_path", models / "data" / "prompts.jsonl", "--output_dir", folder, "--overwrite_output_dir",
-             "--eval_data_path", models / "data" / "eval_prompts.jsonl", "--num_eval_prompts", 256,
-             "--max_prompt_seq_len", 12, "--max_answer_seq_len", setting.response,
-             "--per_device_generation_batch_size", setting.prompts // ranks,
-             "--per_device_training_batch_size", rows // ranks, "--max_steps", setting.steps,
-             "--actor_learning_rate", setting.actor_lr, "--print_answers_interval", 20, "--dtype", "fp32"]
+    words = [
+        "training/step3_rlhf.py",
+        "--dialect",
+        name,
+        "--actor_model_name_or_path",
+        models / "sft",
+        "--critic_model_name_or_path",
+        models / "reward",
+        "--data_path",
+        models / "data" / "prompts.jsonl",
+        "--output_dir",
+        folder,
+        "--overwrite_output_dir",
+        "--eval_data_path",
+        models / "data" / "eval_prompts.jsonl",
+        "--num_eval_prompts",
+        256,
+        "--max_prompt_seq_len",
+        12,
+        "--max_answer_seq_len",
+        setting.response,
+        "--per_device_generation_batch_size",
+        setting.prompts // ranks,
+        "--per_device_training_batch_size",
+        rows // ranks,
+        "--max_steps",
+        setting.steps,
+        "--actor_learning_rate",
+        setting.actor_lr,
+        "--print_answers_interval",
+        20,
+        "--dtype",
+        "fp32",
+    ]
     if setting.critic_lr is not None:
         words += ["--critic_learning_rate", setting.critic_lr]
     if setting.texts:
@@ -102,7 +132,7 @@ def is_complete(folder: Path, words: list[str], steps: int) -> bool:
         return False
     command = shlex.split(read_run_record(folder / RUN_FILE)[-1]["command"])
     ends = [row["step"] for row in read_metrics(folder / METRICS_FILE) if "eval/score" in row]
-    return command[-len(words):] == words and ends[-1:] == [steps]
+    return command[-len(words) :] == words and ends[-1:] == [steps]
 
 
 def read_result(folder: Path) -> Result:
@@ -114,15 +144,19 @@ def read_result(folder: Path) -> Result:
 
 def table(results: dict[str, Result]) -> str:
     """In Markdown, a line a dialect."""
-    lines = ["| dialect | actor and critic rate | responses | score before | after | rise | KL | bigrams before | "
-             "after | seconds |", "| --- " * 10 + "|"]
+    lines = [
+        "| dialect | actor and critic rate | responses | score before | after | rise | KL | bigrams before | "
+        "after | seconds |",
+        "| --- " * 10 + "|",
+    ]
     for name, result in results.items():
         setting, before, after = SETTINGS[name], result.before, result.after
         rates = f"{setting.actor_lr:g}, {'-' if setting.critic_lr is None else f'{setting.critic_lr:g}'}"
         lines.append(
             f"| `{name}` | {rates} | {result.responses} | {before['eval/score']:.2f} | {after['eval/score']:.2f} | "
             f"{result.rise:+.2f} | {after['eval/kl']:.2f} | {before['eval/distinct_bigrams']:.0f} | "
-            f"{after['eval/distinct_bigrams']:.0f} | {result.seconds:.0f} |")
+            f"{after['eval/distinct_bigrams']:.0f} | {result.seconds:.0f} |"
+        )
     return "\n".join(lines)
 
 
@@ -172,8 +206,12 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dialects", nargs="*", metavar="DIALECT", help="by default all")
-    parser.add_argument("--models_dir", type=Path, default=ROOT / "quickstart",
-                        help="the quickstart's folder; runs go into its dialects/ (default: quickstart/)")
+    parser.add_argument(
+        "--models_dir",
+        type=Path,
+        default=ROOT / "quickstart",
+        help="the quickstart's folder; runs go into its dialects/ (default: quickstart/)",
+    )
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4, 8), help="processes (default: 2)")
     parser.add_argument("--master_port", type=int, help="of the launcher; by default a free one")
     parser.add_argument("--overwrite", action="store_true", help="run again what is complete")

@@ -27,7 +27,7 @@ launch() {
     [ -z "${NUM_NODES:-}" ] || command+=(--num_nodes "$NUM_NODES")
     [ -z "${NUM_GPUS:-}" ] || command+=(--num_gpus "$NUM_GPUS")
     for word in "$@"; do
-        [ "$word" != --dry_run ] || exec python -m training.dry_run "${command[@]}" "$program" "$@"
+        [ "$word" != --dry_run ] || exec python -m training.program.dry_run "${command[@]}" "$program" "$@"
     done
     exec "${command[@]}" "$program" "$@"
 }

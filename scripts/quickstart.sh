@@ -30,7 +30,7 @@ launch training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --critic_mod
     --print_answers_interval 20
 
 say "the result, by the grammar that wrote the corpus"
-python -m training.builtin_reviews judge "$out/ppo/samples/before.jsonl" "$out/ppo/samples/after.jsonl"
+python -m training.toy.reviews judge "$out/ppo/samples/before.jsonl" "$out/ppo/samples/after.jsonl"
 echo
 echo "curves: $out/ppo/curves.png; TensorBoard: tensorboard --logdir $out/ppo/tensorboard"
 say "done"

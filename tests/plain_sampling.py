@@ -1,7 +1,8 @@
 """What sampling should answer, the plain way: one row at a time, the whole sequence anew for each token, no cache.
 
-    tokens, ended = plain_answer(model, [5, 9, 33], index=12, sample=0, how=sampling)
+tokens, ended = plain_answer(model, [5, 9, 33], index=12, sample=0, how=sampling)
 """
+
 import torch
 
 from engine.rollout.base import SamplingConfig
@@ -26,13 +27,14 @@ def plain_answer(model, prompt: list[int], index: int, sample: int, how: Samplin
 
 def uniform(seed: int, index: int, sample: int, position: int) -> float:
     """The sample's own random number: SplitMix64 in Python's integers."""
+
     def mix(bits: int) -> int:
-        bits = (bits + 0x9E3779B97F4A7C15) % 2 ** 64
-        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2 ** 64
-        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2 ** 64
+        bits = (bits + 0x9E3779B97F4A7C15) % 2**64
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
         return bits ^ bits >> 31
 
     bits = seed
     for key in (index, sample, position):
         bits = mix(bits) ^ key
-    return (mix(mix(bits)) >> 11) / 2 ** 53
+    return (mix(mix(bits)) >> 11) / 2**53

@@ -1,4 +1,5 @@
 """docs/openai.md: complete by the write-up's numbers, and all that it names exists and has the value that it says."""
+
 import ast
 import dataclasses
 import importlib
@@ -7,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from engine.dialects import get_dialect, parse_settings
+from engine.algorithms import get_dialect, parse_settings
 from training.flags.flag_docs import STEPS
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = {"General": [str(number) for number in range(1, 7)], "Reward model": ["1", "2", "3"],
-            "Policy": [*(str(number) for number in range(1, 12)), "Adam"],
-            "What its code does besides": ["a", "b", "c", "d", "e"]}
+SECTIONS = {
+    "General": [str(number) for number in range(1, 7)],
+    "Reward model": ["1", "2", "3"],
+    "Policy": [*(str(number) for number in range(1, 12)), "Adam"],
+    "What its code does besides": ["a", "b", "c", "d", "e"],
+}
 FLAGS = {field.name for _, flags in STEPS for field in dataclasses.fields(flags)}
 
 
@@ -47,7 +51,7 @@ def test_fields_have_these_values_and_flags_exist(section, number):
         if setting.startswith("--"):
             assert setting[2:] in FLAGS
         else:
-            (field, value), = parse_settings([setting]).items()
+            ((field, value),) = parse_settings([setting]).items()
             assert getattr(get_dialect("openai"), field) == value
 
 
@@ -74,6 +78,11 @@ def test_tests_exist(section, number):
 
 
 def test_the_table_names_every_field_in_which_openai_departs_from_the_default():
-    named = {field for settings, _, _ in ROWS.values() for setting in settings if not setting.startswith("--")
-             for field in parse_settings([setting])}
+    named = {
+        field
+        for settings, _, _ in ROWS.values()
+        for setting in settings
+        if not setting.startswith("--")
+        for field in parse_settings([setting])
+    }
     assert get_dialect("default").differences(get_dialect("openai")).keys() <= named

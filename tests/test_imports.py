@@ -1,4 +1,5 @@
 """The direction of imports and the owners of names, read from the syntax trees; and that a breach would be seen."""
+
 import ast
 import graphlib
 import sys
@@ -11,19 +12,23 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module may import from its own layer, if no circle closes, and from those above it in this list.
 LAYERS = [
     ["engine.algo"],
-    ["engine.dialects", "engine.experience"],
+    ["engine.algorithms", "engine.experience"],
     ["engine.learnable"],
-    ["engine.models", "engine.weight_files", "engine.model_files", "engine.optim", "engine.ds_config",
-     "engine.distributed"],
-    ["engine.gathering", "engine.hydra", "engine.ds_engine", "engine.replica", "engine.packing"],
+    ["engine.distributed"],
+    ["engine.optim", "engine.zero"],
+    ["engine.models", "engine.packing"],
+    ["engine.whole_copies"],
     ["engine.ema", "engine.rlhf_engine", "engine.reference", "engine.rollout", "engine.reward"],
     ["engine.experience_maker"],
     ["training"],
 ]
 FOR_ALL = "engine.errors"  # imports nothing of ours; everything but the pure math may import it
-OWNERS = {"torch.distributed": "engine.distributed", "deepspeed.comm": "engine.distributed",
-          "deepspeed.initialize": "engine.ds_engine"}
-OWNED_WORDS = {"HfDeepSpeedConfig": "engine.model_files"}
+OWNERS = {
+    "torch.distributed": "engine.distributed",
+    "deepspeed.comm": "engine.distributed",
+    "deepspeed.initialize": "engine.zero.engines",
+}
+OWNED_WORDS = {"HfDeepSpeedConfig": "engine.models.loading"}
 
 
 def project() -> dict[str, str]:
@@ -96,8 +101,13 @@ def breaches(modules: dict[str, str]) -> list[str]:
         for target in sorted(targets):
             if target == FOR_ALL and not within(module, "engine.algo"):
                 continue
-            if module == FOR_ALL or packages or target in ("engine", "training") or layer_of(target) is None \
-                    or layer_of(target) > layer_of(module):
+            if (
+                module == FOR_ALL
+                or packages
+                or target in ("engine", "training")
+                or layer_of(target) is None
+                or layer_of(target) > layer_of(module)
+            ):
                 found.append(f"{module}: imports {target}")
         for name in sorted(imports):
             root = name.split(".")[0]
@@ -133,57 +143,89 @@ def test_the_project_keeps_its_direction():
 
 def test_the_owners_do_name_what_they_own():
     modules = project()
-    for name, owner in {"torch.distributed": "engine.distributed", "deepspeed.initialize": "engine.ds_engine"}.items():
+    for name, owner in {
+        "torch.distributed": "engine.distributed",
+        "deepspeed.initialize": "engine.zero.engines",
+    }.items():
         assert any(within(mention, name) for mention in mentioned_names(ast.parse(modules[owner])))
-    assert "HfDeepSpeedConfig" in modules["engine.model_files"]
+    assert "HfDeepSpeedConfig" in modules["engine.models.loading"]
 
 
-@pytest.mark.parametrize("module, source, breach", [
-    ("engine.algo.new", "from engine.experience import Rollout", "imports engine.experience"),
-    ("engine.algo.new", "from engine.errors import UserError", "imports engine.errors"),
-    ("engine.algo.new", "import numpy as np", "numpy in the pure math"),
-    ("engine.algo.new", "def f():\n    import transformers.utils", "transformers in the pure math"),
-    ("engine.dialects", "from engine import optim", "imports engine.optim"),
-    ("engine.experience", "import engine.models", "imports engine.models"),
-    ("engine.models", "from engine.ds_engine import TrainedModel", "imports engine.ds_engine"),
-    ("engine.distributed", "def f():\n    from engine.gathering import full_state", "imports engine.gathering"),
-    ("engine.ds_engine", "from engine.ema import EMA", "imports engine.ema"),
-    ("engine.reward.new", "import engine.experience_maker as maker", "imports engine.experience_maker"),
-    ("engine.rollout.new", "from training.metrics import Accumulator", "imports training.metrics"),
-    ("engine.experience_maker", "import training", "imports training"),
-    ("engine.errors", "from engine.algo import masked", "imports engine.algo.masked"),
-    ("engine", "from engine.rlhf_engine import RLHFEngine", "imports engine.rlhf_engine"),
-    ("engine.reward.new", "from engine import anything", "imports engine"),
-    ("engine.new", "import torch", "stands in no layer"),
-    ("engine.ds_engine", "import torch.distributed as dist", "names torch.distributed"),
-    ("engine.ds_engine", "from torch import distributed", "names torch.distributed"),
-    ("engine.ds_engine", "from torch.distributed import all_reduce", "names torch.distributed"),
-    ("training.data.order", "import torch\nworld = torch.distributed.get_world_size()", "names torch.distributed"),
-    ("training.data.order", "import torch as t\nt.distributed.barrier()", "names torch.distributed"),
-    ("training.data.order", "import deepspeed.comm as dist", "names deepspeed.comm"),
-    ("training.data.order", "from deepspeed import comm", "names deepspeed.comm"),
-    ("engine.rlhf_engine", "import deepspeed\ndeepspeed.initialize(model=1)", "names deepspeed.initialize"),
-    ("engine.rlhf_engine", "import deepspeed as ds\nstart = ds.initialize", "names deepspeed.initialize"),
-    ("training.data.order", "from deepspeed import initialize as start", "names deepspeed.initialize"),
-    ("engine.models", "from transformers.integrations.deepspeed import HfDeepSpeedConfig", "names HfDeepSpeedConfig"),
-    ("engine.models", "import transformers\ntransformers.integrations.HfDeepSpeedConfig", "names HfDeepSpeedConfig"),
-    ("training.session", "from metrics import Sum", "metrics.Sum instead of training.metrics.Sum"),
-    ("training.session", "import plan", "plan instead of training.plan"),
-    ("training.data.order", "from . import rows", "relative import ..rows"),
-    ("training.data.order", "from .rows import read_rows", "relative import .rows.read_rows"),
-    ("engine.reward.new", "import importlib\nimportlib.import_module('training.data.rows')", "imports at run time"),
-])
+@pytest.mark.parametrize(
+    "module, source, breach",
+    [
+        ("engine.algo.new", "from engine.experience import Rollout", "imports engine.experience"),
+        ("engine.algo.new", "from engine.errors import UserError", "imports engine.errors"),
+        ("engine.algo.new", "import numpy as np", "numpy in the pure math"),
+        ("engine.algo.new", "def f():\n    import transformers.utils", "transformers in the pure math"),
+        ("engine.algorithms", "from engine import optim", "imports engine.optim"),
+        ("engine.experience", "import engine.models.modules", "imports engine.models.modules"),
+        ("engine.zero.engines", "from engine.models.modules import Policy", "imports engine.models.modules"),
+        (
+            "engine.distributed",
+            "def f():\n    from engine.zero.gathering import full_state",
+            "imports engine.zero.gathering",
+        ),
+        ("engine.zero.engines", "from engine.ema import EMA", "imports engine.ema"),
+        ("engine.reward.new", "import engine.experience_maker as maker", "imports engine.experience_maker"),
+        (
+            "engine.rollout.new",
+            "from training.reporting.metrics import Accumulator",
+            "imports training.reporting.metrics",
+        ),
+        ("engine.experience_maker", "import training", "imports training"),
+        ("engine.errors", "from engine.algo import masked", "imports engine.algo.masked"),
+        ("engine", "from engine.rlhf_engine import RLHFEngine", "imports engine.rlhf_engine"),
+        ("engine.reward.new", "from engine import anything", "imports engine"),
+        ("engine.new", "import torch", "stands in no layer"),
+        ("engine.zero.engines", "import torch.distributed as dist", "names torch.distributed"),
+        ("engine.zero.engines", "from torch import distributed", "names torch.distributed"),
+        ("engine.zero.engines", "from torch.distributed import all_reduce", "names torch.distributed"),
+        ("training.data.order", "import torch\nworld = torch.distributed.get_world_size()", "names torch.distributed"),
+        ("training.data.order", "import torch as t\nt.distributed.barrier()", "names torch.distributed"),
+        ("training.data.order", "import deepspeed.comm as dist", "names deepspeed.comm"),
+        ("training.data.order", "from deepspeed import comm", "names deepspeed.comm"),
+        ("engine.rlhf_engine", "import deepspeed\ndeepspeed.initialize(model=1)", "names deepspeed.initialize"),
+        ("engine.rlhf_engine", "import deepspeed as ds\nstart = ds.initialize", "names deepspeed.initialize"),
+        ("training.data.order", "from deepspeed import initialize as start", "names deepspeed.initialize"),
+        (
+            "engine.models.modules",
+            "from transformers.integrations.deepspeed import HfDeepSpeedConfig",
+            "names HfDeepSpeedConfig",
+        ),
+        (
+            "engine.models.modules",
+            "import transformers\ntransformers.integrations.HfDeepSpeedConfig",
+            "names HfDeepSpeedConfig",
+        ),
+        (
+            "training.program.session",
+            "from reporting import Sum",
+            "reporting.Sum instead of training.reporting.Sum",
+        ),
+        ("training.program.session", "import program", "program instead of training.program"),
+        ("training.data.order", "from . import rows", "relative import ..rows"),
+        ("training.data.order", "from .rows import read_rows", "relative import .rows.read_rows"),
+        ("engine.reward.new", "import importlib\nimportlib.import_module('training.data.rows')", "imports at run time"),
+    ],
+)
 def test_a_breach_would_be_seen(module, source, breach):
     assert f"{module}: {breach}" in breaches({**EMPTY, module: source})
 
 
-@pytest.mark.parametrize("module, source", [
-    ("engine.algo.new", "import math\nimport torch.nn.functional as F\nfrom engine.algo.masked import masked_sum"),
-    ("engine.reward.new", "import numpy\nfrom engine.errors import UserError\nfrom engine.reward import base"),
-    ("engine.ds_engine", "import deepspeed\nfrom engine import distributed\nrank = distributed.rank()"),
-    ("training.data.order", "from engine import distributed, rlhf_engine\nfrom training.data.rows import read_rows"),
-    ("training.new", "import deepspeed\n'torch.distributed'\ndeepspeed.runtime  # deepspeed.comm"),
-])
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("engine.algo.new", "import math\nimport torch.nn.functional as F\nfrom engine.algo.masked import masked_sum"),
+        ("engine.reward.new", "import numpy\nfrom engine.errors import UserError\nfrom engine.reward import base"),
+        ("engine.zero.engines", "import deepspeed\nfrom engine import distributed\nrank = distributed.rank()"),
+        (
+            "training.data.order",
+            "from engine import distributed, rlhf_engine\nfrom training.data.rows import read_rows",
+        ),
+        ("training.new", "import deepspeed\n'torch.distributed'\ndeepspeed.runtime  # deepspeed.comm"),
+    ],
+)
 def test_what_is_allowed_passes(module, source):
     assert breaches({**EMPTY, module: source}) == []
 

@@ -7,12 +7,23 @@ Weights are random but large (and vectors are not left at 0 and 1), so that logi
 wrong position, mask or bias shows. Every id below VOCABULARY is a token: pad, BOS, EOS and unknown are 0 to 3, the rest
 are the words w04 ... w63.
 """
+
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassification, BloomConfig, GPT2Config,
-                          GPTNeoXConfig, LlamaConfig, MistralConfig, OPTConfig, PreTrainedTokenizerFast, Qwen2Config)
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BloomConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
 VOCABULARY = 64
@@ -33,18 +44,35 @@ def make_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
 
 def make_config(family: str, *, tied: bool = False, layers: int = 2, pad_is_eos: bool = False):
     """The configuration of a model of this family, WIDTH wide, with 4 heads."""
-    common = {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "bos_token_id": BOS, "eos_token_id": EOS,
-              "pad_token_id": EOS if pad_is_eos else PAD}
-    grouped = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4,
-               "max_position_embeddings": POSITIONS}
+    common = {
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": tied,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": EOS if pad_is_eos else PAD,
+    }
+    grouped = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "max_position_embeddings": POSITIONS,
+    }
     if family in ("llama", "mistral", "qwen2"):
         config = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}[family]
         return config(**common, **grouped, num_key_value_heads=2)
     if family == "gpt_neox":
         return GPTNeoXConfig(**common, **grouped)
     if family == "opt":
-        return OPTConfig(**common, hidden_size=WIDTH, ffn_dim=48, num_hidden_layers=layers, num_attention_heads=4,
-                         max_position_embeddings=POSITIONS, word_embed_proj_dim=WIDTH)
+        return OPTConfig(
+            **common,
+            hidden_size=WIDTH,
+            ffn_dim=48,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            max_position_embeddings=POSITIONS,
+            word_embed_proj_dim=WIDTH,
+        )
     if family == "gpt2":
         return GPT2Config(**common, n_embd=WIDTH, n_layer=layers, n_head=4, n_positions=POSITIONS)
     if family == "bloom":
@@ -52,16 +80,31 @@ def make_config(family: str, *, tied: bool = False, layers: int = 2, pad_is_eos:
     raise ValueError(f"family {family!r}: known are llama, mistral, qwen2, gpt_neox, opt, gpt2, bloom")
 
 
-def make_causal_lm(folder: Path | str, family: str = "llama", *, tied: bool = False, seed: int = 0, layers: int = 2,
-                   pad_is_eos: bool = False) -> str:
+def make_causal_lm(
+    folder: Path | str,
+    family: str = "llama",
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    layers: int = 2,
+    pad_is_eos: bool = False,
+) -> str:
     """Save a language model and its tokenizer; returns the folder."""
     config = make_config(family, tied=tied, layers=layers, pad_is_eos=pad_is_eos)
     model = _randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32), seed)
     return _saved(model, folder, pad_is_eos)
 
 
-def make_scorer(folder: Path | str, family: str = "llama", *, seed: int = 1, layers: int = 2, offset: float = 0.0,
-                score_position: str = "last", pad_is_eos: bool = False) -> str:
+def make_scorer(
+    folder: Path | str,
+    family: str = "llama",
+    *,
+    seed: int = 1,
+    layers: int = 2,
+    offset: float = 0.0,
+    score_position: str = "last",
+    pad_is_eos: bool = False,
+) -> str:
     """Save a reward model with this `score_offset`, and its tokenizer; returns the folder."""
     config = make_config(family, layers=layers, pad_is_eos=pad_is_eos)
     config.num_labels, config.score_offset, config.score_position = 1, offset, score_position

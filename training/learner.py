@@ -1,4 +1,5 @@
 """One optimizer step: from rows of an experience to new weights of actor and critic."""
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,16 +10,16 @@ from torch import Tensor
 from engine import distributed
 from engine.algo.guards import ratio_exploded
 from engine.algo.losses import loss_weights
-from engine.dialects import Dialect
-from engine.ds_engine import TrainedModel
+from engine.algorithms import Dialect
+from engine.zero.engines import TrainedModel
 from engine.experience import Experience
 from engine.experience_maker import estimated
 from engine.learnable import actor_loss, counted_responses, critic_loss
 from engine.packing import micro_batches
 from engine.rlhf_engine import RLHFEngine
-from training.metrics import Accumulator
+from training.reporting.metrics import Accumulator
 from training.mixed_pretraining import MixedPretraining
-from training.step_metrics import stop_if_not_finite
+from training.reporting.step_metrics import stop_if_not_finite
 
 # The sum of a micro-batch's losses, which has a gradient; with its metrics, where it is no dummy.
 Loss = Callable[[Experience, Accumulator | None], Tensor]
@@ -27,6 +28,7 @@ Loss = Callable[[Experience, Accumulator | None], Tensor]
 @dataclass(frozen=True, slots=True)
 class Pupil:
     """A model that learns in a step: what metrics call it, its loss, its peak learning rate."""
+
     name: str
     model: TrainedModel
     loss: Loss
@@ -39,13 +41,23 @@ class Learner:
     pretraining: what the actor learns from beside the experience; nothing if None.
     """
 
-    def __init__(self, engine: RLHFEngine, dialect: Dialect, micro_batch_size: int,
-                 pretraining: MixedPretraining | None = None):
+    def __init__(
+        self, engine: RLHFEngine, dialect: Dialect, micro_batch_size: int, pretraining: MixedPretraining | None = None
+    ):
         self.engine, self.dialect, self.micro_batch_size = engine, dialect, micro_batch_size
         self.pretraining = pretraining
 
-    def step(self, experience: Experience, rows: Tensor, metrics: Accumulator, *, step: int, optimizer_step: int,
-             lr_factor: float, train_actor: bool) -> Tensor:
+    def step(
+        self,
+        experience: Experience,
+        rows: Tensor,
+        metrics: Accumulator,
+        *,
+        step: int,
+        optimizer_step: int,
+        lr_factor: float,
+        train_actor: bool,
+    ) -> Tensor:
         """One step of the critic, and of the actor if it is to learn, on the same rows (all ranks call this).
 
         Both are skipped together when either overflows in fp16, or the mean ratio is over the dialect's limit: or they
@@ -74,9 +86,16 @@ class Learner:
             stop_if_not_finite(step, parts[0], engine.tokenizer, losses)
             overflows = [pupil.model.overflowed() for pupil in pupils]
         if not engine.actor.scales_loss:
-            stop_if_not_finite(step, experience, engine.tokenizer, {
-                f"{pupil.name} gradient": torch.tensor(float("nan"))
-                for pupil, overflow in zip(pupils, overflows) if overflow})
+            stop_if_not_finite(
+                step,
+                experience,
+                engine.tokenizer,
+                {
+                    f"{pupil.name} gradient": torch.tensor(float("nan"))
+                    for pupil, overflow in zip(pupils, overflows)
+                    if overflow
+                },
+            )
         for pupil, overflow in zip(pupils, overflows):
             lr = pupil.peak_lr * lr_factor
             stepped = pupil.model.step(lr, overflow, skip=exploded or any(overflows))
@@ -118,24 +137,35 @@ class Learner:
 
     def _loss_weights(self, parts: list[Experience]) -> dict[str, list[float]]:
         """What each micro-batch's loss sum is multiplied by, the same number of entries on all ranks."""
-        counts = torch.tensor([[self._policy_count(part), part.value_mask.sum()] for part in parts],
-                              dtype=torch.float64).view(-1, 2)
+        counts = torch.tensor(
+            [[self._policy_count(part), part.value_mask.sum()] for part in parts], dtype=torch.float64
+        ).view(-1, 2)
         longest = distributed.largest(len(parts))
         totals = torch.cat([counts.sum(0), torch.tensor([float(len(parts))])]).to(distributed.device())
         *all_counts, everywhere = distributed.all_reduce_sum(totals).tolist()
-        return {name: loss_weights(counts[:, column].tolist(), all_counts[column], int(everywhere),
-                                   distributed.world_size(), self.dialect.loss_scope) + [0.0] * (longest - len(parts))
-                for column, name in enumerate(("policy", "value"))}
+        return {
+            name: loss_weights(
+                counts[:, column].tolist(),
+                all_counts[column],
+                int(everywhere),
+                distributed.world_size(),
+                self.dialect.loss_scope,
+            )
+            + [0.0] * (longest - len(parts))
+            for column, name in enumerate(("policy", "value"))
+        }
 
     def _policy_count(self, part: Experience) -> Tensor:
         """What the policy's loss sums over: tokens, or responses."""
         mask = part.policy_mask
         return (counted_responses(mask, self.dialect) if self.dialect.ratio == "response" else mask).sum()
 
-    def _shares(self, loss: Loss, parts: list[Experience], weights: list[float],
-                metrics: Accumulator) -> list[Callable[[], Tensor]]:
+    def _shares(
+        self, loss: Loss, parts: list[Experience], weights: list[float], metrics: Accumulator
+    ) -> list[Callable[[], Tensor]]:
         """One forward pass a weight, each giving its weighted loss; ranks that have fewer parts end with dummies of
         weight 0."""
+
         def share(part: Experience, weight: float) -> Tensor:
             return loss(part, metrics if weight else None) * weight
 
@@ -144,11 +174,16 @@ class Learner:
 
     def _policy_loss(self, totals: Tensor, part: Experience, metrics: Accumulator | None) -> Tensor:
         rollout = part.rollout
-        logprobs, _ = self.engine.actor(rollout.sequences, rollout.attention_mask, rollout.position_ids,
-                                        response_length=rollout.response_length,
-                                        temperature=self.dialect.logprob_temperature)
-        sums = actor_loss(logprobs, part.logprobs, part.ref_logprobs, part.advantages, part.policy_mask, part.kl_coef,
-                          self.dialect)
+        logprobs, _ = self.engine.actor(
+            rollout.sequences,
+            rollout.attention_mask,
+            rollout.position_ids,
+            response_length=rollout.response_length,
+            temperature=self.dialect.logprob_temperature,
+        )
+        sums = actor_loss(
+            logprobs, part.logprobs, part.ref_logprobs, part.advantages, part.policy_mask, part.kl_coef, self.dialect
+        )
         if metrics is not None:
             totals += torch.stack([sums.ratio.double(), sums.approxkl.double(), sums.count.double()])
             metrics.add("policy/loss", sums.loss, sums.count)
@@ -161,8 +196,9 @@ class Learner:
     def _value_loss(self, part: Experience, metrics: Accumulator | None) -> Tensor:
         rollout = part.rollout
         values = self.engine.critic(rollout.sequences, rollout.attention_mask, rollout.position_ids)
-        sums = critic_loss(values[:, rollout.prompt_length - 1:-1], part.values, part.returns, part.value_mask,
-                           self.dialect)
+        sums = critic_loss(
+            values[:, rollout.prompt_length - 1 : -1], part.values, part.returns, part.value_mask, self.dialect
+        )
         if metrics is not None:
             metrics.add("value/loss", sums.loss, sums.count)
             metrics.add("value/clipfrac", sums.clipped, sums.count)

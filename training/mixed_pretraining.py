@@ -6,6 +6,7 @@ The language-model loss is the mean over all predicted tokens of the optimizer s
 al. 2022 (InstructGPT), eq. 2; the half is DeepSpeed-Chat's (DeepSpeedExamples 83757d9c), which takes the mean over the
 passes of both losses.
 """
+
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from engine import distributed
-from engine.ds_engine import TrainedModel
+from engine.zero.engines import TrainedModel
 from engine.experience import position_ids
-from training.metrics import Accumulator
+from training.reporting.metrics import Accumulator
 
 
 class TextFeed(Protocol):
@@ -37,8 +38,9 @@ class MixedPretraining:
         self.actor, self.feed = actor, feed
         self.coefficient, self.micro_batch_size = coefficient, micro_batch_size
 
-    def mixed(self, shares: list[Callable[[], Tensor]], optimizer_step: int,
-              metrics: Accumulator) -> list[Callable[[], Tensor]]:
+    def mixed(
+        self, shares: list[Callable[[], Tensor]], optimizer_step: int, metrics: Accumulator
+    ) -> list[Callable[[], Tensor]]:
         """Half of each of PPO's shares of the loss, and behind them this rank's halves of the language model's.
 
         All ranks call this together, and are given equally many.

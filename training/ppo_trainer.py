@@ -1,9 +1,10 @@
 """PPO: what happens in one step, in order.
 
-    trainer = PPOTrainer(engine=engine, rollouts=rollouts, dialect=dialect, config=config, sampling=sampling)
-    for report in trainer.fit(feed):
-        print(report.step, report.metrics["objective/scores"])
+trainer = PPOTrainer(engine=engine, rollouts=rollouts, dialect=dialect, config=config, sampling=sampling)
+for report in trainer.fit(feed):
+    print(report.step, report.metrics["objective/scores"])
 """
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from engine import distributed
 from engine.algo.guards import went_too_far
-from engine.dialects import Dialect, end_token_id
+from engine.algorithms import Dialect, end_token_id
 from engine.experience import Experience, PromptBatch
 from engine.experience_maker import ExperienceMaker
 from engine.learnable import kl_controller
@@ -23,10 +24,10 @@ from engine.reward.base import RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.learner import Learner
-from training.metrics import Accumulator
+from training.reporting.metrics import Accumulator
 from training.mixed_pretraining import MixedPretraining, TextFeed
-from training.phase_clock import PhaseClock, peak_memory_gb
-from training.step_metrics import add_experience, stop_if_not_finite
+from training.reporting.phase_clock import PhaseClock, peak_memory_gb
+from training.reporting.step_metrics import add_experience, stop_if_not_finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class PPOConfig:
     critic_warmup_steps: steps at the start in which the critic alone is trained.
     unsup_coef: of the language-model loss where there are texts; 27.8 is InstructGPT's.
     """
+
     total_steps: int
     micro_batch_size: int = 8
     critic_warmup_steps: int = 0
@@ -56,6 +58,7 @@ class PromptFeed(Protocol):
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """A finished step: its number (from 1), responses seen so far over all ranks, metrics, what was learned from."""
+
     step: int
     samples: int
     metrics: dict[str, float]
@@ -69,8 +72,17 @@ class PPOTrainer:
     unsupervised: texts whose language-model loss the actor learns from too; none by default.
     """
 
-    def __init__(self, *, engine: RLHFEngine, rollouts: RolloutBackend, dialect: Dialect, config: PPOConfig,
-                 sampling: SamplingConfig, reward: RewardSource | None = None, unsupervised: TextFeed | None = None):
+    def __init__(
+        self,
+        *,
+        engine: RLHFEngine,
+        rollouts: RolloutBackend,
+        dialect: Dialect,
+        config: PPOConfig,
+        sampling: SamplingConfig,
+        reward: RewardSource | None = None,
+        unsupervised: TextFeed | None = None,
+    ):
         self.engine, self.rollouts = engine, rollouts
         self.dialect, self.config, self.sampling = dialect, config, sampling
         self.kl = kl_controller(dialect)
@@ -78,11 +90,20 @@ class PPOTrainer:
         reward = reward or engine.reward
         assert reward is not None, "the engine has no reward model, and no other reward was given"
         self.maker = ExperienceMaker(
-            actor=engine.actor, critic=engine.critic, reference=engine.reference, reward=reward,
-            dialect=dialect, pad_token_id=sampling.pad_token_id, micro_batch_size=config.micro_batch_size,
-            end_token_id=end_token_id(engine.tokenizer, dialect))
-        pretraining = None if unsupervised is None else MixedPretraining(
-            engine.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
+            actor=engine.actor,
+            critic=engine.critic,
+            reference=engine.reference,
+            reward=reward,
+            dialect=dialect,
+            pad_token_id=sampling.pad_token_id,
+            micro_batch_size=config.micro_batch_size,
+            end_token_id=end_token_id(engine.tokenizer, dialect),
+        )
+        pretraining = (
+            None
+            if unsupervised is None
+            else MixedPretraining(engine.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
+        )
         self.learner = Learner(engine, dialect, config.micro_batch_size, pretraining)
         self.steps_done = self.optimizer_steps = self.samples = 0
 
@@ -98,8 +119,9 @@ class PPOTrainer:
         with clock("generate"):
             rollout = self.rollouts.generate(prompts, self.sampling)
         with clock("make_experience"):
-            experience = self.maker.make(rollout, self.kl.value, tally=lambda name, part: metrics.add(
-                name, part.sum(), len(part)))
+            experience = self.maker.make(
+                rollout, self.kl.value, tally=lambda name, part: metrics.add(name, part.sum(), len(part))
+            )
             self.rollouts.rest()
             stop_if_not_finite(self.steps_done + 1, experience, self.engine.tokenizer)
         responses = distributed.world_size() * len(experience)
@@ -139,8 +161,14 @@ class PPOTrainer:
     def optimizer_step(self, experience: Experience, rows: Tensor, metrics: Accumulator) -> Tensor:
         """One step of the critic, and of the actor once the critic is warm, on these rows; as `Learner.step`."""
         return self.learner.step(
-            experience, rows, metrics, step=self.steps_done + 1, optimizer_step=self.optimizer_steps,
-            lr_factor=self._lr_factor(), train_actor=self.steps_done >= self.config.critic_warmup_steps)
+            experience,
+            rows,
+            metrics,
+            step=self.steps_done + 1,
+            optimizer_step=self.optimizer_steps,
+            lr_factor=self._lr_factor(),
+            train_actor=self.steps_done >= self.config.critic_warmup_steps,
+        )
 
     def _lr_factor(self) -> float:
         dialect, total, done = self.dialect, self.config.total_steps, self.steps_done
@@ -150,8 +178,13 @@ class PPOTrainer:
 
     def state_dict(self) -> dict:
         """What a restart needs beside the engines' own checkpoints."""
-        return {"steps_done": self.steps_done, "optimizer_steps": self.optimizer_steps, "samples": self.samples,
-                "kl": self.kl.state_dict(), "score_scale": self.maker.score_scale.state_dict()}
+        return {
+            "steps_done": self.steps_done,
+            "optimizer_steps": self.optimizer_steps,
+            "samples": self.samples,
+            "kl": self.kl.state_dict(),
+            "score_scale": self.maker.score_scale.state_dict(),
+        }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from `state_dict`."""
@@ -173,6 +206,6 @@ def deal(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
     groups = rows // mini_batches
     everywhere = np.tile(np.arange(mini_batches), (groups * distributed.world_size(), 1))
     dealt = np.random.default_rng(key).permuted(everywhere, axis=1)
-    own = torch.from_numpy(dealt[groups * distributed.rank():groups * (distributed.rank() + 1)].reshape(-1))
+    own = torch.from_numpy(dealt[groups * distributed.rank() : groups * (distributed.rank() + 1)].reshape(-1))
     shuffled = torch.from_numpy(np.random.default_rng((*key, distributed.rank())).permutation(rows))
     return [shuffled[own[shuffled] == index] for index in range(mini_batches)]

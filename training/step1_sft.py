@@ -5,6 +5,7 @@
 Rows hold `text`, or a prompt and a response (docs/data.md has all forms); then the loss covers the response only,
 unless --loss_on all.
 """
+
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,26 +13,28 @@ from typing import ClassVar
 from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
-from engine.model_files import DTYPES, check_policy, load_policy, read_tokenizer
+from engine.models.loading import DTYPES, check_policy, load_policy, read_tokenizer
 from engine.rlhf_engine import wrap_trained
-from training import dry_run
+from training.program import dry_run
 from training.data.examples import SFTBatch, SFTExamples, collate_sft
 from training.data.forms import SFT
 from training.flags.arguments import flag
-from training.metrics import Accumulator
-from training.program import agreed, check_positions, check_run, checked, leave, run
+from training.reporting.metrics import Accumulator
+from training.program.startup import agreed, check_positions, check_run, checked, leave, run
 from training.reporting import views
-from training.saving import save_trained
+from training.program.saving import save_trained
 from training.supervised import SupervisedFlags, SupervisedTrainer
 
 
 @dataclass(kw_only=True)
 class SFTFlags(SupervisedFlags):
     """Step 1."""
+
     phase: ClassVar[int] = 1
 
-    sft_only_data_path: list[str] = flag([], "data sets that no other step reads: --data_split does not divide them",
-                                         group="step 1")
+    sft_only_data_path: list[str] = flag(
+        [], "data sets that no other step reads: --data_split does not divide them", group="step 1"
+    )
     loss_on: str = flag("response", "which tokens of prompt + response are learned", choices=("response", "all"))
 
 
@@ -46,8 +49,12 @@ def main(args: SFTFlags) -> None:
     model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
 
     def negative_log_likelihood(batch: SFTBatch):
-        logprobs, _ = model(batch.sequences, batch.attention_mask, position_ids(batch.attention_mask),
-                            response_length=batch.loss_mask.shape[1])
+        logprobs, _ = model(
+            batch.sequences,
+            batch.attention_mask,
+            position_ids(batch.attention_mask),
+            response_length=batch.loss_mask.shape[1],
+        )
         return -masked_sum(logprobs, batch.loss_mask)
 
     def loss(batch: SFTBatch, metrics: Accumulator):
@@ -58,12 +65,23 @@ def main(args: SFTFlags) -> None:
     def evaluate(batch: SFTBatch, metrics: Accumulator) -> None:
         metrics.add("eval/loss", negative_log_likelihood(batch), batch.loss_mask.sum())
 
-    trainer = SFTTrainer(model, args=args, examples=examples, held_out=held_out, loss=loss, evaluate=evaluate,
-                         collate=lambda rows: collate_sft(rows, tokenizer.pad_token_id),
-                         count=lambda batch: int(batch.loss_mask.sum()), view=views.SFT)
+    trainer = SFTTrainer(
+        model,
+        args=args,
+        examples=examples,
+        held_out=held_out,
+        loss=loss,
+        evaluate=evaluate,
+        collate=lambda rows: collate_sft(rows, tokenizer.pad_token_id),
+        count=lambda batch: int(batch.loss_mask.sum()),
+        view=views.SFT,
+    )
     if distributed.is_main():
-        print(f"{len(examples)} texts ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
-              f"held out; {trainer.total_steps} steps on {distributed.world_size()} ranks", flush=True)
+        print(
+            f"{len(examples)} texts ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
+            f"held out; {trainer.total_steps} steps on {distributed.world_size()} ranks",
+            flush=True,
+        )
     found = trainer.fit()
     save_trained(model, tokenizer, args.output_dir)
     if distributed.is_main():
@@ -82,9 +100,10 @@ class SFTTrainer(SupervisedTrainer):
 def load_examples(args: SFTFlags) -> tuple:
     """Tokenizer, training examples and held-out ones; raises UserError before a model is loaded."""
     tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
-    examples, held_out = (SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache)
-                          for rows in args.load_rows(SFT, tokenizer, held_out=args.held_out,
-                                                     undivided=args.sft_only_data_path))
+    examples, held_out = (
+        SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache)
+        for rows in args.load_rows(SFT, tokenizer, held_out=args.held_out, undivided=args.sft_only_data_path)
+    )
     args.steps_per_epoch(len(examples))
     return tokenizer, examples, held_out
 

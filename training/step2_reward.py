@@ -7,6 +7,7 @@ Rows hold `prompt`, `chosen`, `rejected` (docs/data.md has all forms). After tra
 and variance 1 on responses that the SFT model samples. What is saved opens with AutoModelForSequenceClassification; its
 score plus `score_offset` of config.json is ours.
 """
+
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,42 +17,57 @@ from torch import Tensor
 from engine import distributed
 from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
 from engine.algo.masked import mean_and_variance, moments
-from engine.dialects import Dialect
-from engine.ds_config import EngineChoice
-from engine.ds_engine import FrozenModel, TrainedModel
+from engine.algorithms import Dialect
+from engine.zero.config import EngineChoice
+from engine.zero.engines import FrozenModel, TrainedModel
 from engine.errors import RunStopped, UserError
 from engine.experience import position_ids
-from engine.model_files import (DTYPES, check_policy, check_trunk, check_vocabularies, load_policy, new_scorer,
-                                read_tokenizer, vocabulary_size)
+from engine.models.loading import (
+    DTYPES,
+    check_policy,
+    check_trunk,
+    check_vocabularies,
+    load_policy,
+    new_scorer,
+    read_tokenizer,
+    vocabulary_size,
+)
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
-from training import dry_run
+from training.program import dry_run
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
 from training.data.forms import PAIRS, PROMPTS
 from training.data.mixture import load_rows
 from training.data.order import epoch_permutation
 from training.flags.arguments import flag
-from training.metrics import Accumulator
-from training.program import agreed, check_positions, check_run, checked, generation_stops, leave, run
+from training.reporting.metrics import Accumulator
+from training.program.startup import agreed, check_positions, check_run, checked, generation_stops, leave, run
 from training.reporting import views
-from training.saving import save_trained
+from training.program.saving import save_trained
 from training.supervised import SupervisedFlags, SupervisedTrainer
 
 
 @dataclass(kw_only=True)
 class RewardFlags(SupervisedFlags):
     """Step 2."""
+
     phase: ClassVar[int] = 2
 
-    pairwise_loss: str = flag("last_token", "compare the last tokens' scores, or every token's from the first that "
-                              "differs (DeepSpeed-Chat)", choices=("last_token", "from_difference"),
-                              group="step 2")
-    sft_model_name_or_path: str | None = flag(None, "whose responses are scored 0 on average, with variance 1; by "
-                                              "default --model_name_or_path")
+    pairwise_loss: str = flag(
+        "last_token",
+        "compare the last tokens' scores, or every token's from the first that differs (DeepSpeed-Chat)",
+        choices=("last_token", "from_difference"),
+        group="step 2",
+    )
+    sft_model_name_or_path: str | None = flag(
+        None, "whose responses are scored 0 on average, with variance 1; by default --model_name_or_path"
+    )
     normalization_data_path: list[str] = flag([], "prompts for these responses; by default those of --data_path")
     normalization_samples: int = flag(512, "how many such responses; 0 for no normalisation")
-    normalize_before: bool = flag(False, "also scale the new head before training, so that these scores begin with "
-                                         "variance 1 (lm-human-preferences)")
+    normalize_before: bool = flag(
+        False,
+        "also scale the new head before training, so that these scores begin with variance 1 (lm-human-preferences)",
+    )
     max_prompt_seq_len: int = flag(256, "longest prompt of these responses, in tokens")
     max_answer_seq_len: int = flag(256, "longest of these responses, in tokens; use step 3's")
     temperature: float = flag(Dialect().temperature, "of sampling them")
@@ -64,8 +80,10 @@ class RewardFlags(SupervisedFlags):
         self.above(0, "temperature")
         self.finite("temperature")
         if self.normalize_before and not self.normalization_samples:
-            raise UserError("--normalize_before with --normalization_samples 0: there are no responses to be scored. "
-                            "Give 2 or more, or leave --normalize_before out.")
+            raise UserError(
+                "--normalize_before with --normalization_samples 0: there are no responses to be scored. "
+                "Give 2 or more, or leave --normalize_before out."
+            )
 
     @property
     def sft_path(self) -> str:
@@ -78,8 +96,14 @@ class RewardFlags(SupervisedFlags):
 
     def normalization_prompts(self, tokenizer) -> Prompts:
         """The prompts whose responses normalise the scores; raises UserError with file and line."""
-        rows, _ = load_rows(self.normalization_data_path or self.data_path, PROMPTS, tokenizer, phase=self.phase,
-                            seed=self.seed, split=None if self.normalization_data_path else self.data_split)
+        rows, _ = load_rows(
+            self.normalization_data_path or self.data_path,
+            PROMPTS,
+            tokenizer,
+            phase=self.phase,
+            seed=self.seed,
+            split=None if self.normalization_data_path else self.data_split,
+        )
         return Prompts(rows, tokenizer, self.max_prompt_seq_len, cache=self.cache)
 
 
@@ -91,39 +115,69 @@ def main(args: RewardFlags) -> None:
     tokenizer, examples, held_out, prompts = agreed(lambda: load_examples(args))
     ds_config = args.ds_settings()
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
-    module = new_scorer(args.model_name_or_path, DTYPES[args.dtype], pad, args.seed, ds_config, "--model_name_or_path",
-                        args.dropout, starting_scale(args, tokenizer, prompts, pad) if args.normalize_before else 1.0)
+    module = new_scorer(
+        args.model_name_or_path,
+        DTYPES[args.dtype],
+        pad,
+        args.seed,
+        ds_config,
+        "--model_name_or_path",
+        args.dropout,
+        starting_scale(args, tokenizer, prompts, pad) if args.normalize_before else 1.0,
+    )
     model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
     trainer = RewardTrainer(model, args, examples, held_out, tokenizer.pad_token_id)
     if distributed.is_main():
-        print(f"{len(examples)} pairs ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
-              f"held out; {trainer.total_steps} steps on {distributed.world_size()} ranks", flush=True)
+        print(
+            f"{len(examples)} pairs ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
+            f"held out; {trainer.total_steps} steps on {distributed.world_size()} ranks",
+            flush=True,
+        )
     found = trainer.fit()
     module.model.config.score_offset = 0.0
     save_trained(model, tokenizer, args.output_dir)  # what was trained is kept whatever becomes of its normalisation
     gain, offset = 1.0, 0.0
     if args.normalization_samples:
         mean, variance = score_statistics(args, model, tokenizer, prompts)
-        gain, offset = variance ** -0.5, -mean * variance ** -0.5
+        gain, offset = variance**-0.5, -mean * variance**-0.5
         if distributed.is_main():
-            print(f"scores of {args.normalization_samples} responses of the SFT model: mean {mean:.3f}, standard "
-                  f"deviation {variance ** 0.5:.3f}; stored so that they become 0 and 1", flush=True)
+            print(
+                f"scores of {args.normalization_samples} responses of the SFT model: mean {mean:.3f}, standard "
+                f"deviation {variance**0.5:.3f}; stored so that they become 0 and 1",
+                flush=True,
+            )
     module.model.config.score_offset = offset
-    save_trained(model, tokenizer, args.output_dir,
-                 edit=lambda state: state.update({"score.weight": state["score.weight"] * gain}))
+    save_trained(
+        model,
+        tokenizer,
+        args.output_dir,
+        edit=lambda state: state.update({"score.weight": state["score.weight"] * gain}),
+    )
     if distributed.is_main():
-        print(f"held-out pair accuracy {found['eval/accuracy']:.3f}, margin {found['eval/margin']:.3f} before "
-              f"normalisation; saved in {args.output_dir}", flush=True)
+        print(
+            f"held-out pair accuracy {found['eval/accuracy']:.3f}, margin {found['eval/margin']:.3f} before "
+            f"normalisation; saved in {args.output_dir}",
+            flush=True,
+        )
 
 
 class RewardTrainer(SupervisedTrainer):
     """The supervised loop over pairs."""
 
-    def __init__(self, model: TrainedModel, args: RewardFlags, examples: PairExamples, held_out: PairExamples,
-                 pad_token_id: int):
-        super().__init__(model, args=args, examples=examples, held_out=held_out, loss=self._loss,
-                         evaluate=self._evaluate, collate=lambda pairs: collate_pairs(pairs, pad_token_id),
-                         count=lambda batch: len(batch.first_difference), view=views.REWARD)
+    def __init__(
+        self, model: TrainedModel, args: RewardFlags, examples: PairExamples, held_out: PairExamples, pad_token_id: int
+    ):
+        super().__init__(
+            model,
+            args=args,
+            examples=examples,
+            held_out=held_out,
+            loss=self._loss,
+            evaluate=self._evaluate,
+            collate=lambda pairs: collate_pairs(pairs, pad_token_id),
+            count=lambda batch: len(batch.first_difference),
+            view=views.REWARD,
+        )
 
     def _scores(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """Token scores (2B, S) and sequence scores (2B,), chosen first."""
@@ -137,8 +191,9 @@ class RewardTrainer(SupervisedTrainer):
         else:
             slots = torch.arange(batch.sequences.shape[1], device=batch.sequences.device)
             either = batch.attention_mask.bool().view(2, -1, len(slots)).any(0)
-            total = pairwise_loss_from_difference(*token_scores.chunk(2),
-                                                  either & (slots >= batch.first_difference.unsqueeze(1)))
+            total = pairwise_loss_from_difference(
+                *token_scores.chunk(2), either & (slots >= batch.first_difference.unsqueeze(1))
+            )
         metrics.add("train/loss", total, self.count(batch))
         self._add_margins("train", scores, metrics)
         return total
@@ -147,7 +202,7 @@ class RewardTrainer(SupervisedTrainer):
         self._add_margins("eval", self._scores(batch)[1], metrics)
 
     def _add_margins(self, prefix: str, scores: Tensor, metrics: Accumulator) -> None:
-        margins = (scores[:len(scores) // 2] - scores[len(scores) // 2:]).detach()
+        margins = (scores[: len(scores) // 2] - scores[len(scores) // 2 :]).detach()
         metrics.add(f"{prefix}/accuracy", (margins > 0).sum(), len(margins))
         everywhere = torch.ones_like(margins, dtype=torch.bool)
         metrics.add_moments(margins, everywhere, mean=f"{prefix}/margin", std=f"{prefix}/margin_std")
@@ -160,55 +215,70 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
 
     Source: openai/lm-human-preferences cbfd210b, train_reward.py, `normalize_before`.
     """
+
     def load(path: str, dtype: torch.dtype, ds_config: dict, what: str):
         return new_scorer(path, dtype, pad_token_id, args.seed, ds_config, what)
 
     spec = EngineSpec(actor_path="", critic_path=args.model_name_or_path, dtype=args.dtype)
-    model = frozen_model(load, args.model_name_or_path,
-                         EngineChoice("reward", 3 if args.choice().stage == 3 else 0), spec)
+    model = frozen_model(
+        load, args.model_name_or_path, EngineChoice("reward", 3 if args.choice().stage == 3 else 0), spec
+    )
     mean, variance = score_statistics(args, model, tokenizer, prompts)
     if distributed.is_main():
-        print(f"before training: scores of these responses have mean {mean:.3f}, standard deviation "
-              f"{variance ** 0.5:.3f}; the new head is scaled so that this is 1", flush=True)
-    return variance ** -0.5
+        print(
+            f"before training: scores of these responses have mean {mean:.3f}, standard deviation "
+            f"{variance**0.5:.3f}; the new head is scaled so that this is 1",
+            flush=True,
+        )
+    return variance**-0.5
 
 
 @torch.no_grad()
-def score_statistics(args: RewardFlags, model: TrainedModel | FrozenModel, tokenizer,
-                     prompts: Prompts) -> tuple[float, float]:
+def score_statistics(
+    args: RewardFlags, model: TrainedModel | FrozenModel, tokenizer, prompts: Prompts
+) -> tuple[float, float]:
     """Mean and variance of this model's scores of responses that the SFT model samples, over all ranks.
 
     Raises: RunStopped if all scores are the same, which nothing can scale to variance 1.
     """
-    spec = EngineSpec(actor_path=args.sft_path, critic_path="", dtype=args.dtype,
-                      actor_optimizer=OptimizerSpec(lr=0.0))
+    spec = EngineSpec(actor_path=args.sft_path, critic_path="", dtype=args.dtype, actor_optimizer=OptimizerSpec(lr=0.0))
     choice = args.sft_choice()
     policy = frozen_model(load_policy, args.sft_path, choice, spec)
-    rollouts = build_rollouts("auto", policy, tokenizer, rows_at_once=args.per_device_eval_batch_size,
-                              row_length=args.max_prompt_seq_len + args.max_answer_seq_len)
-    sampling = SamplingConfig(max_new_tokens=args.max_answer_seq_len, pad_token_id=tokenizer.pad_token_id,
-                              stop_token_ids=generation_stops(args.sft_path, tokenizer),
-                              temperature=args.temperature, seed=args.seed,
-                              vocabulary_size=vocabulary_size(tokenizer))
+    rollouts = build_rollouts(
+        "auto",
+        policy,
+        tokenizer,
+        rows_at_once=args.per_device_eval_batch_size,
+        row_length=args.max_prompt_seq_len + args.max_answer_seq_len,
+    )
+    sampling = SamplingConfig(
+        max_new_tokens=args.max_answer_seq_len,
+        pad_token_id=tokenizer.pad_token_id,
+        stop_token_ids=generation_stops(args.sft_path, tokenizer),
+        temperature=args.temperature,
+        seed=args.seed,
+        vocabulary_size=vocabulary_size(tokenizer),
+    )
     world, size = distributed.world_size(), args.per_device_eval_batch_size
     # The first prompts of one data set; of several, which stand one behind the other, some of each.
     several = len(args.normalization_data_path or args.data_path) > 1
     order = torch.from_numpy(epoch_permutation(len(prompts), args.seed, 0)) if several else torch.arange(len(prompts))
     totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
     for start in range(0, args.normalization_samples, size * world):
-        numbers = torch.arange(start, start + size * world)[distributed.rank()::world]
+        numbers = torch.arange(start, start + size * world)[distributed.rank() :: world]
         indices, samples = order[numbers % len(prompts)], numbers // len(prompts)
-        batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, samples,
-                                sampling.pad_token_id)
+        batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, samples, sampling.pad_token_id)
         rollout = rollouts.generate(batch.to(distributed.device()), sampling)
         token_scores = model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
         scores = model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
         totals += moments(scores, (numbers < args.normalization_samples).to(scores.device))
     mean, variance = (value.item() for value in mean_and_variance(distributed.all_reduce_sum(totals)))
     if not variance > 0:
-        raise RunStopped(f"all {args.normalization_samples} responses of the SFT model score {mean:.4g}: nothing can "
-                         "be normalised. Look at eval/accuracy and the learning rate, or give "
-                         "--normalization_samples 0.")
+        raise RunStopped(
+            f"all {args.normalization_samples} responses of the SFT model score {mean:.4g}: nothing can "
+            "be normalised. Look at eval/accuracy and the learning rate, or give "
+            "--normalization_samples 0."
+        )
     return mean, variance
 
 
@@ -218,8 +288,10 @@ def load_examples(args: RewardFlags) -> tuple:
     Raises UserError before a model is loaded.
     """
     tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
-    examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len, args.cache)
-                          for rows in args.load_rows(PAIRS, tokenizer, held_out=args.held_out))
+    examples, held_out = (
+        PairExamples(rows, tokenizer, args.max_seq_len, args.cache)
+        for rows in args.load_rows(PAIRS, tokenizer, held_out=args.held_out)
+    )
     args.steps_per_epoch(len(examples))
     return tokenizer, examples, held_out, args.normalization_prompts(tokenizer) if args.normalization_samples else None
 
@@ -234,11 +306,16 @@ def check(args: RewardFlags) -> None:
         read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     if args.normalization_samples and args.looks_at(args.sft_path):
         flag_name = "--sft_model_name_or_path" if args.sft_model_name_or_path else "--model_name_or_path"
-        check_positions(check_policy(args.sft_path, flag_name), f"{flag_name} {args.sft_path}",
-                        max_prompt_seq_len=args.max_prompt_seq_len, max_answer_seq_len=args.max_answer_seq_len)
+        check_positions(
+            check_policy(args.sft_path, flag_name),
+            f"{flag_name} {args.sft_path}",
+            max_prompt_seq_len=args.max_prompt_seq_len,
+            max_answer_seq_len=args.max_answer_seq_len,
+        )
         if args.looks_at(args.model_name_or_path):
-            check_vocabularies(read_tokenizer(args.sft_path, flag_name), args.model_name_or_path,
-                               "--model_name_or_path")
+            check_vocabularies(
+                read_tokenizer(args.sft_path, flag_name), args.model_name_or_path, "--model_name_or_path"
+            )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 Writes out/actor (and out/actor_ema, out/critic), metrics.jsonl, tensorboard/, samples/, curves.png, checkpoints/ and
 profile/.
 """
+
 import contextlib
 from pathlib import Path
 
@@ -17,15 +18,25 @@ from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
-from training import checkpoint, profiling
+from training.restarts import checkpoint
+from training.reporting import profiling
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
-from training.evaluation import Evaluator
+from training.reporting.evaluation import Evaluator
 from training.flags.rlhf_arguments import RLHFFlags
-from training.plan import (Plan, changes_since, check_files, choices, dialect_lines, goes_on, make_plan, plan_lines,
-                           print_dry_run)
+from training.program.plan import (
+    Plan,
+    changes_since,
+    check_files,
+    choices,
+    dialect_lines,
+    goes_on,
+    make_plan,
+    plan_lines,
+    print_dry_run,
+)
 from training.ppo_trainer import PPOConfig, PPOTrainer
-from training.program import agreed, checked, clear_output_dir, leave, run
-from training.session import Session
+from training.program.startup import agreed, checked, clear_output_dir, leave, run
+from training.program.session import Session
 
 
 def main(args: RLHFFlags) -> None:
@@ -41,17 +52,32 @@ def main(args: RLHFFlags) -> None:
         print(dialect_lines(dialect, changed), plan_lines(args, plan), *since, sep="\n", flush=True)
     engine = RLHFEngine.from_pretrained(plan.spec)
     rollouts = build_rollouts(
-        args.rollout_backend, engine.actor, engine.tokenizer, others=engine.models,
+        args.rollout_backend,
+        engine.actor,
+        engine.tokenizer,
+        others=engine.models,
         rows_at_once=args.per_device_generation_batch_size * dialect.samples_per_prompt,
-        row_length=args.max_prompt_seq_len + args.max_answer_seq_len, between_steps=args.replicas_between_steps,
-        decoding=args.decoding)
+        row_length=args.max_prompt_seq_len + args.max_answer_seq_len,
+        between_steps=args.replicas_between_steps,
+        decoding=args.decoding,
+    )
     if distributed.is_main():
         print(rollouts.why, flush=True)
     trainer = PPOTrainer(
-        engine=engine, rollouts=rollouts, dialect=plan.dialect, sampling=plan.sampling,
-        reward=build_reward(args, plan, engine), unsupervised=plan.texts and ShuffledTexts(args, plan.texts),
-        config=PPOConfig(total_steps=plan.total_steps, micro_batch_size=args.per_device_training_batch_size,
-                         critic_warmup_steps=args.critic_warmup_steps, unsup_coef=args.unsup_coef, seed=args.seed))
+        engine=engine,
+        rollouts=rollouts,
+        dialect=plan.dialect,
+        sampling=plan.sampling,
+        reward=build_reward(args, plan, engine),
+        unsupervised=plan.texts and ShuffledTexts(args, plan.texts),
+        config=PPOConfig(
+            total_steps=plan.total_steps,
+            micro_batch_size=args.per_device_training_batch_size,
+            critic_warmup_steps=args.critic_warmup_steps,
+            unsup_coef=args.unsup_coef,
+            seed=args.seed,
+        ),
+    )
     if plan.resume:
         folder, state = plan.resume
         checkpoint.load(folder, engine, state)
@@ -61,9 +87,18 @@ def main(args: RLHFFlags) -> None:
         profiling.set_aside_newer(output_dir, trainer.steps_done)
     else:
         clear_output_dir(args)  # not before the models are loaded: until then the new run may come to nothing
-    evaluator = None if plan.held_out is None else Evaluator(
-        plan.held_out, rollouts=rollouts, maker=trainer.maker, sampling=plan.sampling, tokenizer=engine.tokenizer,
-        first_index=len(plan.prompts))
+    evaluator = (
+        None
+        if plan.held_out is None
+        else Evaluator(
+            plan.held_out,
+            rollouts=rollouts,
+            maker=trainer.maker,
+            sampling=plan.sampling,
+            tokenizer=engine.tokenizer,
+            first_index=len(plan.prompts),
+        )
+    )
     session = Session(args, plan, trainer, evaluator, output_dir)
     profiler = profiling.Profiler(args.profile_steps, trainer, output_dir, say=session.writer.write)
     with contextlib.closing(session.writer):  # of a run that stops, too: its last steps are written out, its bar ends
@@ -83,8 +118,10 @@ def build_reward(args: RLHFFlags, plan: Plan, engine: RLHFEngine) -> RewardSourc
         sources["model"] = (engine.reward, args.reward_model_weight)
     if plan.reward_function is not None:
         rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
-        sources["function"] = (FunctionReward(plan.reward_function, engine.tokenizer, rows, args.reward_function),
-                               args.reward_function_weight)
+        sources["function"] = (
+            FunctionReward(plan.reward_function, engine.tokenizer, rows, args.reward_function),
+            args.reward_function_weight,
+        )
     return CombinedReward(sources, length_penalty=args.length_penalty, missing_eos_penalty=args.missing_eos_penalty)
 
 

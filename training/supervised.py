@@ -1,4 +1,5 @@
 """The loop of steps 1 and 2: epochs over examples, optimizer steps over micro-batches, held-out metrics each epoch."""
+
 import contextlib
 import itertools
 import math
@@ -10,8 +11,8 @@ from typing import ClassVar
 import torch
 
 from engine import distributed
-from engine.ds_config import EngineChoice, build_ds_config, stage_of_file
-from engine.ds_engine import TrainedModel
+from engine.zero.config import EngineChoice, build_ds_config, stage_of_file
+from engine.zero.engines import TrainedModel
 from engine.errors import RunStopped, UserError
 from engine.optim import LR_SCHEDULES, lr_factor
 from engine.rlhf_engine import OptimizerSpec
@@ -19,9 +20,9 @@ from training.data.order import epoch_batches
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
-from training.metrics import Accumulator
-from training.phase_clock import peak_memory_gb
-from training.program import clear_output_dir, open_writer
+from training.reporting.metrics import Accumulator
+from training.reporting.phase_clock import peak_memory_gb
+from training.program.startup import clear_output_dir, open_writer
 from training.reporting.run_record import write_run_record
 from training.reporting.views import View
 
@@ -29,10 +30,12 @@ from training.reporting.views import View
 @dataclass(kw_only=True)
 class SupervisedFlags(DataFlags):
     """What steps 1 and 2 share."""
+
     old_flags: ClassVar[dict[str, OldFlag]] = deepspeed_chat.SUPERVISED
 
-    held_out: float = flag(0.05, "how much of --data_path is held out where nothing else is: a fraction, or a number "
-                                 "of rows")
+    held_out: float = flag(
+        0.05, "how much of --data_path is held out where nothing else is: a fraction, or a number of rows"
+    )
     model_name_or_path: str = flag(REQUIRED, "the model to start from", group="training")
     dropout: float = flag(0.0, "dropout of the model while it is trained")
     max_seq_len: int = flag(512, "longest sequence, in tokens; longer ones lose their end")
@@ -55,11 +58,18 @@ class SupervisedFlags(DataFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
         DataFlags.validate(self)
-        self.at_least(1, "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-                      "num_train_epochs", "max_steps")
+        self.at_least(
+            1,
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+            "num_train_epochs",
+            "max_steps",
+        )
         self.at_least(2, "max_seq_len")
-        self.at_least(0, "learning_rate", "weight_decay", "num_warmup_steps", "max_grad_norm", "dropout",
-                      "eval_interval")
+        self.at_least(
+            0, "learning_rate", "weight_decay", "num_warmup_steps", "max_grad_norm", "dropout", "eval_interval"
+        )
         self.above(0, "held_out")
         self.finite("held_out")
         if self.dropout >= 1:
@@ -67,11 +77,14 @@ class SupervisedFlags(DataFlags):
         if self.zero_stage not in (None, 0, 1, 2, 3):
             raise UserError(f"--zero_stage {self.zero_stage}: ZeRO has the stages 0, 1, 2 and 3.")
         if self.offload and self.ds_config is not None:
-            raise UserError(f"--offload and --ds_config {self.ds_config} contradict each other: say in the file what "
-                            "is offloaded.")
+            raise UserError(
+                f"--offload and --ds_config {self.ds_config} contradict each other: say in the file what is offloaded."
+            )
         if self.offload and self.choice().stage == 0:
-            raise UserError("--offload with --zero_stage 0: there is nothing that could be offloaded. "
-                            "Offload needs stage 1, 2 or 3.")
+            raise UserError(
+                "--offload with --zero_stage 0: there is nothing that could be offloaded. "
+                "Offload needs stage 1, 2 or 3."
+            )
 
     def choice(self) -> EngineChoice:
         """The DeepSpeed configuration asked for."""
@@ -82,8 +95,12 @@ class SupervisedFlags(DataFlags):
 
     def ds_settings(self) -> dict:
         """The whole DeepSpeed configuration; raises UserError for a contradiction."""
-        return build_ds_config(self.choice(), dtype=self.dtype, micro_batch_size=self.per_device_train_batch_size,
-                               gradient_clipping=self.max_grad_norm)
+        return build_ds_config(
+            self.choice(),
+            dtype=self.dtype,
+            micro_batch_size=self.per_device_train_batch_size,
+            gradient_clipping=self.max_grad_norm,
+        )
 
     def optimizer(self) -> OptimizerSpec:
         """AdamW's settings."""
@@ -94,10 +111,12 @@ class SupervisedFlags(DataFlags):
         world = distributed.world_size()
         steps = examples // (self.per_device_train_batch_size * world * self.gradient_accumulation_steps)
         if steps == 0:
-            raise UserError(f"--data_path {' '.join(self.data_path)}: {examples} examples are too few for one "
-                            f"optimizer step of --per_device_train_batch_size {self.per_device_train_batch_size} on "
-                            f"{world} ranks, {self.gradient_accumulation_steps} times. Lower the batch size or add "
-                            "data.")
+            raise UserError(
+                f"--data_path {' '.join(self.data_path)}: {examples} examples are too few for one "
+                f"optimizer step of --per_device_train_batch_size {self.per_device_train_batch_size} on "
+                f"{world} ranks, {self.gradient_accumulation_steps} times. Lower the batch size or add "
+                "data."
+            )
         return steps
 
     def total_steps(self, examples: int) -> int:
@@ -113,8 +132,19 @@ class SupervisedTrainer:
     the number of targets that it sums over, which for a batch are known before: `count`.
     """
 
-    def __init__(self, model: TrainedModel, *, args: SupervisedFlags, examples: Sequence, held_out: Sequence,
-                 collate: Callable, loss: Callable, count: Callable, evaluate: Callable, view: View):
+    def __init__(
+        self,
+        model: TrainedModel,
+        *,
+        args: SupervisedFlags,
+        examples: Sequence,
+        held_out: Sequence,
+        collate: Callable,
+        loss: Callable,
+        count: Callable,
+        evaluate: Callable,
+        view: View,
+    ):
         self.model, self.args = model, args
         self.examples, self.held_out = examples, held_out
         self.collate, self.loss, self.count, self.evaluate = collate, loss, count, evaluate
@@ -130,8 +160,7 @@ class SupervisedTrainer:
             return self._fit()
 
     def _fit(self) -> dict[str, float]:
-        write_run_record(self.args.output_dir, flags=self.args.as_dict(),
-                         ds_configs={"model": self.args.ds_settings()})
+        write_run_record(self.args.output_dir, flags=self.args.as_dict(), ds_configs={"model": self.args.ds_settings()})
         self.writer.hparams(self.args.as_dict())
         found = self.held_out_metrics()
         self.writer.log(0, 0, found)
@@ -144,19 +173,33 @@ class SupervisedTrainer:
                 if last or self.args.eval_interval and step % self.args.eval_interval == 0:
                     found = self.held_out_metrics()
                     metrics |= found
-                    self.writer.write((f"epoch {epoch + 1}: " if last else f"step {step}: ")
-                                      + ", ".join(f"{k} {v:.4g}" for k, v in found.items()))
-                self.writer.log(step, step * self.args.per_device_train_batch_size * distributed.world_size()
-                                * self.args.gradient_accumulation_steps, metrics)
+                    self.writer.write(
+                        (f"epoch {epoch + 1}: " if last else f"step {step}: ")
+                        + ", ".join(f"{k} {v:.4g}" for k, v in found.items())
+                    )
+                self.writer.log(
+                    step,
+                    step
+                    * self.args.per_device_train_batch_size
+                    * distributed.world_size()
+                    * self.args.gradient_accumulation_steps,
+                    metrics,
+                )
         return found
 
     def _steps(self, epoch: int):
         """The micro-batches of each optimizer step of an epoch, as example indices."""
         accumulation = self.args.gradient_accumulation_steps
-        batches = epoch_batches(len(self.examples), self.args.per_device_train_batch_size, epoch, self.args.seed,
-                                distributed.rank(), distributed.world_size())
+        batches = epoch_batches(
+            len(self.examples),
+            self.args.per_device_train_batch_size,
+            epoch,
+            self.args.seed,
+            distributed.rank(),
+            distributed.world_size(),
+        )
         for start in range(0, self.steps_per_epoch * accumulation, accumulation):
-            yield [self._batch(self.examples, indices) for indices in batches[start:start + accumulation]]
+            yield [self._batch(self.examples, indices) for indices in batches[start : start + accumulation]]
 
     def _batch(self, examples: Sequence, indices: list[int]):
         return self.collate([examples[index] for index in indices]).to(distributed.device())
@@ -172,15 +215,20 @@ class SupervisedTrainer:
             total = total + share.detach()
             self.model.backward(share, last=index == len(batches) - 1)
         if distributed.any_rank(not torch.isfinite(total)):
-            raise RunStopped(f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the "
-                             "learning rate and the gradient norms of the steps before, and in fp16 the range of the "
-                             "model.")
+            raise RunStopped(
+                f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the "
+                "learning rate and the gradient norms of the steps before, and in fp16 the range of the "
+                "model."
+            )
         overflow = self.model.overflowed()
         if overflow and not self.model.scales_loss:
-            raise RunStopped(f"step {step}: a gradient is NaN or infinite, so no weight was changed. Look at the "
-                             "learning rate and the gradient norms of the steps before.")
-        lr = self.args.learning_rate * lr_factor(step - 1, self.total_steps, self.args.num_warmup_steps,
-                                                 self.args.lr_scheduler_type)
+            raise RunStopped(
+                f"step {step}: a gradient is NaN or infinite, so no weight was changed. Look at the "
+                "learning rate and the gradient norms of the steps before."
+            )
+        lr = self.args.learning_rate * lr_factor(
+            step - 1, self.total_steps, self.args.num_warmup_steps, self.args.lr_scheduler_type
+        )
         stepped = self.model.step(lr, overflow)
         if stepped:
             metrics.add("train/grad_norm", self.model.grad_norm, 1)
@@ -194,7 +242,14 @@ class SupervisedTrainer:
         """`evaluate` over all held-out examples; every rank runs equally many batches, some of them empty."""
         metrics = Accumulator()
         self.model.module.eval()
-        for indices in epoch_batches(len(self.held_out), self.args.per_device_eval_batch_size, 0, self.args.seed,
-                                     distributed.rank(), distributed.world_size(), drop_last=False):
+        for indices in epoch_batches(
+            len(self.held_out),
+            self.args.per_device_eval_batch_size,
+            0,
+            self.args.seed,
+            distributed.rank(),
+            distributed.world_size(),
+            drop_last=False,
+        ):
             self.evaluate(self._batch(self.held_out, indices or [0]), metrics if indices else Accumulator())
         return metrics.reduce()

@@ -1,4 +1,5 @@
 """Advantages from rewards and values."""
+
 import torch
 from torch import Tensor
 
@@ -46,8 +47,10 @@ def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tenso
     i at row j B + i).
     """
     if group_size < 2 or len(rewards) % group_size:
-        raise ValueError(f"RLOO of {len(rewards)} responses in groups of {group_size}: groups are of 2 or more, and "
-                         "the responses a multiple of that")
+        raise ValueError(
+            f"RLOO of {len(rewards)} responses in groups of {group_size}: groups are of 2 or more, and "
+            "the responses a multiple of that"
+        )
     counted = (torch.ones_like(rewards) if valid is None else valid.to(rewards.dtype)).view(-1, group_size)
     own = torch.where(counted.bool(), rewards.view(-1, group_size), torch.zeros_like(counted))
     others = counted.sum(-1, keepdim=True) - counted

@@ -1,4 +1,5 @@
 """Estimators of the KL divergence from samples, and controllers of its coefficient."""
+
 import torch
 from torch import Tensor
 
@@ -61,7 +62,7 @@ class FixedKL:
 class AdaptiveKL:
     """A coefficient steered towards a target KL (Ziegler et al. 2019, section 2.2).
 
-        error = clip(KL / target - 1, -0.2, 0.2),   value *= 1 + error * count / horizon
+    error = clip(KL / target - 1, -0.2, 0.2),   value *= 1 + error * count / horizon
     """
 
     def __init__(self, value: float, target: float, horizon: float):

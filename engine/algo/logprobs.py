@@ -1,4 +1,5 @@
 """Log-probabilities and entropy of tokens, and the one-token shift between what is read and what is predicted."""
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,11 +14,12 @@ def predicting(states: Tensor, response_length: int) -> Tensor:
     Response token t stands at sequence position P + t and is predicted from position P - 1 + t, so the last position,
     which predicts a token not in the sequence, is left out.
     """
-    return states[:, -response_length - 1:-1]
+    return states[:, -response_length - 1 : -1]
 
 
-def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0,
-                   with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, with_entropy: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each label and entropy of each distribution, in float32.
 
     Args:
@@ -37,8 +39,15 @@ def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0,
     return chosen, entropy
 
 
-def head_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: float = 1.0,
-                  with_entropy: bool = False, chunk_elements: int = CHUNK_ELEMENTS) -> tuple[Tensor, Tensor]:
+def head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of the linear head applied to `hidden`, in chunks of positions.
 
     Only one chunk of float32 logits exists at a time, in the backward pass too (it computes them again).
@@ -50,6 +59,7 @@ def head_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: T
 
     Returns: (logprobs, entropy), each (B, T) float32.
     """
+
     def one_chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return token_logprobs(F.linear(states, weight, bias), targets, temperature, with_entropy)
 

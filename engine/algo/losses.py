@@ -3,6 +3,7 @@
 A sum can be added up over micro-batches and ranks before it is divided; a mean cannot. So each function returns what
 it summed and the caller divides once, by the count of the whole optimizer step.
 """
+
 from dataclasses import dataclass
 
 import torch
@@ -16,25 +17,28 @@ from engine.algo.masked import masked_sum
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """Sums over what has a ratio of its own, tokens or responses, each a scalar tensor; only `loss` has a gradient."""
+
     loss: Tensor
-    clipped: Tensor     # how many have the clipped loss as the larger one
-    approxkl: Tensor    # (log ratio)^2 / 2, Schulman's k2 of old against new
+    clipped: Tensor  # how many have the clipped loss as the larger one
+    approxkl: Tensor  # (log ratio)^2 / 2, Schulman's k2 of old against new
     ratio: Tensor
-    ratio_max: Tensor   # a maximum, not a sum
-    count: Tensor       # of what the sums are over
+    ratio_max: Tensor  # a maximum, not a sum
+    count: Tensor  # of what the sums are over
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
     """Sums over the masked tokens, each a scalar tensor; only `loss` carries a gradient."""
+
     loss: Tensor
     clipped: Tensor
     value: Tensor
     count: Tensor
 
 
-def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
-                clip_range: float) -> PolicyLoss:
+def policy_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float
+) -> PolicyLoss:
     """The clipped surrogate: sum over tokens of max(-A rho, -A clip(rho, 1 - clip_range, 1 + clip_range)).
 
     Args:
@@ -49,8 +53,14 @@ def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask
     return _clipped_surrogate(log_ratio, advantages, mask, clip_range)
 
 
-def response_policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
-                         clip_range: float, counted: Tensor | None = None) -> PolicyLoss:
+def response_policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_range: float,
+    counted: Tensor | None = None,
+) -> PolicyLoss:
     """The clipped surrogate with one ratio a response, rho = exp(sum over its tokens of lp - lp0).
 
     Args:
@@ -77,7 +87,8 @@ def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip
         approxkl=masked_sum(log_ratio.detach() ** 2 / 2, mask),
         ratio=masked_sum(still, mask),
         ratio_max=torch.where(mask, still, torch.zeros_like(still)).max(),
-        count=mask.sum())
+        count=mask.sum(),
+    )
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str) -> Tensor:
@@ -94,12 +105,14 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str
     Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, "DeepSeekMath", eq. 4, which has k3 here.
     """
     zeros = torch.zeros_like(logprobs)
-    return masked_sum(kl_estimate(torch.where(mask, logprobs, zeros), torch.where(mask, ref_logprobs, zeros),
-                                  estimator), mask)
+    return masked_sum(
+        kl_estimate(torch.where(mask, logprobs, zeros), torch.where(mask, ref_logprobs, zeros), estimator), mask
+    )
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float,
-               factor: float = 1.0) -> ValueLoss:
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float, factor: float = 1.0
+) -> ValueLoss:
     """factor / 2 x the sum over slots of the larger of (V - R)^2 and (clip(V, V0 - clip_range, V0 + clip_range) - R)^2.
 
     Args:
@@ -116,7 +129,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
         loss=0.5 * factor * masked_sum(torch.maximum(plain, clipped), mask),
         clipped=masked_sum((clipped > plain).float(), mask),
         value=masked_sum(values.detach(), mask),
-        count=mask.sum())
+        count=mask.sum(),
+    )
 
 
 def loss_weights(counts: list[float], total: float, micro_batches: int, ranks: int, scope: str) -> list[float]:

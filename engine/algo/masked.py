@@ -1,4 +1,5 @@
 """Sums, means and whitening over the positions that count."""
+
 import torch
 from torch import Tensor
 
@@ -31,8 +32,15 @@ def mean_and_variance(totals: Tensor, unbiased: bool = False) -> tuple[Tensor, T
     return mean, spread / (count - int(unbiased)).clamp(min=1)
 
 
-def whiten(values: Tensor, mask: Tensor, *, center: bool = True, unbiased: bool = False, eps: float = 1e-8,
-           statistics: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def whiten(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    center: bool = True,
+    unbiased: bool = False,
+    eps: float = 1e-8,
+    statistics: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """Scale the masked values to unit variance and, with `center`, to mean 0; zeros outside the mask.
 
         (x - mean) * rsqrt(var + eps)  [+ mean, unless centred]

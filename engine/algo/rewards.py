@@ -4,6 +4,7 @@ Slot t holds response token t, and the log-prob and value read where that token 
 token of a response therefore holds the value of the state in which the response is complete. Systems differ in whether
 they count that slot, and in what they take for the end.
 """
+
 import torch
 from torch import Tensor
 

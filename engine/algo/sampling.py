@@ -1,4 +1,5 @@
 """Sampling whose random numbers belong to the sample, not to the machine that draws it."""
+
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ def keyed_uniforms(seed: int, indices: Tensor, samples: Tensor, positions: Tenso
     bits = torch.full_like(indices, seed)
     for key in (indices, samples, positions):
         bits = _mix(bits) ^ key
-    return _shift_right(_mix(_mix(bits)), 11).double() * 2.0 ** -53
+    return _shift_right(_mix(_mix(bits)), 11).double() * 2.0**-53
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float = 1.0) -> Tensor:

@@ -1,4 +1,5 @@
 """What becomes of a score before it is a reward: scaling, the rule for missing ends, clipping."""
+
 import torch
 from torch import Tensor
 

@@ -1,4 +1,5 @@
 """Where a response of fixed length ends, and a query begins and ends: at given tokens."""
+
 from collections.abc import Sequence
 
 import torch
@@ -31,8 +32,9 @@ def _matches(responses: Tensor, token: int, after: int) -> Tensor:
     return (responses == token) & (torch.arange(responses.shape[1], device=responses.device) >= after)
 
 
-def trim_query(tokens: Sequence[int], length: int, start: int | None = None,
-               end: int | None = None) -> list[int] | None:
+def trim_query(
+    tokens: Sequence[int], length: int, start: int | None = None, end: int | None = None
+) -> list[int] | None:
     """The query's tokens from behind the first `start`, at most `length`, up to and with the last `end` among those.
 
     None where a wanted token is not there: such a text is left out. A `start` that is the very last token cuts nothing.
@@ -43,10 +45,10 @@ def trim_query(tokens: Sequence[int], length: int, start: int | None = None,
     if start is not None:
         if start not in tokens:
             return None
-        tokens = tokens[tokens.index(start) + 1:] or tokens
+        tokens = tokens[tokens.index(start) + 1 :] or tokens
     tokens = tokens[:length]
     if end is not None:
         if end not in tokens:
             return None
-        tokens = tokens[:len(tokens) - tokens[::-1].index(end)]
+        tokens = tokens[: len(tokens) - tokens[::-1].index(end)]
     return tokens

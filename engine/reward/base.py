@@ -1,4 +1,5 @@
 """Where scores come from."""
+
 import contextlib
 from typing import Protocol
 

@@ -1,8 +1,9 @@
 """A score made of several: a reward model, functions, and penalties for length and for not coming to an end.
 
-    reward = CombinedReward({"model": (engine.reward, 1.0), "function": (FunctionReward(f, tokenizer), 0.5)},
-                            missing_eos_penalty=1.0)
+reward = CombinedReward({"model": (engine.reward, 1.0), "function": (FunctionReward(f, tokenizer), 0.5)},
+                        missing_eos_penalty=1.0)
 """
+
 import contextlib
 from collections.abc import Mapping
 
@@ -25,8 +26,13 @@ class CombinedReward:
             `missing_eos_penalty` of TRL's PPOTrainer (huggingface/trl f2cd5771).
     """
 
-    def __init__(self, sources: Mapping[str, tuple[RewardSource, float]], *, length_penalty: float = 0.0,
-                 missing_eos_penalty: float = 0.0):
+    def __init__(
+        self,
+        sources: Mapping[str, tuple[RewardSource, float]],
+        *,
+        length_penalty: float = 0.0,
+        missing_eos_penalty: float = 0.0,
+    ):
         assert sources, "a score needs at least one source"
         self.sources = dict(sources)
         self.length_penalty, self.missing_eos_penalty = length_penalty, missing_eos_penalty
@@ -40,8 +46,9 @@ class CombinedReward:
 
         "scores_NAME" of each source; "length_penalty" and "missing_eos_penalty" where there is one.
         """
-        parts = {f"scores_{name}": weight * source.score(rollout).float()
-                 for name, (source, weight) in self.sources.items()}
+        parts = {
+            f"scores_{name}": weight * source.score(rollout).float() for name, (source, weight) in self.sources.items()
+        }
         if self.length_penalty:
             parts["length_penalty"] = -self.length_penalty * rollout.response_mask.sum(-1).float()
         if self.missing_eos_penalty:

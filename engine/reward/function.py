@@ -1,10 +1,11 @@
 """Scores from a function of the user's.
 
-    def exact_answer(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
-        return [float(response.strip() == row["answer"]) for response, row in zip(responses, rows)]
+def exact_answer(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
+    return [float(response.strip() == row["answer"]) for response, row in zip(responses, rows)]
 
-    reward = FunctionReward(exact_answer, tokenizer, rows=ConcatDataset([training_rows, held_out_rows]))
+reward = FunctionReward(exact_answer, tokenizer, rows=ConcatDataset([training_rows, held_out_rows]))
 """
+
 import contextlib
 import inspect
 import numbers
@@ -53,9 +54,11 @@ class FunctionReward:
             problem = f"raised {_described(error)}"
         told = [text for text in distributed.all_gather_objects(problem) if text is not None]
         if told:
-            raise RunStopped(f"the reward function {self.name} {told[0]}. It is called with lists of texts and returns "
-                             "one number a response. Mend it; restart points are untouched, go on from one with "
-                             "--resume.")
+            raise RunStopped(
+                f"the reward function {self.name} {told[0]}. It is called with lists of texts and returns "
+                "one number a response. Mend it; restart points are untouched, go on from one with "
+                "--resume."
+            )
         return torch.tensor(values, dtype=torch.float32, device=rollout.sequences.device)
 
     def resident(self) -> contextlib.AbstractContextManager:

@@ -1,7 +1,8 @@
 """Scores from a reward model in a frozen engine."""
+
 from torch import Tensor
 
-from engine.ds_engine import FrozenModel
+from engine.zero.engines import FrozenModel
 from engine.experience import Rollout
 
 

@@ -1,9 +1,18 @@
 """Ways to draw responses from the actor, behind one Protocol."""
+
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.choice import ROLLOUT_BACKENDS, build_rollouts, check_backend
 from engine.rollout.passes import DECODING
-from engine.rollout.replica import ReplicaRollouts
-from engine.rollout.zero3 import Zero3Rollouts
+from engine.rollout.whole_copy import ReplicaRollouts
+from engine.rollout.partitions import Zero3Rollouts
 
-__all__ = ["DECODING", "ROLLOUT_BACKENDS", "ReplicaRollouts", "RolloutBackend", "SamplingConfig", "Zero3Rollouts",
-           "build_rollouts", "check_backend"]
+__all__ = [
+    "DECODING",
+    "ROLLOUT_BACKENDS",
+    "ReplicaRollouts",
+    "RolloutBackend",
+    "SamplingConfig",
+    "Zero3Rollouts",
+    "build_rollouts",
+    "check_backend",
+]

@@ -1,9 +1,10 @@
 """What every rollout backend offers, and how samples are to be drawn."""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.dialects import Dialect
+from engine.algorithms import Dialect
 from engine.experience import PromptBatch, Rollout
 
 
@@ -24,6 +25,7 @@ class SamplingConfig:
     seed: of the keyed uniform numbers.
     logprob_temperature: rollouts then hold each token's log-prob, and the entropy, at this temperature. None for none.
     """
+
     max_new_tokens: int
     pad_token_id: int
     stop_token_ids: tuple[int, ...]
@@ -40,11 +42,13 @@ class SamplingConfig:
 
         ends: the ids of the tokens that end a response where it may end.
         """
-        return cls(stop_token_ids=tuple(ends) if dialect.sampling == "until_eos" else (),
-                   never_drawn=tuple(ends) if dialect.sampling == "without_eos" else (),
-                   temperature=dialect.sampling_temperature,
-                   logprob_temperature=dialect.logprob_temperature if dialect.samples_logprobs(dtype) else None,
-                   **fields)
+        return cls(
+            stop_token_ids=tuple(ends) if dialect.sampling == "until_eos" else (),
+            never_drawn=tuple(ends) if dialect.sampling == "without_eos" else (),
+            temperature=dialect.sampling_temperature,
+            logprob_temperature=dialect.logprob_temperature if dialect.samples_logprobs(dtype) else None,
+            **fields,
+        )
 
 
 class RolloutBackend(Protocol):

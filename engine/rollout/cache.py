@@ -1,4 +1,5 @@
 """Keys and values of rows that are decoded side by side, in memory that is allocated once."""
+
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ class Window:
     at: where a single token is written instead, (1,) int64, for passes that are compiled: these see all slots, so that
     no shape changes from token to token.
     """
+
     def __init__(self):
         self.put(slice(0, 0), 0, 0)
 
@@ -28,6 +30,7 @@ class Window:
 @dataclass(slots=True)
 class Room:
     """How many rows and slots the cache has memory for."""
+
     rows: int = 0
     slots: int = 0
 
@@ -64,7 +67,7 @@ class SlotCache(Cache):
     def shift(self, rows: int, start: int, end: int, by: int) -> None:
         """Move slots [start, end) of the first `rows` rows to the left."""
         for tensor in self._tensors():
-            tensor[:rows, :, start - by:end - by] = tensor[:rows, :, start:end].clone()
+            tensor[:rows, :, start - by : end - by] = tensor[:rows, :, start:end].clone()
 
     def parts(self, rows: slice, slots: slice) -> tuple[Tensor, ...]:
         """Of each layer in turn keys and values (rows, heads, slots, d): views, which may be written to."""
@@ -95,6 +98,7 @@ class GivenSlots(Cache):
 
 class _Given(CacheLayerMixin):
     """One layer of GivenSlots."""
+
     is_sliding = False
 
     def __init__(self, keys: Tensor, values: Tensor):
@@ -124,6 +128,7 @@ class _Given(CacheLayerMixin):
 
 class _Slots(CacheLayerMixin):
     """One layer's keys and values, (rows, heads, slots, d)."""
+
     is_sliding = False
 
     def __init__(self, window: Window, room: Room):
@@ -134,7 +139,8 @@ class _Slots(CacheLayerMixin):
         """Allocate; zeros, because what a mask leaves out is still multiplied by 0."""
         self.keys, self.values = (
             states.new_zeros(self.room.rows, states.shape[1], self.room.slots, states.shape[-1])
-            for states in (key_states, value_states))
+            for states in (key_states, value_states)
+        )
         if self.keys.is_cuda:  # CUDA graphs leave alone what is written to, unless it is known to stay where it is
             for tensor in (self.keys, self.values):
                 torch._dynamo.mark_static_address(tensor)
@@ -149,9 +155,9 @@ class _Slots(CacheLayerMixin):
         if window.at is not None:
             keys, values = self.keys[rows], self.values[rows]
             return keys.index_copy_(2, window.at, key_states), values.index_copy_(2, window.at, value_states)
-        self.keys[rows, :, window.end:behind] = key_states
-        self.values[rows, :, window.end:behind] = value_states
-        return self.keys[rows, :, window.start:behind], self.values[rows, :, window.start:behind]
+        self.keys[rows, :, window.end : behind] = key_states
+        self.values[rows, :, window.end : behind] = value_states
+        return self.keys[rows, :, window.start : behind], self.values[rows, :, window.start : behind]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number and offset of the slots that a pass over `query_length` tokens sees."""

@@ -1,15 +1,16 @@
 """Which rollout backend a run has, and why."""
+
 from collections.abc import Sequence
 
 from engine import distributed
-from engine.ds_engine import FrozenModel, TrainedModel
+from engine.zero.engines import FrozenModel, TrainedModel
 from engine.errors import UserError
-from engine.replica import Replicas, gradient_bytes, replica_bytes
+from engine.whole_copies import Replicas, gradient_bytes, replica_bytes
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
-from engine.rollout.replica import ReplicaRollouts
-from engine.rollout.zero3 import Zero3Rollouts
+from engine.rollout.whole_copy import ReplicaRollouts
+from engine.rollout.partitions import Zero3Rollouts
 
 ROLLOUT_BACKENDS = ("auto", "replica", "zero3", "hybrid")
 # Of the free memory: for a copy of each model, for copies that models share, for shared ones given back in training.
@@ -23,12 +24,21 @@ def check_backend(name: str) -> None:
             "--rollout_backend hybrid: DeepSpeed's hybrid engine cannot generate with this version of transformers. "
             "Its fused layers keep keys and values in an argument `layer_past`, which transformers 5 no longer gives "
             "(models share one cache, `past_key_values`), and they are CUDA kernels. Take auto or replica, which "
-            "gathers the weights once per update too.")
+            "gathers the weights once per update too."
+        )
 
 
-def build_rollouts(name: str, actor: TrainedModel | FrozenModel, tokenizer, *,
-                   others: Sequence[TrainedModel | FrozenModel] = (), rows_at_once: int | None = None,
-                   row_length: int = 0, between_steps: str = "keep", decoding: str = "plain") -> RolloutBackend:
+def build_rollouts(
+    name: str,
+    actor: TrainedModel | FrozenModel,
+    tokenizer,
+    *,
+    others: Sequence[TrainedModel | FrozenModel] = (),
+    rows_at_once: int | None = None,
+    row_length: int = 0,
+    between_steps: str = "keep",
+    decoding: str = "plain",
+) -> RolloutBackend:
     """The backend of this name; "auto" takes the fastest that fits in memory. Its `why` says what was taken and why.
 
     Args:
@@ -79,6 +89,7 @@ def _fastest(models: list[TrainedModel | FrozenModel], cache: int, between_steps
         return Replicas(between_steps), f"a whole copy for models of one shape takes {shared / 1e9:.2f} GB {room}"
     if shared <= FREED_SHARE * free:
         kept = "free" if between_steps == "keep" else between_steps
-        return Replicas(kept), (f"a whole copy for models of one shape takes {shared / 1e9:.2f} GB {room}, and is "
-                                "given back while training")
+        return Replicas(kept), (
+            f"a whole copy for models of one shape takes {shared / 1e9:.2f} GB {room}, and is given back while training"
+        )
     return None, f"whole copies would take {shared / 1e9:.2f} GB {room}"

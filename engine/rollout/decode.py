@@ -1,4 +1,5 @@
 """The decoding loop: prompts are read once, then a token at a time; rows that have ended make room for others."""
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -28,8 +29,13 @@ class Sampler:
             a model without hooks, whose weights stay where they are.
     """
 
-    def __init__(self, tokenizer, rows_at_once: int | None = None, agree: Callable[[int], int] | None = None,
-                 decoding: str = "plain"):
+    def __init__(
+        self,
+        tokenizer,
+        rows_at_once: int | None = None,
+        agree: Callable[[int], int] | None = None,
+        decoding: str = "plain",
+    ):
         self.tokenizer, self.rows_at_once, self.decoding = tokenizer, rows_at_once, decoding
         self.agree = agree or (lambda number: number)
         # Without autograd's bookkeeping tokens of small models take a tenth less; ZeRO's hooks cannot do without.
@@ -63,6 +69,7 @@ class Sampler:
 @dataclass(slots=True)
 class _Row:
     """A response in the making: which prompt it answers, how long that is, and what the host has seen of it."""
+
     prompt: int
     prompt_length: int
     tokens: list[int] = field(default_factory=list)
@@ -102,11 +109,16 @@ class _Decoding:
         self.slot = longest  # where the next token is written
         self.mask = torch.zeros(self.rows_at_once, self.slots, dtype=torch.bool, device=self.device)
         self.pending = torch.zeros(0, 1, dtype=torch.int64, device=self.device)  # drawn, and not yet read by the model
-        self.uniforms = keyed_uniforms(sampling.seed, prompts.indices.unsqueeze(1), prompts.samples.unsqueeze(1),
-                                       torch.arange(most + CHECK_EVERY, device=self.device))
+        self.uniforms = keyed_uniforms(
+            sampling.seed,
+            prompts.indices.unsqueeze(1),
+            prompts.samples.unsqueeze(1),
+            torch.arange(most + CHECK_EVERY, device=self.device),
+        )
         recorded = sampling.logprob_temperature is not None
-        self.logprobs, self.entropy = (torch.zeros(len(prompts), most + CHECK_EVERY, device=self.device)
-                                       if recorded else None for _ in range(2))
+        self.logprobs, self.entropy = (
+            torch.zeros(len(prompts), most + CHECK_EVERY, device=self.device) if recorded else None for _ in range(2)
+        )
         self.row_steps = 0
 
     def run(self) -> None:
@@ -126,14 +138,23 @@ class _Decoding:
         lengths = torch.tensor([len(row.tokens) for row in self.rows], device=self.device)
         response_mask = torch.arange(width, device=self.device) < lengths.unsqueeze(1)
         prompts = self.prompts
-        recorded = {} if self.logprobs is None else {
-            name: torch.where(response_mask, column[:, :width], 0.0)
-            for name, column in (("logprobs", self.logprobs), ("entropy", self.entropy))}
-        return Rollout(sequences=torch.cat([prompts.input_ids, responses.to(self.device)], 1),
-                       attention_mask=torch.cat([prompts.attention_mask, response_mask.long()], 1),
-                       response_mask=response_mask, ended=torch.tensor([row.ended for row in self.rows],
-                                                                       device=self.device),
-                       indices=prompts.indices, samples=prompts.samples, **recorded)
+        recorded = (
+            {}
+            if self.logprobs is None
+            else {
+                name: torch.where(response_mask, column[:, :width], 0.0)
+                for name, column in (("logprobs", self.logprobs), ("entropy", self.entropy))
+            }
+        )
+        return Rollout(
+            sequences=torch.cat([prompts.input_ids, responses.to(self.device)], 1),
+            attention_mask=torch.cat([prompts.attention_mask, response_mask.long()], 1),
+            response_mask=response_mask,
+            ended=torch.tensor([row.ended for row in self.rows], device=self.device),
+            indices=prompts.indices,
+            samples=prompts.samples,
+            **recorded,
+        )
 
     def _joining(self) -> list[_Row]:
         """The next prompts, once there is room for a good part of what fits: reading them holds up all others."""
@@ -150,8 +171,8 @@ class _Decoding:
         chosen = torch.tensor([row.prompt for row in joining], device=self.device)
         ids, mask = (tensor[chosen, -width:] for tensor in (self.prompts.input_ids, self.prompts.attention_mask))
         logits = self.passes.prompts(ids, mask, first, self.slot)
-        self.mask[first:first + len(joining)] = False
-        self.mask[first:first + len(joining), self.slot - width:self.slot] = mask.bool()
+        self.mask[first : first + len(joining)] = False
+        self.mask[first : first + len(joining), self.slot - width : self.slot] = mask.bool()
         self.living += joining
         self.pending = torch.cat([self.pending, self._sample(logits, chosen, torch.zeros_like(chosen))])
         for row in joining:
@@ -165,29 +186,30 @@ class _Decoding:
         if self.slot + count > self.slots:
             self._move_left()
         start = self._start()
-        chosen, lengths, drawn = torch.tensor([(row.prompt, row.prompt_length, row.drawn) for row in living],
-                                              device=self.device).unbind(1)
+        chosen, lengths, drawn = torch.tensor(
+            [(row.prompt, row.prompt_length, row.drawn) for row in living], device=self.device
+        ).unbind(1)
         # A row with all its tokens goes no further: the model may have no more positions.
         steps = drawn.unsqueeze(1) + torch.arange(count, device=self.device)
         positions = lengths.unsqueeze(1) + steps.clamp(max=self.sampling.max_new_tokens - 1) - 1
         tokens = [self.pending]
         for step in range(count):
             self.mask[:, self.slot] = True
-            logits = self.passes.tokens(tokens[-1], positions[:, step:step + 1], self.mask, start, self.slot)
+            logits = self.passes.tokens(tokens[-1], positions[:, step : step + 1], self.mask, start, self.slot)
             self.slot += 1
             tokens.append(self._sample(logits, chosen, steps[:, step]))
         self.pending = tokens[-1]
         self.row_steps += len(living) * count
         for row, seen in zip(living, torch.cat(tokens, 1).tolist()):
             row.drawn += count
-            self._look(row, seen[len(seen) - (row.drawn - len(row.tokens)):])
+            self._look(row, seen[len(seen) - (row.drawn - len(row.tokens)) :])
 
     def _look(self, row: _Row, new: list[int]) -> None:
         """Take the tokens that the host had not seen, up to the first end."""
         first_stop = next((place for place, token in enumerate(new) if token in self.stops), None)
         end = None if first_stop is None else len(row.tokens) + first_stop + 1
         row.tokens += new
-        del row.tokens[self.sampling.max_new_tokens:]
+        del row.tokens[self.sampling.max_new_tokens :]
         if self.sampling.stop_strings:
             end = self.find_stop(row.tokens[:end]) or end
         if end is not None and end <= len(row.tokens):
@@ -218,10 +240,10 @@ class _Decoding:
         others' end, as none is longer than one that has been taken."""
         rows, start = len(self.living), self._start()
         self.cache.shift(rows, start, self.slot, by=start)
-        mask = self.mask[:rows, start:self.slot].clone()
+        mask = self.mask[:rows, start : self.slot].clone()
         self.mask[:rows] = False
         self.slot -= start
-        self.mask[:rows, :self.slot] = mask
+        self.mask[:rows, : self.slot] = mask
 
     def _keep_pace(self, passes: int) -> None:
         """Make forward passes for nothing, since other ranks' passes wait for this rank's."""
@@ -232,10 +254,13 @@ class _Decoding:
         """(B, 1) int64, the tokens in these response slots (B,) of the chosen prompts (B,)."""
         sampling = self.sampling
         choice = logits.index_fill(1, self.never_drawn, -torch.inf) if sampling.never_drawn else logits
-        tokens = sample_tokens(choice[:, :sampling.vocabulary_size], self.uniforms[chosen, slots], sampling.temperature)
+        tokens = sample_tokens(
+            choice[:, : sampling.vocabulary_size], self.uniforms[chosen, slots], sampling.temperature
+        )
         if self.logprobs is not None:
             self.logprobs[chosen, slots], self.entropy[chosen, slots] = token_logprobs(
-                logits, tokens, sampling.logprob_temperature, with_entropy=True)
+                logits, tokens, sampling.logprob_temperature, with_entropy=True
+            )
         return tokens.unsqueeze(1)
 
 

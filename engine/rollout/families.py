@@ -1,4 +1,5 @@
 """What families of models take in a forward pass, found out by asking."""
+
 import inspect
 
 import torch
@@ -7,7 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import UserError
 from engine.experience import position_ids
-from engine.model_files import read_config
+from engine.models.loading import read_config
 from engine.rollout.cache import SlotCache
 
 
@@ -21,9 +22,11 @@ def check_attention(path: str, what: str) -> None:
     family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     other = set(getattr(config.get_text_config(), "layer_types", None) or []) - ATTENTION
     if other or getattr(family, "_is_stateful", False):
-        raise UserError(f"{what}: {path} is a {config.model_type} model, some layers of which keep a state in place of "
-                        "keys and values. Responses cannot be drawn from such models here. Give one of attention "
-                        "alone.")
+        raise UserError(
+            f"{what}: {path} is a {config.model_type} model, some layers of which keep a state in place of "
+            "keys and values. Responses cannot be drawn from such models here. Give one of attention "
+            "alone."
+        )
 
 
 def takes_positions(model: nn.Module) -> bool:
@@ -57,8 +60,9 @@ def takes_slot_masks(model: nn.Module) -> bool:
         cache.window.put(slice(0, 2), 0, 0)
         model(input_ids=ids[:, :3], attention_mask=mask[:, :3], past_key_values=cache, use_cache=True, **named[0])
         cache.window.put(slice(0, 2), 0, 3)
-        return model(input_ids=ids[:, 3:], attention_mask=last_mask, past_key_values=cache, use_cache=True,
-                     **named[1]).logits
+        return model(
+            input_ids=ids[:, 3:], attention_mask=last_mask, past_key_values=cache, use_cache=True, **named[1]
+        ).logits
 
     usual = ask(mask)
     try:

@@ -1,4 +1,5 @@
 """How a model reads tokens into the cache: as it is, by a recording of its operations, or compiled."""
+
 import warnings
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ class Passes:
         cache: where keys and values of what was read stand.
         slot_masks: whether the model takes the mask of a single token ready made (`takes_slot_masks`).
     """
+
     sees_all_slots = False  # whether passes see the cache's whole room, and not only what living rows have in it
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
@@ -42,7 +44,7 @@ class Passes:
         positions: (B, 1). mask: (rows, slots) of booleans, this slot included; nothing stands before slot `start`.
         """
         self.cache.window.put(slice(0, len(ids)), start, slot)
-        seen = mask[:len(ids), start:slot + 1]
+        seen = mask[: len(ids), start : slot + 1]
         return self._forward(ids, seen[:, None, None] if self.slot_masks else seen.long(), positions)
 
     def for_nothing(self, ids: Tensor) -> None:
@@ -51,8 +53,9 @@ class Passes:
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         named = {"position_ids": positions} if self.takes_positions else {}
-        return self.model(input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True,
-                          logits_to_keep=1, **named).logits[:, -1]
+        return self.model(
+            input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, logits_to_keep=1, **named
+        ).logits[:, -1]
 
 
 class RecordedPasses(Passes):
@@ -79,6 +82,7 @@ class CompiledPasses(Passes):
 
     Shapes do not change from token to token: passes see all slots, and rows in numbers that halve.
     """
+
     sees_all_slots = True
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
@@ -107,16 +111,21 @@ class CompiledPasses(Passes):
 def passes_of(model: nn.Module, cache: SlotCache, slot_masks: bool, decoding: str) -> Passes:
     """The passes of this way of decoding (one of DECODING); plain ones where a model cannot do with others, with a
     warning if they were asked for by name. "auto" takes recorded ones on CPUs. Arguments as in Passes."""
-    kind = {"plain": Passes, "recorded": RecordedPasses, "compiled": CompiledPasses,
-            "auto": Passes if next(model.parameters()).is_cuda else RecordedPasses}[decoding]
+    kind = {
+        "plain": Passes,
+        "recorded": RecordedPasses,
+        "compiled": CompiledPasses,
+        "auto": Passes if next(model.parameters()).is_cuda else RecordedPasses,
+    }[decoding]
     try:
         if kind is not Passes and not slot_masks:
             raise ValueError("it makes the mask of each token itself")
         return kind(model, cache, slot_masks)
     except ValueError as reason:
         if decoding != "auto":
-            warnings.warn(f"single tokens of {type(model).__name__} cannot be {decoding} ({reason}); its own code "
-                          "reads them")
+            warnings.warn(
+                f"single tokens of {type(model).__name__} cannot be {decoding} ({reason}); its own code reads them"
+            )
         return Passes(model, cache, slot_masks)
 
 
@@ -130,8 +139,14 @@ class _TokenStep(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
         named = {"position_ids": positions} if self.takes_positions else {}
-        return self.model(input_ids=ids, attention_mask=mask, past_key_values=GivenSlots(parts), use_cache=True,
-                          logits_to_keep=1, **named).logits[:, -1]
+        return self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            past_key_values=GivenSlots(parts),
+            use_cache=True,
+            logits_to_keep=1,
+            **named,
+        ).logits[:, -1]
 
 
 def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
@@ -154,8 +169,10 @@ def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
             found = (replay(ids, positions, mask, again), *again)
         except RuntimeError as error:
             raise ValueError("its recording fails for other numbers of rows or slots") from error
-        if any(a.shape != b.shape or not torch.allclose(a, b, rtol=tolerance, atol=tolerance)
-               for a, b in zip(found, expected)):
+        if any(
+            a.shape != b.shape or not torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+            for a, b in zip(found, expected)
+        ):
             raise ValueError("its recording computes something else")
     return replay
 
@@ -171,6 +188,12 @@ def _trial_inputs(model: nn.Module) -> list[tuple]:
     mask = torch.arange(width + 1, device=device) >= torch.arange(rows, device=device).unsqueeze(1)
     Passes(model, cache, True).prompts(ids[:, :width], mask[:, :width].long(), 0, width)
     positions = position_ids(mask.long())[:, -1:]
-    return [(ids[:count, -1:], positions[:count], mask[:count, None, None, start:],
-             tuple(part.clone() for part in cache.parts(slice(0, count), slice(start, width + 1))))
-            for count, start in ((2, 1), (1, 0), (4, 3), (3, 0))]
+    return [
+        (
+            ids[:count, -1:],
+            positions[:count],
+            mask[:count, None, None, start:],
+            tuple(part.clone() for part in cache.parts(slice(0, count), slice(start, width + 1))),
+        )
+        for count, start in ((2, 1), (1, 0), (4, 3), (3, 0))
+    ]

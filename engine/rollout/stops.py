@@ -1,9 +1,11 @@
 """Strings that end a response."""
+
 from collections.abc import Callable
 
 
 def stop_finder(tokenizer, strings: tuple[str, ...]) -> Callable[[list[int]], int | None]:
     """Where the first of these strings is complete in a list of tokens: the number of tokens up to it, or None."""
+
     def find(tokens: list[int]) -> int | None:
         def holds(count: int) -> bool:
             text = tokenizer.decode(tokens[:count])

@@ -1,4 +1,5 @@
 """GAE by hand, by its reductions, and against its definition as a double sum."""
+
 import numpy as np
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_rows_do_not_mix_and_arguments_are_left_alone():
     whole = gae(rewards, values, 1.0, 0.95)
     assert torch.equal(rewards, REWARDS) and torch.equal(values, VALUES)
     for row in range(4):
-        for part, full in zip(gae(REWARDS[row:row + 1], VALUES[row:row + 1], 1.0, 0.95), whole):
+        for part, full in zip(gae(REWARDS[row : row + 1], VALUES[row : row + 1], 1.0, 0.95), whole):
             assert torch.equal(part[0], full[row])
 
 
@@ -95,7 +96,7 @@ def test_rloo_sums_to_zero_in_each_group_and_groups_do_not_mix(group):
     advantages = rloo(rewards, group)
     assert advantages.view(-1, group).sum(-1).abs().max() < 1e-5
     for start in range(0, 12, group):
-        assert torch.equal(rloo(rewards[start:start + group], group), advantages[start:start + group])
+        assert torch.equal(rloo(rewards[start : start + group], group), advantages[start : start + group])
 
 
 def test_rloo_counts_valid_responses_alone():

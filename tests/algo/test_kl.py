@@ -1,4 +1,5 @@
 """KL estimators by hand and by exact expectation; the adaptive controller against published numbers."""
+
 import math
 
 import pytest
@@ -69,8 +70,9 @@ def test_the_adaptive_controller_gives_the_published_number():
     assert controller.value == pytest.approx(0.148464, abs=1e-12)
 
 
-@pytest.mark.parametrize("kl, error", [(6.0, 0.0), (6.6, 0.1), (7.2, 0.2), (60.0, 0.2), (5.4, -0.1), (4.8, -0.2),
-                                       (0.0, -0.2), (-6.0, -0.2)])
+@pytest.mark.parametrize(
+    "kl, error", [(6.0, 0.0), (6.6, 0.1), (7.2, 0.2), (60.0, 0.2), (5.4, -0.1), (4.8, -0.2), (0.0, -0.2), (-6.0, -0.2)]
+)
 def test_both_sides_of_the_adaptive_controller_are_clipped(kl, error):
     controller = AdaptiveKL(0.1, target=6, horizon=1000)
     controller.update(kl, 100)
@@ -80,7 +82,7 @@ def test_both_sides_of_the_adaptive_controller_are_clipped(kl, error):
 def test_adaptive_updates_compound():
     controller = AdaptiveKL(0.1, target=6, horizon=1000)
     controller.update(60.0, 500)  # x 1.1
-    controller.update(0.0, 250)   # x 0.95
+    controller.update(0.0, 250)  # x 0.95
     assert controller.value == pytest.approx(0.1045, rel=1e-12)
 
 

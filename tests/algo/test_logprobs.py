@@ -1,4 +1,5 @@
 """Token log-probs: against float64, chunked against whole, the one-token shift, and the memory of a chunk."""
+
 import math
 
 import numpy as np

@@ -1,12 +1,20 @@
 """The losses by hand, their gradients by finite differences, and the sums that add up where means do not."""
+
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from engine.algo.losses import (kl_loss, loss_weights, pairwise_loss, pairwise_loss_from_difference, policy_loss,
-                                response_policy_loss, value_loss)
+from engine.algo.losses import (
+    kl_loss,
+    loss_weights,
+    pairwise_loss,
+    pairwise_loss_from_difference,
+    policy_loss,
+    response_policy_loss,
+    value_loss,
+)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -140,10 +148,15 @@ def test_sums_over_micro_batches_add_up_and_means_of_means_do_not():
     mask = torch.arange(8) < torch.tensor([1, 8, 5, 7, 8, 6]).unsqueeze(-1)
     pieces = [slice(0, 1), slice(1, 3), slice(3, 6)]
     for whole, parts in [
-            (policy_loss(new, old, advantages, mask, 0.2),
-             [policy_loss(new[p], old[p], advantages[p], mask[p], 0.2) for p in pieces]),
-            (value_loss(new, old, returns, mask, 0.2),
-             [value_loss(new[p], old[p], returns[p], mask[p], 0.2) for p in pieces])]:
+        (
+            policy_loss(new, old, advantages, mask, 0.2),
+            [policy_loss(new[p], old[p], advantages[p], mask[p], 0.2) for p in pieces],
+        ),
+        (
+            value_loss(new, old, returns, mask, 0.2),
+            [value_loss(new[p], old[p], returns[p], mask[p], 0.2) for p in pieces],
+        ),
+    ]:
         for name in type(whole).__slots__:
             if name != "ratio_max":
                 total = sum(getattr(part, name).item() for part in parts)
@@ -179,10 +192,16 @@ def test_the_ratio_of_a_whole_response_by_hand():
     torch.testing.assert_close(new.grad, torch.tensor(expected), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("estimator, loss, gradient", [
-    # delta 0.5 and -1. k1: its sum, and 1 each. k2: (0.25 + 1) / 2, and delta.
-    # k3: e^-0.5 - 0.5 + e - 2, and 1 - e^-delta.
-    ("k1", -0.5, [1.0, 1.0]), ("k2", 0.625, [0.5, -1.0]), ("k3", 0.8248124, [0.3934693, -1.7182818])])
+@pytest.mark.parametrize(
+    "estimator, loss, gradient",
+    [
+        # delta 0.5 and -1. k1: its sum, and 1 each. k2: (0.25 + 1) / 2, and delta.
+        # k3: e^-0.5 - 0.5 + e - 2, and 1 - e^-delta.
+        ("k1", -0.5, [1.0, 1.0]),
+        ("k2", 0.625, [0.5, -1.0]),
+        ("k3", 0.8248124, [0.3934693, -1.7182818]),
+    ],
+)
 def test_the_penalty_in_the_loss_by_hand(estimator, loss, gradient):
     logprobs, mask = row(-1.0, -2.0, NAN).requires_grad_(), torch.tensor([[True, True, False]])
     total = kl_loss(logprobs, row(-1.5, -1.0, 0.0), mask, estimator)

@@ -1,4 +1,5 @@
 """Masked sums and whitening: the published numbers, NumPy in float64, and what stands outside the mask."""
+
 import math
 
 import numpy as np

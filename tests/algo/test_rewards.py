@@ -2,11 +2,11 @@
 
 A: three tokens, EOS, two pads, pad differs from EOS. B: the same with pad equal to EOS. C: six tokens, no EOS.
 """
+
 import pytest
 import torch
 
-from engine.algo.rewards import (compute_rewards, counted_lengths, counted_tokens, first_slots, score_slots,
-                                 slots_up_to)
+from engine.algo.rewards import compute_rewards, counted_lengths, counted_tokens, first_slots, score_slots, slots_up_to
 
 EOS, PAD = 2, 9
 SAMPLED_4, SAMPLED_6 = [True] * 4 + [False] * 2, [True] * 6
@@ -23,12 +23,26 @@ def lengths_of(case: str, rule: str, width: int = 6) -> torch.Tensor:
     return counted_lengths(torch.tensor([tokens[:width]]), torch.tensor([mask[:width]]), pad, rule)
 
 
-@pytest.mark.parametrize("system, case, width, length, slot", [
-    ("default", "A", 6, 4, 3), ("default", "B", 6, 4, 3), ("default", "C", 6, 6, 5),
-    ("deepspeed_chat", "A", 6, 4, 4), ("deepspeed_chat", "B", 6, 3, 3), ("deepspeed_chat", "C", 6, 6, 5),
-    ("default", "A", 5, 4, 3), ("default", "A", 4, 4, 3), ("default", "B", 4, 4, 3), ("default", "C", 4, 4, 3),
-    ("deepspeed_chat", "A", 5, 4, 4), ("deepspeed_chat", "A", 4, 4, 3), ("deepspeed_chat", "B", 5, 3, 3),
-    ("deepspeed_chat", "B", 4, 3, 3), ("deepspeed_chat", "C", 4, 4, 3)])
+@pytest.mark.parametrize(
+    "system, case, width, length, slot",
+    [
+        ("default", "A", 6, 4, 3),
+        ("default", "B", 6, 4, 3),
+        ("default", "C", 6, 6, 5),
+        ("deepspeed_chat", "A", 6, 4, 4),
+        ("deepspeed_chat", "B", 6, 3, 3),
+        ("deepspeed_chat", "C", 6, 6, 5),
+        ("default", "A", 5, 4, 3),
+        ("default", "A", 4, 4, 3),
+        ("default", "B", 4, 4, 3),
+        ("default", "C", 4, 4, 3),
+        ("deepspeed_chat", "A", 5, 4, 4),
+        ("deepspeed_chat", "A", 4, 4, 3),
+        ("deepspeed_chat", "B", 5, 3, 3),
+        ("deepspeed_chat", "B", 4, 3, 3),
+        ("deepspeed_chat", "C", 4, 4, 3),
+    ],
+)
 def test_score_slots_of_the_table(system, case, width, length, slot):
     length_rule, slot_rule = RULES[system]
     lengths = lengths_of(case, length_rule, width)
@@ -95,14 +109,18 @@ def test_slots_up_to_and_past_the_response():
     assert slots_up_to(lengths, 4, "all").all()
 
 
-@pytest.mark.parametrize("kl_slots, score_slot, expected", [
-    (4, 3, [-0.01, -0.02, -0.03, 1.96, 0, 0]),      # default: KL on the sampled tokens, score on the last
-    (5, 4, [-0.01, -0.02, -0.03, -0.04, 1.95, 0]),  # deepspeed_chat: one slot further, both
-])
+@pytest.mark.parametrize(
+    "kl_slots, score_slot, expected",
+    [
+        (4, 3, [-0.01, -0.02, -0.03, 1.96, 0, 0]),  # default: KL on the sampled tokens, score on the last
+        (5, 4, [-0.01, -0.02, -0.03, -0.04, 1.95, 0]),  # deepspeed_chat: one slot further, both
+    ],
+)
 def test_rewards_of_worked_case_a(kl_slots, score_slot, expected):
     delta = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]])
-    rewards = compute_rewards(delta, 0.1, first_slots(torch.tensor([kl_slots]), 6), torch.tensor([2.0]),
-                              torch.tensor([score_slot]))
+    rewards = compute_rewards(
+        delta, 0.1, first_slots(torch.tensor([kl_slots]), 6), torch.tensor([2.0]), torch.tensor([score_slot])
+    )
     assert rewards[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 

@@ -1,4 +1,5 @@
 """Whole tokens drawn by the decoding loop against the model's own probabilities."""
+
 import numpy as np
 import pytest
 import torch
@@ -15,16 +16,37 @@ CRITICAL = {10: 29.588, 100: 149.449}
 
 
 def gpt2():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=1, n_head=2,
-                                      bos_token_id=EOS, eos_token_id=EOS, initializer_range=0.4,
-                                      tie_word_embeddings=False))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=32,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=EOS,
+            eos_token_id=EOS,
+            initializer_range=0.4,
+            tie_word_embeddings=False,
+        )
+    )
 
 
 def llama():
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24,
-                                        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-                                        max_position_embeddings=32, initializer_range=0.4, bos_token_id=EOS,
-                                        eos_token_id=EOS, pad_token_id=PAD))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=32,
+            initializer_range=0.4,
+            bos_token_id=EOS,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+        )
+    )
 
 
 def drawn(model, temperature: float, **changed):
@@ -34,8 +56,16 @@ def drawn(model, temperature: float, **changed):
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS]
     which = torch.arange(2 * ROWS) % 2
     prompts = PromptBatch(torch.tensor(rows)[which], torch.tensor(masks)[which], which, torch.arange(2 * ROWS) // 2)
-    sampling = SamplingConfig(**{"max_new_tokens": 2, "pad_token_id": PAD, "stop_token_ids": (EOS,), "seed": 1,
-                                 "temperature": temperature, **changed})
+    sampling = SamplingConfig(
+        **{
+            "max_new_tokens": 2,
+            "pad_token_id": PAD,
+            "stop_token_ids": (EOS,),
+            "seed": 1,
+            "temperature": temperature,
+            **changed,
+        }
+    )
     return Sampler(tokenizer=None).responses(model.eval(), prompts, sampling)
 
 
@@ -82,8 +112,9 @@ def test_tokens_that_are_never_drawn_leave_their_share_to_the_others():
     torch.manual_seed(0)
     model = gpt2()
     unknown = VOCABULARY - 1  # an end that the tokenizer does not know
-    rollout = drawn(model, 1.0, stop_token_ids=(), never_drawn=(EOS, 3, unknown), vocabulary_size=unknown,
-                    logprob_temperature=1.0)
+    rollout = drawn(
+        model, 1.0, stop_token_ids=(), never_drawn=(EOS, 3, unknown), vocabulary_size=unknown, logprob_temperature=1.0
+    )
     assert rollout.response_mask.all() and not rollout.ended.any()
     assert not torch.isin(rollout.responses, torch.tensor([EOS, 3, unknown])).any()
     first = rollout.responses[::2, 0]

@@ -1,4 +1,5 @@
 """Keyed uniforms against arbitrary-precision SplitMix64, their distribution, and the tokens drawn with them."""
+
 import math
 from functools import partial
 
@@ -28,7 +29,7 @@ def keyed(seed: int, *keys: int) -> float:
     bits = seed & ROUND
     for key in keys:
         bits = splitmix(bits) ^ (key & ROUND)
-    return (splitmix(splitmix(bits)) >> 11) / 2 ** 53
+    return (splitmix(splitmix(bits)) >> 11) / 2**53
 
 
 def columns(*keys: int, rows: int = 1) -> list[torch.Tensor]:
@@ -38,15 +39,18 @@ def columns(*keys: int, rows: int = 1) -> list[torch.Tensor]:
 def test_the_generator_of_this_test_gives_the_published_numbers():
     # The first outputs of SplitMix64 from the states 0 and 1234567.
     assert [splitmix(step * 0x9E3779B97F4A7C15 & ROUND) for step in range(3)] == [
-        0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
     assert splitmix(1234567) == 6457827717110365317
 
 
 def test_uniforms_equal_the_arbitrary_precision_ones():
     big = (1 << 63) - 1
-    cases = [(0, 0, 0, 0), (1, 2, 3, 4), (42, 0, 1, 0), (big, big, big, big), (7, 10 ** 12, 5, 2047), (-3, 9, 0, 1)]
+    cases = [(0, 0, 0, 0), (1, 2, 3, 4), (42, 0, 1, 0), (big, big, big, big), (7, 10**12, 5, 2047), (-3, 9, 0, 1)]
     rng = np.random.default_rng(0)
-    cases += [tuple(int(key) for key in row) for row in rng.integers(0, 2 ** 40, (200, 4))]
+    cases += [tuple(int(key) for key in row) for row in rng.integers(0, 2**40, (200, 4))]
     for seed, index, sample, position in cases:
         drawn = keyed_uniforms(seed, *columns(index, sample, position))
         assert drawn.dtype == torch.float64 and drawn.shape == (1,)
@@ -58,7 +62,7 @@ def test_uniforms_depend_on_each_key():
         return keyed_uniforms(keys[0], *columns(*keys[1:])).item()
 
     keys = (5, 6, 7, 8)
-    changed = [one(*keys), *(one(*keys[:k], keys[k] + 1, *keys[k + 1:]) for k in range(4))]
+    changed = [one(*keys), *(one(*keys[:k], keys[k] + 1, *keys[k + 1 :]) for k in range(4))]
     assert len(set(changed)) == 5
     # Exchanged keys are other keys: prompt 6's sample 7 is not prompt 7's sample 6.
     assert len({one(5, 6, 7, 8), one(6, 5, 7, 8), one(5, 7, 6, 8), one(5, 6, 8, 7)}) == 4
@@ -145,7 +149,7 @@ def test_impossible_tokens_are_never_drawn():
 
 
 def test_the_ends_of_the_unit_interval():
-    ends = torch.tensor([0.0, 1 - 2.0 ** -53], dtype=torch.float64)
+    ends = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
     impossible = torch.tensor([-math.inf, -math.inf, 0.2, 0.1, 0.3, -math.inf, -math.inf])
     assert sample_tokens(impossible.expand(2, 7), ends).tolist() == [2, 4]
     assert sample_tokens(torch.zeros(2, 7), ends).tolist() == [0, 6]
@@ -160,7 +164,7 @@ def test_the_ends_whatever_the_cumulative_sum_rounds_to():
     logits[:, 0] = logits[:, -1] = -math.inf
     rows = torch.ones(500, dtype=torch.float64)
     assert sample_tokens(logits, 0 * rows).tolist() == [1] * 500
-    last = sample_tokens(logits, (1 - 2.0 ** -53) * rows)
+    last = sample_tokens(logits, (1 - 2.0**-53) * rows)
     assert last.max() <= 99 and logits.gather(1, last.unsqueeze(1)).isfinite().all()
     # A number of 1 is outside the contract; rounding up to it must still not fall off the end.
     assert sample_tokens(logits, rows).max() <= 99

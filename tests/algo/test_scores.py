@@ -1,4 +1,5 @@
 """What becomes of scores, by hand: missing ends, clipping, and deviations of batches against NumPy."""
+
 import numpy as np
 import pytest
 import torch

@@ -1,13 +1,18 @@
 """The models of the distributed tests, and DeepSpeed configurations in which tiny parameters are partitioned."""
+
 import json
 
 import pytest
 
-from engine.ds_config import CONFIG_DIR
+from engine.zero.config import CONFIG_DIR
 from tests.tiny_models import make_causal_lm, make_scorer
 
-ALWAYS_PARTITIONED = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0,
-                      "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+ALWAYS_PARTITIONED = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
 VECTORS_PERSIST = ALWAYS_PARTITIONED | {"stage3_param_persistence_threshold": 40}
 STEADY_FP16 = {"initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1}
 GROWING_FP16 = STEADY_FP16 | {"loss_scale_window": 2}

@@ -4,6 +4,7 @@
 
 Starting costs seconds, so one launch should answer many questions; the assertions stand in the parent.
 """
+
 import gc
 import importlib
 import os
@@ -28,16 +29,29 @@ def run_ranks(target: str, world: int = 2, timeout: float = TIMEOUT, **kwargs) -
     """
     with tempfile.TemporaryDirectory() as folder:
         torch.save(kwargs, Path(folder) / "kwargs.pt")
-        environment = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-                       "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
         processes = []
         try:
             for rank in range(world):
                 with open(_log(folder, rank), "wb") as log:
-                    processes.append(subprocess.Popen(
-                        [sys.executable, "-m", "tests.distributed.harness", target, folder], cwd=ROOT, stdout=log,
-                        stderr=log, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", "tests.distributed.harness", target, folder],
+                            cwd=ROOT,
+                            stdout=log,
+                            stderr=log,
+                            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        )
+                    )
             _wait(processes, target, folder, timeout)
         finally:
             for process in processes:

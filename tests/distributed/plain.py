@@ -3,6 +3,7 @@
 Weights, and all that this file computes, are float64; the models themselves drop to float32 in some places (norms,
 rotary angles).
 """
+
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ def logprobs(model, rollout: Rollout, temperature: float) -> Tensor:
     """(B, T) float64, log-probs of the response tokens."""
     logits = model(**_inputs(rollout)).logits.double() / temperature
     start = rollout.prompt_length - 1
-    labels = rollout.sequences[:, start + 1:]
+    labels = rollout.sequences[:, start + 1 :]
     return F.log_softmax(logits[:, start:-1], -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
@@ -35,7 +36,7 @@ def values(model, rollout: Rollout) -> Tensor:
     """(B, T) float64, the score head's output before each response token."""
     hidden = model.model(**_inputs(rollout)).last_hidden_state.double()
     every = F.linear(hidden, model.score.weight).squeeze(-1) + model.config.score_offset
-    return every[:, rollout.prompt_length - 1:-1]
+    return every[:, rollout.prompt_length - 1 : -1]
 
 
 def _inputs(rollout: Rollout) -> dict[str, Tensor]:

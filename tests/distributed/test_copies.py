@@ -1,4 +1,5 @@
 """Plain copies that are lent to all models: filled as often as needed, given back on request, and right."""
+
 import pytest
 import torch
 
@@ -10,14 +11,24 @@ from tests.plain_sampling import plain_answer
 
 # Actor and reference take turns in one module, critic and reward model in another. So a whole step fills four times,
 # and once less where the actor's weights are still held from a generation before it.
-FILLS = {"a step": 4, "evaluation": 1, "evaluation again": 0, "after a rest": 0, "a step with what is held": 3,
-         "the next step": 4, "generation": 1, "judging": 3, "judging again": 4}
+FILLS = {
+    "a step": 4,
+    "evaluation": 1,
+    "evaluation again": 0,
+    "after a rest": 0,
+    "a step with what is held": 3,
+    "the next step": 4,
+    "generation": 1,
+    "judging": 3,
+    "judging again": 4,
+}
 
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> list[dict]:
-    return run_ranks("tests.distributed.work_copies:between_steps", world=2, folder=folder, stage=3,
-                     config="stage3.json")
+    return run_ranks(
+        "tests.distributed.work_copies:between_steps", world=2, folder=folder, stage=3, config="stage3.json"
+    )
 
 
 @pytest.fixture(scope="module")

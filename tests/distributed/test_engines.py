@@ -1,4 +1,5 @@
 """Engines on two ranks: what is built without a critic, and hydra actors of every family."""
+
 import pytest
 import torch
 from safetensors.torch import load_file

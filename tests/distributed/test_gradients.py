@@ -2,6 +2,7 @@
 
 Rows and responses are ragged, and the ranks have three micro-batches and one.
 """
+
 import pytest
 import torch
 
@@ -11,8 +12,13 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.work_gradients import LEARNING_RATE, MOVING, ROWS, STILL, TEMPERATURE
 from tests.tiny_models import PAD, VOCABULARY
 
-STAGES = {"0": (0, "stage0.json"), "1": (1, "stage1.json"), "2": (2, "stage2.json"), "3": (3, "stage3.json"),
-          "3_persistent": (3, "stage3_persistent.json")}
+STAGES = {
+    "0": (0, "stage0.json"),
+    "1": (1, "stage1.json"),
+    "2": (2, "stage2.json"),
+    "3": (3, "stage3.json"),
+    "3_persistent": (3, "stage3_persistent.json"),
+}
 MODELS = ("actor", "critic")
 MICRO_BATCHES = ((0, 2), (2, 4), (4, 5), (5, 7))  # of both ranks
 CLOSE = 1e-5
@@ -27,8 +33,14 @@ def experience(folder) -> Experience:
     mask = (slots >= ahead) & (slots < 9 + lengths.unsqueeze(1))
     sequences = torch.randint(4, VOCABULARY, mask.shape, generator=generator).masked_fill(~mask, PAD)
     response_mask = mask[:, 9:].clone()
-    rollout = Rollout(sequences, mask.long(), response_mask, torch.ones(7, dtype=torch.bool), torch.arange(7),
-                      torch.zeros(7, dtype=torch.int64))
+    rollout = Rollout(
+        sequences,
+        mask.long(),
+        response_mask,
+        torch.ones(7, dtype=torch.bool),
+        torch.arange(7),
+        torch.zeros(7, dtype=torch.int64),
+    )
 
     def noise(scale: float) -> torch.Tensor:
         return scale * torch.randn(response_mask.shape, generator=generator)
@@ -38,10 +50,24 @@ def experience(folder) -> Experience:
         values = plain.values(plain.critic(folder), rollout).float() + noise(0.3)
     zeros, learned = torch.zeros_like(values), response_mask.clone()
     learned[3] = False
-    return Experience(rollout=rollout, logprobs=logprobs, entropy=zeros, ref_logprobs=zeros, values=values,
-                      scores=torch.zeros(7), shaped_scores=torch.zeros(7), kl=zeros, measured_kl=torch.zeros(7),
-                      kl_coef=0.1, rewards=zeros, advantages=noise(1.0), returns=values + noise(0.5),
-                      policy_mask=learned, value_mask=response_mask, state_mask=response_mask)
+    return Experience(
+        rollout=rollout,
+        logprobs=logprobs,
+        entropy=zeros,
+        ref_logprobs=zeros,
+        values=values,
+        scores=torch.zeros(7),
+        shaped_scores=torch.zeros(7),
+        kl=zeros,
+        measured_kl=torch.zeros(7),
+        kl_coef=0.1,
+        rewards=zeros,
+        advantages=noise(1.0),
+        returns=values + noise(0.5),
+        policy_mask=learned,
+        value_mask=response_mask,
+        state_mask=response_mask,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -143,8 +169,9 @@ def moved(folder, experience) -> dict:
     for name in MODELS:
         model = plain_model(name, folder, "tied")
         before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-        adam = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=MOVING.betas, eps=MOVING.eps,
-                                 weight_decay=0.0)
+        adam = torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATE, betas=MOVING.betas, eps=MOVING.eps, weight_decay=0.0
+        )
         for _ in range(2):
             each, counted = losses(name, model, experience)
             adam.zero_grad()

@@ -1,4 +1,5 @@
 """Steps whose ratios explode change nothing on any rank; PPO epochs end together when the policy has gone far."""
+
 import pytest
 import torch
 
@@ -6,8 +7,10 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.tiny_run import DIALECT
 from tests.distributed.work_guards import LIMIT
 
-STAGES = {f"{dtype}_{stage}": (stage, f"stage{stage}.json", dtype)
-          for stage, dtype in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (3, "bf16"))}
+STAGES = {
+    f"{dtype}_{stage}": (stage, f"stage{stage}.json", dtype)
+    for stage, dtype in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (3, "bf16"))
+}
 
 
 @pytest.fixture(scope="module")

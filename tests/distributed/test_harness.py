@@ -1,4 +1,5 @@
 """The harness brings back every rank's result, and the reason when one fails or none ends."""
+
 import pytest
 
 from tests.distributed.harness import run_ranks

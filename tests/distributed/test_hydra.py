@@ -1,4 +1,5 @@
 """Hydra actors on two ranks: the reference is the untouched model at the cost of a few layers; below nothing moves."""
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -8,16 +9,26 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.tiny_run import DIALECT
 from tests.distributed.work_hydra import EMA_DECAY, SAVED_AFTER, STEPS
 
-FLOAT32 = {"0": {"stage": 0, "config": "stage0.json"}, "1": {"stage": 1, "config": "stage1.json"},
-           "2": {"stage": 2, "config": "stage2.json"}, "3": {"stage": 3, "config": "stage3.json"}}
-UNLENT = {"3_unlent": {**FLOAT32["3"], "backend": "zero3"},
-          "3_persistent": {"stage": 3, "config": "stage3_persistent.json", "backend": "zero3"}}
-CHECKPOINTED = {"0_checkpointing": {**FLOAT32["0"], "checkpointing": True},
-                "3_checkpointing": {**UNLENT["3_unlent"], "checkpointing": True}}
+FLOAT32 = {
+    "0": {"stage": 0, "config": "stage0.json"},
+    "1": {"stage": 1, "config": "stage1.json"},
+    "2": {"stage": 2, "config": "stage2.json"},
+    "3": {"stage": 3, "config": "stage3.json"},
+}
+UNLENT = {
+    "3_unlent": {**FLOAT32["3"], "backend": "zero3"},
+    "3_persistent": {"stage": 3, "config": "stage3_persistent.json", "backend": "zero3"},
+}
+CHECKPOINTED = {
+    "0_checkpointing": {**FLOAT32["0"], "checkpointing": True},
+    "3_checkpointing": {**UNLENT["3_unlent"], "checkpointing": True},
+}
 TIED = {f"{stage}_tied": {**FLOAT32[stage], "actor": "tied"} for stage in ("0", "3")}
 WHOLE = {f"{stage}_whole": {**FLOAT32[stage], "layers": 2} for stage in ("0", "3")}
-HALF = {f"{stage}_{dtype}": {**FLOAT32[stage], "dtype": dtype}
-        for stage, dtype in (("0", "bf16"), ("3", "bf16"), ("0", "fp16"), ("2", "fp16"), ("3", "fp16"))}
+HALF = {
+    f"{stage}_{dtype}": {**FLOAT32[stage], "dtype": dtype}
+    for stage, dtype in (("0", "bf16"), ("3", "bf16"), ("0", "fp16"), ("2", "fp16"), ("3", "fp16"))
+}
 RUNS = FLOAT32 | UNLENT | CHECKPOINTED | TIED | WHOLE | HALF
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The tiny Llama, 32 wide: queries and output 32 x 32, keys and values 16 x 32, three matrices of 32 x 48, two norms.
@@ -33,7 +44,7 @@ def ranks(folder, output) -> list[dict]:
 
 def trains(name: str, run: str) -> bool:
     """Whether this parameter is to move."""
-    layers = ("model.layers.0.", "model.layers.1.")[-RUNS[run].get("layers", 1):]
+    layers = ("model.layers.0.", "model.layers.1.")[-RUNS[run].get("layers", 1) :]
     return name.startswith((*layers, "model.norm.", "lm_head."))
 
 

@@ -1,14 +1,27 @@
 """The same run on one rank with 8 responses a pass and on two ranks with 4; and twice in the same layout."""
+
 import pytest
 import torch
 
 from tests.distributed.harness import run_ranks
 
 RUNS = {
-    "plain": {"stage": 3, "config": "stage3.json", "prompts": 8, "mini_batches": 1, "samples_per_prompt": 1,
-              "ppo_epochs": 2},
-    "mini_batches_and_samples": {"stage": 2, "config": "stage2.json", "prompts": 8, "mini_batches": 2,
-                                 "samples_per_prompt": 2, "ppo_epochs": 2},
+    "plain": {
+        "stage": 3,
+        "config": "stage3.json",
+        "prompts": 8,
+        "mini_batches": 1,
+        "samples_per_prompt": 1,
+        "ppo_epochs": 2,
+    },
+    "mini_batches_and_samples": {
+        "stage": 2,
+        "config": "stage2.json",
+        "prompts": 8,
+        "mini_batches": 2,
+        "samples_per_prompt": 2,
+        "ppo_epochs": 2,
+    },
 }
 TARGET = "tests.distributed.work_layouts:all_runs"
 

@@ -1,4 +1,5 @@
 """Training on a function's scores without a reward model, at stage 0 in one process and under ZeRO-3 on two ranks."""
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,8 +19,10 @@ def runs(folder) -> dict[str, list[dict]]:
     """What each rank found."""
     distributed.init()
     actor = f"{folder}/actor"
-    return {"stage 0": [run(actor, 0)],
-            "stage 3": run_ranks("tests.distributed.work_own_reward:run", actor=actor, stage=3)}
+    return {
+        "stage 0": [run(actor, 0)],
+        "stage 3": run_ranks("tests.distributed.work_own_reward:run", actor=actor, stage=3),
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,20 +74,20 @@ def test_scores_and_their_parts(runs, kind):
 def test_held_out_prompts_are_given_their_own_rows(runs, kind):
     for rank in runs[kind]:
         rows, metrics = rank["eval_rows"], rank["eval_metrics"]
-        assert [row["scores_function"] for row in rows] == \
-            [len(row["response"].split()) - 10 * index for index, row in enumerate(rows)]
-        assert [row["score"] for row in rows] == \
-            [row["scores_function"] + row["missing_eos_penalty"] for row in rows]
-        assert metrics["eval/scores_function"] == \
-            pytest.approx(sum(row["scores_function"] for row in rows) / HELD_OUT)
+        assert [row["scores_function"] for row in rows] == [
+            len(row["response"].split()) - 10 * index for index, row in enumerate(rows)
+        ]
+        assert [row["score"] for row in rows] == [row["scores_function"] + row["missing_eos_penalty"] for row in rows]
+        assert metrics["eval/scores_function"] == pytest.approx(sum(row["scores_function"] for row in rows) / HELD_OUT)
 
 
 def test_the_stages_give_the_same_held_out_rows(runs):
     """Prompts, samples and scores; both have been trained alike by then."""
     (one,), two = runs["stage 0"], runs["stage 3"]
     for rank in two:
-        assert [(row["response"], row["score"]) for row in rank["eval_rows"]] == \
-            [(row["response"], row["score"]) for row in one["eval_rows"]]
+        assert [(row["response"], row["score"]) for row in rank["eval_rows"]] == [
+            (row["response"], row["score"]) for row in one["eval_rows"]
+        ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

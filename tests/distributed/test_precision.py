@@ -1,4 +1,5 @@
 """fp16 and bf16 train at stages 0, 2 and 3; in fp16 actor and critic are skipped together when one overflows."""
+
 import pytest
 import torch
 
@@ -8,19 +9,17 @@ from tests.distributed.work_precision import ROUNDS, STEADY
 
 STAGES = (0, 2, 3)
 MODELS = ("actor", "critic")
-LOSS_SCALE = 2.0 ** 8  # what the JSON files start with
+LOSS_SCALE = 2.0**8  # what the JSON files start with
 
 
 @pytest.fixture(scope="module")
 def fp16(folder) -> list[dict]:
-    return run_ranks("tests.distributed.work_precision:all_stages", folder=folder, dtype="fp16",
-                     stages=STAGES)
+    return run_ranks("tests.distributed.work_precision:all_stages", folder=folder, dtype="fp16", stages=STAGES)
 
 
 @pytest.fixture(scope="module")
 def bf16(folder) -> list[dict]:
-    return run_ranks("tests.distributed.work_precision:all_stages", folder=folder, dtype="bf16",
-                     stages=STAGES)
+    return run_ranks("tests.distributed.work_precision:all_stages", folder=folder, dtype="bf16", stages=STAGES)
 
 
 @pytest.fixture(params=("fp16", "bf16"))
@@ -61,10 +60,14 @@ def plain_gradients(folder: str, both: list, weights: dict[str, dict]) -> dict[s
     models = {"actor": plain.policy(folder), "critic": plain.critic(folder)}
     for name, model in models.items():
         model.load_state_dict({key: tensor.double() for key, tensor in weights[name].items()})
-    sums = {"actor": sum(plain.policy_losses(models["actor"], part, 1.0, STEADY.clip_range).sum() for part in both),
-            "critic": sum(plain.value_losses(models["critic"], part, STEADY.value_clip_range).sum() for part in both)}
-    counts = {"actor": sum(part.policy_mask.sum() for part in both),
-              "critic": sum(part.value_mask.sum() for part in both)}
+    sums = {
+        "actor": sum(plain.policy_losses(models["actor"], part, 1.0, STEADY.clip_range).sum() for part in both),
+        "critic": sum(plain.value_losses(models["critic"], part, STEADY.value_clip_range).sum() for part in both),
+    }
+    counts = {
+        "actor": sum(part.policy_mask.sum() for part in both),
+        "critic": sum(part.value_mask.sum() for part in both),
+    }
     return {name: plain.gradients(model, sums[name] / counts[name]) for name, model in models.items()}
 
 
@@ -81,8 +84,11 @@ def test_gradient_norms_are_reported_without_the_loss_scale(ranks, folder, stage
 def test_the_optimizer_is_given_the_gradient_without_the_loss_scale(ranks, folder, stage):
     """Also in steps after which the scale grows: halved there, the mean of six gradients would be off by 20 %."""
     found = ranks[0][stage]["repeated"]
-    expected = plain_gradients(folder, [rank[stage]["repeated"]["experience"] for rank in ranks],
-                               {model: found[model]["weights"] for model in MODELS})
+    expected = plain_gradients(
+        folder,
+        [rank[stage]["repeated"]["experience"] for rank in ranks],
+        {model: found[model]["weights"] for model in MODELS},
+    )
     for model in MODELS:
         fp16 = found[model]["weights"]["score.weight" if model == "critic" else "lm_head.weight"].dtype == torch.float16
         assert found[model]["loss_scale"] > LOSS_SCALE if fp16 else found[model]["loss_scale"] == 1
@@ -97,8 +103,9 @@ def assert_unchanged(before: dict, after: dict, model: str) -> None:
 
 
 def assert_moved(before: dict, after: dict, model: str) -> None:
-    assert all(not torch.equal(after[model]["masters"][name], tensor)
-               for name, tensor in before[model]["masters"].items())
+    assert all(
+        not torch.equal(after[model]["masters"][name], tensor) for name, tensor in before[model]["masters"].items()
+    )
     assert after[model]["version"] == before[model]["version"] + 1
 
 
@@ -126,6 +133,7 @@ def test_steps_around_the_overflows_train_both(fp16, stage):
             assert states["first step"][model]["loss_scale"] == LOSS_SCALE
             assert_moved(rank[stage]["untrained"], states["first step"], model)
             assert_moved(states["actor overflows"], states["last step"], model)
-        assert not any(torch.equal(one, other) for one, other
-                       in zip(states["last step"]["ema"], states["actor overflows"]["ema"]))
+        assert not any(
+            torch.equal(one, other) for one, other in zip(states["last step"]["ema"], states["actor overflows"]["ema"])
+        )
         assert {"policy/grad_norm", "value/grad_norm"} <= states["last step"]["metrics"].keys()

@@ -1,20 +1,47 @@
 """A run that goes on from a restart point, in new processes, is the run that was never interrupted."""
+
 import pytest
 import torch
 
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_restart import SAVED_AFTER, STEPS
 
-RUNS = {f"{dtype}_{stage}{suffix}": {"stage": stage, "config": f"stage{stage}{suffix}.json", "dtype": dtype}
-        for dtype, stage, suffix in (("fp32", 0, ""), ("fp32", 2, ""), ("fp32", 3, ""), ("fp32", 3, "_persistent"),
-                                     ("bf16", 0, ""), ("bf16", 3, ""),
-                                     ("fp16", 0, "_growing"), ("fp16", 2, "_growing"), ("fp16", 3, "_growing"))}
-STEERED = {"kl_controller": "adaptive", "kl_target": 0.1, "kl_horizon": 100.0, "score_scaling": "running",
-           "early_stop_kl": 1e-3, "lr_per": "step"}
+RUNS = {
+    f"{dtype}_{stage}{suffix}": {"stage": stage, "config": f"stage{stage}{suffix}.json", "dtype": dtype}
+    for dtype, stage, suffix in (
+        ("fp32", 0, ""),
+        ("fp32", 2, ""),
+        ("fp32", 3, ""),
+        ("fp32", 3, "_persistent"),
+        ("bf16", 0, ""),
+        ("bf16", 3, ""),
+        ("fp16", 0, "_growing"),
+        ("fp16", 2, "_growing"),
+        ("fp16", 3, "_growing"),
+    )
+}
+STEERED = {
+    "kl_controller": "adaptive",
+    "kl_target": 0.1,
+    "kl_horizon": 100.0,
+    "score_scaling": "running",
+    "early_stop_kl": 1e-3,
+    "lr_per": "step",
+}
 RUNS["steered"] = {"stage": 2, "config": "stage2.json", "dtype": "fp32", "changed": STEERED}
-RUNS["rloo"] = {"stage": 3, "config": "stage3.json", "dtype": "fp32", "changed": {
-    "advantage_estimator": "rloo", "critic_start": "none", "critic_lr": 0.0, "samples_per_prompt": 2,
-    "ratio": "response", "score_scaling": "first_batch"}}
+RUNS["rloo"] = {
+    "stage": 3,
+    "config": "stage3.json",
+    "dtype": "fp32",
+    "changed": {
+        "advantage_estimator": "rloo",
+        "critic_start": "none",
+        "critic_lr": 0.0,
+        "samples_per_prompt": 2,
+        "ratio": "response",
+        "score_scaling": "first_batch",
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,4 +95,4 @@ def test_a_restarted_run_ends_with_the_same_weights_and_average(whole, rest, run
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.startswith("fp16")])
 def test_the_loss_scale_had_moved_when_it_was_saved(whole, run):
-    assert min(whole[0][run]["saved"]["counters"]["loss scales"]) > 2 ** 8
+    assert min(whole[0][run]["saved"]["counters"]["loss scales"]) > 2**8

@@ -1,4 +1,5 @@
 """Responses are those of plain sampling, token for token, whatever the backend, the number of ranks and the order."""
+
 from dataclasses import replace
 
 import pytest
@@ -14,17 +15,20 @@ from tests.tiny_models import EOS, PAD
 STAGE3 = {"stage": 3, "config": "stage3.json"}
 SAMPLINGS = {
     "one EOS": SamplingConfig(max_new_tokens=20, pad_token_id=PAD, stop_token_ids=(EOS,), seed=5),
-    "several EOS": SamplingConfig(max_new_tokens=20, pad_token_id=PAD, stop_token_ids=(EOS, 7, 11, 19, 23, 41), seed=4,
-                                  temperature=0.7),
-    "stop strings": SamplingConfig(max_new_tokens=20, pad_token_id=PAD, stop_token_ids=(EOS,), seed=3,
-                                   stop_strings=("w39", "3 w2", "1 w1")),
+    "several EOS": SamplingConfig(
+        max_new_tokens=20, pad_token_id=PAD, stop_token_ids=(EOS, 7, 11, 19, 23, 41), seed=4, temperature=0.7
+    ),
+    "stop strings": SamplingConfig(
+        max_new_tokens=20, pad_token_id=PAD, stop_token_ids=(EOS,), seed=3, stop_strings=("w39", "3 w2", "1 w1")
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def one_rank(folder) -> dict:
-    return run_ranks("tests.distributed.work_rollouts:answers", world=1, folder=folder, samplings=SAMPLINGS,
-                     **STAGE3)[0]
+    return run_ranks("tests.distributed.work_rollouts:answers", world=1, folder=folder, samplings=SAMPLINGS, **STAGE3)[
+        0
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +42,15 @@ def two_ranks(folder, copies) -> dict[str, list[dict]]:
     """What each function of work_rollouts returned on both ranks, by its name."""
     cache = 4 * 90 * 2 * 2 * 2 * 8  # bytes of 90 keys and values of 2 layers and 2 heads, 8 wide
     # Actor and critic have gradients as large as the copies; each of two ranks holds half of them.
-    ranks = run_ranks("tests.distributed.work_rollouts:everything", world=2, folder=folder, samplings=SAMPLINGS,
-                      moving=SAMPLINGS["several EOS"], needed=copies + cache + copies // 2, **STAGE3)
+    ranks = run_ranks(
+        "tests.distributed.work_rollouts:everything",
+        world=2,
+        folder=folder,
+        samplings=SAMPLINGS,
+        moving=SAMPLINGS["several EOS"],
+        needed=copies + cache + copies // 2,
+        **STAGE3,
+    )
     return {name: [rank[name] for rank in ranks] for name in ("answers", "choices", "gathers", "uneven")}
 
 
@@ -86,8 +97,11 @@ def test_two_ranks_answer_as_plain_sampling_does(two_ranks, expected, case, samp
 
 def test_all_ranks_choose_by_the_one_with_the_least_memory(two_ranks, expected):
     """Copies, cache and gradients may take 0.4 of free memory if they stay while training, 0.8 if not."""
-    for name, backend, between_steps in (("much", "ReplicaRollouts", "keep"), ("middling", "ReplicaRollouts", "free"),
-                                         ("little", "Zero3Rollouts", None)):
+    for name, backend, between_steps in (
+        ("much", "ReplicaRollouts", "keep"),
+        ("middling", "ReplicaRollouts", "free"),
+        ("little", "Zero3Rollouts", None),
+    ):
         one, other = (rank[name] for rank in two_ranks["choices"])
         assert one["why"] == other["why"]
         assert (one["backend"], one["between_steps"]) == (other["backend"], other["between_steps"])
@@ -98,13 +112,27 @@ def test_all_ranks_choose_by_the_one_with_the_least_memory(two_ranks, expected):
 
 def test_the_replica_gathers_once_per_change_of_the_weights(two_ranks):
     for rank in two_ranks["gathers"]:
-        assert rank["gathers"] == {"start": 1, "start again": 0, "step": 0, "after the step": 1,
-                                   "after the step again": 0, "after the step, zero3": 0, "averaged": 1,
-                                   "swapped back": 1}
+        assert rank["gathers"] == {
+            "start": 1,
+            "start again": 0,
+            "step": 0,
+            "after the step": 1,
+            "after the step again": 0,
+            "after the step, zero3": 0,
+            "averaged": 1,
+            "swapped back": 1,
+        }
 
 
-@pytest.mark.parametrize("event, weights", (("after the step", "weights"), ("after the step, zero3", "weights"),
-                                            ("averaged", "averaged weights"), ("swapped back", "weights")))
+@pytest.mark.parametrize(
+    "event, weights",
+    (
+        ("after the step", "weights"),
+        ("after the step, zero3", "weights"),
+        ("averaged", "averaged weights"),
+        ("swapped back", "weights"),
+    ),
+)
 def test_responses_come_from_the_weights_as_they_stand(two_ranks, folder, event, weights):
     model, how = plain.policy(folder), SAMPLINGS["several EOS"]
     model.load_state_dict({name: tensor.double() for name, tensor in two_ranks["gathers"][0][weights].items()})

@@ -1,13 +1,19 @@
 """A number that is not finite on one rank stops all ranks, with a message that says where, before a weight changes."""
+
 import pytest
 import torch
 
 from tests.distributed.harness import run_ranks
 
-RUNS = {"score": {"stage": 3, "dtype": "fp32", "spoil": "score"},
-        "value loss": {"stage": 3, "dtype": "fp32", "spoil": "value loss"}}
-RUNS |= {f"policy gradient, stage {stage}, {dtype}": {"stage": stage, "dtype": dtype, "spoil": "policy gradient"}
-         for stage in (0, 2, 3) for dtype in ("fp32", "bf16")}
+RUNS = {
+    "score": {"stage": 3, "dtype": "fp32", "spoil": "score"},
+    "value loss": {"stage": 3, "dtype": "fp32", "spoil": "value loss"},
+}
+RUNS |= {
+    f"policy gradient, stage {stage}, {dtype}": {"stage": stage, "dtype": dtype, "spoil": "policy gradient"}
+    for stage in (0, 2, 3)
+    for dtype in ("fp32", "bf16")
+}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 The versions compute in loops, in float64, with Hugging Face models and no engine, by each system's own order of work.
 What the systems do to single rows (`row_of`) is what tests/engine/test_systems.py has.
 """
+
 import pytest
 import torch
 
@@ -15,11 +16,26 @@ from tests.tiny_models import PAD
 
 T = 7
 PROMPTS = [[11, 12, 13], [14], [15, 16], [15, 16], [17, 18, 19, 20], [21, 22], [23], [24, 25, 26]]
-STOPPED = [[5, 6, 7, EOS], [8, 9, 10, 11, 12, 13], [5, EOS], [4, 30, 31, 32, 33, 34, EOS],
-           [40, 41, EOS], [42, 43, 44, 45, EOS], [46, 47, 48, 49, 50, 51], [52, EOS]]
-FIXED = [[5, 6, 7, EOS, 8, 9, 10], [8, 9, 10, 11, 12, 13, 14], [5, EOS, 30, 31, EOS, 32, 33],
-         [4, 30, 31, 32, 33, 34, EOS], [40, 41, EOS, 42, 43, 44, 45], [42, 43, 44, 45, EOS, 46, 47],
-         [46, 47, 48, 49, 50, 51, 52], [52, 53] * 3 + [54]]
+STOPPED = [
+    [5, 6, 7, EOS],
+    [8, 9, 10, 11, 12, 13],
+    [5, EOS],
+    [4, 30, 31, 32, 33, 34, EOS],
+    [40, 41, EOS],
+    [42, 43, 44, 45, EOS],
+    [46, 47, 48, 49, 50, 51],
+    [52, EOS],
+]
+FIXED = [
+    [5, 6, 7, EOS, 8, 9, 10],
+    [8, 9, 10, 11, 12, 13, 14],
+    [5, EOS, 30, 31, EOS, 32, 33],
+    [4, 30, 31, 32, 33, 34, EOS],
+    [40, 41, EOS, 42, 43, 44, 45],
+    [42, 43, 44, 45, EOS, 46, 47],
+    [46, 47, 48, 49, 50, 51, 52],
+    [52, 53] * 3 + [54],
+]
 MINI_BATCHES = {"openai": 2, "trlx": 2}
 WORLDS = (1, 2)
 CLOSE = 1e-5
@@ -37,7 +53,7 @@ def cut(system: str, row: list[int]) -> list[int]:
     after = 2 if system == "openai" else 0
     if system not in ("openai", "summarize", "trl_ppo", "trl_rloo") or EOS not in row[after:]:
         return row
-    return row[:row.index(EOS, after) + 1]
+    return row[: row.index(EOS, after) + 1]
 
 
 def dealt(world: int) -> list[range]:
@@ -51,11 +67,18 @@ def rollout_of(rows: list[list[int]], numbers: range) -> Rollout:
     prompts, responses = [PROMPTS[i] for i in numbers], [rows[i] for i in numbers]
     left, right = max(map(len, prompts)), max(map(len, responses))
     ids = [[PAD] * (left - len(p)) + p + r + [PAD] * (right - len(r)) for p, r in zip(prompts, responses)]
-    mask = torch.tensor([[0] * (left - len(p)) + [1] * (len(p) + len(r)) + [0] * (right - len(r))
-                         for p, r in zip(prompts, responses)])
+    mask = torch.tensor(
+        [[0] * (left - len(p)) + [1] * (len(p) + len(r)) + [0] * (right - len(r)) for p, r in zip(prompts, responses)]
+    )
     ended = torch.tensor([row[-1] == EOS for row in responses])
-    return Rollout(torch.tensor(ids), mask, mask[:, left:].bool(), ended, torch.tensor(list(numbers)),
-                   torch.zeros(len(responses), dtype=torch.int64))
+    return Rollout(
+        torch.tensor(ids),
+        mask,
+        mask[:, left:].bool(),
+        ended,
+        torch.tensor(list(numbers)),
+        torch.zeros(len(responses), dtype=torch.int64),
+    )
 
 
 def case_dialect(system: str):
@@ -69,8 +92,10 @@ def world(request) -> int:
 
 @pytest.fixture(scope="module")
 def found(folder, world) -> list[dict]:
-    cases = {system: (case_dialect(system), [rollout_of(tokens_of(system), rows) for rows in dealt(world)])
-             for system in SYSTEMS}
+    cases = {
+        system: (case_dialect(system), [rollout_of(tokens_of(system), rows) for rows in dealt(world)])
+        for system in SYSTEMS
+    }
     return run_ranks("tests.distributed.work_systems:gradients_of_all", world=world, folder=folder, cases=cases)
 
 
@@ -145,7 +170,7 @@ def straight(system: str, models: Models, world: int, mini_batch: list[list[int]
 
 
 def micro_batches(own: list[int]) -> list[list[int]]:
-    return [own[start:start + MICRO_BATCH] for start in range(0, len(own), MICRO_BATCH)]
+    return [own[start : start + MICRO_BATCH] for start in range(0, len(own), MICRO_BATCH)]
 
 
 def joined(system: str, losses: dict, mini_batch: list[list[int]]) -> torch.Tensor:
@@ -162,8 +187,9 @@ def joined(system: str, losses: dict, mini_batch: list[list[int]]) -> torch.Tens
     return sum(sum(of_rank) / len(of_rank) for of_rank in means) / len(means)
 
 
-def estimate(system: str, r: dict, v: dict, lengths: list, width: dict, world: int,
-             mini_batch: list[list[int]]) -> tuple[dict, dict]:
+def estimate(
+    system: str, r: dict, v: dict, lengths: list, width: dict, world: int, mini_batch: list[list[int]]
+) -> tuple[dict, dict]:
     """Advantages and returns of the mini-batch's rows."""
     if system == "openai":
         for own in mini_batch:
@@ -186,7 +212,7 @@ def estimate(system: str, r: dict, v: dict, lengths: list, width: dict, world: i
     elif system == "trlx":
         for parts in zip(*map(micro_batches, mini_batch)):  # the same micro-batch of all ranks
             padded = {i: min(max(lengths[j] for j in part) + 2, width[i]) for part in parts for i in part}
-            pool = [x for part in parts for i in part for x in a[i][:padded[i]]]
+            pool = [x for part in parts for i in part for x in a[i][: padded[i]]]
             white(sum(parts, []), pool, unbiased=world == 1)
     else:
         for own in ranks:
@@ -235,10 +261,19 @@ def test_the_case_is_hard_enough(folder):
 
 # Each rank has prompts, and so responses, of its own. Targets between what the two ranks' own KLs come to.
 TARGETS = {"deepspeed_chat": 0.01, "deepspeed_chat_2023": 0.01, "openai": 0.6, "trlx": 0.7}
-STEERED = {system: dialect_of(system).override(
-    kl_controller="adaptive", kl_target=TARGETS.get(system, 0.2), kl_horizon=100.0, score_scaling="running",
-    ppo_epochs=2, actor_lr=2e-3, critic_lr=0.0 if system == "trl_rloo" else 3e-4,
-    mini_batches=MINI_BATCHES.get(system, 1)) for system in SYSTEMS}
+STEERED = {
+    system: dialect_of(system).override(
+        kl_controller="adaptive",
+        kl_target=TARGETS.get(system, 0.2),
+        kl_horizon=100.0,
+        score_scaling="running",
+        ppo_epochs=2,
+        actor_lr=2e-3,
+        critic_lr=0.0 if system == "trl_rloo" else 3e-4,
+        mini_batches=MINI_BATCHES.get(system, 1),
+    )
+    for system in SYSTEMS
+}
 WHITENED_PER_RANK = ("openai", "summarize", "trl_ppo")
 
 

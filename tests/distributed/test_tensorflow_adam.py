@@ -1,4 +1,5 @@
 """TensorFlow's Adam under ZeRO 0 to 3 on two ranks is what NumPy computes, for 50 steps, wherever its state lives."""
+
 import numpy as np
 import pytest
 import torch
@@ -6,23 +7,33 @@ import torch
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_tensorflow_adam import BETAS, EPS
 
-FLOAT32 = {f"{stage}{'_offload' if offload else ''}": {"stage": stage, "offload": offload}
-           for stage in (0, 1, 2, 3) for offload in (False, True) if stage or not offload}
-HALF = {f"{stage}_{dtype}": {"stage": stage, "dtype": dtype}
-        for stage in (0, 1, 2, 3) for dtype in ("bf16", "fp16")}
+FLOAT32 = {
+    f"{stage}{'_offload' if offload else ''}": {"stage": stage, "offload": offload}
+    for stage in (0, 1, 2, 3)
+    for offload in (False, True)
+    if stage or not offload
+}
+HALF = {f"{stage}_{dtype}": {"stage": stage, "dtype": dtype} for stage in (0, 1, 2, 3) for dtype in ("bf16", "fp16")}
 GENERATOR = torch.Generator().manual_seed(0)
 SHAPES = {"matrix": (5, 7), "vector": (3,), "other": (4, 2)}  # 46 numbers: shards end within a matrix
 WEIGHTS = {name: torch.randn(shape, generator=GENERATOR) for name, shape in SHAPES.items()}
 # Around eps, where TensorFlow's form and PyTorch's differ most.
-GRADIENTS = [{name: 3e-5 * torch.randn(shape, generator=GENERATOR) for name, shape in SHAPES.items()}
-             for _ in range(50)]
+GRADIENTS = [
+    {name: 3e-5 * torch.randn(shape, generator=GENERATOR) for name, shape in SHAPES.items()} for _ in range(50)
+]
 RATES = [1e-2 * (1 - step / 50) for step in range(50)]
 
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> list:
-    return run_ranks("tests.distributed.work_tensorflow_adam:all_runs", folder=folder, runs=FLOAT32 | HALF,
-                     weights=WEIGHTS, gradients=GRADIENTS, rates=RATES)
+    return run_ranks(
+        "tests.distributed.work_tensorflow_adam:all_runs",
+        folder=folder,
+        runs=FLOAT32 | HALF,
+        weights=WEIGHTS,
+        gradients=GRADIENTS,
+        rates=RATES,
+    )
 
 
 def by_numpy(name: str, tensorflows: bool = True) -> np.ndarray:
@@ -32,7 +43,7 @@ def by_numpy(name: str, tensorflows: bool = True) -> np.ndarray:
     for step, (gradients, rate) in enumerate(zip(GRADIENTS, RATES), 1):
         gradient = gradients[name].double().numpy()
         first = BETAS[0] * first + (1 - BETAS[0]) * gradient
-        second = BETAS[1] * second + (1 - BETAS[1]) * gradient ** 2
+        second = BETAS[1] * second + (1 - BETAS[1]) * gradient**2
         one, two = 1 - BETAS[0] ** step, 1 - BETAS[1] ** step
         if tensorflows:
             moved -= rate * np.sqrt(two) / one * first / (np.sqrt(second) + EPS)

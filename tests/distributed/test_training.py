@@ -1,4 +1,5 @@
 """Three training steps on two ranks: what is partitioned, what is frozen, what is averaged, what is whitened."""
+
 import math
 
 import pytest
@@ -10,9 +11,13 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.tiny_run import DIALECT, prompt_batch
 from tests.distributed.work_training import EMA_DECAY
 
-FLOAT32 = {"0": {"stage": 0, "config": "stage0.json"}, "1": {"stage": 1, "config": "stage1.json"},
-           "2": {"stage": 2, "config": "stage2.json"}, "3": {"stage": 3, "config": "stage3.json"},
-           "3_persistent": {"stage": 3, "config": "stage3_persistent.json"}}
+FLOAT32 = {
+    "0": {"stage": 0, "config": "stage0.json"},
+    "1": {"stage": 1, "config": "stage1.json"},
+    "2": {"stage": 2, "config": "stage2.json"},
+    "3": {"stage": 3, "config": "stage3.json"},
+    "3_persistent": {"stage": 3, "config": "stage3_persistent.json"},
+}
 BFLOAT16 = {f"{name}_bf16": {**FLOAT32[name], "dtype": "bf16"} for name in ("0", "2", "3", "3_persistent")}
 RUNS = FLOAT32 | BFLOAT16
 
@@ -45,8 +50,9 @@ def test_zero3_partitions_the_actor_again_after_a_swap(ranks):
     for rank in ranks:
         assert all(partitioned for _, partitioned, *_ in rank["3"]["at_rest_after_swap"])
         statuses = {name: partitioned for name, partitioned, *_ in rank["3_persistent"]["at_rest_after_swap"]}
-        assert {name for name, partitioned in statuses.items() if not partitioned} == \
-            {name for name in statuses if "norm" in name}, "vectors, and only they, are below the threshold"
+        assert {name for name, partitioned in statuses.items() if not partitioned} == {
+            name for name in statuses if "norm" in name
+        }, "vectors, and only they, are below the threshold"
 
 
 def test_other_stages_partition_no_parameter(ranks):
@@ -99,14 +105,17 @@ def test_ema_is_that_of_the_actors_weights_in_float64(ranks, run):
 def test_swapped_computes_with_the_averaged_weights(ranks, folder, run):
     rank = ranks[0][run]
     dtype = torch.bfloat16 if run.endswith("bf16") else torch.float32
-    assert_same_bits(rank["within_swap"]["weights"],
-                     {name: tensor.to(dtype) for name, tensor in rank["within_swap"]["masters"].items()})
+    assert_same_bits(
+        rank["within_swap"]["weights"],
+        {name: tensor.to(dtype) for name, tensor in rank["within_swap"]["masters"].items()},
+    )
     model, prompts = plain.policy(folder), prompt_batch([0, 1, 2, 3])
     model.load_state_dict({name: tensor.double() for name, tensor in rank["within_swap"]["weights"].items()})
     mask = prompts.attention_mask
     with torch.no_grad():
-        logits = model(input_ids=prompts.input_ids, attention_mask=mask,
-                       position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[:, -2]
+        logits = model(
+            input_ids=prompts.input_ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)
+        ).logits[:, -2]
     expected = logits.log_softmax(-1).gather(-1, prompts.input_ids[:, -1:])
     tolerance = 0.2 if dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(rank["within_swap"]["logprobs"].double(), expected, rtol=0, atol=tolerance)

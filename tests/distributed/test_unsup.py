@@ -1,4 +1,5 @@
 """Mixed pretraining on two ranks: (PPO's gradient + coefficient x the language model's) / 2, as one process has it."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,9 @@ def blocks() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def ranks(folder, experience, blocks) -> list[dict]:
     """What both ranks found, by the names in STAGES."""
-    return run_ranks("tests.distributed.work_unsup:all_stages", folder=folder, experience=experience, blocks=blocks,
-                     stages=STAGES)
+    return run_ranks(
+        "tests.distributed.work_unsup:all_stages", folder=folder, experience=experience, blocks=blocks, stages=STAGES
+    )
 
 
 def lm_losses(model, blocks: torch.Tensor) -> torch.Tensor:
@@ -54,9 +56,15 @@ def test_the_gradient_is_half_of_ppos_and_the_weighted_language_models(ranks, ap
         assert plain.relative_error(rank[stage]["actor"], mixed(apart, COEFFICIENT)) < CLOSE
 
 
-@pytest.mark.parametrize("wrong", [
-    {"coefficient": 1.01 * COEFFICIENT}, {"coefficient": 0.0}, {"coefficient": COEFFICIENT, "half": 1.0},
-    {"coefficient": COEFFICIENT, "lm": "mean_of_means"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"coefficient": 1.01 * COEFFICIENT},
+        {"coefficient": 0.0},
+        {"coefficient": COEFFICIENT, "half": 1.0},
+        {"coefficient": COEFFICIENT, "lm": "mean_of_means"},
+    ],
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_wrong_mixture_is_told_from_the_right_one(ranks, apart, stage, wrong):
     for rank in ranks:

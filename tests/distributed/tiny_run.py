@@ -1,4 +1,5 @@
 """Tiny engines, prompts and trainers for the ranks of a test, and what their weights are."""
+
 from pathlib import Path
 
 import deepspeed
@@ -8,9 +9,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_g
 from torch import Tensor
 
 from engine import distributed
-from engine.dialects import Dialect
-from engine.ds_config import EngineChoice
-from engine.ds_engine import FrozenModel, TrainedModel
+from engine.algorithms import Dialect
+from engine.zero.config import EngineChoice
+from engine.zero.engines import FrozenModel, TrainedModel
 from engine.experience import PromptBatch
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
@@ -22,8 +23,9 @@ DIALECT = Dialect(name="tiny", actor_lr=1e-3, critic_lr=1e-3, warmup_steps=2, pp
 SAMPLING = SamplingConfig(max_new_tokens=12, pad_token_id=PAD, stop_token_ids=(2, 7, 11, 19, 23), seed=3)
 
 
-def engine_spec(folder: str, stage: int, *, dtype: str = "fp32", actor: str = "actor", config: str | None = None,
-                **fields) -> EngineSpec:
+def engine_spec(
+    folder: str, stage: int, *, dtype: str = "fp32", actor: str = "actor", config: str | None = None, **fields
+) -> EngineSpec:
     """Trained engines at this stage, frozen ones at 3 where it is 3, else at 0.
 
     `actor`, `config`: names in `folder` of a model and of a DeepSpeed JSON, the latter for all engines of this stage.
@@ -32,17 +34,32 @@ def engine_spec(folder: str, stage: int, *, dtype: str = "fp32", actor: str = "a
     choices = {role: EngineChoice(role, stage, path=path) for role in ("actor", "critic")}
     if stage == 3:
         choices |= {role: EngineChoice(role, stage, path=path) for role in ("reference", "reward")}
-    return EngineSpec(actor_path=str(Path(folder) / actor), critic_path=str(Path(folder) / "reward"), dtype=dtype,
-                      **(choices | fields))
+    return EngineSpec(
+        actor_path=str(Path(folder) / actor),
+        critic_path=str(Path(folder) / "reward"),
+        dtype=dtype,
+        **(choices | fields),
+    )
 
 
-def build_trainer(spec: EngineSpec, *, dialect: Dialect = DIALECT, sampling: SamplingConfig = SAMPLING,
-                  backend: str = "replica", **config) -> PPOTrainer:
+def build_trainer(
+    spec: EngineSpec,
+    *,
+    dialect: Dialect = DIALECT,
+    sampling: SamplingConfig = SAMPLING,
+    backend: str = "replica",
+    **config,
+) -> PPOTrainer:
     """New engines, and a trainer of `total_steps` 3 and `micro_batch_size` 4 unless `config` says otherwise."""
     engine = RLHFEngine.from_pretrained(spec)
     config = {"total_steps": 3, "micro_batch_size": 4} | config
-    return PPOTrainer(engine=engine, rollouts=build_rollouts(backend, engine.actor, engine.tokenizer), dialect=dialect,
-                      config=PPOConfig(**config), sampling=sampling)
+    return PPOTrainer(
+        engine=engine,
+        rollouts=build_rollouts(backend, engine.actor, engine.tokenizer),
+        dialect=dialect,
+        config=PPOConfig(**config),
+        sampling=sampling,
+    )
 
 
 class TinyPrompts:
@@ -67,8 +84,12 @@ def prompt_tokens(index: int) -> list[int]:
 
 def prompt_batch(indices: list[int]) -> PromptBatch:
     """These prompts, left-padded."""
-    return collate_prompts([prompt_tokens(index) for index in indices], torch.tensor(indices),
-                           torch.zeros(len(indices), dtype=torch.int64), PAD)
+    return collate_prompts(
+        [prompt_tokens(index) for index in indices],
+        torch.tensor(indices),
+        torch.zeros(len(indices), dtype=torch.int64),
+        PAD,
+    )
 
 
 def weights(model: TrainedModel | FrozenModel) -> dict[str, Tensor]:
@@ -109,6 +130,7 @@ def _master(model: TrainedModel, parameter: Tensor) -> Tensor:
 
 def gradients(model: TrainedModel) -> dict[str, Tensor]:
     """Copies of the full gradients between the last backward and the step (all ranks call this)."""
+
     def read(parameter):
         return parameter.grad if model.stage == 0 else safe_get_full_grad(parameter)
 
@@ -117,5 +139,8 @@ def gradients(model: TrainedModel) -> dict[str, Tensor]:
 
 def timeless(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics that do not depend on the machine."""
-    return {name: value for name, value in metrics.items()
-            if not name.startswith(("time/", "memory/")) and name != "rollout/tokens_per_second"}
+    return {
+        name: value
+        for name, value in metrics.items()
+        if not name.startswith(("time/", "memory/")) and name != "rollout/tokens_per_second"
+    }

@@ -1,9 +1,10 @@
 """Run by ranks: what copies do between a run's steps, how often they are filled, and that they compute the same."""
+
 import gc
 import weakref
 
 from engine.experience import Rollout
-from engine.replica import Replicas
+from engine.whole_copies import Replicas
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
 from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, engine_spec, masters
@@ -22,8 +23,13 @@ def between_steps(folder: str, stage: int, config: str) -> dict[str, dict]:
 
 def _events(engine: RLHFEngine, mode: str) -> dict:
     rollouts = build_rollouts("replica", engine.actor, engine.tokenizer, others=engine.models, between_steps=mode)
-    trainer = PPOTrainer(engine=engine, rollouts=rollouts, dialect=DIALECT, sampling=SAMPLING,
-                         config=PPOConfig(total_steps=6, micro_batch_size=4))
+    trainer = PPOTrainer(
+        engine=engine,
+        rollouts=rollouts,
+        dialect=DIALECT,
+        sampling=SAMPLING,
+        config=PPOConfig(total_steps=6, micro_batch_size=4),
+    )
     feed, fills, answers = TinyPrompts(8), {}, {}
     prompts = feed.prompts(0)
     own = _judged_without_copies(engine, trainer, rollouts.generate(prompts, SAMPLING), rollouts.replicas)
@@ -48,8 +54,14 @@ def _events(engine: RLHFEngine, mode: str) -> dict:
     rollout = counted("generation", generate)
     counted("judging", lambda: trainer.maker.judge(rollout))
     counted("judging again", lambda: trainer.maker.judge(rollout))
-    return {"fills": fills, "answers": answers, "weights": weights, "rest with an actor": rests, "own": own,
-            "rest with all": _rest(rollouts)}
+    return {
+        "fills": fills,
+        "answers": answers,
+        "weights": weights,
+        "rest with an actor": rests,
+        "own": own,
+        "rest with all": _rest(rollouts),
+    }
 
 
 def _judged_without_copies(engine: RLHFEngine, trainer: PPOTrainer, rollout: Rollout, replicas: Replicas) -> dict:
@@ -60,8 +72,10 @@ def _judged_without_copies(engine: RLHFEngine, trainer: PPOTrainer, rollout: Rol
     own = trainer.maker.judge(rollout)
     for model in engine.models:
         model.lender = replicas
-    return {name: (getattr(lent, name), getattr(own, name))
-            for name in ("logprobs", "entropy", "ref_logprobs", "values", "scores")}
+    return {
+        name: (getattr(lent, name), getattr(own, name))
+        for name in ("logprobs", "entropy", "ref_logprobs", "values", "scores")
+    }
 
 
 def _rest(rollouts) -> dict:

@@ -1,21 +1,22 @@
 """Run by ranks: engines without a critic, and hydra actors of every family."""
+
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from engine.ds_config import EngineChoice
-from engine.ds_engine import TrainedModel
+from engine.zero.config import EngineChoice
+from engine.zero.engines import TrainedModel
 from engine.experience import PromptBatch, Rollout
-from engine.hydra import load_hydra
-from engine.model_files import load_policy
+from engine.models.hydra import load_hydra
+from engine.models.loading import load_policy
 from engine.reference import EngineReference, HydraReference
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
 from tests.distributed.tiny_run import engine_spec, prompt_batch, weights
 from tests.distributed.work_hydra import local_bytes
-from training import checkpoint
-from training.saving import save_trained
+from training.restarts import checkpoint
+from training.program.saving import save_trained
 
 LR = 1e-2
 RESPONSE = 4
@@ -28,13 +29,19 @@ def without_critic(folder: str, output: str, stages: tuple[int, ...]) -> dict[in
 
 
 def _without_critic(folder: str, output: str, stage: int) -> dict:
-    spec = engine_spec(folder, stage, config=f"stage{stage}.json", reward_path=str(Path(folder) / "reward"),
-                       ema_decay=0.5)
+    spec = engine_spec(
+        folder, stage, config=f"stage{stage}.json", reward_path=str(Path(folder) / "reward"), ema_decay=0.5
+    )
     alone = replace(spec, critic_path=None, with_critic=False)
     found = {"gae": local_bytes(RLHFEngine.from_pretrained(spec))}
     engine = RLHFEngine.from_pretrained(alone)
-    found |= {"rloo": local_bytes(engine), "critic": engine.critic, "models": len(engine.models),
-              "trained": list(engine.trained), "reward": weights(engine.reward.model)}
+    found |= {
+        "rloo": local_bytes(engine),
+        "critic": engine.critic,
+        "models": len(engine.models),
+        "trained": list(engine.trained),
+        "reward": weights(engine.reward.model),
+    }
     rollout = whole_rollout(prompt_batch([0, 1, 2, 3]))
     one_step(engine.actor, rollout)
     engine.ema.update()
@@ -43,8 +50,9 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
     one_step(engine.actor, rollout)
     engine.ema.update()
     found["end"] = weights(engine.actor), [shard.clone() for shard in engine.ema.shards]
-    found["saved"] = sorted(save_trained(model, engine.tokenizer, f"{output}/{role}").name
-                            for role, model in engine.trained.items())
+    found["saved"] = sorted(
+        save_trained(model, engine.tokenizer, f"{output}/{role}").name for role, model in engine.trained.items()
+    )
     resumed = RLHFEngine.from_pretrained(alone)
     point, state = checkpoint.find(output)
     checkpoint.load(point, resumed, state)
@@ -67,9 +75,14 @@ def _family(path: str, choice: EngineChoice) -> dict:
     before = weights(actor)
     for _ in range(2):
         one_step(actor, rollout)
-    return {"before": before, "after": weights(actor), "parts": actor.module.names,
-            "actor": _actor_logprobs(actor, rollout), "reference": HydraReference(actor).ref_logprobs(rollout, 1.0),
-            "untouched": own.ref_logprobs(rollout, 1.0)}
+    return {
+        "before": before,
+        "after": weights(actor),
+        "parts": actor.module.names,
+        "actor": _actor_logprobs(actor, rollout),
+        "reference": HydraReference(actor).ref_logprobs(rollout, 1.0),
+        "untouched": own.ref_logprobs(rollout, 1.0),
+    }
 
 
 def whole_rollout(prompts: PromptBatch) -> Rollout:
@@ -77,9 +90,14 @@ def whole_rollout(prompts: PromptBatch) -> Rollout:
     generator = torch.Generator().manual_seed(5)
     responses = torch.randint(4, 60, (len(prompts), RESPONSE), generator=generator)
     ones = torch.ones_like(responses)
-    return Rollout(sequences=torch.cat([prompts.input_ids, responses], 1),
-                   attention_mask=torch.cat([prompts.attention_mask, ones], 1), response_mask=ones.bool(),
-                   ended=torch.zeros(len(prompts), dtype=torch.bool), indices=prompts.indices, samples=prompts.samples)
+    return Rollout(
+        sequences=torch.cat([prompts.input_ids, responses], 1),
+        attention_mask=torch.cat([prompts.attention_mask, ones], 1),
+        response_mask=ones.bool(),
+        ended=torch.zeros(len(prompts), dtype=torch.bool),
+        indices=prompts.indices,
+        samples=prompts.samples,
+    )
 
 
 def one_step(actor: TrainedModel, rollout: Rollout) -> None:

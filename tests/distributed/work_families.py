@@ -1,12 +1,13 @@
 """One whole step of PPO, and what came of it, for tests that ask the same of one process and of several."""
+
 import gc
 
 import torch
 
 from engine import distributed
-from engine.dialects import Dialect
-from engine.ds_config import EngineChoice
-from engine.gathering import full_state
+from engine.algorithms import Dialect
+from engine.zero.config import EngineChoice
+from engine.zero.gathering import full_state
 from engine.experience import PromptBatch, Rollout
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
@@ -24,8 +25,12 @@ def own_prompts() -> PromptBatch:
     rows = torch.arange(len(PROMPTS)).chunk(distributed.world_size())[distributed.rank()].tolist()
     width = max(len(PROMPTS[row]) for row in rows)
     ids = torch.tensor([[PAD] * (width - len(PROMPTS[row])) + PROMPTS[row] for row in rows])
-    return PromptBatch(ids, (ids != PAD).long(), torch.tensor([INDICES[row] for row in rows]),
-                       torch.zeros(len(rows), dtype=torch.int64))
+    return PromptBatch(
+        ids,
+        (ids != PAD).long(),
+        torch.tensor([INDICES[row] for row in rows]),
+        torch.zeros(len(rows), dtype=torch.int64),
+    )
 
 
 def one_step(actor: str, critic: str, stage: int) -> dict:
@@ -33,25 +38,31 @@ def one_step(actor: str, critic: str, stage: int) -> dict:
     choices = {role: EngineChoice(role, stage) for role in ("actor", "critic")}
     engine = RLHFEngine.from_pretrained(EngineSpec(actor_path=actor, critic_path=critic, **choices))
     trainer = PPOTrainer(
-        engine=engine, rollouts=build_rollouts("replica", engine.actor, engine.tokenizer),
+        engine=engine,
+        rollouts=build_rollouts("replica", engine.actor, engine.tokenizer),
         dialect=Dialect(ppo_epochs=1, warmup_steps=0, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE),
         config=PPOConfig(total_steps=1, micro_batch_size=1),
-        sampling=SamplingConfig(max_new_tokens=6, pad_token_id=PAD, stop_token_ids=(EOS,), seed=SEED))
+        sampling=SamplingConfig(max_new_tokens=6, pad_token_id=PAD, stop_token_ids=(EOS,), seed=SEED),
+    )
     report = trainer.step(own_prompts())
     experience = report.experience
     names = ("logprobs", "ref_logprobs", "values", "scores", "advantages", "returns")
     columns = {name: getattr(experience, name) for name in names}
-    return {"rows": rows_of(experience.rollout, columns), "metrics": report.metrics,
-            "actor": full_state(engine.actor.module.model), "critic": full_state(engine.critic.module.model),
-            "reference": full_state(engine.reference.model.module.model),
-            "reward": full_state(engine.reward.model.module.model)}
+    return {
+        "rows": rows_of(experience.rollout, columns),
+        "metrics": report.metrics,
+        "actor": full_state(engine.actor.module.model),
+        "critic": full_state(engine.critic.module.model),
+        "reference": full_state(engine.reference.model.module.model),
+        "reward": full_state(engine.reward.model.module.model),
+    }
 
 
 def rows_of(rollout: Rollout, columns: dict[str, torch.Tensor]) -> list[dict]:
     """Each row without its padding: prompt and response as lists, the columns cut to the response."""
     rows = []
     for row, mask in enumerate(rollout.response_mask):
-        prompt = rollout.prompts[row][rollout.attention_mask[row, :rollout.prompt_length].bool()]
+        prompt = rollout.prompts[row][rollout.attention_mask[row, : rollout.prompt_length].bool()]
         cut = {name: column[row][mask] if column.dim() > 1 else column[row] for name, column in columns.items()}
         rows.append({"prompt": prompt.tolist(), "response": rollout.responses[row][mask].tolist(), **cut})
     return rows

@@ -1,17 +1,18 @@
 """Run by ranks: the gradients of one optimizer step, and the weights after two."""
+
 from dataclasses import replace
 
 import torch
 
 from engine import distributed
-from engine.ds_engine import TrainedModel
+from engine.zero.engines import TrainedModel
 from engine.experience import Experience
 from tests.distributed.tiny_run import DIALECT, build_trainer, engine_spec, gradients, weights
 from training.learner import Learner
-from training.metrics import Accumulator
+from training.reporting.metrics import Accumulator
 from training.ppo_trainer import PPOTrainer
 
-ROWS = ((0, 5), (5, 7))      # the rows of each rank: with MICRO_BATCH 2, three micro-batches and one
+ROWS = ((0, 5), (5, 7))  # the rows of each rank: with MICRO_BATCH 2, three micro-batches and one
 MICRO_BATCH = 2
 TEMPERATURE = 0.8
 LEARNING_RATE = 1e-3
@@ -28,18 +29,27 @@ def one_stage(folder: str, experience: Experience, stage: int, config: str) -> d
     """Gradients of the loss as it is and of two wrong ones; two real steps of the model with tied embeddings."""
     own = experience.select(slice(*ROWS[distributed.rank()]))
     trainer = build_trainer(engine_spec(folder, stage, config=config), dialect=STILL, micro_batch_size=MICRO_BATCH)
-    result = {"right": one_step(trainer, own),
-              "one_sided": one_step(trainer, experience, rows=len(experience) if distributed.is_main() else 0)}
+    result = {
+        "right": one_step(trainer, own),
+        "one_sided": one_step(trainer, experience, rows=len(experience) if distributed.is_main() else 0),
+    }
     learner = trainer.learner
-    learner._loss_weights = lambda parts: {name: [1.01 * weight for weight in column]
-                                           for name, column in Learner._loss_weights(learner, parts).items()}
+    learner._loss_weights = lambda parts: {
+        name: [1.01 * weight for weight in column] for name, column in Learner._loss_weights(learner, parts).items()
+    }
     result["scaled"] = one_step(trainer, own)
     del learner._loss_weights
     learner.dialect = replace(STILL, loss_scope="micro_batch")
     result["mean_of_means"] = one_step(trainer, own)
 
-    spec = engine_spec(folder, stage, config=config, actor="tied", actor_gradient_checkpointing=True,
-                       critic_gradient_checkpointing=True)
+    spec = engine_spec(
+        folder,
+        stage,
+        config=config,
+        actor="tied",
+        actor_gradient_checkpointing=True,
+        critic_gradient_checkpointing=True,
+    )
     trainer = build_trainer(spec, dialect=MOVING, micro_batch_size=MICRO_BATCH)
     result["tied"] = one_step(trainer, own)
     one_step(trainer, own)
@@ -55,6 +65,7 @@ def one_step(trainer: PPOTrainer, experience: Experience, rows: int | None = Non
         def step(*args, **kwargs):
             found[name] = gradients(model)
             return TrainedModel.step(model, *args, **kwargs)
+
         model.step = step
 
     watch("actor", trainer.engine.actor)

@@ -1,12 +1,13 @@
 """Run by ranks: optimizer steps that are left out, and passes that are."""
+
 from dataclasses import replace
 
 import torch
 
 from engine import distributed
-from engine.dialects import Dialect
+from engine.algorithms import Dialect
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, masters, momenta
-from training.metrics import Accumulator
+from training.reporting.metrics import Accumulator
 from training.ppo_trainer import PPOTrainer
 
 LIMIT = 1.5
@@ -23,8 +24,13 @@ def exploding(folder: str, stages: dict[str, tuple[int, str, str]]) -> dict[str,
         experience = trainer.maker.make(trainer.rollouts.generate(prompts, trainer.sampling), 0.1)
         # Ratios of e on rank 0 and 1 on rank 1: their mean is over the limit, rank 1's own is not.
         spoiled = replace(experience, logprobs=experience.logprobs - float(distributed.is_main()))
-        found[name] = {"before": state(trainer), "left out": one(trainer, spoiled), "after": state(trainer),
-                       "sound": one(trainer, experience), "end": state(trainer)}
+        found[name] = {
+            "before": state(trainer),
+            "left out": one(trainer, spoiled),
+            "after": state(trainer),
+            "sound": one(trainer, experience),
+            "end": state(trainer),
+        }
         found[name]["momenta"] = momenta(trainer.engine.actor)
     return found
 

@@ -1,4 +1,5 @@
 """Run by ranks: what the harness has to bring back, or to survive."""
+
 import torch
 
 from engine import distributed

@@ -1,20 +1,21 @@
 """Run by ranks: actors of which only the last layers train, with frozen copies of these for a reference."""
+
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from engine.ds_config import EngineChoice
-from engine.ds_engine import FrozenModel, TrainedModel
+from engine.zero.config import EngineChoice
+from engine.zero.engines import FrozenModel, TrainedModel
 from engine.experience import Rollout
-from engine.model_files import load_policy
+from engine.models.loading import load_policy
 from engine.reference import EngineReference
 from engine.rlhf_engine import EngineSpec, RLHFEngine, frozen_model
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, timeless, weights
-from training import checkpoint
+from training.restarts import checkpoint
 from training.ppo_trainer import PPOTrainer
-from training.saving import save_trained
+from training.program.saving import save_trained
 
 EMA_DECAY = 0.5
 STEPS, SAVED_AFTER = 3, 2
@@ -27,21 +28,51 @@ def all_runs(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]
     return {name: one_run(folder, f"{output}/{name}", **arguments) for name, arguments in runs.items()}
 
 
-def one_run(folder: str, output: str, stage: int, config: str, dtype: str = "fp32", actor: str = "actor",
-            layers: int = 1, backend: str = "replica", checkpointing: bool = False) -> dict:
+def one_run(
+    folder: str,
+    output: str,
+    stage: int,
+    config: str,
+    dtype: str = "fp32",
+    actor: str = "actor",
+    layers: int = 1,
+    backend: str = "replica",
+    checkpointing: bool = False,
+) -> dict:
     """Three steps with an EMA and a restart point after the second; the last once more, in new engines, from there."""
+
     def new_trainer() -> PPOTrainer:
-        spec = engine_spec(folder, stage, config=config, dtype=dtype, actor=actor, reference=None, hydra_layers=layers,
-                           ema_decay=EMA_DECAY, actor_gradient_checkpointing=checkpointing)
+        spec = engine_spec(
+            folder,
+            stage,
+            config=config,
+            dtype=dtype,
+            actor=actor,
+            reference=None,
+            hydra_layers=layers,
+            ema_decay=EMA_DECAY,
+            actor_gradient_checkpointing=checkpointing,
+        )
         return build_trainer(spec, backend=backend, total_steps=STEPS)
 
     trainer = new_trainer()
     engine = trainer.engine
-    own = EngineReference(frozen_model(
-        load_policy, f"{folder}/{actor}", EngineChoice("reference", 3, path=f"{folder}/{config}") if stage == 3 else
-        EngineChoice("reference", 0), EngineSpec(actor_path="", critic_path="", dtype=dtype)))
-    result = {"before": weights(engine.actor), "branch_before": branch(engine.actor), "models": len(engine.models),
-              "bytes": local_bytes(engine), "own_bytes": sum(map(parameter_bytes, own.models)), "metrics": []}
+    own = EngineReference(
+        frozen_model(
+            load_policy,
+            f"{folder}/{actor}",
+            EngineChoice("reference", 3, path=f"{folder}/{config}") if stage == 3 else EngineChoice("reference", 0),
+            EngineSpec(actor_path="", critic_path="", dtype=dtype),
+        )
+    )
+    result = {
+        "before": weights(engine.actor),
+        "branch_before": branch(engine.actor),
+        "models": len(engine.models),
+        "bytes": local_bytes(engine),
+        "own_bytes": sum(map(parameter_bytes, own.models)),
+        "metrics": [],
+    }
     for report in trainer.fit(TinyPrompts(8)):
         result["metrics"].append(timeless(report.metrics))
         if report.step == 1:
@@ -54,16 +85,22 @@ def one_run(folder: str, output: str, stage: int, config: str, dtype: str = "fp3
         result["averaged"] = {"logprobs": judged(engine, own, rollout), "weights": weights(engine.actor)}
         save_trained(engine.actor, engine.tokenizer, f"{output}/ema")
     save_trained(engine.actor, engine.tokenizer, f"{output}/actor")
-    result |= {"after": weights(engine.actor), "branch_after": branch(engine.actor),
-               "ema": [shard.clone() for shard in engine.ema.shards]}
+    result |= {
+        "after": weights(engine.actor),
+        "branch_after": branch(engine.actor),
+        "ema": [shard.clone() for shard in engine.ema.shards],
+    }
     resumed = new_trainer()
     point, progress = checkpoint.find(output)
     checkpoint.load(point, resumed.engine, progress)
     resumed.load_state_dict(progress)
     result["resumed_metrics"] = [timeless(report.metrics) for report in resumed.fit(TinyPrompts(8))]
-    result["resumed"] = {"after": weights(resumed.engine.actor), "branch": branch(resumed.engine.actor),
-                         "logprobs": judged(resumed.engine, own, rollout),
-                         "ema": [shard.clone() for shard in resumed.engine.ema.shards]}
+    result["resumed"] = {
+        "after": weights(resumed.engine.actor),
+        "branch": branch(resumed.engine.actor),
+        "logprobs": judged(resumed.engine, own, rollout),
+        "ema": [shard.clone() for shard in resumed.engine.ema.shards],
+    }
     return result
 
 
@@ -73,8 +110,11 @@ def judged(engine: RLHFEngine, own: EngineReference, rollout: Rollout) -> dict:
     inputs = rollout.sequences, rollout.attention_mask, rollout.position_ids
     actor, _ = engine.actor(*inputs, response_length=rollout.response_length, temperature=TEMPERATURE)
     with engine.reference.resident():
-        return {"actor": actor, "reference": engine.reference.ref_logprobs(rollout, TEMPERATURE),
-                "untouched": own.ref_logprobs(rollout, TEMPERATURE)}
+        return {
+            "actor": actor,
+            "reference": engine.reference.ref_logprobs(rollout, TEMPERATURE),
+            "untouched": own.ref_logprobs(rollout, TEMPERATURE),
+        }
 
 
 def branch(actor: TrainedModel) -> dict:

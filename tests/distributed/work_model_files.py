@@ -1,21 +1,28 @@
 """Models loaded, asked and saved by engines, for tests that ask the same of one process and of several."""
+
 import torch
 
 from engine import distributed
-from engine.ds_config import EngineChoice
-from engine.gathering import full_state
+from engine.zero.config import EngineChoice
+from engine.zero.gathering import full_state
 from engine.experience import position_ids
-from engine.model_files import load_policy, load_scorer, new_scorer
+from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.rlhf_engine import EngineSpec, frozen_model
 from tests.tiny_models import PAD, make_tokenizer
-from training.saving import save_trained
+from training.program.saving import save_trained
 
 HEAD_SEED = 5
 
 
 @torch.no_grad()
-def what_they_say(stage: int, scorers: dict[str, str], actors: dict[str, str], sequences: torch.Tensor,
-                  attention_mask: torch.Tensor, fresh: tuple[str, str] | None = None) -> dict:
+def what_they_say(
+    stage: int,
+    scorers: dict[str, str],
+    actors: dict[str, str],
+    sequences: torch.Tensor,
+    attention_mask: torch.Tensor,
+    fresh: tuple[str, str] | None = None,
+) -> dict:
     """Sequence scores and full weights of reward models, log-probs of language models, by their names.
 
     fresh: (language model, folder): a new reward model is made of the one and saved in the other.

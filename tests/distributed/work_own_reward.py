@@ -1,13 +1,14 @@
 """A run without a reward model: scores from a function of the data's rows, a critic from the actor's model."""
+
 from engine import distributed
-from engine.ds_config import EngineChoice
+from engine.zero.config import EngineChoice
 from engine.errors import RunStopped
 from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import build_rollouts
 from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, prompt_tokens, weights
-from training.evaluation import Evaluator
+from training.reporting.evaluation import Evaluator
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
 PER_STEP = 8
@@ -24,20 +25,31 @@ def words_and_bonus(prompts: list[str], responses: list[str], rows: list[dict]) 
 def run(actor: str, stage: int) -> dict:
     """The critic as it starts; two steps, weights after each; held-out rows; what comes of a function that fails."""
     choices = {role: EngineChoice(role, stage) for role in ("actor", "critic")}
-    engine = RLHFEngine.from_pretrained(EngineSpec(actor_path=actor, critic_path=None, with_reward_model=False,
-                                                   **choices))
+    engine = RLHFEngine.from_pretrained(
+        EngineSpec(actor_path=actor, critic_path=None, with_reward_model=False, **choices)
+    )
     function = FunctionReward(words_and_bonus, engine.tokenizer, ROWS)
     rollouts = build_rollouts("replica", engine.actor, engine.tokenizer)
     trainer = PPOTrainer(
-        engine=engine, rollouts=rollouts, dialect=DIALECT, sampling=SAMPLING,
+        engine=engine,
+        rollouts=rollouts,
+        dialect=DIALECT,
+        sampling=SAMPLING,
         config=PPOConfig(total_steps=2, micro_batch_size=3),
-        reward=CombinedReward({"function": (function, 1.0)}, missing_eos_penalty=PENALTY))
+        reward=CombinedReward({"function": (function, 1.0)}, missing_eos_penalty=PENALTY),
+    )
     result = {"reward_engine": engine.reward, "critic": [weights(engine.critic)], "steps": []}
     for report in trainer.fit(TinyPrompts(PER_STEP)):
         result["critic"].append(weights(engine.critic))
         result["steps"].append({"experience": report.experience, "metrics": report.metrics})
-    evaluator = Evaluator([prompt_tokens(1000 + index) for index in range(HELD_OUT)], rollouts=rollouts,
-                          maker=trainer.maker, sampling=SAMPLING, tokenizer=engine.tokenizer, first_index=TRAINING)
+    evaluator = Evaluator(
+        [prompt_tokens(1000 + index) for index in range(HELD_OUT)],
+        rollouts=rollouts,
+        maker=trainer.maker,
+        sampling=SAMPLING,
+        tokenizer=engine.tokenizer,
+        first_index=TRAINING,
+    )
     result["eval_metrics"], result["eval_rows"] = evaluator.run()
     if distributed.rank() == distributed.world_size() - 1:
         function.function = lambda prompts, responses, rows: rows[0]["no such column"]

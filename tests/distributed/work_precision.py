@@ -1,14 +1,23 @@
 """Run by ranks: training in half precision, and what an overflow in one of the two trained models does to both."""
+
 import contextlib
 
 from deepspeed.accelerator import get_accelerator
 
 from engine import distributed
-from engine.ds_engine import TrainedModel
+from engine.zero.engines import TrainedModel
 from engine.rlhf_engine import OptimizerSpec
-from tests.distributed.tiny_run import (DIALECT, TinyPrompts, build_trainer, engine_spec, masters, momenta, timeless,
-                                        weights)
-from training.metrics import Accumulator
+from tests.distributed.tiny_run import (
+    DIALECT,
+    TinyPrompts,
+    build_trainer,
+    engine_spec,
+    masters,
+    momenta,
+    timeless,
+    weights,
+)
+from training.reporting.metrics import Accumulator
 from training.ppo_trainer import PPOTrainer
 
 STEADY = DIALECT.override(lr_schedule="constant", warmup_steps=0)
@@ -19,8 +28,12 @@ ROUNDS = 6
 def all_stages(folder: str, dtype: str, stages: tuple[int, ...]) -> dict[int, dict]:
     """What the functions below return, by stage."""
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs, where it is slow but right
-    return {stage: training(folder, dtype, stage) | repeated_gradient(folder, dtype, stage)
-            | (joint_skips(folder, dtype, stage) if dtype == "fp16" else {}) for stage in stages}
+    return {
+        stage: training(folder, dtype, stage)
+        | repeated_gradient(folder, dtype, stage)
+        | (joint_skips(folder, dtype, stage) if dtype == "fp16" else {})
+        for stage in stages
+    }
 
 
 def training(folder: str, dtype: str, stage: int) -> dict:
@@ -39,14 +52,17 @@ def training(folder: str, dtype: str, stage: int) -> dict:
 def repeated_gradient(folder: str, dtype: str, stage: int) -> dict:
     """Adam's first moments after ROUNDS unclipped steps at learning rate 0, in which the fp16 loss scale has grown."""
     still = OptimizerSpec(lr=0.0, betas=STILL.betas, max_grad_norm=0.0)
-    spec = engine_spec(folder, stage, dtype=dtype, config=f"stage{stage}_growing.json", actor_optimizer=still,
-                       critic_optimizer=still)
+    spec = engine_spec(
+        folder, stage, dtype=dtype, config=f"stage{stage}_growing.json", actor_optimizer=still, critic_optimizer=still
+    )
     trainer = build_trainer(spec, dialect=STILL)
     report = trainer.step(TinyPrompts(8).prompts(0))
     for _ in range(ROUNDS - 1):
         trainer.train(report.experience, 0.0, Accumulator())
-    found = {name: {"momenta": momenta(model), "weights": weights(model), "loss_scale": model.loss_scale}
-             for name, model in (("actor", trainer.engine.actor), ("critic", trainer.engine.critic))}
+    found = {
+        name: {"momenta": momenta(model), "weights": weights(model), "loss_scale": model.loss_scale}
+        for name, model in (("actor", trainer.engine.actor), ("critic", trainer.engine.critic))
+    }
     return {"repeated": found | {"experience": report.experience}}
 
 
@@ -55,8 +71,12 @@ def joint_skips(folder: str, dtype: str, stage: int) -> dict:
     spec = engine_spec(folder, stage, dtype=dtype, config=f"stage{stage}.json", ema_decay=0.5)
     trainer = build_trainer(spec, dialect=STEADY)
     feed, states = TinyPrompts(8), {}
-    events = {"first step": None, "critic overflows": trainer.engine.critic, "actor overflows": trainer.engine.actor,
-              "last step": None}
+    events = {
+        "first step": None,
+        "critic overflows": trainer.engine.critic,
+        "actor overflows": trainer.engine.actor,
+        "last step": None,
+    }
     for event, overflowing in events.items():
         with overflow_on_last_rank(overflowing):
             report = trainer.step(feed.prompts(len(states)))
@@ -81,6 +101,10 @@ def everything(trainer: PPOTrainer) -> dict:
     engine = trainer.engine
     found = {"ema": [shard.clone() for shard in engine.ema.shards] if engine.ema else []}
     for name, model in (("actor", engine.actor), ("critic", engine.critic)):
-        found[name] = {"weights": weights(model), "masters": masters(model), "loss_scale": model.loss_scale,
-                       "version": model.version}
+        found[name] = {
+            "weights": weights(model),
+            "masters": masters(model),
+            "loss_scale": model.loss_scale,
+            "version": model.version,
+        }
     return found

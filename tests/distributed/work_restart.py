@@ -1,11 +1,12 @@
 """Run by ranks: four training steps with a restart point after the second, and the last two once more from there."""
+
 from dataclasses import replace
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, masters, timeless, weights
-from training import checkpoint
+from training.restarts import checkpoint
 from training.ppo_trainer import PPOTrainer
 
 STEPS, SAVED_AFTER = 4, 2
@@ -20,8 +21,7 @@ def uninterrupted(folder: str, output: str, runs: dict[str, dict]) -> dict[str, 
         for report in trainer.fit(TinyPrompts(8)):
             metrics.append(timeless(report.metrics))
             if report.step == SAVED_AFTER:
-                checkpoint.save(Path(output) / name, trainer.engine,
-                                {**trainer.state_dict(), "identity": {}})
+                checkpoint.save(Path(output) / name, trainer.engine, {**trainer.state_dict(), "identity": {}})
                 saved = state(trainer)
         found[name] = {"metrics": metrics, "saved": saved, "end": state(trainer)}
     return found
@@ -58,6 +58,8 @@ def state(trainer: PPOTrainer) -> dict:
     tensors = {"ema": dict(enumerate(shard.clone() for shard in engine.ema.shards))}
     for name, model in engine.trained.items():
         tensors |= {f"{name} weights": weights(model), f"{name} masters": masters(model)}
-    counters = {"trainer": trainer.state_dict(),
-                "loss scales": tuple(model.loss_scale for model in engine.trained.values())}
+    counters = {
+        "trainer": trainer.state_dict(),
+        "loss scales": tuple(model.loss_scale for model in engine.trained.values()),
+    }
     return {"tensors": tensors, "counters": counters}

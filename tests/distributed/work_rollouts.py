@@ -1,4 +1,5 @@
 """Run by ranks: the same prompts answered by both backends, in several orders, with several ways to stop."""
+
 from dataclasses import replace
 from unittest import mock
 
@@ -11,18 +12,28 @@ from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, 
 
 BACKENDS = {"replica": ReplicaRollouts, "zero3": Zero3Rollouts}
 ORDERS = {"in order": [[0, 1, 2, 3, 4, 5, 6, 7]], "shuffled, in two batches": [[6, 1, 4, 3], [0, 7, 2, 5]]}
-CASES = {(backend, rows_at_once, order): batches for backend in BACKENDS for rows_at_once in (None, 3)
-         for order, batches in ORDERS.items() if rows_at_once is None or order == "in order"}
+CASES = {
+    (backend, rows_at_once, order): batches
+    for backend in BACKENDS
+    for rows_at_once in (None, 3)
+    for order, batches in ORDERS.items()
+    if rows_at_once is None or order == "in order"
+}
 UNEVEN_STOPS = (tuple(range(64)), (-1,))  # of each rank
 
 
-def everything(folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig],
-               moving: SamplingConfig, needed: int) -> dict[str, dict]:
+def everything(
+    folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig], moving: SamplingConfig, needed: int
+) -> dict[str, dict]:
     """What the four functions below return, by their names. needed: bytes of copies, of a cache for 90 tokens,
     and of a rank's gradients."""
     engine = RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config))
-    return {"answers": _answers(engine, samplings), "choices": _choices(engine, moving, needed),
-            "gathers": gathers(folder, stage, config, moving), "uneven": uneven(folder, stage, config, moving)}
+    return {
+        "answers": _answers(engine, samplings),
+        "choices": _choices(engine, moving, needed),
+        "gathers": gathers(folder, stage, config, moving),
+        "uneven": uneven(folder, stage, config, moving),
+    }
 
 
 def answers(folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig]) -> dict:
@@ -37,7 +48,8 @@ def _answers(engine: RLHFEngine, samplings: dict[str, SamplingConfig]) -> dict:
         for sampling, how in samplings.items():
             parts = [rollouts.generate(prompt_batch(_share(batch)).repeat(2), how) for batch in batches]
             found[backend, rows_at_once, order, sampling] = {
-                key: answer for part in parts for key, answer in _by_key(part)}
+                key: answer for part in parts for key, answer in _by_key(part)
+            }
     return found
 
 
@@ -45,19 +57,29 @@ def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: int) -> dict[
     """What "auto" takes where only rank 1 has little memory free, and what it answers."""
     found = {}
     for name, free in {"much": needed / 0.3, "middling": needed / 0.6, "little": needed / 0.9}.items():
-        own = int(free) if distributed.rank() == 1 else 10 ** 12
+        own = int(free) if distributed.rank() == 1 else 10**12
         with mock.patch("engine.distributed.free_memory", lambda: own):
-            rollouts = build_rollouts("auto", engine.actor, engine.tokenizer, others=engine.models, rows_at_once=3,
-                                      row_length=30, decoding="auto")
-        found[name] = {"backend": type(rollouts).__name__, "why": rollouts.why,
-                       "between_steps": rollouts.replicas.between_steps if name != "little" else None,
-                       "answers": dict(_by_key(rollouts.generate(prompt_batch(_share(list(range(8)))), sampling)))}
+            rollouts = build_rollouts(
+                "auto",
+                engine.actor,
+                engine.tokenizer,
+                others=engine.models,
+                rows_at_once=3,
+                row_length=30,
+                decoding="auto",
+            )
+        found[name] = {
+            "backend": type(rollouts).__name__,
+            "why": rollouts.why,
+            "between_steps": rollouts.replicas.between_steps if name != "little" else None,
+            "answers": dict(_by_key(rollouts.generate(prompt_batch(_share(list(range(8)))), sampling))),
+        }
     return found
 
 
 def _share(indices: list[int]) -> list[int]:
     own = len(indices) // distributed.world_size()
-    return indices[distributed.rank() * own:(distributed.rank() + 1) * own]
+    return indices[distributed.rank() * own : (distributed.rank() + 1) * own]
 
 
 def _by_key(rollout: Rollout):
@@ -91,8 +113,7 @@ def gathers(folder: str, stage: int, config: str, sampling: SamplingConfig) -> d
         generate(replica, "averaged")
         averaged = masters(engine.actor)
     generate(replica, "swapped back")
-    return {"answers": found, "weights": masters(engine.actor), "averaged weights": averaged,
-            "gathers": counts}
+    return {"answers": found, "weights": masters(engine.actor), "averaged weights": averaged, "gathers": counts}
 
 
 def uneven(folder: str, stage: int, config: str, sampling: SamplingConfig) -> dict:
@@ -105,8 +126,10 @@ def uneven(folder: str, stage: int, config: str, sampling: SamplingConfig) -> di
         refilled = BACKENDS[backend](trainer.engine.actor, trainer.engine.tokenizer, 3)
         rollout = refilled.generate(prompt_batch(_share(list(range(8)))).repeat(2), how)
         report = trainer.step(TinyPrompts(8).prompts(0))
-        found[backend] = {"answers": dict(_by_key(rollout)),
-                          "shape": tuple(report.experience.rollout.response_mask.shape),
-                          "metrics": timeless(report.metrics),
-                          "finite": all(w.isfinite().all().item() for w in masters(trainer.engine.actor).values())}
+        found[backend] = {
+            "answers": dict(_by_key(rollout)),
+            "shape": tuple(report.experience.rollout.response_mask.shape),
+            "metrics": timeless(report.metrics),
+            "finite": all(w.isfinite().all().item() for w in masters(trainer.engine.actor).values()),
+        }
     return found

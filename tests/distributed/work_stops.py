@@ -1,4 +1,5 @@
 """Run by ranks: steps in which a number of one rank is not finite."""
+
 import math
 
 import torch
@@ -30,9 +31,13 @@ def stopped_step(folder: str, stage: int, dtype: str, spoil: str) -> dict:
         message = None
     except RunStopped as stop:
         message = str(stop)
-    return {"message": message, "before": before, "steps_done": trainer.steps_done,
-            "after": {name: masters(model) for name, model in _trained(trainer).items()},
-            "response": _response(trainer, rollouts[0]) if rollouts else None}
+    return {
+        "message": message,
+        "before": before,
+        "steps_done": trainer.steps_done,
+        "after": {name: masters(model) for name, model in _trained(trainer).items()},
+        "response": _response(trainer, rollouts[0]) if rollouts else None,
+    }
 
 
 def _trained(trainer: PPOTrainer) -> dict:

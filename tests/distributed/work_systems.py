@@ -1,10 +1,11 @@
 """Run by ranks: a step of PPOTrainer on given rows in every dialect, with its gradients; and runs of five steps."""
+
 import torch
 from torch import Tensor
 
 from engine import distributed, learnable
-from engine.dialects import Dialect
-from engine.ds_engine import TrainedModel
+from engine.algorithms import Dialect
+from engine.zero.engines import TrainedModel
 from engine.experience import PromptBatch, Rollout
 from engine.reward.combined import CombinedReward
 from engine.rlhf_engine import RLHFEngine
@@ -39,11 +40,21 @@ class GivenRollouts:
             return rollout
         with torch.no_grad():
             logprobs, entropy = self.engine.actor(
-                rollout.sequences, rollout.attention_mask, rollout.position_ids, with_entropy=True,
-                response_length=rollout.response_length, temperature=self.dialect.logprob_temperature)
-        return Rollout(**{name: getattr(rollout, name) for name in (
-            "sequences", "attention_mask", "response_mask", "ended", "indices", "samples")},
-            logprobs=logprobs, entropy=entropy)
+                rollout.sequences,
+                rollout.attention_mask,
+                rollout.position_ids,
+                with_entropy=True,
+                response_length=rollout.response_length,
+                temperature=self.dialect.logprob_temperature,
+            )
+        return Rollout(
+            **{
+                name: getattr(rollout, name)
+                for name in ("sequences", "attention_mask", "response_mask", "ended", "indices", "samples")
+            },
+            logprobs=logprobs,
+            entropy=entropy,
+        )
 
     def rest(self) -> None:
         """The experience is made: what is trained is another model than what it was made with."""
@@ -82,15 +93,20 @@ def one_step(engine: RLHFEngine, dialect: Dialect, rollout: Rollout) -> list[dic
     still = dialect.override(actor_lr=0.0, critic_lr=0.0)
     rollouts = GivenRollouts(rollout, engine, dialect)
     trainer = PPOTrainer(
-        engine=engine, rollouts=rollouts, dialect=still, sampling=SAMPLING,
+        engine=engine,
+        rollouts=rollouts,
+        dialect=still,
+        sampling=SAMPLING,
         config=PPOConfig(total_steps=1, micro_batch_size=MICRO_BATCH),
-        reward=CombinedReward({"model": (engine.reward, SCORE_WEIGHT)}))
+        reward=CombinedReward({"model": (engine.reward, SCORE_WEIGHT)}),
+    )
     steps, found = [], {}
 
     def watch(role: str, model: TrainedModel) -> None:
         def step(*args, **kwargs):
             found[role] = gradients(model)
             return TrainedModel.step(model, *args, **kwargs)
+
         model.step = step
 
     def optimizer_step(experience, rows, metrics):
@@ -110,8 +126,14 @@ def one_step(engine: RLHFEngine, dialect: Dialect, rollout: Rollout) -> list[dic
 
 def fitting(engine: RLHFEngine, dialect: Dialect) -> RLHFEngine:
     """The same engines, without the critic where the dialect has none."""
-    return RLHFEngine(actor=engine.actor, critic=engine.critic if dialect.has_critic else None, ema=None,
-                      reference=engine.reference, reward=engine.reward, tokenizer=engine.tokenizer)
+    return RLHFEngine(
+        actor=engine.actor,
+        critic=engine.critic if dialect.has_critic else None,
+        ema=None,
+        reference=engine.reference,
+        reward=engine.reward,
+        tokenizer=engine.tokenizer,
+    )
 
 
 def five_steps(folder: str, dialects: dict[str, Dialect]) -> dict[str, dict]:
@@ -128,15 +150,24 @@ def five_steps(folder: str, dialects: dict[str, Dialect]) -> dict[str, dict]:
             return whiten(*args, **kwargs)
 
         learnable.whiten = noted
-        sampling = SamplingConfig.of(dialect, SAMPLING.stop_token_ids, "fp32", max_new_tokens=12, seed=3,
-                                     pad_token_id=SAMPLING.pad_token_id)
-        trainer = PPOTrainer(engine=fitting(engine, dialect), rollouts=rollouts, dialect=dialect, sampling=sampling,
-                             config=PPOConfig(total_steps=5, micro_batch_size=MICRO_BATCH))
+        sampling = SamplingConfig.of(
+            dialect, SAMPLING.stop_token_ids, "fp32", max_new_tokens=12, seed=3, pad_token_id=SAMPLING.pad_token_id
+        )
+        trainer = PPOTrainer(
+            engine=fitting(engine, dialect),
+            rollouts=rollouts,
+            dialect=dialect,
+            sampling=sampling,
+            config=PPOConfig(total_steps=5, micro_batch_size=MICRO_BATCH),
+        )
         reports = list(trainer.fit(TinyPrompts(8)))
         learnable.whiten = whiten
-        found[name] = {"state": trainer.state_dict(), "statistics": statistics,
-                       "coefficients": [report.metrics["objective/kl_coef"] for report in reports],
-                       "rows": [report.experience.rollout.sequences for report in reports],
-                       "measured": [report.experience.measured_kl for report in reports],
-                       "metrics": [report.metrics for report in reports]}
+        found[name] = {
+            "state": trainer.state_dict(),
+            "statistics": statistics,
+            "coefficients": [report.metrics["objective/kl_coef"] for report in reports],
+            "rows": [report.experience.rollout.sequences for report in reports],
+            "measured": [report.experience.measured_kl for report in reports],
+            "metrics": [report.metrics for report in reports],
+        }
     return found

@@ -1,9 +1,10 @@
 """Run by ranks: TensorFlow's Adam in engines of every ZeRO stage, precision and place, on gradients that are given."""
+
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from engine.ds_config import EngineChoice, build_ds_config
-from engine.model_files import DTYPES
+from engine.zero.config import EngineChoice, build_ds_config
+from engine.models.loading import DTYPES
 from engine.rlhf_engine import OptimizerSpec, wrap_trained
 from tests.distributed.tiny_run import masters
 
@@ -37,18 +38,21 @@ class Wrapped(nn.Module):
 def all_runs(folder: str, runs: dict[str, dict], weights: dict, gradients: list, rates: list) -> dict:
     """`trained` of each set of arguments, by the same names; every rank adds half of each gradient."""
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs, where it is slow but right
-    return {name: trained(folder, weights=weights, gradients=gradients, rates=rates, **run)
-            for name, run in runs.items()}
+    return {
+        name: trained(folder, weights=weights, gradients=gradients, rates=rates, **run) for name, run in runs.items()
+    }
 
 
-def trained(folder: str, stage: int, weights: dict, gradients: list, rates: list, dtype: str = "fp32",
-            offload: bool = False) -> dict:
+def trained(
+    folder: str, stage: int, weights: dict, gradients: list, rates: list, dtype: str = "fp32", offload: bool = False
+) -> dict:
     """The float32 weights of one engine after all steps."""
     choice = EngineChoice("actor", stage, offload, None if offload else f"{folder}/stage{stage}.json")
     config = build_ds_config(choice, dtype=dtype, micro_batch_size=1)
     module = Wrapped(Given(weights)).to(DTYPES[dtype])
-    model = wrap_trained(module, config, choice,
-                         OptimizerSpec(lr=0.0, betas=BETAS, eps=EPS, max_grad_norm=0.0, form="tf_adam"))
+    model = wrap_trained(
+        module, config, choice, OptimizerSpec(lr=0.0, betas=BETAS, eps=EPS, max_grad_norm=0.0, form="tf_adam")
+    )
     for step, rate in zip(gradients, rates):
         model.backward(model({name: gradient / 2 for name, gradient in step.items()}), last=True)
         assert not model.overflowed()

@@ -1,11 +1,11 @@
 """Run by ranks: three training steps, and what the weights of all engines were before, during and after them."""
+
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
-from engine.ds_engine import FrozenModel, TrainedModel
+from engine.zero.engines import FrozenModel, TrainedModel
 from engine.ema import EMA
-from tests.distributed.tiny_run import (TinyPrompts, build_trainer, engine_spec, masters, prompt_batch, timeless,
-                                        weights)
+from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, masters, prompt_batch, timeless, weights
 
 EMA_DECAY = 0.9
 
@@ -20,8 +20,11 @@ def one_run(folder: str, stage: int, config: str, dtype: str = "fp32") -> dict:
     trainer = build_trainer(engine_spec(folder, stage, config=config, dtype=dtype, ema_decay=EMA_DECAY))
     engine = trainer.engine
     frozen = {"reference": engine.reference.model, "reward": engine.reward.model}
-    result = {"before": {name: weights(model) for name, model in frozen.items()}, "critic": weights(engine.critic),
-              "actor_after_steps": [masters(engine.actor)]}
+    result = {
+        "before": {name: weights(model) for name, model in frozen.items()},
+        "critic": weights(engine.critic),
+        "actor_after_steps": [masters(engine.actor)],
+    }
     _watch_updates(engine.ema, result["actor_after_steps"])
     reports = list(trainer.fit(TinyPrompts(12)))
     result["metrics"] = [timeless(report.metrics) for report in reports]
@@ -44,13 +47,21 @@ def _watch_updates(ema: EMA, log: list) -> None:
 
 def at_rest(model: TrainedModel | FrozenModel) -> list[tuple[str, bool, int, int]]:
     """(name, whether it stands partitioned, elements here, elements in all) of each parameter; stage 3 only."""
-    return [(name, parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE and parameter.numel() == 0,
-             parameter.ds_tensor.numel(), parameter.ds_numel)
-            for name, parameter in model.module.named_parameters() if hasattr(parameter, "ds_id")]
+    return [
+        (
+            name,
+            parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE and parameter.numel() == 0,
+            parameter.ds_tensor.numel(),
+            parameter.ds_numel,
+        )
+        for name, parameter in model.module.named_parameters()
+        if hasattr(parameter, "ds_id")
+    ]
 
 
 def swapped(actor: TrainedModel, ema: EMA) -> dict:
     """Masters, weights, log-probs and the EMA's shards before, within and after `ema.swapped`."""
+
     def now() -> dict:
         return {"masters": masters(actor), "weights": weights(actor), "logprobs": _logprobs(actor)}
 
@@ -58,8 +69,13 @@ def swapped(actor: TrainedModel, ema: EMA) -> dict:
     before = now()
     with ema.swapped():
         within = now()
-    return {"before_swap": before, "within_swap": within, "after_swap": now(), "shards_before_swap": shards,
-            "shards_after_swap": ema.shards}
+    return {
+        "before_swap": before,
+        "within_swap": within,
+        "after_swap": now(),
+        "shards_before_swap": shards,
+        "shards_after_swap": ema.shards,
+    }
 
 
 def _logprobs(actor: TrainedModel) -> Tensor:

@@ -1,4 +1,5 @@
 """Run by ranks: the gradients of an optimizer step that learns from plain texts too."""
+
 import torch
 
 from engine import distributed
@@ -34,9 +35,13 @@ def one_stage(folder: str, experience: Experience, blocks: torch.Tensor, stage: 
     """Two optimizer steps without movement: gradients and metrics of the second, and what texts were asked for."""
     engine, feed = RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config)), Texts(blocks)
     trainer = PPOTrainer(
-        engine=engine, rollouts=build_rollouts("replica", engine.actor, engine.tokenizer), dialect=STILL,
-        sampling=SAMPLING, unsupervised=feed,
-        config=PPOConfig(total_steps=3, micro_batch_size=MICRO_BATCH, unsup_coef=COEFFICIENT))
+        engine=engine,
+        rollouts=build_rollouts("replica", engine.actor, engine.tokenizer),
+        dialect=STILL,
+        sampling=SAMPLING,
+        unsupervised=feed,
+        config=PPOConfig(total_steps=3, micro_batch_size=MICRO_BATCH, unsup_coef=COEFFICIENT),
+    )
     own = experience.select(slice(*ROWS[distributed.rank()]))
     one_step(trainer, own)
     trainer.optimizer_steps += 1

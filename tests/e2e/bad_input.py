@@ -8,6 +8,7 @@
 Every mistake stands alone in a command line that would otherwise train. `seed` draws which mistakes are taken, and how
 names are misspelt.
 """
+
 import dataclasses
 import itertools
 import random
@@ -23,24 +24,55 @@ from tests.e2e.bad_world import BadWorld
 from tests.e2e.programs import PROGRAMS, Result, command_line, snapshot
 
 ROLES = ("actor", "critic", "reference", "reward")
-BELOW_ZERO = ("unsup_coef", "kl_coef", "gamma", "lam", "max_grad_norm", "weight_decay", "actor_weight_decay",
-              "critic_weight_decay", "learning_rate", "actor_learning_rate", "critic_learning_rate", "ema_decay",
-              "dropout")
+BELOW_ZERO = (
+    "unsup_coef",
+    "kl_coef",
+    "gamma",
+    "lam",
+    "max_grad_norm",
+    "weight_decay",
+    "actor_weight_decay",
+    "critic_weight_decay",
+    "learning_rate",
+    "actor_learning_rate",
+    "critic_learning_rate",
+    "ema_decay",
+    "dropout",
+)
 NOT_ABOVE_ZERO = ("temperature", "clip_range", "value_clip_range", "score_clip", "held_out")
 FINITE = (*BELOW_ZERO, "temperature", "held_out")
 ANY_FINITE = ("reward_function_weight", "reward_model_weight", "length_penalty", "missing_eos_penalty")
-SIZES = {1: ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_len", "held_out"),
-         2: ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_len", "held_out",
-             "max_prompt_seq_len", "max_answer_seq_len"),
-         3: ("per_device_generation_batch_size", "generation_batches", "num_eval_prompts", "max_prompt_seq_len",
-             "max_answer_seq_len", "profile_steps")}
-STALE = {"metrics.jsonl": '{"step": 1, "samples": 8}\n', "checkpoints/step_000001/trainer_state.json": "{}",
-         "config.json": "{}", "tensorboard/events": "x"}  # what an earlier run left
+SIZES = {
+    1: ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_len", "held_out"),
+    2: (
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "max_seq_len",
+        "held_out",
+        "max_prompt_seq_len",
+        "max_answer_seq_len",
+    ),
+    3: (
+        "per_device_generation_batch_size",
+        "generation_batches",
+        "num_eval_prompts",
+        "max_prompt_seq_len",
+        "max_answer_seq_len",
+        "profile_steps",
+    ),
+}
+STALE = {
+    "metrics.jsonl": '{"step": 1, "samples": 8}\n',
+    "checkpoints/step_000001/trainer_state.json": "{}",
+    "config.json": "{}",
+    "tensorboard/events": "x",
+}  # what an earlier run left
 
 
 @dataclass(frozen=True)
 class Mistake:
     """One thing that is wrong, in a command line of `step` with these changed flags and words behind them."""
+
     kind: str
     step: int
     changes: dict = field(default_factory=dict)
@@ -51,6 +83,7 @@ class Mistake:
 @dataclass(frozen=True)
 class Case:
     """A mistake to be tried. occupied: whether an earlier run stands in the output folder, to be overwritten."""
+
     mistake: Mistake
     occupied: bool
     world: BadWorld
@@ -133,10 +166,29 @@ def words_that_are_none(step: int, rng: random.Random) -> Iterator[Mistake]:
         if spelt not in [*names, *PROGRAMS[step][1].old_flags]:
             yield Mistake("misspelt flag", step, words=(f"--{spelt}", "1"))
             yield Mistake("misspelt YAML key", step, yaml=f"{spelt}: 1\n")
-    for words in (("--",), ("---",), ("-",), ("stray",), ("-s", "1"), ("--", "x"), ("--seed", "1", "2"), ("=",), ("",),
-                  ("--=3",), ("--seed=",), ("--no-such-flag",), ("@file",), ("--seed", "--dtype"), ("--ünknown", "1"),
-                  ("--" + "x" * 5000,), ("--seed\n", "1"), ("--SEED", "1"), ("--see", "1"), ("-seed", "1"),
-                  ("--config",)):
+    for words in (
+        ("--",),
+        ("---",),
+        ("-",),
+        ("stray",),
+        ("-s", "1"),
+        ("--", "x"),
+        ("--seed", "1", "2"),
+        ("=",),
+        ("",),
+        ("--=3",),
+        ("--seed=",),
+        ("--no-such-flag",),
+        ("@file",),
+        ("--seed", "--dtype"),
+        ("--ünknown", "1"),
+        ("--" + "x" * 5000,),
+        ("--seed\n", "1"),
+        ("--SEED", "1"),
+        ("--see", "1"),
+        ("-seed", "1"),
+        ("--config",),
+    ):
         yield Mistake("words", step, words=words)
     for name, hint in _flags(step):
         if hint is not bool:
@@ -170,7 +222,7 @@ def values_of_flags(step: int) -> Iterator[Mistake]:
     stages = ("actor_zero_stage", "critic_zero_stage") if step == 3 else ("zero_stage",)
     for name, value in itertools.product(stages, (4, -1, 33)):
         yield Mistake("out of range", step, {name: value})
-    for value in (2 ** 31, 2 ** 63, 10 ** 30):
+    for value in (2**31, 2**63, 10**30):
         yield Mistake("out of range", step, {"seed": value})
 
 
@@ -178,35 +230,77 @@ def contradictions(step: int, world: BadWorld) -> Iterator[Mistake]:
     """Flags that do not go together."""
     none_for_this_step = ",".join("0" if number == step else "1" for number in (1, 2, 3))
     changes = [
-        {"data_split": "2,4"}, {"data_split": "a,b,c"}, {"data_split": "0,0,0"}, {"data_split": "1,-1,1"},
-        {"data_split": "nan,1,1"}, {"data_split": none_for_this_step}, {"data_split": ["2,4,4", "1"]},
-        {"data_split": "1,1,1", "data_path": world.folder / "three.jsonl"}, {"data_weights": [1, 2]},
-        {"data_weights": 0}, {"data_weights": -1}, {"data_weights": "nan"}, {"data_weights": 1e-9},
-        {"data_weights": "inf"}, {"data_weights": [1, 1, 1]}, {"wandb_project": "p", "enable_tensorboard": "false"}]
+        {"data_split": "2,4"},
+        {"data_split": "a,b,c"},
+        {"data_split": "0,0,0"},
+        {"data_split": "1,-1,1"},
+        {"data_split": "nan,1,1"},
+        {"data_split": none_for_this_step},
+        {"data_split": ["2,4,4", "1"]},
+        {"data_split": "1,1,1", "data_path": world.folder / "three.jsonl"},
+        {"data_weights": [1, 2]},
+        {"data_weights": 0},
+        {"data_weights": -1},
+        {"data_weights": "nan"},
+        {"data_weights": 1e-9},
+        {"data_weights": "inf"},
+        {"data_weights": [1, 1, 1]},
+        {"wandb_project": "p", "enable_tensorboard": "false"},
+    ]
     if step == 3:
         changes += [
-            {"ema_decay": 0.5}, {"ema_device": "cpu"}, {"enable_ema": True, "ema_decay": 1.5}, {"test_stop_step": 3},
-            {"enable_test_mode": True}, {"offload": True}, {"offload": True, "actor_zero_stage": 2},
-            {"reward_function_weight": 2}, {"unsupervised_dataset_config_name": "x"}, {"actor_dropout": 0.1},
-            {"critic_dropout": 0.5}, {"actor_lora_dim": 8}, {"critic_lora_dim": 8}, {"only_optimize_lora": True},
-            {"inference_tp_size": 2}, {"inference_tp_size": 0}, {"actor_lora_dim": -1}, {"deepspeed_config": "x.json"},
+            {"ema_decay": 0.5},
+            {"ema_device": "cpu"},
+            {"enable_ema": True, "ema_decay": 1.5},
+            {"test_stop_step": 3},
+            {"enable_test_mode": True},
+            {"offload": True},
+            {"offload": True, "actor_zero_stage": 2},
+            {"reward_function_weight": 2},
+            {"unsupervised_dataset_config_name": "x"},
+            {"actor_dropout": 0.1},
+            {"critic_dropout": 0.5},
+            {"actor_lora_dim": 8},
+            {"critic_lora_dim": 8},
+            {"only_optimize_lora": True},
+            {"inference_tp_size": 2},
+            {"inference_tp_size": 0},
+            {"actor_lora_dim": -1},
+            {"deepspeed_config": "x.json"},
             {"per_device_training_batch_size": 3, "gradient_accumulation_steps": 1},
             {"per_device_training_batch_size": 8, "gradient_accumulation_steps": 1},
-            {"gradient_accumulation_steps": 3}, {"per_device_train_batch_size": 4}, {"generation_batch_numbers": 1},
+            {"gradient_accumulation_steps": 3},
+            {"per_device_train_batch_size": 4},
+            {"generation_batch_numbers": 1},
             {"per_device_mini_train_batch_size": 4},
-            {"max_prompt_seq_len": 60, "max_answer_seq_len": 5}, {"per_device_generation_batch_size": 33},
+            {"max_prompt_seq_len": 60, "max_answer_seq_len": 5},
+            {"per_device_generation_batch_size": 33},
             {"dialect": "default", "reward_model_weight": 2, "critic_model_name_or_path": None},
             {"actor_ds_config": world.stage2, "actor_zero_stage": 3},
             {"actor_ds_config": world.stage2, "offload": True},
-            {"reference_ds_config": world.stage2}, {"reward_ds_config": world.stage2},
-            {"critic_ds_config": world.stage2, "critic_zero_stage": 0}, {"num_eval_prompts": 40}]
+            {"reference_ds_config": world.stage2},
+            {"reward_ds_config": world.stage2},
+            {"critic_ds_config": world.stage2, "critic_zero_stage": 0},
+            {"num_eval_prompts": 40},
+        ]
     else:
         changes += [
-            {"offload": True}, {"offload": True, "ds_config": world.stage2},
-            {"zero_stage": 3, "ds_config": world.stage2}, {"per_device_train_batch_size": 33},
-            {"gradient_accumulation_steps": 9}, {"max_seq_len": 65}, {"max_seq_len": 1}, {"held_out": 40},
-            {"held_out": 1.5}, {"held_out": 0.001}, {"lora_dim": 8}, {"only_optimize_lora": True}, {"dropout": 1},
-            {"no_bf16_to_fp32_loss": True}, {"deepspeed_config": "x.json"}]
+            {"offload": True},
+            {"offload": True, "ds_config": world.stage2},
+            {"zero_stage": 3, "ds_config": world.stage2},
+            {"per_device_train_batch_size": 33},
+            {"gradient_accumulation_steps": 9},
+            {"max_seq_len": 65},
+            {"max_seq_len": 1},
+            {"held_out": 40},
+            {"held_out": 1.5},
+            {"held_out": 0.001},
+            {"lora_dim": 8},
+            {"only_optimize_lora": True},
+            {"dropout": 1},
+            {"no_bf16_to_fp32_loss": True},
+            {"deepspeed_config": "x.json"},
+        ]
     for change in changes:
         yield Mistake("contradiction", step, change)
 
@@ -214,22 +308,49 @@ def contradictions(step: int, world: BadWorld) -> Iterator[Mistake]:
 def files(step: int, world: BadWorld) -> Iterator[Mistake]:
     """Data, output folders, restart points, DeepSpeed JSON, reward functions, and names that are none."""
     good = world.tiny.flags(step)["data_path"]
-    data_flags = ["data_path", "eval_data_path", *{1: ["sft_only_data_path"], 2: ["normalization_data_path"],
-                                                   3: ["unsupervised_dataset_name"]}[step]]
+    data_flags = [
+        "data_path",
+        "eval_data_path",
+        *{1: ["sft_only_data_path"], 2: ["normalization_data_path"], 3: ["unsupervised_dataset_name"]}[step],
+    ]
     few_are_enough = {"blank.jsonl", "rows.txt", "three.jsonl", "texts_folder"}
     for path in world.data:
         yield Mistake("data", step, {"data_path": path})
-        yield Mistake("data", step, {"data_path": [good, path]} if path.name not in few_are_enough else
-                      {"data_path": [path, path], "held_out" if step < 3 else "num_eval_prompts": 8})
-    for name, path in itertools.product(data_flags[1:], ("absent.jsonl", "empty.jsonl", "broken.jsonl", "numbers.jsonl",
-                                                         "garbage.parquet", "empty_folder", "quote.csv")):
+        yield Mistake(
+            "data",
+            step,
+            {"data_path": [good, path]}
+            if path.name not in few_are_enough
+            else {"data_path": [path, path], "held_out" if step < 3 else "num_eval_prompts": 8},
+        )
+    for name, path in itertools.product(
+        data_flags[1:],
+        (
+            "absent.jsonl",
+            "empty.jsonl",
+            "broken.jsonl",
+            "numbers.jsonl",
+            "garbage.parquet",
+            "empty_folder",
+            "quote.csv",
+        ),
+    ):
         yield Mistake("data", step, {name: world.folder / path, **({"num_eval_prompts": 100} if step == 3 else {})})
     for name in ODD_NAMES:
         yield Mistake("odd name", step, words=(f"--data_path={name}",))
         yield Mistake("odd name", step, words=(f"--{'actor_' * (step == 3)}model_name_or_path={name}",))
         yield Mistake("odd name", step, words=(f"--config={name}",))
-    for path in (world.folder / "empty.jsonl", world.folder / "empty.jsonl" / "out", world.tiny.folder, "/dev/null",
-                 "/dev/null/out", "/proc/out", "/", world.folder / "loop.jsonl", world.folder / "loop.jsonl" / "out"):
+    for path in (
+        world.folder / "empty.jsonl",
+        world.folder / "empty.jsonl" / "out",
+        world.tiny.folder,
+        "/dev/null",
+        "/dev/null/out",
+        "/proc/out",
+        "/",
+        world.folder / "loop.jsonl",
+        world.folder / "loop.jsonl" / "out",
+    ):
         yield Mistake("output folder", step, {"output_dir": path})
     for path in (world.folder / "empty.jsonl", "/dev/null/boards", "/proc/boards"):
         yield Mistake("output folder", step, {"tensorboard_path": path})
@@ -239,17 +360,36 @@ def files(step: int, world: BadWorld) -> Iterator[Mistake]:
     if step == 3:
         for path in (*world.states, world.folder / "nowhere", world.folder / "empty.jsonl", world.tiny.folder):
             yield Mistake("restart point", step, {"resume": path})
-        for function in (*world.reward_functions, "score", ":score", "rules:", "no_such_module:score", "os:no_such",
-                         "os:sep", str(world.folder / "absent.py:score"), str(world.folder / "empty.jsonl:score"),
-                         "os.path.py:join", "json:", "a b:c", "..:x", "builtins:print:x", "x" * 300 + ":f", "\udcff:f",
-                         "os:getcwd", ".py:f"):
+        for function in (
+            *world.reward_functions,
+            "score",
+            ":score",
+            "rules:",
+            "no_such_module:score",
+            "os:no_such",
+            "os:sep",
+            str(world.folder / "absent.py:score"),
+            str(world.folder / "empty.jsonl:score"),
+            "os.path.py:join",
+            "json:",
+            "a b:c",
+            "..:x",
+            "builtins:print:x",
+            "x" * 300 + ":f",
+            "\udcff:f",
+            "os:getcwd",
+            ".py:f",
+        ):
             yield Mistake("reward function", step, {"reward_function": function})
 
 
 def models(step: int, world: BadWorld) -> Iterator[Mistake]:
     """Folders that hold no model, or a broken one, or one of another role."""
-    language = {1: ["model_name_or_path"], 2: ["model_name_or_path", "sft_model_name_or_path"],
-                3: ["actor_model_name_or_path"]}[step]
+    language = {
+        1: ["model_name_or_path"],
+        2: ["model_name_or_path", "sft_model_name_or_path"],
+        3: ["actor_model_name_or_path"],
+    }[step]
     scorers = ["critic_model_name_or_path", "reward_model_name_or_path"] if step == 3 else []
     for name, path in itertools.product(language + scorers, world.no_models):
         yield Mistake("no model", step, {name: path})
@@ -275,5 +415,12 @@ def _kind(hint) -> type:
 
 def _misspelt(name: str, rng: random.Random) -> str:
     place = rng.randrange(len(name))
-    return rng.choice([name[:place] + name[place + 1:], name[:place] + name[place] + name[place:],
-                       name.replace("_", "-"), name + "s", name[:place] + "q" + name[place:]])
+    return rng.choice(
+        [
+            name[:place] + name[place + 1 :],
+            name[:place] + name[place] + name[place:],
+            name.replace("_", "-"),
+            name + "s",
+            name[:place] + "q" + name[place:],
+        ]
+    )

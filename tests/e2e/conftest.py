@@ -1,4 +1,5 @@
 """What the tests of whole programs share."""
+
 import os
 
 import pytest

@@ -6,6 +6,7 @@
 
 `Tiny` is a world to run them in: models of tests/tiny_models.py, and files of texts that their tokenizer knows.
 """
+
 import json
 import os
 import random
@@ -22,17 +23,17 @@ import torch
 from tests import tiny_models
 from training import step1_sft, step2_reward, step3_rlhf
 from training.flags.rlhf_arguments import RLHFFlags
-from training.program import run
+from training.program.startup import run
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 300.0  # seconds
-PROGRAMS = {1: (step1_sft, step1_sft.SFTFlags), 2: (step2_reward, step2_reward.RewardFlags),
-            3: (step3_rlhf, RLHFFlags)}
+PROGRAMS = {1: (step1_sft, step1_sft.SFTFlags), 2: (step2_reward, step2_reward.RewardFlags), 3: (step3_rlhf, RLHFFlags)}
 
 
 @dataclass(frozen=True)
 class Result:
     """How a program ended, and what it printed."""
+
     code: int
     stdout: str
     stderr: str
@@ -92,8 +93,15 @@ def _started(command: list[str], ranks: int) -> Result:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if torch.cuda.device_count() < ranks:
         environment["DS_ACCELERATOR"] = "cpu"
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               errors="backslashreplace", start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="backslashreplace",
+        start_new_session=True,
+    )
     try:
         stdout, stderr = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -112,8 +120,11 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
     Python's own cache beside a file that was imported is left out: whether there is one is up to the environment.
     """
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.parent.name != "__pycache__"}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
 
 
 class Tiny:
@@ -140,14 +151,26 @@ class Tiny:
 
     def flags(self, step: int, **changes) -> dict:
         """Flags of a run of a few steps, with these changes."""
-        supervised = {"max_seq_len": 16, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4,
-                      "held_out": 8, "model_name_or_path": self.folder / "sft"}
+        supervised = {
+            "max_seq_len": 16,
+            "per_device_train_batch_size": 4,
+            "per_device_eval_batch_size": 4,
+            "held_out": 8,
+            "model_name_or_path": self.folder / "sft",
+        }
         short = {"max_prompt_seq_len": 6, "max_answer_seq_len": 8}
         flags = {
             1: {**supervised, "data_path": self.folder / "sft.jsonl"},
             2: {**supervised, **short, "data_path": self.folder / "pairs.jsonl", "normalization_samples": 16},
-            3: {**short, "data_path": self.folder / "prompts.jsonl", "num_eval_prompts": 8, "max_steps": 2,
-                "actor_model_name_or_path": self.folder / "sft", "critic_model_name_or_path": self.folder / "reward",
-                "per_device_generation_batch_size": 4, "per_device_training_batch_size": 4},
+            3: {
+                **short,
+                "data_path": self.folder / "prompts.jsonl",
+                "num_eval_prompts": 8,
+                "max_steps": 2,
+                "actor_model_name_or_path": self.folder / "sft",
+                "critic_model_name_or_path": self.folder / "reward",
+                "per_device_generation_batch_size": 4,
+                "per_device_training_batch_size": 4,
+            },
         }[step]
         return {**flags, **changes}

@@ -1,4 +1,5 @@
 """What a user's mistake gets: one message that names it, exit code 2, no stack trace, nothing written."""
+
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,21 @@ from tests.e2e.programs import Result, launch, metric_lines, run_here, run_words
 FILES = [
     ((1, 2, 3), {"data_path": "{bad}/absent.jsonl"}, ["{bad}/absent.jsonl", "No such file", "check the path"]),
     ((1, 2, 3), {"data_path": "{bad}/empty.jsonl"}, ["{bad}/empty.jsonl", "found no rows"]),
-    ((1, 2, 3), {"data_path": "{bad}/broken.jsonl"},
-     ["{bad}/broken.jsonl, line 3", "'prompt: 3'", "Write one JSON object a line"]),
-    ((1, 2, 3), {"data_path": "{bad}/other_column.jsonl"},
-     ["{bad}/other_column.jsonl, line 2", "question, answer", "needed: ", "prompt"]),
-    ((1, 2, 3), {"data_path": "{bad}/number.jsonl"},
-     ["{bad}/number.jsonl, line ", "column prompt", "7", "needed a string"]),
+    (
+        (1, 2, 3),
+        {"data_path": "{bad}/broken.jsonl"},
+        ["{bad}/broken.jsonl, line 3", "'prompt: 3'", "Write one JSON object a line"],
+    ),
+    (
+        (1, 2, 3),
+        {"data_path": "{bad}/other_column.jsonl"},
+        ["{bad}/other_column.jsonl, line 2", "question, answer", "needed: ", "prompt"],
+    ),
+    (
+        (1, 2, 3),
+        {"data_path": "{bad}/number.jsonl"},
+        ["{bad}/number.jsonl, line ", "column prompt", "7", "needed a string"],
+    ),
     ((1, 2), {"eval_data_path": "{bad}/broken.jsonl"}, ["{bad}/broken.jsonl, line 3"]),
     ((3,), {"eval_data_path": "{bad}/broken.jsonl", "num_eval_prompts": 100}, ["{bad}/broken.jsonl, line 3"]),
     ((2,), {"normalization_data_path": "{bad}/other_column.jsonl"}, ["{bad}/other_column.jsonl, line 2", "question"]),
@@ -33,25 +43,55 @@ MODELS = [
     ((1, 2), {"model_name_or_path": "{bad}/absent"}, ["--model_name_or_path", "{bad}/absent"]),
     ((1, 2), {"model_name_or_path": "{bad}/two_ranks"}, ["--model_name_or_path", "{bad}/two_ranks", "config.json"]),
     ((1, 2), {"model_name_or_path": "{tiny}/reward"}, ["--model_name_or_path", "{tiny}/reward", "no language model"]),
-    ((1, 2), {"model_name_or_path": "{bad}/sft_no_weights"},
-     ["--model_name_or_path", "{bad}/sft_no_weights", "no weights"]),
+    (
+        (1, 2),
+        {"model_name_or_path": "{bad}/sft_no_weights"},
+        ["--model_name_or_path", "{bad}/sft_no_weights", "no weights"],
+    ),
     ((2,), {"sft_model_name_or_path": "{bad}/absent"}, ["--sft_model_name_or_path", "{bad}/absent"]),
-    ((2,), {"sft_model_name_or_path": "{bad}/sft_other_tokenizer"},
-     ["--model_name_or_path", "the tokenizer in {tiny}/sft gives other ids", "must be trained"]),
+    (
+        (2,),
+        {"sft_model_name_or_path": "{bad}/sft_other_tokenizer"},
+        ["--model_name_or_path", "the tokenizer in {tiny}/sft gives other ids", "must be trained"],
+    ),
     ((3,), {"actor_model_name_or_path": "{bad}/absent"}, ["--actor_model_name_or_path", "{bad}/absent"]),
     ((3,), {"actor_model_name_or_path": "{tiny}/reward"}, ["--actor_model_name_or_path", "no language model"]),
-    ((3,), {"critic_model_name_or_path": "{tiny}/sft"},
-     ["--critic_model_name_or_path", "no reward model but GPT2LMHeadModel", "training/step2_reward.py"]),
+    (
+        (3,),
+        {"critic_model_name_or_path": "{tiny}/sft"},
+        ["--critic_model_name_or_path", "no reward model but GPT2LMHeadModel", "training/step2_reward.py"],
+    ),
     ((3,), {"reward_model_name_or_path": "{tiny}/sft"}, ["--reward_model_name_or_path", "no reward model"]),
-    ((3,), {"reward_model_name_or_path": "{bad}/reward_few_words"},
-     ["--reward_model_name_or_path", "{bad}/reward_few_words knows 48 tokens, the actor's tokenizer has 64",
-      "trained with"]),
-    ((3,), {"reward_model_name_or_path": "{bad}/reward_other_tokenizer"},
-     ["--reward_model_name_or_path", "{bad}/reward_other_tokenizer gives other ids", "must be trained"]),
-    ((3,), {"max_prompt_seq_len": 60, "max_answer_seq_len": 5},
-     ["--max_prompt_seq_len 60", "--max_answer_seq_len 5", "64 positions", "--actor_model_name_or_path", "Lower"]),
-    ((2,), {"max_prompt_seq_len": 60, "max_answer_seq_len": 5},
-     ["--max_prompt_seq_len 60", "--max_answer_seq_len 5", "64 positions", "--model_name_or_path {tiny}/sft", "Lower"]),
+    (
+        (3,),
+        {"reward_model_name_or_path": "{bad}/reward_few_words"},
+        [
+            "--reward_model_name_or_path",
+            "{bad}/reward_few_words knows 48 tokens, the actor's tokenizer has 64",
+            "trained with",
+        ],
+    ),
+    (
+        (3,),
+        {"reward_model_name_or_path": "{bad}/reward_other_tokenizer"},
+        ["--reward_model_name_or_path", "{bad}/reward_other_tokenizer gives other ids", "must be trained"],
+    ),
+    (
+        (3,),
+        {"max_prompt_seq_len": 60, "max_answer_seq_len": 5},
+        ["--max_prompt_seq_len 60", "--max_answer_seq_len 5", "64 positions", "--actor_model_name_or_path", "Lower"],
+    ),
+    (
+        (2,),
+        {"max_prompt_seq_len": 60, "max_answer_seq_len": 5},
+        [
+            "--max_prompt_seq_len 60",
+            "--max_answer_seq_len 5",
+            "64 positions",
+            "--model_name_or_path {tiny}/sft",
+            "Lower",
+        ],
+    ),
     ((1, 2), {"max_seq_len": 65}, ["--max_seq_len 65", "64 positions", "--model_name_or_path", "Lower"]),
 ]
 FLAGS = [
@@ -64,10 +104,16 @@ FLAGS = [
     ((3,), {"dialect": "trl_rloo", "num_samples_per_prompt": 1}, ["samples_per_prompt 1", "RLOO", "2 or more"]),
     ((3,), {"dialect": "trl_rloo", "critic_learning_rate": 1e-5}, ["critic_lr 1e-05", "no critic", "0"]),
     ((3,), {"set": "hydra_layers=99"}, ["hydra_layers 99", "layers"]),
-    ((3,), {"dialect": "summarize", "per_device_generation_batch_size": 1, "per_device_training_batch_size": 1},
-     ["whiten_advantages over a batch of one", "rank"]),
-    ((3,), {"dialect": "summarize", "set": "truncate_token=w1 w2"},
-     ["truncate_token 'w1 w2': 2 tokens", "should be one"]),
+    (
+        (3,),
+        {"dialect": "summarize", "per_device_generation_batch_size": 1, "per_device_training_batch_size": 1},
+        ["whiten_advantages over a batch of one", "rank"],
+    ),
+    (
+        (3,),
+        {"dialect": "summarize", "set": "truncate_token=w1 w2"},
+        ["truncate_token 'w1 w2': 2 tokens", "should be one"],
+    ),
     ((3,), {"dialect": "summarize", "set": "truncate_token=."}, ["truncate_token '.'", "does not know it"]),
     ((1, 2), {"zero_stage": 4}, ["--zero_stage 4", "0, 1, 2 and 3"]),
     ((3,), {"critic_zero_stage": 4}, ["--critic_zero_stage 4", "0, 1, 2 and 3"]),
@@ -82,31 +128,66 @@ FLAGS = [
     ((1, 2), {"learning_rate": "-1e-5"}, ["--learning_rate -1e-05", "at least 0"]),
     ((3,), {"actor_learning_rate": "-1e-5"}, ["--actor_learning_rate -1e-05", "at least 0"]),
     ((2, 3), {"temperature": 0}, ["--temperature 0.0", "greater than 0"]),
-    ((3,), {"num_samples_per_prompt": 3, "per_device_training_batch_size": 8, "gradient_accumulation_steps": 1},
-     ["12 responses", "--per_device_generation_batch_size 4", "--num_samples_per_prompt 3", "no multiple of the 8",
-      "--per_device_training_batch_size 8"]),
-    ((1, 2), {"per_device_train_batch_size": 33},
-     ["--data_path", "32 examples", "--per_device_train_batch_size 33", "Lower"]),
-    ((1, 2, 3), {"data_path": "{bad}/three.jsonl", "held_out": None, "num_eval_prompts": None},
-     ["3 rows", "--data_path {bad}/three.jsonl", "--{held_out_flag}"]),
-    ((3,), {"per_device_generation_batch_size": 33, "per_device_training_batch_size": 33},
-     ["--data_path", "32 prompts are too few", "33 over 1 ranks", "Lower"]),
-    ((1, 2), {"ds_config": "{bad}/unknown_key.json"},
-     ["{bad}/unknown_key.json", "zero_optimisation", "Did you mean zero_optimization"]),
-    ((1, 2), {"ds_config": "{bad}/stage2.json", "zero_stage": 3},
-     ["{bad}/stage2.json", "stage is 2", "--zero_stage is 3"]),
+    (
+        (3,),
+        {"num_samples_per_prompt": 3, "per_device_training_batch_size": 8, "gradient_accumulation_steps": 1},
+        [
+            "12 responses",
+            "--per_device_generation_batch_size 4",
+            "--num_samples_per_prompt 3",
+            "no multiple of the 8",
+            "--per_device_training_batch_size 8",
+        ],
+    ),
+    (
+        (1, 2),
+        {"per_device_train_batch_size": 33},
+        ["--data_path", "32 examples", "--per_device_train_batch_size 33", "Lower"],
+    ),
+    (
+        (1, 2, 3),
+        {"data_path": "{bad}/three.jsonl", "held_out": None, "num_eval_prompts": None},
+        ["3 rows", "--data_path {bad}/three.jsonl", "--{held_out_flag}"],
+    ),
+    (
+        (3,),
+        {"per_device_generation_batch_size": 33, "per_device_training_batch_size": 33},
+        ["--data_path", "32 prompts are too few", "33 over 1 ranks", "Lower"],
+    ),
+    (
+        (1, 2),
+        {"ds_config": "{bad}/unknown_key.json"},
+        ["{bad}/unknown_key.json", "zero_optimisation", "Did you mean zero_optimization"],
+    ),
+    (
+        (1, 2),
+        {"ds_config": "{bad}/stage2.json", "zero_stage": 3},
+        ["{bad}/stage2.json", "stage is 2", "--zero_stage is 3"],
+    ),
     ((1, 2), {"ds_config": "{bad}/stage2.json", "offload": True}, ["--offload", "--ds_config {bad}/stage2.json"]),
-    ((3,), {"actor_ds_config": "{bad}/unknown_key.json"},
-     ["{bad}/unknown_key.json", "zero_optimisation", "Did you mean zero_optimization"]),
-    ((3,), {"actor_ds_config": "{bad}/stage2.json", "actor_zero_stage": 3},
-     ["{bad}/stage2.json", "stage is 2", "--actor_zero_stage is 3"]),
-    ((3,), {"critic_ds_config": "{bad}/clipping.json"},
-     ["{bad}/clipping.json", "gradient_clipping is 5", "Leave it out"]),
+    (
+        (3,),
+        {"actor_ds_config": "{bad}/unknown_key.json"},
+        ["{bad}/unknown_key.json", "zero_optimisation", "Did you mean zero_optimization"],
+    ),
+    (
+        (3,),
+        {"actor_ds_config": "{bad}/stage2.json", "actor_zero_stage": 3},
+        ["{bad}/stage2.json", "stage is 2", "--actor_zero_stage is 3"],
+    ),
+    (
+        (3,),
+        {"critic_ds_config": "{bad}/clipping.json"},
+        ["{bad}/clipping.json", "gradient_clipping is 5", "Leave it out"],
+    ),
     ((3,), {"reward_ds_config": "{bad}/absent.json"}, ["reward", "{bad}/absent.json"]),
     ((3,), {"reference_ds_config": "{bad}/stage2.json"}, ["reference", "stage 2", "0 or 3"]),
 ]
-CASES = [pytest.param(step, change, expected, id=f"step{step}-" + "-".join(f"{k}={v}" for k, v in change.items()))
-         for steps, change, expected in FILES + MODELS + FLAGS for step in steps]
+CASES = [
+    pytest.param(step, change, expected, id=f"step{step}-" + "-".join(f"{k}={v}" for k, v in change.items()))
+    for steps, change, expected in FILES + MODELS + FLAGS
+    for step in steps
+]
 
 
 @pytest.fixture(scope="session")
@@ -219,16 +300,29 @@ def test_steps_before_the_restart_point_are_not_recorded(tiny, tmp_path, capfd):
     assert run_here(3, flags, capfd).code == 0
     before = snapshot(tmp_path / "out")
     point = tmp_path / "out" / "checkpoints" / "step_000001"
-    assert_one_message(run_here(3, {**flags, "resume": point, "profile_steps": [1, 2]}, capfd),
-                       ["--profile_steps 1: this run trains steps 2 to 2"])
+    assert_one_message(
+        run_here(3, {**flags, "resume": point, "profile_steps": [1, 2]}, capfd),
+        ["--profile_steps 1: this run trains steps 2 to 2"],
+    )
     assert snapshot(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("step, change, expected", [
-    (3, {"acter_zero_stage": 3}, "unknown flag --acter_zero_stage. Did you mean --actor_zero_stage?"),  # each rank sees
-    (2, {"data_path": "{bad}/broken.jsonl"}, "{bad}/broken.jsonl, line 3"),                             # rank 0 sees
-    (3, {"per_device_generation_batch_size": 17, "per_device_training_batch_size": 17}, "which takes 34 over 2 ranks"),
-])
+@pytest.mark.parametrize(
+    "step, change, expected",
+    [
+        (
+            3,
+            {"acter_zero_stage": 3},
+            "unknown flag --acter_zero_stage. Did you mean --actor_zero_stage?",
+        ),  # each rank sees
+        (2, {"data_path": "{bad}/broken.jsonl"}, "{bad}/broken.jsonl, line 3"),  # rank 0 sees
+        (
+            3,
+            {"per_device_generation_batch_size": 17, "per_device_training_batch_size": 17},
+            "which takes 34 over 2 ranks",
+        ),
+    ],
+)
 def test_two_ranks_say_it_once(step, change, expected, tiny, bad, tmp_path):
     change = {name: value.format(bad=bad) if isinstance(value, str) else value for name, value in change.items()}
     result = launch(step, tiny.flags(step, output_dir=tmp_path / "out", **change))

@@ -1,4 +1,5 @@
 """The benchmark of step 3 runs and tells all it should; its arithmetic is what torch counts and what a hand counts."""
+
 import json
 import os
 import subprocess
@@ -30,8 +31,9 @@ def run_benchmark(*words: object) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if not torch.cuda.is_available():
         environment["DS_ACCELERATOR"] = "cpu"
-    return subprocess.run([sys.executable, PROGRAM, *map(str, words)], env=environment, capture_output=True, text=True,
-                          timeout=300)
+    return subprocess.run(
+        [sys.executable, PROGRAM, *map(str, words)], env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def counted(call) -> int:
@@ -57,7 +59,7 @@ def work(llama) -> Work:
 def beyond_causal(length: int) -> int:
     """What written-out attention spends on the later positions, which the mask then throws away: of length^2 pairs all
     but length (length + 1) / 2. The floor does not have it, because kernels need not compute it."""
-    return ROWS * LAYERS * 4 * WIDTH * (length ** 2 - length * (length + 1) // 2)
+    return ROWS * LAYERS * 4 * WIDTH * (length**2 - length * (length + 1) // 2)
 
 
 def test_arithmetic_by_hand(work):
@@ -79,8 +81,9 @@ def test_forward_and_backward_are_what_torch_counts(llama, work):
     critic = counted(lambda: llama.base_model(input_ids=tokens))
     wasted = beyond_causal(LENGTH)
     assert 2 * (actor - wasted + critic - wasted) == pytest.approx(work.experience, rel=0.005)
-    trained = counted(lambda: forward().sum().backward()) + \
-        counted(lambda: llama.base_model(input_ids=tokens)[0].sum().backward())
+    trained = counted(lambda: forward().sum().backward()) + counted(
+        lambda: llama.base_model(input_ids=tokens)[0].sum().backward()
+    )
     assert trained - 6 * wasted == pytest.approx(work.training, rel=0.005)
 
 
@@ -109,7 +112,7 @@ def test_the_plain_step_does_the_whole_work(tmp_path):
 
     experience = plain.make_experience(sequences)
     model = by_one_process.policy(tmp_path)
-    logits = model(input_ids=sequences).logits[:, PROMPT - 1:-1].double()
+    logits = model(input_ids=sequences).logits[:, PROMPT - 1 : -1].double()
     expected = -F.cross_entropy(logits.flatten(0, 1), sequences[:, PROMPT:].flatten(), reduction="none")
     torch.testing.assert_close(experience.logprobs.double(), expected.view(ROWS, RESPONSE), rtol=0, atol=1e-4)
 
@@ -120,8 +123,13 @@ def test_the_plain_step_does_the_whole_work(tmp_path):
 
 
 def test_the_plain_step_has_torchs_own_layers(tmp_path, monkeypatch):
-    plain = Plain(tiny_models.make_causal_lm(tmp_path / "actor"), tiny_models.make_scorer(tmp_path / "reward"),
-                  dtype=torch.float32, response_length=2, micro_batch=2)
+    plain = Plain(
+        tiny_models.make_causal_lm(tmp_path / "actor"),
+        tiny_models.make_scorer(tmp_path / "reward"),
+        dtype=torch.float32,
+        response_length=2,
+        micro_batch=2,
+    )
 
     def not_torchs(*_):
         raise AssertionError("another linear layer was called")
@@ -135,21 +143,55 @@ def test_the_plain_step_has_torchs_own_layers(tmp_path, monkeypatch):
 def test_ratios_are_of_medians_and_quartiles_of_pairs():
     ours, other = [2.0, 4.0, 6.0, 30.0, 5.0], [4.0, 4.0, 4.0, 10.0, 5.0]  # pairs: 0.5, 1, 1.5, 3, 1
     report = Report(
-        name="", lines=[], prompts=1, response=2, ranks=1, floor={}, flops={}, matrix_rate=1.0, decode_rate=1.0,
-        copy_rate=1.0, peak_flops=None, decode_seconds=1.0, decode_bytes=1, backends={}, same_tokens=True,
-        steps={side: [{"step": seconds} for seconds in all_] for side, all_ in (("ours", ours), ("plain", other))})
+        name="",
+        lines=[],
+        prompts=1,
+        response=2,
+        ranks=1,
+        floor={},
+        flops={},
+        matrix_rate=1.0,
+        decode_rate=1.0,
+        copy_rate=1.0,
+        peak_flops=None,
+        decode_seconds=1.0,
+        decode_bytes=1,
+        backends={},
+        same_tokens=True,
+        steps={side: [{"step": seconds} for seconds in all_] for side, all_ in (("ours", ours), ("plain", other))},
+    )
     assert report.ratio("step") == "1.25 (1.00 to 1.50)"
 
 
 def test_one_process_measures_a_tiny_model(tmp_path):
-    ended = run_benchmark("--size", "260k", "--prompts", 4, "--steps", 1, "--warmup", 0, "--response_length", 8,
-                          "--rollout_backend", "replica", "zero3", "--json", tmp_path / "found.json")
+    ended = run_benchmark(
+        "--size",
+        "260k",
+        "--prompts",
+        4,
+        "--steps",
+        1,
+        "--warmup",
+        0,
+        "--response_length",
+        8,
+        "--rollout_backend",
+        "replica",
+        "zero3",
+        "--json",
+        tmp_path / "found.json",
+    )
     assert ended.returncode == 0, ended.stderr
     for phase in ("generate", "make experience", "train", "whole step"):
         row = next(line for line in ended.stdout.splitlines() if line.startswith(f"| {phase} |"))
         assert all(float(cell.split()[0]) > 0 for cell in row.strip("| ").split(" | ")[1:]), row
-    for begin in ("generation, tokens/s: ours ", "peak memory of a rank", "training: ", "decode: ",
-                  "generation by backend, s: replica "):
+    for begin in (
+        "generation, tokens/s: ours ",
+        "peak memory of a rank",
+        "training: ",
+        "decode: ",
+        "generation by backend, s: replica ",
+    ):
         assert any(line.startswith(begin) for line in ended.stdout.splitlines()), begin
     assert "x replica): the same tokens" in ended.stdout
     [found] = json.loads((tmp_path / "found.json").read_text())
@@ -158,8 +200,21 @@ def test_one_process_measures_a_tiny_model(tmp_path):
 
 def test_scale_prints_a_table_for_a_given_model(tmp_path):
     actor = tiny_models.make_causal_lm(tmp_path / "actor")
-    ended = run_benchmark("--scale", "--model", actor, "--prompts", 2, "--prompt_length", 4, "--response_length", 4,
-                          "--steps", 1, "--warmup", 0)
+    ended = run_benchmark(
+        "--scale",
+        "--model",
+        actor,
+        "--prompts",
+        2,
+        "--prompt_length",
+        4,
+        "--response_length",
+        4,
+        "--steps",
+        1,
+        "--warmup",
+        0,
+    )
     assert ended.returncode == 0, ended.stderr
     *_, head, rule, base, batch, length = ended.stdout.strip().splitlines()
     assert head.startswith("| setting | arithmetic |") and rule.startswith("| --- |")

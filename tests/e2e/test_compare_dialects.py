@@ -1,19 +1,43 @@
 """What scripts/compare_dialects.py reads and writes."""
+
 import json
 
 import pytest
 
-from engine.dialects import DIALECTS, get_dialect, parse_settings
+from engine.algorithms import DIALECTS, get_dialect, parse_settings
 from engine.errors import UserError
-from scripts.compare_dialects import (BEGIN, DOCS, END, SETTINGS, Setting, between_markers, is_complete, read_result,
-                                      step3_words, table)
+from scripts.compare_dialects import (
+    BEGIN,
+    DOCS,
+    END,
+    SETTINGS,
+    Setting,
+    between_markers,
+    is_complete,
+    read_result,
+    step3_words,
+    table,
+)
 from training.flags.arguments import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
 
-BEFORE = {"step": 0, "samples": 0, "eval/score": -0.25, "eval/kl": 0.0, "eval/response_length": 20.0,
-          "eval/distinct_bigrams": 800.0}
-AFTER = {"step": 2, "samples": 256, "time/step": 1.5, "eval/score": 1.5, "eval/kl": 2.5, "eval/response_length": 24.5,
-         "eval/distinct_bigrams": 600.0}
+BEFORE = {
+    "step": 0,
+    "samples": 0,
+    "eval/score": -0.25,
+    "eval/kl": 0.0,
+    "eval/response_length": 20.0,
+    "eval/distinct_bigrams": 800.0,
+}
+AFTER = {
+    "step": 2,
+    "samples": 256,
+    "time/step": 1.5,
+    "eval/score": 1.5,
+    "eval/kl": 2.5,
+    "eval/response_length": 24.5,
+    "eval/distinct_bigrams": 600.0,
+}
 FIRST = {"step": 1, "samples": 128, "time/step": 2.25}
 WORDS = ["training/step3_rlhf.py", "--dialect", "default", "--set", "truncate_token= ."]
 
@@ -38,7 +62,8 @@ def test_the_table_exactly(tmp_path):
     result = read_result(a_run(tmp_path / "run", BEFORE, FIRST, AFTER, command=""))
     setting = SETTINGS["trl_rloo"]
     assert table({"trl_rloo": result}).splitlines()[2] == (
-        f"| `trl_rloo` | {setting.actor_lr:g}, - | 256 | -0.25 | 1.50 | +1.75 | 2.50 | 800 | 600 | 4 |")
+        f"| `trl_rloo` | {setting.actor_lr:g}, - | 256 | -0.25 | 1.50 | +1.75 | 2.50 | 800 | 600 | 4 |"
+    )
     assert {line.count("|") for line in table({"trl_rloo": result}).splitlines()} == {11}
 
 

@@ -4,6 +4,7 @@ The words are those of training/step*/training_scripts in DeepSpeedExamples: ste
 run_13b.sh and run_llama2_7b.sh, step 2's run_350m.sh and run_llama2_7b.sh, step 3's opt/single_node/run_1.3b.sh and
 run_13b.sh and llama2/run_llama2_7b.sh. The names of flags are those of its three main.py as of 83757d9c.
 """
+
 import dataclasses
 import json
 import shlex
@@ -16,8 +17,11 @@ from tests.e2e.programs import PROGRAMS, Result, metric_lines, run_words, snapsh
 STEP_1 = """--data_path local/jsonfile --data_split 2,4,4 --model_name_or_path {sft} --per_device_train_batch_size 4
     --per_device_eval_batch_size 4 --max_seq_len 24 --gradient_accumulation_steps 1 --lr_scheduler_type cosine
     --num_warmup_steps 0 --seed 1234 --deepspeed --output_dir {out} """
-STEP_2 = STEP_1 + """--weight_decay 0.1 --num_train_epochs 1 --max_prompt_seq_len 8 --max_answer_seq_len 8
-    --normalization_samples 8 """  # sizes, here: of the responses that normalise the scores
+STEP_2 = (
+    STEP_1
+    + """--weight_decay 0.1 --num_train_epochs 1 --max_prompt_seq_len 8 --max_answer_seq_len 8
+    --normalization_samples 8 """
+)  # sizes, here: of the responses that normalise the scores
 STEP_3 = """--data_path local/jsonfile --data_split 2,4,4 --actor_model_name_or_path {sft}
     --critic_model_name_or_path {reward} --num_padding_at_beginning 1 --generation_batches 1 --ppo_epochs 1
     --max_answer_seq_len 8 --max_prompt_seq_len 8 --critic_learning_rate 5e-6 --num_train_epochs 1
@@ -25,30 +29,33 @@ STEP_3 = """--data_path local/jsonfile --data_split 2,4,4 --actor_model_name_or_
     --enable_hybrid_engine --output_dir {out} """
 SCRIPTS = {
     "1 run_1.3b.sh": STEP_1 + "--learning_rate 9.65e-6 --weight_decay 0. --num_train_epochs 1 --zero_stage 2 "
-                              "--enable_tensorboard --tensorboard_path {out}",
+    "--enable_tensorboard --tensorboard_path {out}",
     "1 run_13b.sh": STEP_1 + "--learning_rate 1e-4 --weight_decay 0.1 --num_train_epochs 2 --gradient_checkpointing "
-                             "--zero_stage 3",
+    "--zero_stage 3",
     "1 run_llama2_7b.sh": STEP_1 + "--learning_rate 9.65e-6 --weight_decay 0. --num_train_epochs 4 "
-                                   "--gradient_checkpointing --zero_stage 3",
+    "--gradient_checkpointing --zero_stage 3",
     "2 run_350m.sh": STEP_2 + "--learning_rate 5e-5 --num_padding_at_beginning 1 --zero_stage 0",
     "2 run_llama2_7b.sh": STEP_2 + "--learning_rate 9.65e-6 --num_padding_at_beginning 0 --gradient_checkpointing "
-                                   "--zero_stage 3 --offload",
+    "--zero_stage 3 --offload",
     "3 run_1.3b.sh": STEP_3 + "--per_device_generation_batch_size 4 --per_device_training_batch_size 4 "
-                              "--actor_learning_rate 9.65e-6 --actor_dropout 0.0 --actor_zero_stage 2 "
-                              "--critic_zero_stage 2 --enable_ema --enable_tensorboard --tensorboard_path {out}",
+    "--actor_learning_rate 9.65e-6 --actor_dropout 0.0 --actor_zero_stage 2 "
+    "--critic_zero_stage 2 --enable_ema --enable_tensorboard --tensorboard_path {out}",
     "3 run_13b.sh": STEP_3 + "--per_device_generation_batch_size 8 --per_device_training_batch_size 8 "
-                             "--actor_learning_rate 5e-4 --inference_tp_size 1 --actor_zero_stage 3 "
-                             "--critic_zero_stage 3 --actor_gradient_checkpointing --disable_actor_dropout",
+    "--actor_learning_rate 5e-4 --inference_tp_size 1 --actor_zero_stage 3 "
+    "--critic_zero_stage 3 --actor_gradient_checkpointing --disable_actor_dropout",
     # There 1 on each of 8 GPUs; here on one process, and advantages are not whitened over a single response.
     "3 run_llama2_7b.sh": STEP_3 + "--per_device_generation_batch_size 2 --per_device_training_batch_size 2 "
-                                   "--actor_learning_rate 9.65e-6 --actor_weight_decay 0.1 --critic_weight_decay 0.1 "
-                                   "--actor_gradient_checkpointing --critic_gradient_checkpointing "
-                                   "--offload_reference_model --disable_actor_dropout --actor_zero_stage 3 "
-                                   "--critic_zero_stage 3",
+    "--actor_learning_rate 9.65e-6 --actor_weight_decay 0.1 --critic_weight_decay 0.1 "
+    "--actor_gradient_checkpointing --critic_gradient_checkpointing "
+    "--offload_reference_model --disable_actor_dropout --actor_zero_stage 3 "
+    "--critic_zero_stage 3",
 }
 TRAINED = {"1 run_1.3b.sh": 2, "2 run_350m.sh": 4, "3 run_1.3b.sh": 4}  # steps: 20, 40, 40 % of 40 rows in fours
-TOLD = {1: ["deepspeed"], 2: ["deepspeed", "num_padding_at_beginning"],
-        3: ["deepspeed", "num_padding_at_beginning", "enable_hybrid_engine"]}  # what has nothing left to do
+TOLD = {
+    1: ["deepspeed"],
+    2: ["deepspeed", "num_padding_at_beginning"],
+    3: ["deepspeed", "num_padding_at_beginning", "enable_hybrid_engine"],
+}  # what has nothing left to do
 
 SUPERVISED_FLAGS = """data_path data_split data_output_path model_name_or_path per_device_train_batch_size
     per_device_eval_batch_size max_seq_len learning_rate weight_decay num_train_epochs gradient_accumulation_steps
@@ -70,7 +77,8 @@ FLAGS = {
     actor_lora_learning_rate critic_lora_learning_rate enable_ema enable_mixed_precision_lora compute_fp32_loss
     enable_tensorboard tensorboard_path add_eot_token align_overflow print_answers print_answers_interval
     enable_test_mode test_stop_step deepspeed deepspeed_config per_device_train_batch_size
-    per_device_mini_train_batch_size generation_batch_numbers"""}
+    per_device_mini_train_batch_size generation_batch_numbers""",
+}
 
 
 @pytest.fixture
@@ -88,6 +96,7 @@ def started(tiny, tmp_path, monkeypatch, capfd):
         words = shlex.split(SCRIPTS[script].format(sft=tiny.folder / "sft", reward=tiny.folder / "reward", out="out"))
         capfd.readouterr()
         return Result(run_words(int(script[0]), [*words, *more]), *capfd.readouterr())
+
     return run
 
 
@@ -114,21 +123,36 @@ def test_a_script_is_understood(script, started, tmp_path):
     result = started(script, "--dry_run")
     assert (result.code, result.stderr) == (0, "")
     step = int(script[0])
-    others = {"3 run_13b.sh": ["disable_actor_dropout"],
-              "3 run_llama2_7b.sh": ["disable_actor_dropout"]}.get(script, [])
+    others = {"3 run_13b.sh": ["disable_actor_dropout"], "3 run_llama2_7b.sh": ["disable_actor_dropout"]}.get(
+        script, []
+    )
     assert sorted(told(result)) == sorted(f"--{name}" for name in TOLD[step] + others)
     assert "not looked at" not in result.stdout and "steps" in result.stdout
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("script, words, message", [
-    ("3 run_13b.sh", ["--actor_lora_dim", "128", "--actor_lora_module_name", "decoder.layers."],
-     "error: --actor_lora_dim 128: LoRA is not built yet."),
-    ("1 run_13b.sh", ["--lora_dim", "128", "--lora_module_name", "decoder.layers."], "error: --lora_dim 128: LoRA is"),
-    ("2 run_350m.sh", ["--lora_dim", "1"], "error: --lora_dim 1: LoRA is not"),
-    ("3 run_1.3b.sh", ["--critic_lora_dim", "64"], "error: --critic_lora_dim 64: LoRA is not"),
-    ("3 run_13b.sh", ["--inference_tp_size", "2"], "error: --inference_tp_size 2: tensor-parallel generation is not"),
-])
+@pytest.mark.parametrize(
+    "script, words, message",
+    [
+        (
+            "3 run_13b.sh",
+            ["--actor_lora_dim", "128", "--actor_lora_module_name", "decoder.layers."],
+            "error: --actor_lora_dim 128: LoRA is not built yet.",
+        ),
+        (
+            "1 run_13b.sh",
+            ["--lora_dim", "128", "--lora_module_name", "decoder.layers."],
+            "error: --lora_dim 128: LoRA is",
+        ),
+        ("2 run_350m.sh", ["--lora_dim", "1"], "error: --lora_dim 1: LoRA is not"),
+        ("3 run_1.3b.sh", ["--critic_lora_dim", "64"], "error: --critic_lora_dim 64: LoRA is not"),
+        (
+            "3 run_13b.sh",
+            ["--inference_tp_size", "2"],
+            "error: --inference_tp_size 2: tensor-parallel generation is not",
+        ),
+    ],
+)
 def test_what_is_not_built_is_refused(script, words, message, started, tmp_path):
     before = snapshot(tmp_path)
     result = started(script, *words)

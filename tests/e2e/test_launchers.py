@@ -1,8 +1,9 @@
 """The launchers, one for each model size: what they would start, and that a dry run of it is right.
 
 The scripts run with stand-ins for `python` and `deepspeed` on the PATH that print their words; the words of a dry run
-are then given to training/dry_run.py in this process. One whole dry run goes through a shell.
+are then given to training/program/dry_run.py in this process. One whole dry run goes through a shell.
 """
+
 import json
 import os
 import re
@@ -14,21 +15,39 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.programs import ROOT
-from training import dry_run
+from training.program import dry_run
 
 STEPS = {1: "step1_sft.py", 2: "step2_reward.py", 3: "step3_rlhf.py"}
 SIZES = {  # launcher: (nodes, dtype, {step: {engine: ZeRO stage}})
-    "opt_1.3b": (1, "fp16", {1: {"model": 2}, 2: {"model": 0},
-                             3: {"actor": 2, "critic": 2, "reference": 0, "reward": 0}}),
-    "opt_6.7b": (1, "fp16", {1: {"model": 3}, 2: {"model": 0},
-                             3: {"actor": 3, "critic": 2, "reference": 3, "reward": 0}}),
-    "opt_13b": (1, "bf16", {1: {"model": 3}, 2: {"model": 3},
-                            3: {"actor": 3, "critic": 2, "reference": 3, "reward": 0}}),
-    "opt_66b": (8, "bf16", {1: {"model": 3}, 2: {"model": 3},
-                            3: {"actor": 3, "critic": 2, "reference": 3, "reward": 0}}),
-    **{f"llama2_{size}": (nodes, "bf16", {1: {"model": 3}, 2: {"model": 3},
-                                          3: {"actor": 3, "critic": 3, "reference": 3, "reward": 3}})
-       for size, nodes in (("7b", 1), ("13b", 1), ("70b", 8))}}
+    "opt_1.3b": (
+        1,
+        "fp16",
+        {1: {"model": 2}, 2: {"model": 0}, 3: {"actor": 2, "critic": 2, "reference": 0, "reward": 0}},
+    ),
+    "opt_6.7b": (
+        1,
+        "fp16",
+        {1: {"model": 3}, 2: {"model": 0}, 3: {"actor": 3, "critic": 2, "reference": 3, "reward": 0}},
+    ),
+    "opt_13b": (
+        1,
+        "bf16",
+        {1: {"model": 3}, 2: {"model": 3}, 3: {"actor": 3, "critic": 2, "reference": 3, "reward": 0}},
+    ),
+    "opt_66b": (
+        8,
+        "bf16",
+        {1: {"model": 3}, 2: {"model": 3}, 3: {"actor": 3, "critic": 2, "reference": 3, "reward": 0}},
+    ),
+    **{
+        f"llama2_{size}": (
+            nodes,
+            "bf16",
+            {1: {"model": 3}, 2: {"model": 3}, 3: {"actor": 3, "critic": 3, "reference": 3, "reward": 3}},
+        )
+        for size, nodes in (("7b", 1), ("13b", 1), ("70b", 8))
+    },
+}
 OFFLOADED = {("opt_6.7b", 3)}  # optimizer states in host memory
 CASES = [pytest.param(size, step, id=f"{size}-{step}") for size in SIZES for step in STEPS]
 
@@ -46,6 +65,7 @@ def stand_ins(tmp_path_factory) -> Path:
 @pytest.fixture
 def in_dry_run(monkeypatch, tmp_path):
     """A dry run of these words in this process, in an empty folder; gives (exit code, stdout, stderr)."""
+
     def tried(words: list[str], capfd) -> tuple[int, str, str]:
         for name in ("WORLD_SIZE", "LOCAL_SIZE"):  # which dry_run sets for good
             monkeypatch.setenv(name, "1")
@@ -54,14 +74,20 @@ def in_dry_run(monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         capfd.readouterr()
         return dry_run.main(words), *capfd.readouterr()
+
     return tried
 
 
 def words_of(stand_ins: Path, launcher: str, *arguments: str, **settings: str) -> list[str]:
     """What the launcher would start."""
     environment = {"PATH": f"{stand_ins}:/usr/bin:/bin", **settings}
-    ended = subprocess.run([str(ROOT / "scripts" / f"{launcher}.sh"), *arguments], env=environment, text=True,
-                           capture_output=True, timeout=60)
+    ended = subprocess.run(
+        [str(ROOT / "scripts" / f"{launcher}.sh"), *arguments],
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.split("\0")[:-1]
 
@@ -74,8 +100,10 @@ def flag_of(words: list[str], name: str) -> str:
 def engines_of(printed: str) -> dict[str, dict]:
     """Each engine's configuration in what a dry run prints."""
     decoder = json.JSONDecoder()
-    return {found.group(1): decoder.raw_decode(printed, found.end())[0]
-            for found in re.finditer(r"^engine (\w+): ", printed, re.MULTILINE)}
+    return {
+        found.group(1): decoder.raw_decode(printed, found.end())[0]
+        for found in re.finditer(r"^engine (\w+): ", printed, re.MULTILINE)
+    }
 
 
 def test_every_launcher_is_here():
@@ -88,11 +116,11 @@ def test_a_launcher_starts_what_it_says(size, step, stand_ins):
     nodes, dtype, _ = SIZES[size]
     words = words_of(stand_ins, size, str(step))
     launcher = ["deepspeed", *(["--num_nodes", str(nodes)] if nodes > 1 else []), "--num_gpus", "8"]
-    assert words[:len(launcher) + 1] == [*launcher, str(ROOT / "training" / STEPS[step])]
+    assert words[: len(launcher) + 1] == [*launcher, str(ROOT / "training" / STEPS[step])]
     assert flag_of(words, "dtype") == dtype and flag_of(words, "data_path") == "Dahoas/rm-static"
     assert flag_of(words, "data_split") == "2,4,4"
     out = f"out/{size.replace('_', '-')}"
-    assert flag_of(words, "output_dir") == f"{out}/{ {1: 'sft', 2: 'reward', 3: 'ppo'}[step]}"
+    assert flag_of(words, "output_dir") == f"{out}/{ {1: 'sft', 2: 'reward', 3: 'ppo'}[step] }"
     if step == 3:  # where steps 1 and 2 have written
         assert flag_of(words, "actor_model_name_or_path") == f"{out}/sft"
         assert flag_of(words, "critic_model_name_or_path") == f"{out}/reward"
@@ -102,7 +130,7 @@ def test_a_launcher_starts_what_it_says(size, step, stand_ins):
 def test_its_dry_run_is_right(size, step, stand_ins, in_dry_run, tmp_path, capfd):
     nodes, dtype, stages = SIZES[size]
     words = words_of(stand_ins, size, str(step), "--dry_run")
-    assert words[:3] == ["python", "-m", "training.dry_run"]
+    assert words[:3] == ["python", "-m", "training.program.dry_run"]
     code, printed, said = in_dry_run(words[3:], capfd)
     assert (code, said) == (0, "")
     assert shlex.split(printed.splitlines()[1]) == words[3:]
@@ -124,8 +152,12 @@ def test_its_dry_run_is_right(size, step, stand_ins, in_dry_run, tmp_path, capfd
 
 def test_a_dry_run_through_the_shell(tmp_path):
     """Nothing stands in: as a user has it, with models and data that are here."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "NUM_GPUS": "2",
-                   "OUT": str(tmp_path / "out")}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "NUM_GPUS": "2",
+        "OUT": str(tmp_path / "out"),
+    }
     command = [str(ROOT / "scripts" / "llama2_7b.sh"), "3", "--dry_run", "--kl_coef", "0.25", "--dtype", "fp32"]
     ended = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
@@ -137,8 +169,20 @@ def test_a_dry_run_through_the_shell(tmp_path):
 
 
 def test_flags_on_the_command_line_win(stand_ins, in_dry_run, capfd):
-    words = words_of(stand_ins, "opt_6.7b", "3", "--dry_run", "--actor_zero_stage", "2", "--offload", "false",
-                     "--dtype", "bf16", "--per_device_training_batch_size", "2")
+    words = words_of(
+        stand_ins,
+        "opt_6.7b",
+        "3",
+        "--dry_run",
+        "--actor_zero_stage",
+        "2",
+        "--offload",
+        "false",
+        "--dtype",
+        "bf16",
+        "--per_device_training_batch_size",
+        "2",
+    )
     code, printed, said = in_dry_run(words[3:], capfd)
     assert (code, said) == (0, "")
     engines = engines_of(printed)
@@ -150,12 +194,21 @@ def test_flags_on_the_command_line_win(stand_ins, in_dry_run, capfd):
 
 
 def test_settings_from_outside(stand_ins):
-    words = words_of(stand_ins, "opt_1.3b", "3", HOSTFILE="my hosts", NUM_NODES="2", NUM_GPUS="4", DTYPE="bf16",
-                     OUT="o", DATA="a.jsonl b/c")
+    words = words_of(
+        stand_ins,
+        "opt_1.3b",
+        "3",
+        HOSTFILE="my hosts",
+        NUM_NODES="2",
+        NUM_GPUS="4",
+        DTYPE="bf16",
+        OUT="o",
+        DATA="a.jsonl b/c",
+    )
     assert words[:7] == ["deepspeed", "--hostfile", "my hosts", "--num_nodes", "2", "--num_gpus", "4"]
     assert flag_of(words, "dtype") == "bf16" and flag_of(words, "output_dir") == "o/ppo"
     place = words.index("--data_path")
-    assert words[place:place + 4] == ["--data_path", "a.jsonl", "b/c", "--data_split"]
+    assert words[place : place + 4] == ["--data_path", "a.jsonl", "b/c", "--data_split"]
 
 
 def test_hosts_count_in_a_dry_run(stand_ins, in_dry_run, tmp_path_factory, capfd):

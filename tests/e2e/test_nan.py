@@ -1,4 +1,5 @@
 """A number that is NaN ends a run: exit code 1, a message to work with, and what was saved before stays."""
+
 import json
 import re
 import shutil
@@ -40,8 +41,14 @@ def test_a_reward_model_that_scores_nan_leaves_the_restart_points(tiny, poisoned
 
     broken = {**flags, "max_steps": 4, "resume": out, "reward_model_name_or_path": poisoned}
     result = run_here(3, broken, capfd)
-    assert_stopped(result, "step 3: a number is NaN or infinite, so no weight was changed",
-                   "rank 0: not finite: score (4)", "score nan, prompt 'w", "response '", *WHAT_TO_LOOK_AT)
+    assert_stopped(
+        result,
+        "step 3: a number is NaN or infinite, so no weight was changed",
+        "rank 0: not finite: score (4)",
+        "score nan, prompt 'w",
+        "response '",
+        *WHAT_TO_LOOK_AT,
+    )
     prompts = {json.loads(row)["prompt"] for row in (tiny.folder / "prompts.jsonl").read_text().splitlines()}
     assert any(f"prompt '{prompt}'" in result.stderr for prompt in prompts)
     assert snapshot(out / "checkpoints") == points
@@ -53,8 +60,13 @@ def test_a_reward_model_that_scores_nan_leaves_the_restart_points(tiny, poisoned
 
 
 def test_a_critic_with_a_nan_weight(tiny, poisoned, tmp_path, capfd):
-    flags = tiny.flags(3, output_dir=tmp_path / "out", critic_model_name_or_path=poisoned,
-                       reward_model_name_or_path=tiny.folder / "reward", num_eval_prompts=0)
+    flags = tiny.flags(
+        3,
+        output_dir=tmp_path / "out",
+        critic_model_name_or_path=poisoned,
+        reward_model_name_or_path=tiny.folder / "reward",
+        num_eval_prompts=0,
+    )
     result = run_here(3, flags, capfd)
     assert_stopped(result, "step 1: ", "rank 0: not finite: values (4)", *WHAT_TO_LOOK_AT)
     assert re.search(r"score -?\d", result.stderr), "the scores themselves are good"
@@ -63,8 +75,15 @@ def test_a_critic_with_a_nan_weight(tiny, poisoned, tmp_path, capfd):
 
 def test_the_steps_before_are_in_the_curves(tiny, tmp_path, capfd):
     """A learning rate that breaks the actor: TensorBoard has what led there, as metrics.jsonl has."""
-    flags = tiny.flags(3, output_dir=tmp_path / "out", actor_learning_rate=1e30, num_warmup_steps=0, ppo_epochs=1,
-                       num_eval_prompts=0, max_steps=4)
+    flags = tiny.flags(
+        3,
+        output_dir=tmp_path / "out",
+        actor_learning_rate=1e30,
+        num_warmup_steps=0,
+        ppo_epochs=1,
+        num_eval_prompts=0,
+        max_steps=4,
+    )
     assert_stopped(run_here(3, flags, capfd), "step 2: ", "logprobs (4)", *WHAT_TO_LOOK_AT)
     events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
     events.Reload()
@@ -75,15 +94,33 @@ def test_the_steps_before_are_in_the_curves(tiny, tmp_path, capfd):
 @pytest.mark.parametrize("step", (1, 2))
 def test_steps_1_and_2_stop_too(step, tiny, tmp_path, capfd):
     flags = tiny.flags(step, output_dir=tmp_path / "out", learning_rate=1e30)
-    assert_stopped(run_here(step, flags, capfd), "step 2: the loss is NaN or infinite, so no weight was changed",
-                   "Look at the learning rate")
+    assert_stopped(
+        run_here(step, flags, capfd),
+        "step 2: the loss is NaN or infinite, so no weight was changed",
+        "Look at the learning rate",
+    )
     assert not (tmp_path / "out" / "config.json").exists()
     assert [line["step"] for line in metric_lines(tmp_path / "out")] == [0, 1]
 
 
 def test_two_ranks_stop_together_and_say_it_once(tiny, poisoned, tmp_path):
-    result = launch(3, tiny.flags(3, output_dir=tmp_path / "out", reward_model_name_or_path=poisoned,
-                                  num_eval_prompts=0, actor_zero_stage=3, critic_zero_stage=3))
-    assert_stopped(result, "step 1: ", "rank 0: not finite: score (4)", "rank 1: not finite: score (4)",
-                   "score nan, prompt 'w", *WHAT_TO_LOOK_AT)
+    result = launch(
+        3,
+        tiny.flags(
+            3,
+            output_dir=tmp_path / "out",
+            reward_model_name_or_path=poisoned,
+            num_eval_prompts=0,
+            actor_zero_stage=3,
+            critic_zero_stage=3,
+        ),
+    )
+    assert_stopped(
+        result,
+        "step 1: ",
+        "rank 0: not finite: score (4)",
+        "rank 1: not finite: score (4)",
+        "score nan, prompt 'w",
+        *WHAT_TO_LOOK_AT,
+    )
     assert result.stderr.count("rank 0: ") == 1

@@ -1,4 +1,5 @@
 """Step 2 normalises scores on the SFT model's responses, after training and before if asked to; its rate falls."""
+
 from types import SimpleNamespace
 from unittest import mock
 
@@ -40,10 +41,18 @@ def trained(request, tiny, tmp_path_factory):
         heads.append(module.model.score.weight.detach().clone())
         return wrap(module, *args, **kwargs)
 
-    with mock.patch.object(step2_reward, "build_rollouts", recorder.build_rollouts), \
-            mock.patch.object(step2_reward, "wrap_trained", wrapped):
-        flags = tiny.flags(2, output_dir=out, normalization_samples=SAMPLES, learning_rate=RATE, num_train_epochs=2,
-                           normalize_before=request.param or None)
+    with (
+        mock.patch.object(step2_reward, "build_rollouts", recorder.build_rollouts),
+        mock.patch.object(step2_reward, "wrap_trained", wrapped),
+    ):
+        flags = tiny.flags(
+            2,
+            output_dir=out,
+            normalization_samples=SAMPLES,
+            learning_rate=RATE,
+            num_train_epochs=2,
+            normalize_before=request.param or None,
+        )
         assert run_words(2, command_line(flags)) == 0
     return SimpleNamespace(before=request.param, out=out, calls=recorder.calls, head=heads[0])
 

@@ -1,4 +1,5 @@
 """Steps 1, 2 and 3 as users run them: two ranks, ZeRO-3, each starting from what the ones before it wrote."""
+
 import gzip
 import itertools
 import json
@@ -15,18 +16,25 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from engine.experience import position_ids
-from engine.model_files import load_scorer
+from engine.models.loading import load_scorer
 from tests.e2e.programs import Result, launch, metric_lines, run_here
 
 STEPS, EVALUATED = 4, 8
 EVERY_STEP = {
-    *(f"objective/{name}" for name in ("kl", "kl_per_token", "kl_coef", "entropy", "scores", "rlhf_reward",
-                                       "non_score_reward")),
+    *(
+        f"objective/{name}"
+        for name in ("kl", "kl_per_token", "kl_coef", "entropy", "scores", "rlhf_reward", "non_score_reward")
+    ),
     *(f"policy/{name}" for name in ("loss", "approxkl", "clipfrac", "ratio_mean", "ratio_max", "grad_norm", "lr")),
     *(f"value/{name}" for name in ("loss", "clipfrac", "explained_variance", "mean", "grad_norm", "lr")),
-    "advantages/mean", "advantages/std", "returns/mean", "returns/var",
+    "advantages/mean",
+    "advantages/std",
+    "returns/mean",
+    "returns/var",
     *(f"rollout/{name}" for name in ("response_length", "eos_rate", "tokens_per_second", "degenerate")),
-    *(f"time/{name}" for name in ("generate", "make_experience", "train", "step")), "memory/peak_gb"}
+    *(f"time/{name}" for name in ("generate", "make_experience", "train", "step")),
+    "memory/peak_gb",
+}
 EVALUATION = {f"eval/{name}" for name in ("score", "kl", "response_length", "distinct_bigrams")}
 AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION}
 MACHINE = ("time/", "memory/", "rollout/tokens_per_second")
@@ -36,6 +44,7 @@ MACHINE = ("time/", "memory/", "rollout/tokens_per_second")
 @dataclass(frozen=True)
 class Chain:
     """Folders of the three steps and of step 3 resumed, and how each ended."""
+
     folder: Path
     results: dict[str, Result]
 
@@ -54,11 +63,24 @@ def chain(tiny, tmp_path_factory) -> Chain:
 
     started("sft", 1, zero_stage=3, learning_rate=1e-3)
     started("reward", 2, zero_stage=3, learning_rate=1e-3, model_name_or_path=folder / "sft")
-    ppo = {"actor_model_name_or_path": folder / "sft", "critic_model_name_or_path": folder / "reward",
-           "reward_model_name_or_path": tiny.folder / "reward", "actor_zero_stage": 3, "critic_zero_stage": 3,
-           "max_steps": STEPS, "num_eval_prompts": EVALUATED, "save_steps": 2, "print_answers_interval": 2,
-           "profile_steps": [3, 4], "enable_ema": True, "kl_coef": 0.25, "ppo_epochs": 2, "num_warmup_steps": 0,
-           "actor_learning_rate": 1e-3, "critic_learning_rate": 1e-3}
+    ppo = {
+        "actor_model_name_or_path": folder / "sft",
+        "critic_model_name_or_path": folder / "reward",
+        "reward_model_name_or_path": tiny.folder / "reward",
+        "actor_zero_stage": 3,
+        "critic_zero_stage": 3,
+        "max_steps": STEPS,
+        "num_eval_prompts": EVALUATED,
+        "save_steps": 2,
+        "print_answers_interval": 2,
+        "profile_steps": [3, 4],
+        "enable_ema": True,
+        "kl_coef": 0.25,
+        "ppo_epochs": 2,
+        "num_warmup_steps": 0,
+        "actor_learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+    }
     started("ppo", 3, **ppo)
     # As if the run had been killed within step 4: what is beyond the last restart point is dropped and done again.
     shutil.copytree(folder / "ppo", folder / "resumed")
@@ -87,8 +109,10 @@ def test_reward_models_open(chain, path):
 
 
 def test_steps_1_and_2_report(chain):
-    for name, held_out, last_words in (("sft", "eval/perplexity", "held-out perplexity"),
-                                       ("reward", "eval/accuracy", "held-out pair accuracy")):
+    for name, held_out, last_words in (
+        ("sft", "eval/perplexity", "held-out perplexity"),
+        ("reward", "eval/accuracy", "held-out pair accuracy"),
+    ):
         lines = metric_lines(chain[name])
         assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
         assert held_out in lines[0] and held_out in lines[-1]
@@ -140,10 +164,24 @@ def test_the_steps_asked_for_are_recorded_on_each_rank(chain, name):
             # out the recording of single tokens.
             "generate": Counter({"prompts": 2 if first else 1, "token": 7, "gather of weights": 1}),
             # The old log-probs are the sampler's: the actor is only asked about one response, to compare.
-            "make_experience": Counter(2 * ["policy forward", "scorer forward"] + ["reference", "reward model"]
-                                       + (3 if first else 1) * ["gather of weights"]),
-            "train": Counter(2 * ["policy forward", "actor backward", "actor optimizer step", "scorer forward",
-                                  "critic backward", "critic optimizer step", "EMA update"])}
+            "make_experience": Counter(
+                2 * ["policy forward", "scorer forward"]
+                + ["reference", "reward model"]
+                + (3 if first else 1) * ["gather of weights"]
+            ),
+            "train": Counter(
+                2
+                * [
+                    "policy forward",
+                    "actor backward",
+                    "actor optimizer step",
+                    "scorer forward",
+                    "critic backward",
+                    "critic optimizer step",
+                    "EMA update",
+                ]
+            ),
+        }
 
 
 def test_a_resumed_run_ends_like_the_uninterrupted_one(chain):
@@ -209,8 +247,10 @@ def test_scores_come_from_the_reward_model_that_was_named(chain, tiny):
         scorer = load_scorer(str(path), torch.float32)
         ones = [torch.ones_like(row) for row in ids]
         with torch.no_grad():
-            return [scorer.sequence_scores(scorer(row, one, position_ids(one)), row, one).item()
-                    for row, one in zip(ids, ones)]
+            return [
+                scorer.sequence_scores(scorer(row, one, position_ids(one)), row, one).item()
+                for row, one in zip(ids, ones)
+            ]
 
     found = [row["score"] for row in rows]
     assert len(found) >= 3
@@ -219,8 +259,9 @@ def test_scores_come_from_the_reward_model_that_was_named(chain, tiny):
 
 
 def test_the_average_lags_behind_the_actor(chain):
-    sft, actor, averaged = (AutoModelForCausalLM.from_pretrained(chain[name]).state_dict()
-                            for name in ("sft", "ppo/actor", "ppo/actor_ema"))
+    sft, actor, averaged = (
+        AutoModelForCausalLM.from_pretrained(chain[name]).state_dict() for name in ("sft", "ppo/actor", "ppo/actor_ema")
+    )
 
     def distance(a: dict, b: dict) -> float:
         return sum((a[name] - b[name]).square().sum().item() for name in a) ** 0.5
@@ -231,13 +272,16 @@ def test_the_average_lags_behind_the_actor(chain):
 def test_what_is_printed(chain):
     out = chain.results["ppo"].stdout
     assert out.count("dialect default\n") == 1, "printed by both ranks, or by none"
-    for name in ("kl_coef = 0.25 (given; the dialect's is ", "ppo_epochs = 2 (given; the dialect's is ",
-                 "actor_lr = 0.001 (given; the dialect's is "):
+    for name in (
+        "kl_coef = 0.25 (given; the dialect's is ",
+        "ppo_epochs = 2 (given; the dialect's is ",
+        "actor_lr = 0.001 (given; the dialect's is ",
+    ):
         assert name in out
     assert "gamma = " not in out and "temperature = " not in out
     assert "32 prompts (0 truncated, 0 dropped), 8 held out; 4 steps of 8 responses on 2 ranks" in out
     assert "ZeRO stages: actor 3, critic 3, reference 3, reward 3; fp32" in out
-    summary = out[out.index("held-out prompts"):]
+    summary = out[out.index("held-out prompts") :]
     first, *_, last = metric_lines(chain["ppo"])
     assert f"{first['eval/score']:.3f}" in summary and f"{last['eval/score']:.3f}" in summary
     assert f"{last['eval/ema_score']:.3f}" in summary
@@ -250,13 +294,24 @@ def test_what_is_printed(chain):
 
 def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
     """In one process, without an EMA, and with the sizes that the other runs leave at 1."""
-    flags = tiny.flags(3, output_dir=tmp_path / "out", dialect="deepspeed_chat", per_device_generation_batch_size=2,
-                       generation_batches=2, num_samples_per_prompt=3, per_device_training_batch_size=2,
-                       gradient_accumulation_steps=3, eval_steps=1, actor_zero_stage=2)
+    flags = tiny.flags(
+        3,
+        output_dir=tmp_path / "out",
+        dialect="deepspeed_chat",
+        per_device_generation_batch_size=2,
+        generation_batches=2,
+        num_samples_per_prompt=3,
+        per_device_training_batch_size=2,
+        gradient_accumulation_steps=3,
+        eval_steps=1,
+        actor_zero_stage=2,
+    )
     result = run_here(3, flags, capfd)
     assert result.code == 0, result.stderr
-    assert result.stdout.startswith("dialect deepspeed_chat\n  samples_per_prompt = 3 (given; the dialect's is 1)\n"
-                                    "  mini_batches = 2 (given; the dialect's is 1)\n")
+    assert result.stdout.startswith(
+        "dialect deepspeed_chat\n  samples_per_prompt = 3 (given; the dialect's is 1)\n"
+        "  mini_batches = 2 (given; the dialect's is 1)\n"
+    )
     assert result.stdout.count("(given;") == 2
     lines = metric_lines(tmp_path / "out")
     assert [line["samples"] for line in lines] == [0, 12, 24]
@@ -264,8 +319,15 @@ def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
     assert all(EVALUATION <= set(line) for line in lines)
     assert lines[1]["objective/kl_coef"] == 0.1
     assert_finite(lines)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"actor", "critic", "metrics.jsonl", "tensorboard",
-                                                                   "samples", "curves.png", "run.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "actor",
+        "critic",
+        "metrics.jsonl",
+        "tensorboard",
+        "samples",
+        "curves.png",
+        "run.json",
+    }
 
 
 def ranges_of(trace: Path) -> dict[str, list[str]]:
@@ -276,11 +338,22 @@ def ranges_of(trace: Path) -> dict[str, list[str]]:
     phases = [mark for mark in marks if mark["name"] in ("generate", "make_experience", "train")]
     assert [phase["name"] for phase in phases] == ["generate", "make_experience", "train"]
     assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(phases))
-    ours = [mark for mark in marks if mark["tid"] == phases[0]["tid"] and mark not in phases
-            and not mark["name"].startswith(("gloo:", "Optimizer."))]  # these are torch's own
+    ours = [
+        mark
+        for mark in marks
+        if mark["tid"] == phases[0]["tid"]
+        and mark not in phases
+        and not mark["name"].startswith(("gloo:", "Optimizer."))
+    ]  # these are torch's own
     assert all(mark["dur"] > 0 for mark in phases + ours)
-    found = {phase["name"]: [mark["name"] for mark in ours if phase["ts"] <= mark["ts"]
-                             and mark["ts"] + mark["dur"] <= phase["ts"] + phase["dur"]] for phase in phases}
+    found = {
+        phase["name"]: [
+            mark["name"]
+            for mark in ours
+            if phase["ts"] <= mark["ts"] and mark["ts"] + mark["dur"] <= phase["ts"] + phase["dur"]
+        ]
+        for phase in phases
+    }
     assert sum(map(len, found.values())) == len(ours)
     return found
 

@@ -1,4 +1,5 @@
 """The README's Python example runs as it stands there."""
+
 import re
 import subprocess
 import sys
@@ -7,9 +8,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from engine.gathering import full_state
-from engine.model_files import new_scorer, save_model
-from training import builtin_model, builtin_reviews
+from engine.zero.gathering import full_state
+from engine.models.loading import new_scorer, save_model
+from training.toy import model as builtin_model, reviews as builtin_reviews
 
 README = Path(__file__).parents[2] / "README.md"
 

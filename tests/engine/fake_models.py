@@ -6,6 +6,7 @@
 TableModels answers from a table, by the token that ends a row's prompt; PrefixModels computes each answer from the real
 tokens that stand before it, as a causal language model does, so that no answer depends on padding.
 """
+
 import contextlib
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ UNREAD = float("nan")  # stands at every position whose value nobody should read
 @dataclass(frozen=True, slots=True)
 class Row:
     """What the models say of one row; slot by slot, for at least as many slots as are asked for."""
+
     logprobs: list[float]
     ref_logprobs: list[float]
     values: list[float]
@@ -59,8 +61,12 @@ class _Models:
 
     def roles(self) -> dict:
         """The arguments actor, critic, reference and reward of ExperienceMaker."""
-        return {"actor": self.actor, "critic": self.critic, "reference": Resident(self.reference),
-                "reward": Resident(self.reward)}
+        return {
+            "actor": self.actor,
+            "critic": self.critic,
+            "reference": Resident(self.reference),
+            "reward": Resident(self.reward),
+        }
 
 
 class TableModels(_Models):
@@ -91,13 +97,13 @@ class TableModels(_Models):
         values = torch.full(sequences.shape, UNREAD)
         for index, (row, prompt) in enumerate(self.rows(sequences)):
             slots = sequences.shape[1] - prompt
-            values[index, prompt - 1:-1] = torch.tensor(row.values[:slots])
+            values[index, prompt - 1 : -1] = torch.tensor(row.values[:slots])
         return values
 
     def reference(self, rollout: Rollout, temperature: float) -> Tensor:
         """(B, T)."""
         self.temperatures.append(temperature)
-        return torch.tensor([row.ref_logprobs[:rollout.response_length] for row, _ in self.rows(rollout.sequences)])
+        return torch.tensor([row.ref_logprobs[: rollout.response_length] for row, _ in self.rows(rollout.sequences)])
 
     def reward(self, rollout: Rollout) -> Tensor:
         """(B,)."""
@@ -115,8 +121,8 @@ class PrefixModels(_Models):
 
     def logprobs(self, sequences, attention_mask, position_ids, response_length, pitch: float) -> Tensor:
         """(B, T) between -2 and 0, of the last tokens given what stands before them."""
-        states = self.states(sequences, attention_mask)[:, -response_length - 1:-1]
-        positions = position_ids[:, -response_length - 1:-1]
+        states = self.states(sequences, attention_mask)[:, -response_length - 1 : -1]
+        positions = position_ids[:, -response_length - 1 : -1]
         return (torch.sin(pitch * states + 0.7 * sequences[:, -response_length:] + 0.2 * positions) - 1).float()
 
     def actor(self, sequences, attention_mask, position_ids, *, response_length, temperature, with_entropy):
@@ -131,16 +137,18 @@ class PrefixModels(_Models):
 
     def reference(self, rollout: Rollout, temperature: float) -> Tensor:
         """(B, T)."""
-        return self.logprobs(rollout.sequences, rollout.attention_mask, rollout.position_ids, rollout.response_length,
-                             0.23)
+        return self.logprobs(
+            rollout.sequences, rollout.attention_mask, rollout.position_ids, rollout.response_length, 0.23
+        )
 
     def reward(self, rollout: Rollout) -> Tensor:
         """(B,) between -8 and 8, so that some scores are clipped."""
         return 8 * torch.cos(0.05 * self.states(rollout.sequences, rollout.attention_mask)[:, -1]).float()
 
 
-def rollout_of(prompts: list[list[int]], responses: list[list[int]], pad: int, *, width: int = 0,
-               prompt_width: int = 0) -> Rollout:
+def rollout_of(
+    prompts: list[list[int]], responses: list[list[int]], pad: int, *, width: int = 0, prompt_width: int = 0
+) -> Rollout:
     """Left-padded prompts and right-padded responses, as wide as needed or wider."""
     left, right = max(prompt_width, *map(len, prompts)), max(width, *map(len, responses))
     rows, masks = [], []

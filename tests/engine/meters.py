@@ -1,9 +1,10 @@
 """Counts of what tensors do: bytes alive at once, and questions of the host to the device.
 
-    with LiveBytes(known=model.parameters()) as meter:
-        loss(model(...)).backward()
-    assert meter.peak < 10_000_000
+with LiveBytes(known=model.parameters()) as meter:
+    loss(model(...)).backward()
+assert meter.peak < 10_000_000
 """
+
 import weakref
 from collections.abc import Iterable
 from unittest import mock
@@ -51,8 +52,18 @@ class LiveBytes(TorchDispatchMode):
 
 class HostQuestions(TorchDispatchMode):
     """How often, within this context, the host waits for the content of a tensor: for a number, a list or a shape."""
-    WAITING = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2",
-               "unique_consecutive", "repeat_interleave.Tensor"}
+
+    WAITING = {
+        "_local_scalar_dense",
+        "item",
+        "is_nonzero",
+        "nonzero",
+        "masked_select",
+        "equal",
+        "_unique2",
+        "unique_consecutive",
+        "repeat_interleave.Tensor",
+    }
     METHODS = ("tolist", "numpy", "cpu")  # on a CPU these are no operations that could be dispatched
 
     def __init__(self):
@@ -61,14 +72,14 @@ class HostQuestions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        by_mask = name.startswith("index") and any(isinstance(leaf, Tensor) and leaf.dtype == torch.bool
-                                                   for leaf in tree_iter(args[1:2]))
+        by_mask = name.startswith("index") and any(
+            isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_iter(args[1:2])
+        )
         self.count += bool({name, f"{name}.{func._overloadname}"} & self.WAITING) or by_mask
         return func(*args, **(kwargs or {}))
 
     def __enter__(self):
-        self._patches = [mock.patch.object(Tensor, name, self._counted(getattr(Tensor, name)))
-                         for name in self.METHODS]
+        self._patches = [mock.patch.object(Tensor, name, self._counted(getattr(Tensor, name))) for name in self.METHODS]
         for patch in self._patches:
             patch.start()
         return super().__enter__()

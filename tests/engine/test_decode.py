@@ -1,25 +1,28 @@
 """The decoding loop answers as plain sampling does, whatever comes, goes and is moved meanwhile, in every family."""
+
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 
-from engine.dialects import get_dialect
+from engine.algorithms import get_dialect
 from engine.experience import Rollout
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler, takes_slot_masks
 from tests.plain_sampling import plain_answer
-from tests.tiny_models import (BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_tokenizer, save_random)
+from tests.tiny_models import BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_tokenizer, save_random
 from training.data.examples import collate_prompts
 
 FAMILIES = ("llama", "mistral", "qwen2", "gpt_neox", "opt", "gpt2", "bloom")
 READY = {"llama", "qwen2", "gpt_neox", "opt", "gpt2"}  # BLOOM makes its biases of a mask (B, S); Mistral has a window
 LENGTHS = (1, 3, 9, 2, 5, 1, 7, 4, 8, 6, 2, 3)
 INDICES = [3 * row + 1 for row in range(len(LENGTHS))]
-PROMPTS = [torch.randint(4, VOCABULARY, (length,), generator=torch.Generator().manual_seed(row)).tolist()
-           for row, length in enumerate(LENGTHS)]
+PROMPTS = [
+    torch.randint(4, VOCABULARY, (length,), generator=torch.Generator().manual_seed(row)).tolist()
+    for row, length in enumerate(LENGTHS)
+]
 BATCH = collate_prompts(PROMPTS, torch.tensor(INDICES), torch.zeros(len(PROMPTS), dtype=torch.int64), PAD)
 SAMPLING = SamplingConfig(max_new_tokens=20, pad_token_id=PAD, stop_token_ids=(EOS, 7, 11, 19, 23), seed=5)
 
@@ -44,8 +47,10 @@ def plainly(model, how: SamplingConfig) -> list[tuple[list[int], bool]]:
 
 
 def answers(rollout: Rollout) -> list[tuple[list[int], bool]]:
-    return [(tokens[mask].tolist(), ended.item())
-            for tokens, mask, ended in zip(rollout.responses, rollout.response_mask, rollout.ended)]
+    return [
+        (tokens[mask].tolist(), ended.item())
+        for tokens, mask, ended in zip(rollout.responses, rollout.response_mask, rollout.ended)
+    ]
 
 
 def sampled(model, how: SamplingConfig, rows_at_once: int | None = None) -> list[tuple[list[int], bool]]:
@@ -60,8 +65,10 @@ def test_the_cases_are_hard_enough(expected):
         assert any(ended for _, ended in rows) and not all(ended for _, ended in rows)
 
 
-@pytest.mark.parametrize("family, rows_at_once", [
-    *((family, count) for family in FAMILIES for count in (None, 3)), ("llama", 1), ("llama", 11), ("llama", 50)])
+@pytest.mark.parametrize(
+    "family, rows_at_once",
+    [*((family, count) for family in FAMILIES for count in (None, 3)), ("llama", 1), ("llama", 11), ("llama", 50)],
+)
 def test_answers_are_those_of_plain_sampling(models, expected, family, rows_at_once):
     assert sampled(models[family], SAMPLING, rows_at_once) == expected[family]
 
@@ -90,12 +97,18 @@ def test_compiled_passes_answer_alike(models, expected, monkeypatch, family):
 def test_living_rows_move_to_the_left_when_the_slots_are_used_up(models, monkeypatch, family):
     """3 of 48 rows at once take far more steps than there are slots."""
     moves, shift = [], SlotCache.shift
-    monkeypatch.setattr(SlotCache, "shift", lambda self, rows, start, end, by: (
-        moves.append((rows, start, end, by)), shift(self, rows, start, end, by)))
+    monkeypatch.setattr(
+        SlotCache,
+        "shift",
+        lambda self, rows, start, end, by: (moves.append((rows, start, end, by)), shift(self, rows, start, end, by)),
+    )
     rollout = Sampler(make_tokenizer(), 3).responses(models[family], BATCH.repeat(4), SAMPLING)
     assert len(moves) >= 2 and all(rows == 3 and by > 20 for rows, start, end, by in moves)
-    assert answers(rollout) == [plain_answer(models[family], prompt, index, sample, SAMPLING)
-                                for prompt, index in zip(PROMPTS, INDICES) for sample in range(4)]
+    assert answers(rollout) == [
+        plain_answer(models[family], prompt, index, sample, SAMPLING)
+        for prompt, index in zip(PROMPTS, INDICES)
+        for sample in range(4)
+    ]
 
 
 @pytest.mark.parametrize("most, rows_at_once", [(1, None), (1, 3), (2, 3), (8, 3), (9, None), (9, 3), (10, 3), (17, 3)])
@@ -135,6 +148,7 @@ def test_the_models_last_position_may_be_used_and_none_after_it(models, family):
 
 def test_token_ids_beyond_the_vocabulary_are_not_drawn(models):
     """As if the model had no others: the same number falls on the first 40 tokens, their shares added up anew."""
+
     class Narrow(torch.nn.Module):
         def forward(self, input_ids):
             output = models["llama"](input_ids)
@@ -158,13 +172,25 @@ def test_answers_are_the_same_with_the_models_own_masks(models, expected, monkey
     assert sampled(models[family], SAMPLING, 3) == expected[family]
 
 
-COMMON = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS, "bos_token_id": BOS,
-          "eos_token_id": EOS, "pad_token_id": PAD}
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
 
 
-@pytest.mark.parametrize("config", (MistralConfig(**COMMON, sliding_window=6),
-                                    Gemma2Config(**COMMON, head_dim=8, sliding_window=6)), ids=("mistral", "gemma2"))
+@pytest.mark.parametrize(
+    "config",
+    (MistralConfig(**COMMON, sliding_window=6), Gemma2Config(**COMMON, head_dim=8, sliding_window=6)),
+    ids=("mistral", "gemma2"),
+)
 def test_a_window_that_is_shorter_than_the_sequence(tmp_path, config):
     """All layers of this Mistral, every other one of Gemma 2, see 6 tokens."""
     folder = save_random(AutoModelForCausalLM.from_config(config), tmp_path)
@@ -182,8 +208,14 @@ def test_a_window_that_is_shorter_than_the_sequence(tmp_path, config):
 @pytest.mark.parametrize("sampling", ("fixed", "without_eos"))
 def test_responses_of_fixed_length(models, expected, sampling, family, rows_at_once):
     """With ends that are tokens like others, and with ends that are never drawn."""
-    how = SamplingConfig.of(get_dialect("default").override(sampling=sampling, temperature=0.8),
-                            SAMPLING.stop_token_ids, "bf16", max_new_tokens=20, pad_token_id=PAD, seed=5)
+    how = SamplingConfig.of(
+        get_dialect("default").override(sampling=sampling, temperature=0.8),
+        SAMPLING.stop_token_ids,
+        "bf16",
+        max_new_tokens=20,
+        pad_token_id=PAD,
+        seed=5,
+    )
     found = sampled(models[family], how, rows_at_once)
     assert found == plainly(models[family], how) != expected[family]
     assert all(len(tokens) == 20 and not ended for tokens, ended in found)
@@ -199,10 +231,10 @@ def test_recorded_log_probs_are_those_of_the_finished_sequences(models, family, 
     rollout = Sampler(make_tokenizer(), rows_at_once).responses(model, BATCH, how)
     expected = torch.zeros(2, *rollout.response_mask.shape)
     for row, (tokens, _) in enumerate(answers(rollout)):
-        logits = model(torch.tensor([PROMPTS[row] + tokens])).logits[0, LENGTHS[row] - 1:-1] / 0.7
+        logits = model(torch.tensor([PROMPTS[row] + tokens])).logits[0, LENGTHS[row] - 1 : -1] / 0.7
         logprobs = torch.log_softmax(logits, -1)
-        expected[0, row, :len(tokens)] = logprobs[range(len(tokens)), tokens]
-        expected[1, row, :len(tokens)] = -(logprobs.exp() * logprobs).sum(-1)
+        expected[0, row, : len(tokens)] = logprobs[range(len(tokens)), tokens]
+        expected[1, row, : len(tokens)] = -(logprobs.exp() * logprobs).sum(-1)
     torch.testing.assert_close(torch.stack([rollout.logprobs, rollout.entropy]), expected, rtol=0, atol=1e-4)
     outside = ~rollout.response_mask
     assert outside.any() and not rollout.logprobs[outside].any() and not rollout.entropy[outside].any()
@@ -217,8 +249,8 @@ def test_a_rollout_is_its_prompts_and_what_was_drawn(models, expected):
     """As wide as the longest response, with padding after each; masks, indices and samples as given."""
     rollout = Sampler(make_tokenizer(), 3).responses(models["opt"], BATCH.repeat(2), replace(SAMPLING, pad_token_id=9))
     assert torch.equal(rollout.prompts, BATCH.input_ids.repeat_interleave(2, 0))
-    assert torch.equal(rollout.attention_mask[:, :max(LENGTHS)], BATCH.attention_mask.repeat_interleave(2, 0))
-    assert torch.equal(rollout.attention_mask[:, max(LENGTHS):], rollout.response_mask.long())
+    assert torch.equal(rollout.attention_mask[:, : max(LENGTHS)], BATCH.attention_mask.repeat_interleave(2, 0))
+    assert torch.equal(rollout.attention_mask[:, max(LENGTHS) :], rollout.response_mask.long())
     assert rollout.indices.tolist() == [index for index in INDICES for _ in (0, 1)]
     assert rollout.samples.tolist() == [0, 1] * len(INDICES)
     assert rollout.response_mask.any(0).all() and (rollout.responses[~rollout.response_mask] == 9).all()

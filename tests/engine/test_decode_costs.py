@@ -1,4 +1,5 @@
 """What decoding costs: rows times steps, memory that is allocated once, questions of the host."""
+
 import random
 import weakref
 
@@ -29,9 +30,17 @@ def sampling(most: int, stops: tuple[int, ...] = ()) -> SamplingConfig:
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                         num_attention_heads=2, max_position_embeddings=512, bos_token_id=BOS, eos_token_id=EOS,
-                         pad_token_id=PAD)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
     return AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -44,14 +53,15 @@ def test_rows_times_steps_are_at_most_five_fourths_of_the_tokens(model, monkeypa
 
     def numbers(seed, indices, samples, positions):
         lengths = torch.tensor(wanted)[indices]
-        return (positions == lengths - 1).double() * (1 - 2.0 ** -53)
+        return (positions == lengths - 1).double() * (1 - 2.0**-53)
 
     sampler = Sampler(make_tokenizer(), rows_at_once)
     sampler.responses(model, batch([1]), sampling(1))  # what is found out about masks is found out
     monkeypatch.setattr(decode, "keyed_uniforms", numbers)
     passes = []
     hook = model.register_forward_pre_hook(
-        lambda _, args, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True)
+        lambda _, args, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
     try:
         rollout = sampler.responses(model, batch([draw.randint(2, 32) for _ in wanted]), sampling(256, (LAST,)))
     finally:
@@ -129,11 +139,22 @@ def test_questions_for_each_token_would_be_seen(model, monkeypatch):
     assert asked.questions == [9, 9]
 
 
-@pytest.mark.parametrize("ask, count", [
-    (lambda x: x.tolist(), 1), (lambda x: x.cpu(), 1), (lambda x: x.numpy(), 1), (lambda x: x.sum().item(), 1),
-    (lambda x: bool(x.any()), 1), (lambda x: int(x[0]), 1), (lambda x: x.nonzero(), 1), (lambda x: x[x > 0], 1),
-    (lambda x: torch.where(x > 0, x, 0.0), 0), (lambda x: x[[1, 0]], 0),
-    (lambda x: x.cumsum(0).gather(0, x.long()), 0)])
+@pytest.mark.parametrize(
+    "ask, count",
+    [
+        (lambda x: x.tolist(), 1),
+        (lambda x: x.cpu(), 1),
+        (lambda x: x.numpy(), 1),
+        (lambda x: x.sum().item(), 1),
+        (lambda x: bool(x.any()), 1),
+        (lambda x: int(x[0]), 1),
+        (lambda x: x.nonzero(), 1),
+        (lambda x: x[x > 0], 1),
+        (lambda x: torch.where(x > 0, x, 0.0), 0),
+        (lambda x: x[[1, 0]], 0),
+        (lambda x: x.cumsum(0).gather(0, x.long()), 0),
+    ],
+)
 def test_what_counts_as_a_question(ask, count):
     numbers = torch.tensor([1.0, 0.0])
     with HostQuestions() as meter:

@@ -1,4 +1,5 @@
 """What loading an extension of DeepSpeed's clears away, and that one process at a time does it."""
+
 import fcntl
 from types import SimpleNamespace
 
@@ -22,8 +23,10 @@ def test_the_mark_of_a_killed_build_is_removed_before_and_nobody_else_builds_mea
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         loaded.append(True)
 
-    builders = {"Fits": SimpleNamespace(NAME="fits", is_compatible=lambda: True, load=load),
-                "DoesNot": SimpleNamespace(NAME="does_not", is_compatible=lambda: False, load=load)}
+    builders = {
+        "Fits": SimpleNamespace(NAME="fits", is_compatible=lambda: True, load=load),
+        "DoesNot": SimpleNamespace(NAME="does_not", is_compatible=lambda: False, load=load),
+    }
     monkeypatch.setattr(get_accelerator(), "create_op_builder", builders.get)
     load_extension("Fits")
     load_extension("DoesNot")

@@ -1,4 +1,5 @@
 """Prompts, rollouts and experience: their shape checks, and cutting and joining without a number changed."""
+
 import dataclasses
 
 import pytest
@@ -10,24 +11,30 @@ PAD = 0
 
 
 def prompt_batch(**changed) -> PromptBatch:
-    fields = {"input_ids": torch.tensor([[PAD, 5, 6], [7, 8, 9]]),
-              "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]), "indices": torch.tensor([4, 2]),
-              "samples": torch.tensor([0, 1])}
+    fields = {
+        "input_ids": torch.tensor([[PAD, 5, 6], [7, 8, 9]]),
+        "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+        "indices": torch.tensor([4, 2]),
+        "samples": torch.tensor([0, 1]),
+    }
     return PromptBatch(**{**fields, **changed})
 
 
-def rollout_of(prompts: list[list[int]], responses: list[list[int]], prompt_width: int = 0,
-               response_width: int = 0) -> Rollout:
+def rollout_of(
+    prompts: list[list[int]], responses: list[list[int]], prompt_width: int = 0, response_width: int = 0
+) -> Rollout:
     """Left-padded prompts and right-padded responses, as wide as needed or wider."""
     left = max(prompt_width, *map(len, prompts))
     right = max(response_width, *map(len, responses))
     rows = [[PAD] * (left - len(p)) + p + r + [PAD] * (right - len(r)) for p, r in zip(prompts, responses)]
-    masks = [[0] * (left - len(p)) + [1] * (len(p) + len(r)) + [0] * (right - len(r))
-             for p, r in zip(prompts, responses)]
+    masks = [
+        [0] * (left - len(p)) + [1] * (len(p) + len(r)) + [0] * (right - len(r)) for p, r in zip(prompts, responses)
+    ]
     response_masks = [[True] * len(r) + [False] * (right - len(r)) for r in responses]
     numbers = torch.arange(len(rows))
-    return Rollout(torch.tensor(rows), torch.tensor(masks), torch.tensor(response_masks), numbers % 2 == 0,
-                   numbers + 10, numbers)
+    return Rollout(
+        torch.tensor(rows), torch.tensor(masks), torch.tensor(response_masks), numbers % 2 == 0, numbers + 10, numbers
+    )
 
 
 def experience_of(rollout: Rollout, **changed) -> Experience:
@@ -36,8 +43,10 @@ def experience_of(rollout: Rollout, **changed) -> Experience:
     grid = 10.0 * torch.arange(shape[0]).unsqueeze(1) + torch.arange(shape[1])
     names = ("logprobs", "entropy", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
     fields = {name: 100.0 * number + grid for number, name in enumerate(names)}
-    fields |= {name: 1000.0 * number + torch.arange(float(shape[0]))
-               for number, name in enumerate(("scores", "shaped_scores", "measured_kl"))}
+    fields |= {
+        name: 1000.0 * number + torch.arange(float(shape[0]))
+        for number, name in enumerate(("scores", "shaped_scores", "measured_kl"))
+    }
     fields |= {f"{name}_mask": rollout.response_mask for name in ("policy", "value", "state")} | {"kl_coef": 0.25}
     return Experience(rollout=rollout, **{**fields, **changed})
 
@@ -56,20 +65,34 @@ def test_left_padding_shifts_no_position():
     assert rollout.position_ids[0, 2:].tolist() == rollout_of([[5]], [[1, 2]]).position_ids[0].tolist()
 
 
-@pytest.mark.parametrize("changed", [
-    {"attention_mask": torch.ones(2, 4, dtype=torch.int64)}, {"attention_mask": torch.ones(2, 3, dtype=torch.bool)},
-    {"indices": torch.zeros(3, dtype=torch.int64)}, {"samples": torch.zeros(2, dtype=torch.int32)},
-    {"input_ids": torch.zeros(2, 3)}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"attention_mask": torch.ones(2, 4, dtype=torch.int64)},
+        {"attention_mask": torch.ones(2, 3, dtype=torch.bool)},
+        {"indices": torch.zeros(3, dtype=torch.int64)},
+        {"samples": torch.zeros(2, dtype=torch.int32)},
+        {"input_ids": torch.zeros(2, 3)},
+    ],
+)
 def test_prompt_batches_check_their_shapes(changed):
     with pytest.raises(AssertionError, match=f"{next(iter(changed))} is .* should be"):
         prompt_batch(**changed)
 
 
-@pytest.mark.parametrize("changed", [
-    {"attention_mask": torch.ones(2, 4, dtype=torch.int64)}, {"sequences": torch.zeros(2, 5, dtype=torch.int32)},
-    {"response_mask": torch.ones(2, 2, dtype=torch.int64)}, {"response_mask": torch.ones(3, 2, dtype=torch.bool)},
-    {"ended": torch.ones(2, dtype=torch.int64)}, {"ended": torch.ones(2, 1, dtype=torch.bool)},
-    {"indices": torch.zeros(2)}, {"samples": torch.zeros(1, dtype=torch.int64)}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"attention_mask": torch.ones(2, 4, dtype=torch.int64)},
+        {"sequences": torch.zeros(2, 5, dtype=torch.int32)},
+        {"response_mask": torch.ones(2, 2, dtype=torch.int64)},
+        {"response_mask": torch.ones(3, 2, dtype=torch.bool)},
+        {"ended": torch.ones(2, dtype=torch.int64)},
+        {"ended": torch.ones(2, 1, dtype=torch.bool)},
+        {"indices": torch.zeros(2)},
+        {"samples": torch.zeros(1, dtype=torch.int64)},
+    ],
+)
 def test_rollouts_check_their_shapes(changed):
     whole = rollout_of([[5], [6, 7, 8]], [[1, 2], [3]])
     with pytest.raises(AssertionError, match=f"{next(iter(changed))} is .* should be"):
@@ -83,13 +106,24 @@ def test_a_rollout_has_prompt_and_response(width):
         dataclasses.replace(whole, response_mask=torch.ones(2, width, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("changed", [
-    *({name: torch.zeros(2, 3)} for name in ("logprobs", "entropy", "ref_logprobs", "values", "kl", "rewards",
-                                             "advantages", "returns")),
-    {"advantages": torch.zeros(2, 2, dtype=torch.float64)}, {"logprobs": torch.zeros(2, 2, dtype=torch.bfloat16)},
-    {"scores": torch.zeros(2, 1)}, {"scores": torch.zeros(3)}, {"policy_mask": torch.ones(2, 2)},
-    {"value_mask": torch.ones(2, 1, dtype=torch.bool)}, {"state_mask": torch.ones(2, 2)},
-    {"shaped_scores": torch.zeros(2, 2)}, {"measured_kl": torch.zeros(1)}])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *(
+            {name: torch.zeros(2, 3)}
+            for name in ("logprobs", "entropy", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
+        ),
+        {"advantages": torch.zeros(2, 2, dtype=torch.float64)},
+        {"logprobs": torch.zeros(2, 2, dtype=torch.bfloat16)},
+        {"scores": torch.zeros(2, 1)},
+        {"scores": torch.zeros(3)},
+        {"policy_mask": torch.ones(2, 2)},
+        {"value_mask": torch.ones(2, 1, dtype=torch.bool)},
+        {"state_mask": torch.ones(2, 2)},
+        {"shaped_scores": torch.zeros(2, 2)},
+        {"measured_kl": torch.zeros(1)},
+    ],
+)
 def test_experience_checks_its_shapes(changed):
     rollout = rollout_of([[5], [6, 7, 8]], [[1, 2], [3]])
     with pytest.raises(AssertionError, match=f"{next(iter(changed))} is .* should be"):

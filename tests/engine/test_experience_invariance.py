@@ -1,14 +1,15 @@
 """What must change no number of an experience: padding, micro-batches, and how rows are spread over rollouts."""
+
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
 
-from engine.dialects import Dialect, get_dialect
+from engine.algorithms import Dialect, get_dialect
 from engine.experience import Experience, Rollout
 from engine.experience_maker import ExperienceMaker
-from engine.model_files import load_policy, load_scorer
+from engine.models.loading import load_policy, load_scorer
 from engine.reference import EngineReference
 from engine.reward.model import RewardModel
 from tests.engine.fake_models import PrefixModels, Resident, rollout_of
@@ -17,18 +18,23 @@ from tests.tiny_models import EOS, PAD, make_causal_lm, make_scorer
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14], [15, 16, 17]]
 RESPONSES = [[20, 21, EOS], [22, 23, 24, 25, EOS], [26, EOS], [27, 28, 29, 30], [EOS]]
 FIELDS = [field.name for field in dataclasses.fields(Experience) if field.name not in ("rollout", "kl_coef")]
-DIALECTS = {"default": get_dialect("default"), "deepspeed_chat": get_dialect("deepspeed_chat"),
-            "unwhitened": get_dialect("default").override(whiten_advantages=False)}
+DIALECTS = {
+    "default": get_dialect("default"),
+    "deepspeed_chat": get_dialect("deepspeed_chat"),
+    "unwhitened": get_dialect("default").override(whiten_advantages=False),
+}
 
 
 def rollout(rows=range(5), *, width: int = 0, prompt_width: int = 0) -> Rollout:
-    return rollout_of([PROMPTS[row] for row in rows], [RESPONSES[row] for row in rows], PAD, width=width,
-                      prompt_width=prompt_width)
+    return rollout_of(
+        [PROMPTS[row] for row in rows], [RESPONSES[row] for row in rows], PAD, width=width, prompt_width=prompt_width
+    )
 
 
 def make(part: Rollout, dialect: Dialect, micro_batch_size: int = 8, roles: dict | None = None) -> Experience:
-    maker = ExperienceMaker(**(roles or PrefixModels().roles()), dialect=dialect, pad_token_id=PAD,
-                            micro_batch_size=micro_batch_size)
+    maker = ExperienceMaker(
+        **(roles or PrefixModels().roles()), dialect=dialect, pad_token_id=PAD, micro_batch_size=micro_batch_size
+    )
     return maker.make(part, 0.1)
 
 
@@ -117,8 +123,12 @@ def test_real_models_see_no_padding_either(family, tmp_path):
     def scorer(seed):
         return Bare(load_scorer(make_scorer(tmp_path / f"scorer{seed}", family, seed=seed), torch.float32))
 
-    roles = {"actor": policy(0), "reference": EngineReference(policy(1)), "critic": scorer(2),
-             "reward": RewardModel(scorer(3))}
+    roles = {
+        "actor": policy(0),
+        "reference": EngineReference(policy(1)),
+        "critic": scorer(2),
+        "reward": RewardModel(scorer(3)),
+    }
     narrow = make(rollout(), DIALECTS["unwhitened"], 8, roles)
     assert narrow.logprobs[narrow.rollout.response_mask].std() > 0.5  # large enough for a wrong slot to show
     for size in (8, 2, 1):

@@ -1,4 +1,5 @@
 """From the models' answers to rewards, advantages and losses: the reference's worked case, and a batch by hand."""
+
 import math
 from dataclasses import replace
 
@@ -6,22 +7,29 @@ import pytest
 import torch
 
 from engine.algo.losses import policy_loss, value_loss
-from engine.dialects import Dialect, get_dialect
+from engine.algorithms import Dialect, get_dialect
 from engine.experience import Experience, Rollout
 from engine.experience_maker import ExperienceMaker
 from tests.engine.fake_models import Row, TableModels, rollout_of
-from training.metrics import Accumulator
-from training.step_metrics import add_experience
+from training.reporting.metrics import Accumulator
+from training.reporting.step_metrics import add_experience
 
 EOS, PAD = 2, 9
 SYSTEMS = ["default", "deepspeed_chat"]
 
 
-def make(models: TableModels, rollout: Rollout, dialect: Dialect, pad: int = PAD, micro_batch_size: int = 8,
-         kl_coef: float = 0.1) -> Experience:
+def make(
+    models: TableModels,
+    rollout: Rollout,
+    dialect: Dialect,
+    pad: int = PAD,
+    micro_batch_size: int = 8,
+    kl_coef: float = 0.1,
+) -> Experience:
     roles = models.roles() | ({} if dialect.has_critic else {"critic": None})
-    maker = ExperienceMaker(**roles, dialect=dialect, pad_token_id=pad, micro_batch_size=micro_batch_size,
-                            end_token_id=EOS)
+    maker = ExperienceMaker(
+        **roles, dialect=dialect, pad_token_id=pad, micro_batch_size=micro_batch_size, end_token_id=EOS
+    )
     return maker.make(rollout, kl_coef)
 
 
@@ -30,8 +38,9 @@ def near(tensor: torch.Tensor, expected: list, tolerance: float = 1e-5) -> None:
 
 
 # The worked case: delta = 0.1 .. 0.6, V = 1 .. 6, beta 0.1, s = 2, gamma 1, lambda 0.95, no whitening.
-WORKED = Row(logprobs=[-1.0] * 6, ref_logprobs=[-1.1, -1.2, -1.3, -1.4, -1.5, -1.6], values=[1.0, 2, 3, 4, 5, 6],
-             score=2.0)
+WORKED = Row(
+    logprobs=[-1.0] * 6, ref_logprobs=[-1.1, -1.2, -1.3, -1.4, -1.5, -1.6], values=[1.0, 2, 3, 4, 5, 6], score=2.0
+)
 RESPONSES = {"A": ([11, 12, 13, EOS], PAD), "B": ([11, 12, 13, EOS], EOS), "C": ([11, 12, 13, 14, 15, 16], PAD)}
 # B under deepspeed_chat: EOS is the first pad, L = 3, so slot 3 has KL, score and value but is not learned:
 #   A_3 = 1.96 - 4 = -2.04; A_2 = (-0.03 + 4 - 3) - 0.95 x 2.04 = -0.968; A_1 = 0.98 - 0.9196 = 0.0604;
@@ -46,8 +55,7 @@ AFTER_LAST = ([-0.01, -0.02, -0.03, -0.04, 2, 0], [1.1760, 0.1958, -0.8255, -1.8
 # C without its end: the score becomes -1. A_5 = -1.06 - 6 = -7.06; A_4 = 0.95 - 6.707 = -5.757; A_3 = 0.96 - 5.46915;
 #   A_2 = 0.97 - 4.2836925; A_1 = 0.98 - 3.148007875; A_0 = 0.99 - 2.0596074813
 SHORT = ([-0.01, -0.02, -0.03, 2, 0, 0], [1.081675, 0.0965, -0.93, -2, 0, 0])
-ENDLESS = ([-0.01, -0.02, -0.03, -0.04, -0.05, -1.06],
-           [-1.0696075, -2.1680079, -3.3136925, -4.50915, -5.757, -7.06])
+ENDLESS = ([-0.01, -0.02, -0.03, -0.04, -0.05, -1.06], [-1.0696075, -2.1680079, -3.3136925, -4.50915, -5.757, -7.06])
 EXPECTED = {  # rewards, advantages, number of learned slots
     ("default", "A"): (*FOUR_SLOTS, 4),
     ("default", "B"): (*FOUR_SLOTS, 4),
@@ -55,8 +63,11 @@ EXPECTED = {  # rewards, advantages, number of learned slots
     ("deepspeed_chat", "A"): ([-0.01, -0.02, -0.03, -0.04, 1.95, 0], [1.1353, 0.1529, -0.8706, -1.9375, -3.05, 0], 4),
     ("deepspeed_chat", "B"): (*FOUR_SLOTS, 3),
     ("deepspeed_chat", "C"): (*LAST_COLUMN, 6),
-    ("deepspeed_chat_2023", "A"): ([-0.01, -0.02, -0.03, 1.96, -0.05, -0.06],
-                                   [1.4189, 0.4515, -0.5563, -1.6066, -4.807, -6.06], 4),
+    ("deepspeed_chat_2023", "A"): (
+        [-0.01, -0.02, -0.03, 1.96, -0.05, -0.06],
+        [1.4189, 0.4515, -0.5563, -1.6066, -4.807, -6.06],
+        4,
+    ),
     ("deepspeed_chat_2023", "C"): (*LAST_COLUMN, 6),
     ("openai", "A"): (*LAST_COLUMN, 6),
     ("openai", "B"): (*LAST_COLUMN, 6),
@@ -77,8 +88,16 @@ SAMPLED_ON = {"A": [14, 15], "B": [14, 15], "C": []}  # what is drawn after EOS 
 def plain_of(system: str) -> Dialect:
     """The dialect without whitening, at the case's log-probs; EOS is the token that fixed lengths are cut at."""
     cut = system in ("openai", "summarize", "trl_ppo", "trl_rloo")
-    return get_dialect(system).override(whiten_advantages=False, whiten_rewards=False, old_logprobs="forward",
-                                        **({"truncate_token": "eos"} if cut else {})).override(truncate_after=0)
+    return (
+        get_dialect(system)
+        .override(
+            whiten_advantages=False,
+            whiten_rewards=False,
+            old_logprobs="forward",
+            **({"truncate_token": "eos"} if cut else {}),
+        )
+        .override(truncate_after=0)
+    )
 
 
 @pytest.mark.parametrize("system, case", list(EXPECTED))
@@ -129,16 +148,18 @@ def test_the_scored_text_is_cut_and_what_openai_learns_is_not():
     assert models.read.responses.tolist() == [[11, 7, 12, 7]]  # the first at or after slot 2
     assert made.rollout.responses.tolist() == [sampled] and made.rollout.ended.tolist() == [True]
     assert made.policy_mask.all() and made.shaped_scores.tolist() == [2.0]
-    summarize = ExperienceMaker(**models.roles(), dialect=plain_of("summarize"), pad_token_id=PAD, micro_batch_size=8,
-                                end_token_id=7).make(rollout_of([[901]], [sampled], PAD), 0.1)
+    summarize = ExperienceMaker(
+        **models.roles(), dialect=plain_of("summarize"), pad_token_id=PAD, micro_batch_size=8, end_token_id=7
+    ).make(rollout_of([[901]], [sampled], PAD), 0.1)
     assert models.read.responses.tolist() == [[11, 7]]
     assert summarize.rollout.responses.tolist() == [[11, 7, PAD, PAD, PAD, PAD]]  # as wide as it was
 
 
 def test_scores_are_scaled_by_all_that_were_seen():
     # 1 and 3 have the deviation sqrt(2); with -4 and 4 behind them, mean 1 and squares 42 - 4 over 3
-    table = {mark: Row([-1.0], [-1.0], [0.0], score)
-             for mark, score in ((901, 1.0), (902, 3.0), (903, -4.0), (904, 4.0))}
+    table = {
+        mark: Row([-1.0], [-1.0], [0.0], score) for mark, score in ((901, 1.0), (902, 3.0), (903, -4.0), (904, 4.0))
+    }
     dialect = get_dialect("default").override(score_scaling="running", whiten_advantages=False)
     maker = ExperienceMaker(**TableModels(table).roles(), dialect=dialect, pad_token_id=PAD, micro_batch_size=8)
     first = maker.make(rollout_of([[901], [902]], [[11]] * 2, PAD), 0.1)
@@ -190,9 +211,13 @@ def test_trlx_steers_by_the_kl_of_prompts_too():
     near(make(WholeTexts(BATCH), rollout, dialect.override(kl_measure="k1")).measured_kl, [1.0, 1.5])
 
 
-@pytest.mark.parametrize("width, chat_rewards, chat_advantages", [
-    (4, FOUR_SLOTS[0][:4], FOUR_SLOTS[1][:4]),  # every system
-    (5, [-0.01, -0.02, -0.03, -0.04, 1.95], [1.1353, 0.1529, -0.8706, -1.9375, -3.05])])
+@pytest.mark.parametrize(
+    "width, chat_rewards, chat_advantages",
+    [
+        (4, FOUR_SLOTS[0][:4], FOUR_SLOTS[1][:4]),  # every system
+        (5, [-0.01, -0.02, -0.03, -0.04, 1.95], [1.1353, 0.1529, -0.8706, -1.9375, -3.05]),
+    ],
+)
 def test_worked_case_a_in_narrower_rows(width, chat_rewards, chat_advantages):
     rollout = rollout_of([[901]], [[11, 12, 13, EOS]], PAD, width=width)
     made = make(TableModels({901: WORKED}), rollout, get_dialect("deepspeed_chat"))
@@ -205,8 +230,10 @@ def test_worked_case_a_in_narrower_rows(width, chat_rewards, chat_advantages):
 
 # A ragged batch of two, beta 0.1, gamma 1, lambda 0.5, pad not EOS. Row 0 ends, row 1 never; its score is clipped.
 #   row 0: delta 0.5 1 2, V 1 2 3, s 2          row 1: delta -1 1 2, V 1 0 2, s 8 -> 5
-BATCH = {901: Row([-1.0, -1.0, -1.0], [-1.5, -2.0, -3.0], [1.0, 2.0, 3.0], 2.0),
-         902: Row([-2.0, -1.0, -1.0], [-1.0, -2.0, -3.0], [1.0, 0.0, 2.0], 8.0)}
+BATCH = {
+    901: Row([-1.0, -1.0, -1.0], [-1.5, -2.0, -3.0], [1.0, 2.0, 3.0], 2.0),
+    902: Row([-2.0, -1.0, -1.0], [-1.0, -2.0, -3.0], [1.0, 0.0, 2.0], 8.0),
+}
 
 
 def batch() -> Rollout:
@@ -224,13 +251,20 @@ def batch() -> Rollout:
 DEVIATION = math.sqrt(1.6816)
 BY_HAND = {
     "default": {
-        "rewards": [[-0.05, 1.9, 0.0], [0.1, -0.1, 4.8]], "values": [[1.0, 2, 0], [1, 0, 2]],
+        "rewards": [[-0.05, 1.9, 0.0], [0.1, -0.1, 4.8]],
+        "values": [[1.0, 2, 0], [1, 0, 2]],
         "returns": [[1.9, 1.9, 0], [1.75, 3.3, 4.8]],
-        "advantages": [[-0.63 / DEVIATION, -1.63 / DEVIATION, 0],
-                       [-0.78 / DEVIATION, 1.77 / DEVIATION, 1.27 / DEVIATION]]},
+        "advantages": [
+            [-0.63 / DEVIATION, -1.63 / DEVIATION, 0],
+            [-0.78 / DEVIATION, 1.77 / DEVIATION, 1.27 / DEVIATION],
+        ],
+    },
     "deepspeed_chat": {
-        "rewards": [[-0.05, -0.1, 1.8], [0.1, -0.1, 4.8]], "values": [[1.0, 2, 3], [1, 0, 2]],
-        "returns": [[2.1, 2.3, 1.8], [1.75, 3.3, 4.8]], "advantages": [[1.1, 0.3, -1.2], [0.75, 3.3, 2.8]]},
+        "rewards": [[-0.05, -0.1, 1.8], [0.1, -0.1, 4.8]],
+        "values": [[1.0, 2, 3], [1, 0, 2]],
+        "returns": [[2.1, 2.3, 1.8], [1.75, 3.3, 4.8]],
+        "advantages": [[1.1, 0.3, -1.2], [0.75, 3.3, 2.8]],
+    },
 }
 
 
@@ -260,8 +294,10 @@ def test_a_ragged_batch_by_hand(system, micro_batch_size):
 # Values, the larger of (V - R)^2 and (near - R)^2: row 1 under both 1.25^2 = 1.5625 (near 0.8: 0.9025);
 #   3.2^2 = 10.24; near 2.2: 2.6^2 = 6.76 (clipped, over 2.3^2 = 5.29). Row 0 of default: 0.8^2 = 0.64;
 #   0.6^2 = 0.36 (near 2.2: 0.09); of deepspeed_chat: 1; 0.2^2 = 0.04 (near 2.2: 0.01).
-@pytest.mark.parametrize("system, policy, policy_clipped, value", [
-    ("default", 0.042 / DEVIATION, 2, 19.5625 / 2), ("deepspeed_chat", -8.855, 2, 19.6025 / 2)])
+@pytest.mark.parametrize(
+    "system, policy, policy_clipped, value",
+    [("default", 0.042 / DEVIATION, 2, 19.5625 / 2), ("deepspeed_chat", -8.855, 2, 19.6025 / 2)],
+)
 def test_rewards_to_losses_by_hand(system, policy, policy_clipped, value):
     made = make(TableModels(BATCH), batch(), get_dialect(system).override(lam=0.5))
     ratios = torch.tensor([[1.1, 1.3, 50.0], [0.7, 1.25, 1.0]])  # 50 on a slot that is not learned
@@ -275,9 +311,14 @@ def test_rewards_to_losses_by_hand(system, policy, policy_clipped, value):
     assert sums.clipped.item() == 1 and sums.value.item() == pytest.approx(6.7, abs=1e-5)
 
 
-@pytest.mark.parametrize("estimator, row", [
-    # delta 0.5 and 1: k2 0.125, 0.5; k3 e^-0.5 - 0.5 = 0.1065307, e^-1 = 0.3678794; score 2 on the last
-    ("k2", [-0.0125, 1.95]), ("k3", [-0.01065307, 1.96321206])])
+@pytest.mark.parametrize(
+    "estimator, row",
+    [
+        # delta 0.5 and 1: k2 0.125, 0.5; k3 e^-0.5 - 0.5 = 0.1065307, e^-1 = 0.3678794; score 2 on the last
+        ("k2", [-0.0125, 1.95]),
+        ("k3", [-0.01065307, 1.96321206]),
+    ],
+)
 def test_the_estimator_in_the_reward(estimator, row):
     rollout = rollout_of([[901]], [[11, EOS]], PAD)
     made = make(TableModels(BATCH), rollout, get_dialect("default").override(kl_estimator=estimator))
@@ -306,10 +347,15 @@ def degenerate(metrics_of: Experience, dialect: Dialect) -> float:
     return metrics.reduce()["rollout/degenerate"]
 
 
-@pytest.mark.parametrize("system, pad, learned", [
-    ("deepspeed_chat", EOS, [0, 0, 2]),  # tokens before the first pad, EOS not among them: 0, 1, 2
-    ("deepspeed_chat", PAD, [0, 2, 3]),  # 1, 2, 3
-    ("default", EOS, [1, 2, 3]), ("default", PAD, [1, 2, 3])])
+@pytest.mark.parametrize(
+    "system, pad, learned",
+    [
+        ("deepspeed_chat", EOS, [0, 0, 2]),  # tokens before the first pad, EOS not among them: 0, 1, 2
+        ("deepspeed_chat", PAD, [0, 2, 3]),  # 1, 2, 3
+        ("default", EOS, [1, 2, 3]),
+        ("default", PAD, [1, 2, 3]),
+    ],
+)
 def test_degenerate_rows_are_masked_and_counted(system, pad, learned):
     row = Row([-1.0] * 4, [-1.5] * 4, [1.0, 2, 3, 4], 2.0)
     responses = [[EOS], [11, EOS], [11, 12, EOS]]

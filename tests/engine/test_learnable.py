@@ -2,6 +2,7 @@
 
 A: three tokens, EOS, two pads, pad differs from EOS. B: the same with pad equal to EOS. C: six tokens, no EOS.
 """
+
 import dataclasses
 
 import pytest
@@ -9,9 +10,18 @@ import torch
 
 from engine.algo.kl import AdaptiveKL, FixedKL
 from engine.algo.scores import ScoreScale
-from engine.dialects import Dialect, get_dialect
-from engine.learnable import (Masks, actor_loss, count_slots, critic_loss, estimate_advantages, kl_controller,
-                              process_scores, scored_text, token_rewards)
+from engine.algorithms import Dialect, get_dialect
+from engine.learnable import (
+    Masks,
+    actor_loss,
+    count_slots,
+    critic_loss,
+    estimate_advantages,
+    kl_controller,
+    process_scores,
+    scored_text,
+    token_rewards,
+)
 
 EOS, PAD = 2, 9
 CASES = {  # tokens, sampled ones, pad token
@@ -30,9 +40,11 @@ SCORE_SLOTS = {
     "default": {"A6": 3, "A5": 3, "A4": 3, "B6": 3, "B5": 3, "B4": 3, "C6": 5, "C5": 4, "C4": 3},
 }
 # Slots of the policy's loss, L, and of the critic's; those of A, B and C at width 6, 5, 4.
-L_OF = {"openai": {"A": (6, 5, 4), "B": (6, 5, 4), "C": (6, 5, 4)},
-        "default": {"A": (4, 4, 4), "B": (4, 4, 4), "C": (6, 5, 4)},
-        "others": {"A": (4, 4, 4), "B": (3, 3, 3), "C": (6, 5, 4)}}
+L_OF = {
+    "openai": {"A": (6, 5, 4), "B": (6, 5, 4), "C": (6, 5, 4)},
+    "default": {"A": (4, 4, 4), "B": (4, 4, 4), "C": (6, 5, 4)},
+    "others": {"A": (4, 4, 4), "B": (3, 3, 3), "C": (6, 5, 4)},
+}
 VALUE_OF = {"summarize": {"A": (5, 5, 4), "B": (4, 4, 4), "C": (6, 5, 4)}}
 VALUE_OF["trl_ppo"] = VALUE_OF["summarize"]
 
@@ -61,11 +73,14 @@ NARROW = ([-0.01, -0.02, -0.03, 1.96], [1.0474, 0.0604, -0.968, -2.04])
 TRL = ([-0.01, -0.02, -0.03, -0.04, 2, 0], [1.1760, 0.1958, -0.8255, -1.89, -3, 0])
 WORKED = {
     "deepspeed_chat": ([-0.01, -0.02, -0.03, -0.04, 1.95, 0], [1.1353, 0.1529, -0.8706, -1.9375, -3.05, 0]),
-    "deepspeed_chat_2023": ([-0.01, -0.02, -0.03, 1.96, -0.05, -0.06],
-                            [1.4189, 0.4515, -0.5563, -1.6066, -4.807, -6.06]),
+    "deepspeed_chat_2023": (
+        [-0.01, -0.02, -0.03, 1.96, -0.05, -0.06],
+        [1.4189, 0.4515, -0.5563, -1.6066, -4.807, -6.06],
+    ),
     "openai": ([-0.01, -0.02, -0.03, -0.04, -0.05, 1.94], [1.2517, 0.2755, -0.7416, -1.8017, -2.907, -4.06]),
     "trlx": ([-0.01, -0.02, -0.03, -0.04, -0.05, 2], [1.2982, 0.3244, -0.6901, -1.7475, -2.85, -4]),
-    "trl_ppo": TRL, "summarize": TRL,
+    "trl_ppo": TRL,
+    "summarize": TRL,
     "default": ([*NARROW[0], 0, 0], [*NARROW[1], 0, 0]),
 }
 
@@ -74,8 +89,15 @@ def worked_rewards(system: str, width: int, **changed):
     dialect = get_dialect(system).override(whiten_advantages=False, whiten_rewards=False, **changed)
     slots = slots_of(system, "A", width)
     delta, values = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]), torch.tensor([[1.0, 2, 3, 4, 5, 6]])
-    rewards, kept = token_rewards((delta - 1)[:, :width], torch.full((1, width), -1.0), values[:, :width],
-                                  torch.tensor([2.0]), slots, 0.1, dialect)
+    rewards, kept = token_rewards(
+        (delta - 1)[:, :width],
+        torch.full((1, width), -1.0),
+        values[:, :width],
+        torch.tensor([2.0]),
+        slots,
+        0.1,
+        dialect,
+    )
     return rewards, estimate_advantages(rewards, kept, slots.masks, dialect), kept
 
 
@@ -88,8 +110,18 @@ def test_worked_case_a(system):
         torch.testing.assert_close(returns, advantages + values, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("system, kept", [("default", 4), ("deepspeed_chat", 5), ("deepspeed_chat_2023", 6),
-                                          ("openai", 6), ("summarize", 5), ("trl_ppo", 5), ("trlx", 6)])
+@pytest.mark.parametrize(
+    "system, kept",
+    [
+        ("default", 4),
+        ("deepspeed_chat", 5),
+        ("deepspeed_chat_2023", 6),
+        ("openai", 6),
+        ("summarize", 5),
+        ("trl_ppo", 5),
+        ("trlx", 6),
+    ],
+)
 def test_values_after_the_end(system, kept):
     *_, values = worked_rewards(system, 6)
     assert values.tolist() == [[1.0, 2, 3, 4, 5, 6][:kept] + [0.0] * (6 - kept)]
@@ -109,8 +141,9 @@ def test_the_estimator_in_the_reward(estimator, last):
 
 def test_a_row_that_is_too_short_is_not_learned_but_keeps_its_score():
     tokens = torch.tensor([[11, PAD, PAD], [11, 12, PAD]])
-    slots = count_slots(tokens, torch.tensor([[True, False, False], [True, True, False]]), PAD,
-                        get_dialect("deepspeed_chat"))
+    slots = count_slots(
+        tokens, torch.tensor([[True, False, False], [True, True, False]]), PAD, get_dialect("deepspeed_chat")
+    )
     assert slots.masks.policy.int().tolist() == slots.masks.value.int().tolist() == [[0, 0, 0], [1, 1, 0]]
     assert slots.score.tolist() == [1, 2]
 
@@ -160,9 +193,13 @@ def test_scores_clipped_then_scaled_and_scaled_then_clipped():
 
 
 def test_missing_ends_by_dialect():
-    for system, expected in [("openai", [12, -20, 4, -1]), ("summarize", [12, -20, 4, -1]),
-                             ("trl_ppo", [12, -20, 4, 8]), ("trlx", [10, -10, 4, 8]),
-                             ("deepspeed_chat", [5, -5, 4, 5])]:
+    for system, expected in [
+        ("openai", [12, -20, 4, -1]),
+        ("summarize", [12, -20, 4, -1]),
+        ("trl_ppo", [12, -20, 4, 8]),
+        ("trlx", [10, -10, 4, 8]),
+        ("deepspeed_chat", [5, -5, 4, 5]),
+    ]:
         assert process_scores(SCORES, ENDED, get_dialect(system), ScoreScale()).tolist() == expected
     lowered = get_dialect("trl_ppo").override(missing_end="subtract", missing_end_value=1.5)
     assert process_scores(SCORES, ENDED, lowered, ScoreScale()).tolist() == [12, -20, 4, 6.5]
@@ -196,7 +233,7 @@ def whitened(dialect: Dialect, **more) -> list:
 
 def test_whitening_over_the_response_or_over_the_padded_row():
     # 1 0 5 2: mean 2, squares 1 4 9 0 = 14, variance 3.5 or, unbiased, 14 / 3
-    root = 3.5 ** -0.5
+    root = 3.5**-0.5
     assert whitened(plain())[0] == pytest.approx([-root, -2 * root, 3 * root], abs=1e-5)
     assert whitened(plain())[1] == pytest.approx([0, 0, 0], abs=1e-5)
     root = (14 / 3) ** -0.5
@@ -211,18 +248,19 @@ def test_whitening_over_the_response_or_over_the_padded_row():
 def test_the_padded_row_ends_with_the_longest_response_of_the_rows_given():
     state = torch.tensor([[True, True, False], [True, False, False]])
     masks = Masks(state, state, state)
-    values, _ = estimate_advantages(torch.tensor([[1.0, 0.0, 0.0], [3.0, 0.0, 0.0]]), torch.zeros(2, 3), masks,
-                                    plain(whiten_slots="row"))
+    values, _ = estimate_advantages(
+        torch.tensor([[1.0, 0.0, 0.0], [3.0, 0.0, 0.0]]), torch.zeros(2, 3), masks, plain(whiten_slots="row")
+    )
     # 1 0 3 0: mean 1, variance 1.5: the third column is nobody's
-    assert values[0].tolist() == pytest.approx([0, -(1.5 ** -0.5), 0], abs=1e-5)
-    assert values[1].tolist() == pytest.approx([2 * 1.5 ** -0.5, -(1.5 ** -0.5), 0], abs=1e-5)
+    assert values[0].tolist() == pytest.approx([0, -(1.5**-0.5), 0], abs=1e-5)
+    assert values[1].tolist() == pytest.approx([2 * 1.5**-0.5, -(1.5**-0.5), 0], abs=1e-5)
 
 
 def test_statistics_of_all_ranks_or_of_this_one():
     def reduce(totals):  # another rank holds the single advantage 10: together 1 0 5 2 10, mean 3.6, variance 13.04
         return totals + torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
 
-    root = 13.04 ** -0.5
+    root = 13.04**-0.5
     together = whitened(plain(), reduce=reduce, ranks=2)
     assert together[0] == pytest.approx([-2.6 * root, -3.6 * root, 1.4 * root], abs=1e-5)
     assert whitened(plain(whiten_over="rank"), reduce=reduce, ranks=2) == whitened(plain())
@@ -234,7 +272,7 @@ def test_statistics_of_all_ranks_or_of_this_one():
 def test_whitened_rewards_keep_their_mean_and_give_the_returns():
     dialect = plain(whiten_rewards=True, whiten_advantages=False)
     advantages, returns = estimate_advantages(REWARDS, torch.zeros(2, 3), WIDE, dialect)
-    root = 3.5 ** -0.5
+    root = 3.5**-0.5
     assert advantages[0].tolist() == pytest.approx([2 - root, 2 - 2 * root, 2 + 3 * root], abs=1e-5)
     assert advantages[1].tolist() == pytest.approx([2, 0, 0], abs=1e-5)
     assert torch.equal(advantages, returns)
@@ -251,9 +289,13 @@ def test_rloo_compares_the_responses_to_one_prompt():
     for column in range(2):
         assert advantages[:, column].tolist() == pytest.approx([-2.3, 2.3, -0.5, 0.5], abs=1e-6)
         assert returns[:, column].tolist() == pytest.approx([0.8, 3.1, 2.0, 2.5], abs=1e-6)
-    white, _ = estimate_advantages(rewards, torch.zeros(4, 2), Masks(mask, mask, mask),
-                                   RLOO.override(whiten_advantages=True, whiten_variance="biased"))
-    root = ((2 * 2.3 ** 2 + 2 * 0.5 ** 2) / 4) ** 0.5  # four numbers a statistic, not eight
+    white, _ = estimate_advantages(
+        rewards,
+        torch.zeros(4, 2),
+        Masks(mask, mask, mask),
+        RLOO.override(whiten_advantages=True, whiten_variance="biased"),
+    )
+    root = ((2 * 2.3**2 + 2 * 0.5**2) / 4) ** 0.5  # four numbers a statistic, not eight
     assert white[:, 0].tolist() == pytest.approx([-2.3 / root, 2.3 / root, -0.5 / root, 0.5 / root], abs=1e-5)
 
 
@@ -261,8 +303,10 @@ def test_a_response_without_a_token_is_compared_and_counted_where_all_lengths_ar
     """TRL: its KL is 0 and its ratio 1, and the mean is over all responses. EOS, which pads too, comes first in it."""
     responses = torch.tensor([[2, 5, 6], [5, 6, 7], [5, 2, 2], [8, 9, 9]])
     everywhere, nowhere = torch.ones(4, 3, dtype=torch.bool), torch.zeros(4, 3)
-    for dialect, expected, count in ((RLOO, [-2.0, 2.0, -3.0, 3.0], 4),
-                                     (RLOO.override(min_response_tokens=1), [0.0, 0.0, -3.0, 3.0], 3)):
+    for dialect, expected, count in (
+        (RLOO, [-2.0, 2.0, -3.0, 3.0], 4),
+        (RLOO.override(min_response_tokens=1), [0.0, 0.0, -3.0, 3.0], 3),
+    ):
         slots = count_slots(responses, everywhere, 2, dialect)
         assert slots.lengths.tolist() == [0, 3, 1, 3]
         rewards, values = token_rewards(nowhere, nowhere, None, torch.tensor([1.0, 3.0, 2.0, 5.0]), slots, 0.1, dialect)
@@ -275,8 +319,9 @@ def test_a_response_without_a_token_is_compared_and_counted_where_all_lengths_ar
 
 def test_rewards_without_a_critic():
     slots = slots_of("trl_rloo", "A", 6)
-    rewards, values = token_rewards(torch.full((1, 6), -1.0), torch.full((1, 6), -1.5), None, torch.tensor([2.0]),
-                                    slots, 0.1, RLOO)
+    rewards, values = token_rewards(
+        torch.full((1, 6), -1.0), torch.full((1, 6), -1.5), None, torch.tensor([2.0]), slots, 0.1, RLOO
+    )
     assert rewards.sum().item() == pytest.approx(2 - 0.1 * 4 * 0.5) and not values.any()
 
 
@@ -292,8 +337,9 @@ def test_losses_by_dialect():
     penalized = actor_loss(new, old, old, advantages, mask, 0.3, Dialect(kl_in="loss", kl_estimator="k2"))
     squares = torch.tensor([1.5, 0.5]).log().square().sum().item() / 2
     assert penalized.loss.item() == pytest.approx(-3.4 + 0.3 * squares, abs=1e-6)
-    values = critic_loss(torch.tensor([[1.0, 4.0]]), torch.zeros(1, 2), torch.tensor([[3.0, 3.0]]), mask,
-                         get_dialect("trl_ppo"))
+    values = critic_loss(
+        torch.tensor([[1.0, 4.0]]), torch.zeros(1, 2), torch.tensor([[3.0, 3.0]]), mask, get_dialect("trl_ppo")
+    )
     # near 0.2: (0.2 - 3)^2 = 7.84 over (1 - 3)^2, and over (4 - 3)^2
     assert values.loss.item() == pytest.approx(0.1 * 0.5 * 2 * 7.84, abs=1e-5) and values.count.item() == 2
 

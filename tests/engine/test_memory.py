@@ -7,6 +7,7 @@ responses of 64 tokens, if they existed at once. A chunk of C logits is 4 C byte
     forward and backward, without entropy    3: logits, logits / temperature, log-probs; later log-probs, the gradient
                                              with respect to them, that with respect to logits / temperature
 """
+
 from functools import partial
 
 import pytest
@@ -14,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from engine import models
+from engine.models import modules as models
 from engine.algo.losses import policy_loss
-from engine.dialects import Dialect
+from engine.algorithms import Dialect
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
-from engine.models import Policy, Scorer
+from engine.models.modules import Policy, Scorer
 from engine.reference import EngineReference
 from engine.reward.model import RewardModel
 from tests.engine.fake_models import Resident, rollout_of
@@ -43,8 +44,17 @@ class Plain(Resident):
 
 
 def config() -> LlamaConfig:
-    return LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=8, num_hidden_layers=1, num_labels=1,
-                       num_attention_heads=1, max_position_embeddings=512, pad_token_id=0, attn_implementation="sdpa")
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_labels=1,
+        num_attention_heads=1,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        attn_implementation="sdpa",
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +85,15 @@ def chunked(monkeypatch):
 def judging(policy: Policy, scorer: Scorer, rows: int) -> int:
     """The peak of `make_experience`, all rows in one pass, above the weights."""
     actor, critic, judged = Plain(policy), Plain(scorer), rollout(rows)
-    maker = ExperienceMaker(actor=actor, critic=critic, reference=EngineReference(actor), reward=RewardModel(critic),
-                            dialect=Dialect(), pad_token_id=0, micro_batch_size=rows)
+    maker = ExperienceMaker(
+        actor=actor,
+        critic=critic,
+        reference=EngineReference(actor),
+        reward=RewardModel(critic),
+        dialect=Dialect(),
+        pad_token_id=0,
+        micro_batch_size=rows,
+    )
     with LiveBytes(known=[*policy.parameters(), *scorer.parameters()]) as meter:
         experience = maker.make(judged, 0.1)
     assert experience.logprobs.shape == (rows, RESPONSE)
@@ -89,8 +106,9 @@ def training(policy: Policy, rows: int) -> int:
     learned = rollout(rows)
     numbers = torch.zeros(rows, RESPONSE)
     with LiveBytes(known=policy.parameters()) as meter:
-        logprobs, _ = policy(learned.sequences, learned.attention_mask, learned.position_ids,
-                             response_length=RESPONSE, temperature=0.7)
+        logprobs, _ = policy(
+            learned.sequences, learned.attention_mask, learned.position_ids, response_length=RESPONSE, temperature=0.7
+        )
         policy_loss(logprobs, logprobs.detach() + 0.1, numbers + 1, learned.response_mask, 0.2).loss.backward()
     assert policy.model.lm_head.weight.grad.any()
     return meter.peak
@@ -136,16 +154,16 @@ def test_the_meter_counts_what_is_alive_at_once():
     known = torch.zeros(1000)
     with LiveBytes(known=[known]) as meter:
         for _ in range(5):
-            double = known * 2                       # 4000 bytes, given back when the next takes its name
+            double = known * 2  # 4000 bytes, given back when the next takes its name
         assert (meter.live, meter.peak) == (4000, 8000)
         view, own = double[:10], known.view(10, 100)  # nothing new
         assert meter.live == 4000 and len(view) == len(own)
         del double
-        assert meter.live == 4000                    # the view holds it
+        assert meter.live == 4000  # the view holds it
         del view
         assert (meter.live, meter.peak) == (0, 8000)
         known.exp_()
         weight = known.clone().requires_grad_()
-        (weight ** 2).sum().backward()
+        (weight**2).sum().backward()
         assert weight.grad is not None and meter.live == 8000  # weight and gradient; the square and the sum are gone
     assert torch.ones(10).sum() == 10 and meter.live == 8000  # outside nothing is counted

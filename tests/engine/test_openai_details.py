@@ -2,13 +2,14 @@
 
 Source: Huang et al. 2023, "The N Implementation Details of RLHF with PPO"; docs/openai.md has the whole list.
 """
+
 import pytest
 import torch
 
-from engine.dialects import get_dialect
+from engine.algorithms import get_dialect
 from engine.experience import position_ids
 from engine.learnable import count_slots, token_rewards
-from engine.model_files import load_scorer
+from engine.models.loading import load_scorer
 from engine.rollout import SamplingConfig
 from tests.tiny_models import EOS, PAD, make_scorer
 
@@ -46,6 +47,7 @@ def test_the_write_ups_penalty_of_three_tokens():
 
 def test_responses_have_a_fixed_length_and_the_scores_temperature():
     """No token stops a response, none is forbidden, and log-probs are recorded at the temperature of sampling."""
+
     def sampling(system: str) -> SamplingConfig:
         return SamplingConfig.of(get_dialect(system), [EOS, 7], "fp32", max_new_tokens=24, pad_token_id=PAD)
 

@@ -1,4 +1,5 @@
 """Learning-rate schedules by hand; which parameters AdamW decays, its first step; TensorFlow's Adam against NumPy."""
+
 import copy
 import math
 
@@ -13,13 +14,18 @@ from engine.algo.losses import policy_loss
 from engine.optim import TensorFlowAdam, build_optimizer, lr_factor
 
 
-@pytest.mark.parametrize("schedule, expected", [
-    # 2 steps of warm-up of 10: 1/2, 1; then progress 0/8 .. 8/8
-    ("constant", {0: 0.5, 1: 1.0, 2: 1.0, 6: 1.0, 9: 1.0, 10: 1.0, 11: 1.0}),
-    ("linear", {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.875, 6: 0.5, 9: 0.125, 10: 0.0, 11: 0.0}),
-    ("cosine", {0: 0.5, 1: 1.0, 2: 1.0, 4: 0.5 + math.sqrt(2) / 4, 6: 0.5, 8: 0.5 - math.sqrt(2) / 4, 10: 0.0,
-                11: 0.0}),
-])
+@pytest.mark.parametrize(
+    "schedule, expected",
+    [
+        # 2 steps of warm-up of 10: 1/2, 1; then progress 0/8 .. 8/8
+        ("constant", {0: 0.5, 1: 1.0, 2: 1.0, 6: 1.0, 9: 1.0, 10: 1.0, 11: 1.0}),
+        ("linear", {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.875, 6: 0.5, 9: 0.125, 10: 0.0, 11: 0.0}),
+        (
+            "cosine",
+            {0: 0.5, 1: 1.0, 2: 1.0, 4: 0.5 + math.sqrt(2) / 4, 6: 0.5, 8: 0.5 - math.sqrt(2) / 4, 10: 0.0, 11: 0.0},
+        ),
+    ],
+)
 def test_schedules_by_hand(schedule, expected):
     for step, factor in expected.items():
         assert lr_factor(step, total=10, warmup=2, schedule=schedule) == pytest.approx(factor, abs=1e-12)
@@ -63,10 +69,18 @@ def test_matrices_are_decayed_and_vectors_are_not():
     assert type(optimizer) is torch.optim.AdamW
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     names = {name: decays.get(id(parameter)) for name, parameter in module.named_parameters()}
-    assert names == {"embedding.weight": 0.5, "norm.weight": 0.0, "norm.bias": 0.0, "linear.weight": 0.5,
-                     "linear.bias": 0.0, "frozen.weight": None, "frozen.bias": None}
-    assert all((group["lr"], group["betas"], group["eps"]) == (0.1, (0.9, 0.95), 1e-8)
-               for group in optimizer.param_groups)
+    assert names == {
+        "embedding.weight": 0.5,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+        "linear.weight": 0.5,
+        "linear.bias": 0.0,
+        "frozen.weight": None,
+        "frozen.bias": None,
+    }
+    assert all(
+        (group["lr"], group["betas"], group["eps"]) == (0.1, (0.9, 0.95), 1e-8) for group in optimizer.param_groups
+    )
 
 
 def test_a_partitioned_parameter_counts_by_its_whole_shape():
@@ -76,7 +90,9 @@ def test_a_partitioned_parameter_counts_by_its_whole_shape():
         parameter.data = torch.empty(0)  # as ZeRO-3 leaves it between uses
     groups = build(module).param_groups
     assert [(group["weight_decay"], [tuple(p.ds_shape) for p in group["params"]]) for group in groups] == [
-        (0.5, [(4, 2)]), (0.0, [(4,)])]
+        (0.5, [(4, 2)]),
+        (0.0, [(4,)]),
+    ]
 
 
 def test_a_group_without_parameters_is_left_out():
@@ -124,7 +140,7 @@ def tensorflow_adam(weights: list, gradients: list, lr: list, b1=0.9, b2=0.999, 
     weights = [w.copy() for w in weights]
     m, v = ([np.zeros_like(w) for w in weights] for _ in range(2))
     for t, (step, rate) in enumerate(zip(gradients, lr), 1):
-        lr_t = rate * np.sqrt(1 - b2 ** t) / (1 - b1 ** t)
+        lr_t = rate * np.sqrt(1 - b2**t) / (1 - b1**t)
         for i, g in enumerate(step):
             m[i] = b1 * m[i] + (1 - b1) * g
             v[i] = b2 * v[i] + (1 - b2) * g * g
@@ -142,6 +158,7 @@ RATES = [1e-2 * (1 - step / 50) for step in range(50)]
 
 def trained(optimizer_of, split: bool = False) -> list:
     """The weights after 50 steps; with `split`, each matrix as two flat shards, as ZeRO hands them out."""
+
     def parts(array):
         flat = torch.tensor(array, dtype=torch.float32)
         return list(flat.flatten().tensor_split(2)) if split and flat.dim() == 2 else [flat]
@@ -161,8 +178,12 @@ def trained(optimizer_of, split: bool = False) -> list:
 def test_tensorflows_adam_against_numpy_for_50_steps(split):
     got = trained(lambda params: TensorFlowAdam(params, lr=0.0, betas=(0.9, 0.999), eps=1e-5), split)
     expected = tensorflow_adam(WEIGHTS, GRADIENTS, RATES)
-    np.testing.assert_allclose(torch.cat([part.flatten() for part in got]).numpy(),
-                               np.concatenate([weight.reshape(-1) for weight in expected]), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        torch.cat([part.flatten() for part in got]).numpy(),
+        np.concatenate([weight.reshape(-1) for weight in expected]),
+        rtol=0,
+        atol=1e-6,
+    )
     other = trained(lambda params: torch.optim.Adam(params, lr=0.0, betas=(0.9, 0.999), eps=1e-5))
     assert abs(other[0].numpy() - expected[0]).max() > 1e-2  # the other form would be seen
 
@@ -212,7 +233,8 @@ def test_tensorflows_adam_is_built_of_all_trained_parameters():
     optimizer = build(module, form="tf_adam", weight_decay=0.0, offload=True)
     assert type(optimizer) is TensorFlowAdam and len(optimizer.param_groups) == 1
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == {
-        id(p) for p in module.parameters() if p.requires_grad}
+        id(p) for p in module.parameters() if p.requires_grad
+    }
     assert optimizer.step(lambda: 7.0) == 7.0
 
 
@@ -222,8 +244,20 @@ def approxkl_of_the_first_update(optimizer_of) -> float:
     A large batch, since the larger it is the smaller are the gradients, and the more does epsilon weigh.
     """
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=64, n_layer=1, n_head=4, n_positions=25, resid_pdrop=0.0,
-                                       embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=32,
+            n_embd=64,
+            n_layer=1,
+            n_head=4,
+            n_positions=25,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
     tokens, advantages = torch.randint(32, (2048, 25)), torch.randn(2048, 24)
     mask = torch.ones_like(advantages, dtype=torch.bool)
     optimizer = optimizer_of(model.parameters())

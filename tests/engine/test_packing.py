@@ -1,4 +1,5 @@
 """Which rows go through a model together, by hand and over many random lengths."""
+
 import random
 
 import pytest
@@ -17,18 +18,22 @@ def lists(pieces: list[torch.Tensor]) -> list[list[int]]:
     return [piece.tolist() for piece in pieces]
 
 
-@pytest.mark.parametrize("prompts, responses, tokens, pieces", [
-    # Sums 6, 3, 9, 4: in order rows 1, 3, 0, 2. 1 and 3 are 3 + 2 wide: 10 tokens; with 0 it is 4 + 2 wide: 18.
-    ([4, 1, 5, 3], [2, 2, 4, 1], 18, [[1, 3, 0], [2]]),
-    ([4, 1, 5, 3], [2, 2, 4, 1], 17, [[1, 3], [0], [2]]),  # 0 and 2 are 5 + 4 wide: 18
-    ([4, 1, 5, 3], [2, 2, 4, 1], 9, [[1], [3], [0], [2]]),
-    ([4, 1, 5, 3], [2, 2, 4, 1], 36, [[1, 3, 0, 2]]),
-    ([4, 1, 5, 3], [2, 2, 4, 1], 1, [[1], [3], [0], [2]]),  # longer than allowed: alone
-    # As long in all, but 9 + 9 wide together: 36 tokens, not 20.
-    ([9, 1], [1, 9], 35, [[0], [1]]), ([9, 1], [1, 9], 36, [[0, 1]]),
-    ([3, 3, 3, 3], [1, 1, 1, 1], 8, [[0, 1], [2, 3]]),  # equals in their own order
-    ([7], [3], 10, [[0]]),
-])
+@pytest.mark.parametrize(
+    "prompts, responses, tokens, pieces",
+    [
+        # Sums 6, 3, 9, 4: in order rows 1, 3, 0, 2. 1 and 3 are 3 + 2 wide: 10 tokens; with 0 it is 4 + 2 wide: 18.
+        ([4, 1, 5, 3], [2, 2, 4, 1], 18, [[1, 3, 0], [2]]),
+        ([4, 1, 5, 3], [2, 2, 4, 1], 17, [[1, 3], [0], [2]]),  # 0 and 2 are 5 + 4 wide: 18
+        ([4, 1, 5, 3], [2, 2, 4, 1], 9, [[1], [3], [0], [2]]),
+        ([4, 1, 5, 3], [2, 2, 4, 1], 36, [[1, 3, 0, 2]]),
+        ([4, 1, 5, 3], [2, 2, 4, 1], 1, [[1], [3], [0], [2]]),  # longer than allowed: alone
+        # As long in all, but 9 + 9 wide together: 36 tokens, not 20.
+        ([9, 1], [1, 9], 35, [[0], [1]]),
+        ([9, 1], [1, 9], 36, [[0, 1]]),
+        ([3, 3, 3, 3], [1, 1, 1, 1], 8, [[0, 1], [2, 3]]),  # equals in their own order
+        ([7], [3], 10, [[0]]),
+    ],
+)
 def test_by_hand(prompts, responses, tokens, pieces):
     assert pack(prompts, responses, tokens) == pieces
     assert lists(micro_batches(rollout(prompts, responses), tokens)) == pieces
@@ -65,9 +70,16 @@ def test_a_pass_is_as_large_as_was_promised():
         assert whole.select(piece).sequences.numel() == area(piece.tolist(), prompts, responses) <= 300
 
 
-@pytest.mark.parametrize("others, pieces", [
-    (1, [[0, 1, 2, 3], [4]]), (2, [[0, 1, 2, 3], [4]]), (3, [[0, 1], [2, 3], [4]]), (4, [[0], [1], [2, 3], [4]]),
-    (5, [[0], [1], [2], [3], [4]])])
+@pytest.mark.parametrize(
+    "others, pieces",
+    [
+        (1, [[0, 1, 2, 3], [4]]),
+        (2, [[0, 1, 2, 3], [4]]),
+        (3, [[0, 1], [2, 3], [4]]),
+        (4, [[0], [1], [2, 3], [4]]),
+        (5, [[0], [1], [2], [3], [4]]),
+    ],
+)
 def test_as_many_passes_as_the_rank_that_needs_most(monkeypatch, others, pieces):
     """Five rows: four of 3 tokens go together (12), one of 10 alone; where others need more, the largest is halved."""
     asked = []

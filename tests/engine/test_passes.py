@@ -1,12 +1,21 @@
 """Recorded and compiled passes over single tokens answer as the model does, or are not taken."""
+
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from transformers import (AutoModelForCausalLM, BloomConfig, Gemma2Config, LlamaConfig, LlamaForCausalLM, MambaConfig,
-                          MiniMaxConfig, Qwen3NextConfig)
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MiniMaxConfig,
+    Qwen3NextConfig,
+)
 
 from engine.errors import UserError
 from engine.experience import PromptBatch
@@ -14,7 +23,7 @@ from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
 from engine.rollout.families import check_attention, takes_slot_masks
 from engine.rollout.passes import CompiledPasses, Passes, RecordedPasses, passes_of
-from tests.engine.test_decode import (BATCH, FAMILIES, INDICES, PROMPTS, READY, SAMPLING, answers, loaded, plainly)
+from tests.engine.test_decode import BATCH, FAMILIES, INDICES, PROMPTS, READY, SAMPLING, answers, loaded, plainly
 from tests.plain_sampling import plain_answer
 from tests.tiny_models import EOS, PAD, VOCABULARY, make_causal_lm, make_tokenizer
 
@@ -35,8 +44,9 @@ def test_recorded_passes_answer_alike(models, family, rows_at_once):
     """For any number of rows and slots, moved to the left or not, and with the weights as they are by then."""
     model, sampler = models[family], Sampler(make_tokenizer(), rows_at_once, decoding="recorded")
     calls = []
-    hook = model.register_forward_pre_hook(lambda _, args, named: calls.append(named["input_ids"].shape[1]),
-                                           with_kwargs=True)
+    hook = model.register_forward_pre_hook(
+        lambda _, args, named: calls.append(named["input_ids"].shape[1]), with_kwargs=True
+    )
     try:
         assert answers(sampler.responses(model, BATCH, SAMPLING)) == plainly(model, SAMPLING)
         assert type(sampler._passes) is RecordedPasses
@@ -45,8 +55,11 @@ def test_recorded_passes_answer_alike(models, family, rows_at_once):
         single = calls.count(1)
     finally:
         hook.remove()
-    assert answers(more) == [plain_answer(model, prompt, index, sample, SAMPLING)
-                             for prompt, index in zip(PROMPTS, INDICES) for sample in range(2)]
+    assert answers(more) == [
+        plain_answer(model, prompt, index, sample, SAMPLING)
+        for prompt, index in zip(PROMPTS, INDICES)
+        for sample in range(2)
+    ]
     assert single < 5 < sampler.row_steps  # prompts of one token go through the model, and no other single token
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     try:
@@ -96,20 +109,32 @@ class Odd(nn.Module):
         self.model, self.oddity, self.config = model, oddity, model.config
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, **named):
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
-                            past_key_values=past_key_values, **named)
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            **named,
+        )
         output.logits = self.oddity(output.logits, position_ids)
         return output
 
 
-@pytest.mark.parametrize("oddity, reason", [
-    (lambda logits, positions: -logits if positions.max() > 40 else logits, "looks at what is computed"),
-    (lambda logits, positions: logits + logits.sum().item(), "looks at what is computed"),
-    (lambda logits, positions: logits * (2.0 if torch.jit.is_tracing() else 1.0), "computes something else"),
-    (lambda logits, positions: logits if not torch.jit.is_tracing() else next(iter(())), "StopIteration"),
-    (lambda logits, positions: logits.reshape(logits.untyped_storage().nbytes() // (4 * logits.shape[-1]), 1, -1),
-     "its recording (fails|computes something else)"),
-])
+@pytest.mark.parametrize(
+    "oddity, reason",
+    [
+        (lambda logits, positions: -logits if positions.max() > 40 else logits, "looks at what is computed"),
+        (lambda logits, positions: logits + logits.sum().item(), "looks at what is computed"),
+        (lambda logits, positions: logits * (2.0 if torch.jit.is_tracing() else 1.0), "computes something else"),
+        (lambda logits, positions: logits if not torch.jit.is_tracing() else next(iter(())), "StopIteration"),
+        (
+            lambda logits, positions: logits.reshape(
+                logits.untyped_storage().nbytes() // (4 * logits.shape[-1]), 1, -1
+            ),
+            "its recording (fails|computes something else)",
+        ),
+    ],
+)
 def test_code_that_no_recording_holds_is_found_out(models, oddity, reason):
     """It goes by what it computes, which in the first case no trial would show; by who asks; or by shapes."""
     model = Odd(models["llama"], oddity).eval()
@@ -119,11 +144,13 @@ def test_code_that_no_recording_holds_is_found_out(models, oddity, reason):
 
 def test_eager_attention_is_not_given_ready_masks(tmp_path):
     """It adds a mask to the scores: booleans would hide nothing."""
-    model = AutoModelForCausalLM.from_pretrained(make_causal_lm(tmp_path, "llama"), dtype=torch.float32,
-                                                 attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        make_causal_lm(tmp_path, "llama"), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     assert not takes_slot_masks(model)
     assert answers(Sampler(make_tokenizer(), decoding="auto").responses(model, BATCH, SAMPLING)) == plainly(
-        model, SAMPLING)
+        model, SAMPLING
+    )
 
 
 @pytest.mark.parametrize("config", (MambaConfig(), Qwen3NextConfig(), MiniMaxConfig()), ids=lambda c: c.model_type)
@@ -142,16 +169,26 @@ def test_actors_of_attention_alone_are_not(tmp_path, config):
 def test_compiled_passes_may_have_many_shapes(monkeypatch):
     """More than the 8 after which torch would give up: each call here has more prompts than the one before."""
     compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda step, **how: compiler(step, dynamic=False, backend="eager",
-                                                                       fullgraph=True))
+    monkeypatch.setattr(
+        torch, "compile", lambda step, **how: compiler(step, dynamic=False, backend="eager", fullgraph=True)
+    )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16,
-                                         num_hidden_layers=1, num_attention_heads=2, pad_token_id=PAD)).eval()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=PAD,
+        )
+    ).eval()
     sampler, how = Sampler(make_tokenizer(), decoding="compiled"), replace(SAMPLING, max_new_tokens=2)
     expected = plainly(model, how)
     for count in range(1, 10):
-        few = PromptBatch(BATCH.input_ids[:count], BATCH.attention_mask[:count], BATCH.indices[:count],
-                          BATCH.samples[:count])
+        few = PromptBatch(
+            BATCH.input_ids[:count], BATCH.attention_mask[:count], BATCH.indices[:count], BATCH.samples[:count]
+        )
         assert answers(sampler.responses(model, few, how)) == expected[:count]
     assert type(sampler._passes) is CompiledPasses
 

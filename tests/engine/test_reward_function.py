@@ -1,4 +1,5 @@
 """A function's scores: what it is given, what may come back, and how its failures are told."""
+
 import math
 from fractions import Fraction
 
@@ -50,9 +51,16 @@ def test_rows_are_found_by_the_prompts_indices():
         FunctionReward(lambda prompts, responses, rows: [], TOKENIZER)
 
 
-@pytest.mark.parametrize("returned", [
-    [1, 2.5, -3], (True, 2.5, -3), np.array([1, 2.5, -3]), torch.tensor([1, 2.5, -3], requires_grad=True),
-    [torch.tensor(1.0, requires_grad=True), np.float32(2.5), Fraction(-3)]])
+@pytest.mark.parametrize(
+    "returned",
+    [
+        [1, 2.5, -3],
+        (True, 2.5, -3),
+        np.array([1, 2.5, -3]),
+        torch.tensor([1, 2.5, -3], requires_grad=True),
+        [torch.tensor(1.0, requires_grad=True), np.float32(2.5), Fraction(-3)],
+    ],
+)
 def test_numbers_of_any_kind(returned):
     scores = score(returning(returned))
     assert scores.tolist() == [1, 2.5, -3]
@@ -64,17 +72,21 @@ def test_nan_and_infinity_are_passed_on():
     assert math.isnan(scores[0]) and scores[1:] == [math.inf, math.inf]
 
 
-@pytest.mark.parametrize("returned, told", [
-    (None, "returned None, which is no sequence of numbers"),
-    ("abc", "returned 'abc', which is no sequence"),
-    ({1: 2}, "returned {1: 2}, which is no sequence"),
-    (3.0, "returned 3.0, which is no sequence"),
-    (torch.tensor(3.0), r"returned tensor\(3.\), which is no sequence"),
-    ([1.0, 2.0], r"returned 2 values for 3 responses: \[1.0, 2.0\]"),
-    ([1, None, 2], "returned None for response 1 of 3, which is no number"),
-    ([1, 2, "3"], "returned '3' for response 2 of 3"),
-    (torch.ones(3, 1), r"returned \[1.0\] for response 0 of 3"),
-    ([1, 2, 3j], "returned 3j for response 2")])
+@pytest.mark.parametrize(
+    "returned, told",
+    [
+        (None, "returned None, which is no sequence of numbers"),
+        ("abc", "returned 'abc', which is no sequence"),
+        ({1: 2}, "returned {1: 2}, which is no sequence"),
+        (3.0, "returned 3.0, which is no sequence"),
+        (torch.tensor(3.0), r"returned tensor\(3.\), which is no sequence"),
+        ([1.0, 2.0], r"returned 2 values for 3 responses: \[1.0, 2.0\]"),
+        ([1, None, 2], "returned None for response 1 of 3, which is no number"),
+        ([1, 2, "3"], "returned '3' for response 2 of 3"),
+        (torch.ones(3, 1), r"returned \[1.0\] for response 0 of 3"),
+        ([1, 2, 3j], "returned 3j for response 2"),
+    ],
+)
 def test_what_is_no_score_stops_the_run(returned, told):
     with pytest.raises(RunStopped, match=f"the reward function mine:f {told}.*--resume"):
         score(returning(returned), name="mine:f")
@@ -103,6 +115,7 @@ def test_what_the_function_raises_is_told_with_its_line():
 def test_the_line_named_is_the_functions_and_not_a_librarys():
     def function(prompts, responses):
         return np.stack([])
+
     line = function.__code__.co_firstlineno + 1
     with pytest.raises(RunStopped, match=f"raised ValueError: .*{__file__}, line {line}: return np.stack"):
         score(function)

@@ -1,4 +1,5 @@
 """Which backend `build_rollouts` takes at which stage and with how much free memory, and what it says of it."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from engine.errors import UserError
-from engine.models import Policy, Scorer
+from engine.models.modules import Policy, Scorer
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
 from engine.rollout.choice import check_backend
 from tests.tiny_models import make_tokenizer
@@ -25,14 +26,23 @@ LATER = GRADIENTS + 4 * ROWS * SLOTS * 2 * LAYERS * KEPT_HEADS * WIDTH // HEADS
 
 
 def config() -> LlamaConfig:
-    return LlamaConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=LAYERS,
-                       num_attention_heads=HEADS, num_key_value_heads=KEPT_HEADS, num_labels=1, pad_token_id=0)
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEPT_HEADS,
+        num_labels=1,
+        pad_token_id=0,
+    )
 
 
 def engines(stage: int) -> list[SimpleNamespace]:
     """Actor, critic, reference, reward model as `build_rollouts` sees them."""
-    learning, frozen = ((Policy(LlamaForCausalLM(config())), Scorer(LlamaForSequenceClassification(config())))
-                        for _ in range(2))
+    learning, frozen = (
+        (Policy(LlamaForCausalLM(config())), Scorer(LlamaForSequenceClassification(config()))) for _ in range(2)
+    )
     for module in frozen:
         module.requires_grad_(False)
     return [SimpleNamespace(stage=stage, module=module, lender=None) for module in (*learning, *frozen)]
@@ -40,8 +50,9 @@ def engines(stage: int) -> list[SimpleNamespace]:
 
 def chosen(models: list, free: float, monkeypatch, **how):
     monkeypatch.setattr("engine.distributed.free_memory", lambda: int(free))
-    return build_rollouts("auto", models[0], make_tokenizer(), others=models, rows_at_once=ROWS, row_length=LENGTH,
-                          **how)
+    return build_rollouts(
+        "auto", models[0], make_tokenizer(), others=models, rows_at_once=ROWS, row_length=LENGTH, **how
+    )
 
 
 @pytest.mark.parametrize("stage", (0, 1, 2))
@@ -75,11 +86,17 @@ def test_the_reason_names_the_sizes(monkeypatch):
     monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 1_000_000_000)
     monkeypatch.setattr("engine.rollout.choice.gradient_bytes", lambda model: 0)
     room = "with keys, values and gradients, of {} GB free on each rank"
-    for free, why in ((40e9, "replica: a whole copy of each model takes 7.00 GB " + room.format("40.0")),
-                      (20e9, "replica: a whole copy for models of one shape takes 4.00 GB " + room.format("20.0")),
-                      (8e9, "replica: a whole copy for models of one shape takes 4.00 GB " + room.format("8.0")
-                       + ", and is given back while training"),
-                      (4e9, "zero3: whole copies would take 4.00 GB " + room.format("4.0"))):
+    for free, why in (
+        (40e9, "replica: a whole copy of each model takes 7.00 GB " + room.format("40.0")),
+        (20e9, "replica: a whole copy for models of one shape takes 4.00 GB " + room.format("20.0")),
+        (
+            8e9,
+            "replica: a whole copy for models of one shape takes 4.00 GB "
+            + room.format("8.0")
+            + ", and is given back while training",
+        ),
+        (4e9, "zero3: whole copies would take 4.00 GB " + room.format("4.0")),
+    ):
         assert chosen(models, free, monkeypatch).why == f"rollouts by {why}"
 
 

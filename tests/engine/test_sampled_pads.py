@@ -6,10 +6,11 @@ deepspeed_chat_2023: 1d17cf7c, the same without the + 1. trlx: CarperAI/trlx 334
 attention_mask = tokens != pad, ends = start + attention_mask[:, start:].sum(1) + 1 from the last prompt token on.
 trl_ppo, summarize: `first_true_indices(response == pad) - 1` is the last token that counts.
 """
+
 import pytest
 import torch
 
-from engine.dialects import get_dialect
+from engine.algorithms import get_dialect
 from engine.learnable import count_slots, token_rewards
 
 PAD, EOS, P, WIDTH = 9, 2, 2, 7
@@ -22,15 +23,15 @@ def by_counting(offset: int) -> tuple[list[int], int]:
     action_mask = (sequence != PAD).long()[:, 1:]
     start = P - 1
     ends = int(start + action_mask[0, start:].sum() + offset)
-    return action_mask[0, start:].tolist(), list(range(start, len(action_mask[0])))[:ends - start][-1] - start
+    return action_mask[0, start:].tolist(), list(range(start, len(action_mask[0])))[: ends - start][-1] - start
 
 
 def of_trlx() -> tuple[list[int], int]:
     mask = (torch.tensor([11, 12, *ROW]) != PAD).long()
     start = P - 1
     ends = int(start + mask[start:].sum() + 1)
-    slots = list(range(start, len(mask) - 1))[:ends - start]
-    return mask[start + 1:].tolist(), slots[-1] - start
+    slots = list(range(start, len(mask) - 1))[: ends - start]
+    return mask[start + 1 :].tolist(), slots[-1] - start
 
 
 def before_the_first(score_slot: int) -> tuple[list[int], int]:
@@ -38,9 +39,15 @@ def before_the_first(score_slot: int) -> tuple[list[int], int]:
     return [1] * length + [0] * (WIDTH - length), length + score_slot
 
 
-EXPECTED = {"deepspeed_chat": by_counting(1), "deepspeed_chat_2023": by_counting(0), "trlx": of_trlx(),
-            "trl_ppo": before_the_first(0), "summarize": before_the_first(0),
-            "openai": ([1] * WIDTH, WIDTH - 1), "default": ([1, 1, 1, 1, 0, 0, 0], 3)}
+EXPECTED = {
+    "deepspeed_chat": by_counting(1),
+    "deepspeed_chat_2023": by_counting(0),
+    "trlx": of_trlx(),
+    "trl_ppo": before_the_first(0),
+    "summarize": before_the_first(0),
+    "openai": ([1] * WIDTH, WIDTH - 1),
+    "default": ([1, 1, 1, 1, 0, 0, 0], 3),
+}
 
 
 def test_the_formulas_by_hand():

@@ -1,4 +1,5 @@
 """What ends a response, and that nothing else of a model's generation settings reaches the sampling."""
+
 import json
 from pathlib import Path
 
@@ -9,23 +10,42 @@ from transformers import AutoModelForCausalLM
 
 from engine import distributed
 from engine.algo.sampling import keyed_uniforms
-from engine.ds_config import EngineChoice
+from engine.zero.config import EngineChoice
 from engine.experience import PromptBatch
-from engine.model_files import load_policy, read_tokenizer
+from engine.models.loading import load_policy, read_tokenizer
 from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.rollout import ReplicaRollouts, SamplingConfig
 from tests.tiny_models import EOS, PAD, make_causal_lm, make_tokenizer
-from training.program import generation_stops
+from training.program.startup import generation_stops
 
 PROMPTS = ([5, 9, 33], [17], [40, 41, 42, 43], [6, 60])
 LONGEST = 20
 SEED = 6
-HOSTILE = {"do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.01, "min_p": 0.5, "typical_p": 0.2,
-           "epsilon_cutoff": 0.1, "repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "max_length": 5,
-           "max_new_tokens": 3, "min_new_tokens": 18, "min_length": 18, "num_beams": 4, "num_return_sequences": 2,
-           "suppress_tokens": [7, 8, 9], "begin_suppress_tokens": [10, 11], "bad_words_ids": [[12], [13]],
-           "forced_eos_token_id": EOS, "stop_strings": ["w"], "guidance_scale": 3.0, "use_cache": False,
-           "sequence_bias": [[[20], 50.0]]}
+HOSTILE = {
+    "do_sample": True,
+    "temperature": 0.1,
+    "top_k": 1,
+    "top_p": 0.01,
+    "min_p": 0.5,
+    "typical_p": 0.2,
+    "epsilon_cutoff": 0.1,
+    "repetition_penalty": 5.0,
+    "no_repeat_ngram_size": 1,
+    "max_length": 5,
+    "max_new_tokens": 3,
+    "min_new_tokens": 18,
+    "min_length": 18,
+    "num_beams": 4,
+    "num_return_sequences": 2,
+    "suppress_tokens": [7, 8, 9],
+    "begin_suppress_tokens": [10, 11],
+    "bad_words_ids": [[12], [13]],
+    "forced_eos_token_id": EOS,
+    "stop_strings": ["w"],
+    "guidance_scale": 3.0,
+    "use_cache": False,
+    "sequence_bias": [[[20], 50.0]],
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +61,7 @@ def free(tmp_path_factory):
                 probabilities = torch.softmax(model(torch.tensor([tokens])).logits[0, -1].double(), -1).numpy()
             number = keyed_uniforms(SEED, torch.tensor([index]), torch.tensor([0]), step).item()
             tokens.append(int(np.searchsorted(probabilities.cumsum(), number)))
-        answers.append(tokens[len(prompt):])
+        answers.append(tokens[len(prompt) :])
     return answers
 
 
@@ -61,8 +81,14 @@ def responses(folder, stops=None, strings=()):
     rows = torch.arange(len(PROMPTS))
     rollout = ReplicaRollouts(actor, tokenizer).generate(
         PromptBatch(ids, (ids != PAD).long(), rows, torch.zeros_like(rows)),
-        SamplingConfig(max_new_tokens=LONGEST, pad_token_id=PAD, stop_strings=strings, seed=SEED,
-                       stop_token_ids=generation_stops(folder, tokenizer) if stops is None else stops))
+        SamplingConfig(
+            max_new_tokens=LONGEST,
+            pad_token_id=PAD,
+            stop_strings=strings,
+            seed=SEED,
+            stop_token_ids=generation_stops(folder, tokenizer) if stops is None else stops,
+        ),
+    )
     assert rollout.response_mask.any(0).all()  # no slot that no row uses
     found = [row[mask].tolist() for row, mask in zip(rollout.responses, rollout.response_mask)]
     for row, response in zip(rollout.responses.tolist(), found):
@@ -119,19 +145,22 @@ def spelled(tokens):
     return " ".join(make_tokenizer().convert_ids_to_tokens(tokens))
 
 
-@pytest.mark.parametrize("row, first, last, trim", [
-    (0, 0, 0, 0),      # the first token alone
-    (1, 4, 4, 0),      # one token
-    (2, 6, 8, 0),      # three tokens, over the border at which the loop looks for strings
-    (3, 10, 11, 2),    # from within a token to within the next
-    (0, 14, 15, 0),
-    (1, 18, 19, 0),    # completed by the last token that may be drawn
-])
+@pytest.mark.parametrize(
+    "row, first, last, trim",
+    [
+        (0, 0, 0, 0),  # the first token alone
+        (1, 4, 4, 0),  # one token
+        (2, 6, 8, 0),  # three tokens, over the border at which the loop looks for strings
+        (3, 10, 11, 2),  # from within a token to within the next
+        (0, 14, 15, 0),
+        (1, 18, 19, 0),  # completed by the last token that may be drawn
+    ],
+)
 def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(tmp_path, free, row, first, last, trim):
-    text = spelled(free[row][first:last + 1])
-    text = text[trim:len(text) - 1 if trim else None]
+    text = spelled(free[row][first : last + 1])
+    text = text[trim : len(text) - 1 if trim else None]
     expected = cut_all(free, lambda tokens: text in spelled(tokens))
-    assert expected[0][row] == free[row][:last + 1] and expected[1][row] and not all(expected[1])
+    assert expected[0][row] == free[row][: last + 1] and expected[1][row] and not all(expected[1])
     assert responses(make_causal_lm(tmp_path), stops=(), strings=(text,)) == expected
 
 

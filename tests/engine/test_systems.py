@@ -3,15 +3,23 @@
 The versions below follow the systems' own order of work, with their own masks, and know nothing of dialects. Two ranks
 hold ragged rows; each rank's minibatch is one micro-batch. Where the layout matters a system's rank is computed apart.
 """
+
 import math
 
 import pytest
 import torch
 
 from engine.algo.scores import ScoreScale
-from engine.dialects import get_dialect
-from engine.learnable import (actor_loss, count_slots, critic_loss, estimate_advantages, process_scores, scored_text,
-                              token_rewards)
+from engine.algorithms import get_dialect
+from engine.learnable import (
+    actor_loss,
+    count_slots,
+    critic_loss,
+    estimate_advantages,
+    process_scores,
+    scored_text,
+    token_rewards,
+)
 
 EOS, PAD, T, BETA, CLIP = 2, 9, 7, 0.1, 0.2
 # Rows of both ranks: what the system's sampler gives. Rows of fixed length go on after EOS; 4 stands for any token.
@@ -30,8 +38,14 @@ def numbers(rank: int) -> dict:
 
     old = noise(0.5) - 2
     values = noise(1.0)
-    return {"old": old, "ref": old + noise(0.5), "values": values, "new": old + noise(0.3),
-            "new_values": values + noise(0.3), "scores": torch.tensor([[1.5, -12.0], [7.0, 0.5]])[rank].double()}
+    return {
+        "old": old,
+        "ref": old + noise(0.5),
+        "values": values,
+        "new": old + noise(0.3),
+        "new_values": values + noise(0.3),
+        "scores": torch.tensor([[1.5, -12.0], [7.0, 0.5]])[rank].double(),
+    }
 
 
 def tokens_of(system: str, rank: int) -> list[list[int]]:
@@ -56,8 +70,9 @@ def whitened(rows: list, pool: list, unbiased: bool, keep_mean: bool = False) ->
     return [[(x - mean) / math.sqrt(variance + 1e-8) + mean * keep_mean for x in row] for row in rows]
 
 
-def ppo_losses(n: dict, a: list, returns: list, kept_values: list, policy_slots: list, value_slots: list,
-               factor: float) -> tuple:
+def ppo_losses(
+    n: dict, a: list, returns: list, kept_values: list, policy_slots: list, value_slots: list, factor: float
+) -> tuple:
     """Both losses of one micro-batch, each a mean over its slots, as float64 tensors that carry gradients."""
     policy, value = [], []
     for i in range(2):
@@ -78,7 +93,7 @@ def row_of(system: str, tokens: list[int], length: int, width: int, n: dict, i: 
     if system == "default":
         row, place, kept, s = penalties[:length], length - 1, length, max(-5.0, min(5.0, s))
     elif system == "deepspeed_chat":
-        row, place, kept = penalties[:length + 1], min(length, width - 1), length + 1
+        row, place, kept = penalties[: length + 1], min(length, width - 1), length + 1
         s = max(-5.0, min(5.0, s))
     elif system == "deepspeed_chat_2023":
         row, place, kept, s = penalties, length - 1, width, max(-5.0, min(5.0, s))
@@ -88,7 +103,7 @@ def row_of(system: str, tokens: list[int], length: int, width: int, n: dict, i: 
         row, place, kept = penalties[:length], length if length < width else length - 1, length + 1
         s = -1.0 if system == "summarize" and EOS not in tokens else s
     else:
-        row, place, kept = penalties[:length + 1], min(length + 1, width - 1), length + 2
+        row, place, kept = penalties[: length + 1], min(length + 1, width - 1), length + 2
         s = max(-10.0, min(10.0, s))
     row = row + [0.0] * (width - len(row))
     row[place] += s
@@ -141,8 +156,11 @@ def straight(system: str, ranks: list[int], n: dict[int, dict]) -> dict[int, tup
 
 
 def dialect_of(system: str):
-    cut = {"openai": {"truncate_token": "eos", "truncate_after": 2}, "trl_ppo": {"truncate_token": "eos"},
-           "trl_rloo": {"truncate_token": "eos"}}
+    cut = {
+        "openai": {"truncate_token": "eos", "truncate_after": 2},
+        "trl_ppo": {"truncate_token": "eos"},
+        "trl_rloo": {"truncate_token": "eos"},
+    }
     return get_dialect(system).override(kl_coef=BETA, **cut.get(system, {}))
 
 
@@ -157,8 +175,9 @@ def ours(system: str, rank: int, n: dict, reduce, ranks: int) -> tuple:
     slots = count_slots(responses, scored, PAD, dialect)
     part = {name: tensor[..., :width].float() if tensor.dim() == 2 else tensor.float() for name, tensor in n.items()}
     scores = process_scores(part["scores"], ended, dialect, ScoreScale(dialect.score_scaling))
-    rewards, values = token_rewards(part["old"], part["ref"], part["values"] if dialect.has_critic else None, scores,
-                                    slots, BETA, dialect)
+    rewards, values = token_rewards(
+        part["old"], part["ref"], part["values"] if dialect.has_critic else None, scores, slots, BETA, dialect
+    )
     advantages, returns = estimate_advantages(rewards, values, slots.masks, dialect, reduce, ranks)
     new, new_values = part["new"].requires_grad_(), part["new_values"].requires_grad_()
     policy = actor_loss(new, part["old"], part["ref"], advantages, slots.masks.policy, BETA, dialect)
@@ -180,13 +199,19 @@ def test_rewards_advantages_losses_and_gradients(system, ranks):
         def record(totals):
             sent[rank] = totals
             return totals
+
         return record
 
     for rank in ranks:  # what each rank would send, then the sum that each would get
         ours(system, rank, {name: tensor.detach() for name, tensor in n[rank].items()}, first_pass(rank), len(ranks))
     for rank in ranks:
-        got = ours(system, rank, {name: tensor.detach() for name, tensor in n[rank].items()},
-                   lambda totals: sum(sent.values()), len(ranks))
+        got = ours(
+            system,
+            rank,
+            {name: tensor.detach() for name, tensor in n[rank].items()},
+            lambda totals: sum(sent.values()),
+            len(ranks),
+        )
         rewards, values, advantages, masks, policy, value, new, new_values = got
         want_rewards, want_values, want_advantages, want_policy, want_value = expected[rank]
         width = rewards.shape[1]

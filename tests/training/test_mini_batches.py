@@ -1,15 +1,16 @@
 """Which rows make an optimizer step and a pass, and at which rate; seen by models that take notes."""
+
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine import distributed
-from engine.dialects import get_dialect
+from engine.algorithms import get_dialect
 from engine.experience import Experience, Rollout
 from engine.rollout import SamplingConfig
 from training.flags.rlhf_arguments import RLHFFlags
-from training.metrics import Accumulator
+from training.reporting.metrics import Accumulator
 from training.ppo_trainer import PPOConfig, PPOTrainer, deal
 
 ROWS, EPOCHS = 8, 4
@@ -18,6 +19,7 @@ OPENAI = get_dialect("openai").override(truncate_token="", truncate_after=0, mis
 
 class NoteTaker:
     """In an engine's place: notes the rows of each pass, and for each optimizer step its rate and its passes."""
+
     scales_loss, grad_norm = False, 1.0
 
     def __init__(self):
@@ -45,22 +47,52 @@ def experience() -> Experience:
     """Eight rows, told apart by their one prompt token, of three response tokens each."""
     ones, zeros = torch.ones(ROWS, 3, dtype=torch.bool), torch.zeros(ROWS, 3)
     sequences = torch.cat([torch.arange(ROWS).unsqueeze(1), torch.full((ROWS, 3), 50)], 1)
-    rollout = Rollout(sequences, torch.ones_like(sequences), ones, torch.ones(ROWS, dtype=torch.bool),
-                      torch.arange(ROWS), torch.zeros(ROWS, dtype=torch.int64))
+    rollout = Rollout(
+        sequences,
+        torch.ones_like(sequences),
+        ones,
+        torch.ones(ROWS, dtype=torch.bool),
+        torch.arange(ROWS),
+        torch.zeros(ROWS, dtype=torch.int64),
+    )
     rewards = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
     return Experience(
-        rollout=rollout, logprobs=zeros, entropy=zeros, ref_logprobs=zeros, values=zeros, scores=zeros[:, 0],
-        shaped_scores=zeros[:, 0], kl=zeros, measured_kl=zeros[:, 0], kl_coef=0.1, rewards=rewards, advantages=zeros,
-        returns=zeros, policy_mask=ones, value_mask=ones, state_mask=ones)
+        rollout=rollout,
+        logprobs=zeros,
+        entropy=zeros,
+        ref_logprobs=zeros,
+        values=zeros,
+        scores=zeros[:, 0],
+        shaped_scores=zeros[:, 0],
+        kl=zeros,
+        measured_kl=zeros[:, 0],
+        kl_coef=0.1,
+        rewards=rewards,
+        advantages=zeros,
+        returns=zeros,
+        policy_mask=ones,
+        value_mask=ones,
+        state_mask=ones,
+    )
 
 
 def trained(dialect, micro_batch_size: int, rollouts: int) -> PPOTrainer:
     """The trainer after so many rollouts; its actor and critic have their notes."""
-    engine = SimpleNamespace(actor=NoteTaker(), critic=NoteTaker(), reference=None, reward=object(), ema=None,
-                             tokenizer=SimpleNamespace(eos_token_id=2))
-    trainer = PPOTrainer(engine=engine, rollouts=None, dialect=dialect,
-                         config=PPOConfig(total_steps=rollouts, micro_batch_size=micro_batch_size),
-                         sampling=SamplingConfig(max_new_tokens=3, pad_token_id=0, stop_token_ids=()))
+    engine = SimpleNamespace(
+        actor=NoteTaker(),
+        critic=NoteTaker(),
+        reference=None,
+        reward=object(),
+        ema=None,
+        tokenizer=SimpleNamespace(eos_token_id=2),
+    )
+    trainer = PPOTrainer(
+        engine=engine,
+        rollouts=None,
+        dialect=dialect,
+        config=PPOConfig(total_steps=rollouts, micro_batch_size=micro_batch_size),
+        sampling=SamplingConfig(max_new_tokens=3, pad_token_id=0, stop_token_ids=()),
+    )
     for _ in range(rollouts):
         trainer.train(experience(), 0.0, Accumulator())
         trainer.steps_done += 1
@@ -70,23 +102,36 @@ def trained(dialect, micro_batch_size: int, rollouts: int) -> PPOTrainer:
 def test_the_published_arithmetic():
     """batch_size 8, nminibatches 2, gradient_accumulation_steps 2: minibatches of 4, micro-batches of 2; see "The N
     Implementation Details of RLHF with PPO". Each epoch is shuffled anew."""
-    args = RLHFFlags(output_dir="out", data_path=["d"], actor_model_name_or_path="a", critic_model_name_or_path="b",
-                     dialect="openai", per_device_generation_batch_size=8, per_device_training_batch_size=2,
-                     gradient_accumulation_steps=2)
+    args = RLHFFlags(
+        output_dir="out",
+        data_path=["d"],
+        actor_model_name_or_path="a",
+        critic_model_name_or_path="b",
+        dialect="openai",
+        per_device_generation_batch_size=8,
+        per_device_training_batch_size=2,
+        gradient_accumulation_steps=2,
+    )
     assert (args.rows_per_rank, args.mini_batches) == (8, 2)
     trainer = trained(OPENAI.override(mini_batches=args.mini_batches), args.per_device_training_batch_size, rollouts=1)
     for model in (trainer.engine.actor, trainer.engine.critic):
         assert len(model.steps) == EPOCHS * 2
         assert all([len(rows) for rows in passes] == [2, 2] for _, passes in model.steps)
-        epochs = [[row for _, passes in model.steps[start:start + 2] for rows in passes for row in rows]
-                  for start in range(0, EPOCHS * 2, 2)]
+        epochs = [
+            [row for _, passes in model.steps[start : start + 2] for rows in passes for row in rows]
+            for start in range(0, EPOCHS * 2, 2)
+        ]
         assert all(sorted(order) == list(range(ROWS)) for order in epochs)
         assert len({frozenset(order[:4]) for order in epochs}) > 1, "each epoch has the same minibatches"
 
 
-@pytest.mark.parametrize("per, expected", [
-    ("step", [1, 1, 1, 1, 0.75, 0.75, 0.75, 0.75, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]),
-    ("optimizer_step", [1 - step / 16 for step in range(16)])])
+@pytest.mark.parametrize(
+    "per, expected",
+    [
+        ("step", [1, 1, 1, 1, 0.75, 0.75, 0.75, 0.75, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25]),
+        ("optimizer_step", [1 - step / 16 for step in range(16)]),
+    ],
+)
 def test_rates_fall_with_each_rollout_or_with_each_optimizer_step(per, expected):
     """Update u of 4, counted from 0, has the rate 1 - u / 4 in all of its epochs; or each optimizer step its own."""
     trainer = trained(OPENAI.override(lr_per=per, actor_lr=1e-5, critic_lr=2e-5), 8, rollouts=4)

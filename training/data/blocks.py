@@ -7,6 +7,7 @@
 As in DeepSpeed-Chat each text begins with the tokenizer's own opening tokens, none ends with EOS, and what is left over
 behind the last block is dropped.
 """
+
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,15 +30,18 @@ class TextBlocks:
                 if row["text"].strip():
                     ids.extend(encoder.prompt(row["text"]))
                 cut = len(ids) - len(ids) % block_length
-                yield from ((ids[start:start + block_length],) for start in range(0, cut, block_length))
+                yield from ((ids[start : start + block_length],) for start in range(0, cut, block_length))
                 del ids[:cut]
 
         schema = pyarrow.schema({"ids": pyarrow.list_(pyarrow.int32(), block_length)})
-        self.table = cached_table(lambda: table_of(schema, blocks), cache, rows, tokenizer, kind="blocks",
-                                  block_length=block_length)
+        self.table = cached_table(
+            lambda: table_of(schema, blocks), cache, rows, tokenizer, kind="blocks", block_length=block_length
+        )
         if not len(self):
-            raise UserError(f"the {len(rows)} texts for pretraining make no block of {block_length} tokens; give more "
-                            "text, or lower the lengths of prompts and answers.")
+            raise UserError(
+                f"the {len(rows)} texts for pretraining make no block of {block_length} tokens; give more "
+                "text, or lower the lengths of prompts and answers."
+            )
 
     def __len__(self) -> int:
         return len(self.table)

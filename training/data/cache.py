@@ -6,6 +6,7 @@ A file is named by a hash of all that it was made from and begins with a hash of
 its place and then renamed, so that of processes that build the same at once each finds a whole file, whoever was last.
 Files are mapped into memory: the ranks of a machine share one copy. The folder may be deleted at any time.
 """
+
 import hashlib
 import json
 import os
@@ -53,8 +54,7 @@ def tokenizer_hash(tokenizer) -> str:
     return total.hexdigest()
 
 
-def cached_table(build: Callable[[], pyarrow.Table], folder: Path | None, rows, tokenizer,
-                 **settings) -> pyarrow.Table:
+def cached_table(build: Callable[[], pyarrow.Table], folder: Path | None, rows, tokenizer, **settings) -> pyarrow.Table:
     """The table that was built from the same rows, tokenizer and settings before, or else a new one, which is kept.
 
     Without a folder, or where it cannot be written (one line says so), the table stays in memory.
@@ -71,8 +71,12 @@ def cached_table(build: Callable[[], pyarrow.Table], folder: Path | None, rows, 
         write_table(table, path)
     except OSError as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"warning: tokenised data are not kept: {folder} cannot be written ({error.strerror}); give another "
-                  "--data_output_path", file=sys.stderr, flush=True)
+            print(
+                f"warning: tokenised data are not kept: {folder} cannot be written ({error.strerror}); give another "
+                "--data_output_path",
+                file=sys.stderr,
+                flush=True,
+            )
         return table
     return read_table(path) or table
 

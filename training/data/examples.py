@@ -9,6 +9,7 @@ All are tokenised once, at the start: the order in which they are visited (train
 numbers, the same for any number of ranks. What is cut or left out is counted and never silent. `rows` is what load_rows
 gives, or a list of such rows; with a folder for `cache`, a later run finds the ids there.
 """
+
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ IDS = pyarrow.large_list(pyarrow.int32())
 
 class SFTExample(NamedTuple):
     """A text: its ids, and the position of the first one that is to be learned (at least 1)."""
+
     token_ids: list[int]
     first_target: int
 
@@ -44,8 +46,9 @@ class SFTExamples:
     counts those of which nothing to be learned was left, because the prompt alone is too long.
     """
 
-    def __init__(self, rows: Sequence[dict], tokenizer, max_length: int, loss_on: str = "response",
-                 cache: Path | None = None):
+    def __init__(
+        self, rows: Sequence[dict], tokenizer, max_length: int, loss_on: str = "response", cache: Path | None = None
+    ):
         if loss_on not in ("response", "all"):
             raise UserError(f"loss_on is {loss_on!r}; choose 'response' or 'all'.")
 
@@ -61,12 +64,21 @@ class SFTExamples:
                 yield token_ids[:max_length], first_target
 
         schema = pyarrow.schema({"token_ids": IDS, "first_target": pyarrow.int32()})
-        self.table = cached_table(lambda: table_of(schema, examples), cache, rows, tokenizer, kind="sft",
-                                  max_length=max_length, loss_on=loss_on)
+        self.table = cached_table(
+            lambda: table_of(schema, examples),
+            cache,
+            rows,
+            tokenizer,
+            kind="sft",
+            max_length=max_length,
+            loss_on=loss_on,
+        )
         self.truncated, self.dropped = _counts(self.table)
         if not len(self):
-            raise UserError(f"none of the {len(rows)} texts has a token to be learned within max_length {max_length}; "
-                            "raise it or shorten the prompts.")
+            raise UserError(
+                f"none of the {len(rows)} texts has a token to be learned within max_length {max_length}; "
+                "raise it or shorten the prompts."
+            )
 
     def __len__(self) -> int:
         return len(self.table)
@@ -82,6 +94,7 @@ class SFTBatch:
     sequences (B, S) int64; attention_mask (B, S) int64, 1 on tokens of the text, EOS included;
     loss_mask (B, S - 1) bool, slot t says whether token t + 1, which is predicted from position t, is to be learned.
     """
+
     sequences: Tensor
     attention_mask: Tensor
     loss_mask: Tensor
@@ -100,6 +113,7 @@ def collate_sft(examples: list[SFTExample], pad_id: int) -> SFTBatch:
 
 class Pair(NamedTuple):
     """Two answers to one prompt, as the ids of prompt + answer + EOS."""
+
     chosen: list[int]
     rejected: list[int]
 
@@ -125,12 +139,15 @@ class PairExamples:
                 yield chosen, rejected
 
         schema = pyarrow.schema({"chosen": IDS, "rejected": IDS})
-        self.table = cached_table(lambda: table_of(schema, examples), cache, rows, tokenizer, kind="pairs",
-                                  max_length=max_length)
+        self.table = cached_table(
+            lambda: table_of(schema, examples), cache, rows, tokenizer, kind="pairs", max_length=max_length
+        )
         self.truncated, self.dropped = _counts(self.table)
         if not len(self):
-            raise UserError(f"none of the {len(rows)} pairs differs within max_length {max_length}; raise it, or look "
-                            "whether chosen and rejected are the same text.")
+            raise UserError(
+                f"none of the {len(rows)} pairs differs within max_length {max_length}; raise it, or look "
+                "whether chosen and rejected are the same text."
+            )
 
     def __len__(self) -> int:
         return len(self.table)
@@ -146,6 +163,7 @@ class PairBatch:
     sequences (2B, S) int64; attention_mask (2B, S) int64; first_difference (B,) int64, the first position at which a
     pair's two sequences differ, the end of the shorter one where that is how the longer one begins.
     """
+
     sequences: Tensor
     attention_mask: Tensor
     first_difference: Tensor
@@ -171,15 +189,25 @@ class Prompts:
     the start, cut on the right to max_prompt_length and then behind the last end. Texts without them are dropped.
     """
 
-    def __init__(self, rows: Sequence[dict], tokenizer, max_prompt_length: int, overlong: str = "truncate",
-                 cache: Path | None = None, query_start: int | None = None, query_end: int | None = None):
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        tokenizer,
+        max_prompt_length: int,
+        overlong: str = "truncate",
+        cache: Path | None = None,
+        query_start: int | None = None,
+        query_end: int | None = None,
+    ):
         if overlong not in ("truncate", "drop"):
             raise UserError(f"overlong is {overlong!r}; choose 'truncate' or 'drop'.")
         encoder = TextEncoder(tokenizer)
         opening, trimmed = len(encoder.opening), query_start is not None or query_end is not None
         if max_prompt_length <= opening:
-            raise UserError(f"max_prompt_length is {max_prompt_length}; it needs to be at least {opening + 1} to hold "
-                            "one token of a prompt and what the tokenizer puts before it.")
+            raise UserError(
+                f"max_prompt_length is {max_prompt_length}; it needs to be at least {opening + 1} to hold "
+                "one token of a prompt and what the tokenizer puts before it."
+            )
 
         def examples(counts: Counter):
             for row in rows:
@@ -196,22 +224,33 @@ class Prompts:
                     continue
                 if excess > 0:
                     counts["truncated"] += 1
-                    token_ids = token_ids[:opening] + token_ids[opening + excess:]
+                    token_ids = token_ids[:opening] + token_ids[opening + excess :]
                 yield token_ids, json.dumps(row, default=str)
 
         schema = pyarrow.schema({"token_ids": IDS, "row": pyarrow.large_string()})
-        self.table = cached_table(lambda: table_of(schema, examples), cache, rows, tokenizer, kind="prompts",
-                                  max_length=max_prompt_length, overlong=overlong,
-                                  **({"query": [query_start, query_end]} if trimmed else {}))
+        self.table = cached_table(
+            lambda: table_of(schema, examples),
+            cache,
+            rows,
+            tokenizer,
+            kind="prompts",
+            max_length=max_prompt_length,
+            overlong=overlong,
+            **({"query": [query_start, query_end]} if trimmed else {}),
+        )
         self.truncated, self.dropped = _counts(self.table)
         self.rows = _JsonColumn(self.table["row"])
         if not len(self) and trimmed:
-            raise UserError(f"none of the {len(rows)} prompts has the dialect's query_start and query_end within "
-                            f"{max_prompt_length} tokens. Raise that, or leave them out (--set query_start= "
-                            "query_end=).")
+            raise UserError(
+                f"none of the {len(rows)} prompts has the dialect's query_start and query_end within "
+                f"{max_prompt_length} tokens. Raise that, or leave them out (--set query_start= "
+                "query_end=)."
+            )
         if not len(self):
-            raise UserError(f"none of the {len(rows)} prompts has at most {max_prompt_length} tokens; raise "
-                            "max_prompt_length, or truncate long prompts instead of dropping them.")
+            raise UserError(
+                f"none of the {len(rows)} prompts has at most {max_prompt_length} tokens; raise "
+                "max_prompt_length, or truncate long prompts instead of dropping them."
+            )
 
     def __len__(self) -> int:
         return len(self.table)

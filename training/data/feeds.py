@@ -1,4 +1,5 @@
 """What each rank is given in each step: its share of prompts and texts, in orders drawn from the seed alone."""
+
 from torch import Tensor
 
 from engine import distributed

@@ -5,6 +5,7 @@
 Messages become texts through the tokenizer's chat template. A prompt is the same text in all three steps, whichever of
 them reads the row.
 """
+
 import os.path
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ ANSWERS = ("chosen", "rejected", "response")
 @dataclass(frozen=True, slots=True)
 class Form:
     """What a step reads: `columns` in their order of preference, `shape` of (row, texts) what it makes of them."""
+
     name: str
     columns: Columns
     shape: Callable[[dict, dict[str, str]], dict]
@@ -49,11 +51,18 @@ def _sft_row(record: dict, texts: dict[str, str]) -> dict:
 
 
 # chosen before response: sets like Dahoas/rm-static have both, and chosen is the better one of their pair
-SFT = Form("text", (("messages",), ("prompt", "chosen"), ("prompt", "response"), ("chosen", "rejected"), ("text",)),
-           _sft_row, answered=True)
+SFT = Form(
+    "text",
+    (("messages",), ("prompt", "chosen"), ("prompt", "response"), ("chosen", "rejected"), ("text",)),
+    _sft_row,
+    answered=True,
+)
 PAIRS = Form("pair", (("prompt", "chosen", "rejected"), ("chosen", "rejected")), lambda record, texts: texts)
-PROMPTS = Form("prompt", (("messages",), ("prompt",), ("chosen", "rejected")),
-               lambda record, texts: {**record, "prompt": texts["prompt"]})
+PROMPTS = Form(
+    "prompt",
+    (("messages",), ("prompt",), ("chosen", "rejected")),
+    lambda record, texts: {**record, "prompt": texts["prompt"]},
+)
 
 TEXTS = Form("pretraining text", (("text",),), lambda record, texts: texts, may_be_blank=True)  # sets have empty lines
 
@@ -66,9 +75,11 @@ def _split_dialogues(where: str, record: dict) -> dict[str, str]:
     shared = os.path.commonprefix([record["chosen"], record["rejected"]])
     end = shared.rfind(TURN) + len(TURN)
     if end < len(TURN):
-        raise UserError(f"{where}, columns chosen and rejected: found no {TURN!r} in what both begin with; without a "
-                        f"column prompt they are dialogues with the same beginning, which ends with {TURN!r}. Add a "
-                        "column prompt, or take the row out.")
+        raise UserError(
+            f"{where}, columns chosen and rejected: found no {TURN!r} in what both begin with; without a "
+            f"column prompt they are dialogues with the same beginning, which ends with {TURN!r}. Add a "
+            "column prompt, or take the row out."
+        )
     return {"prompt": shared[:end], "chosen": record["chosen"][end:], "rejected": record["rejected"][end:]}
 
 
@@ -85,8 +96,11 @@ def _with_messages(record: dict) -> dict:
             return {name: value for name, value in record.items() if name != "prompt"}
         return {**record, "prompt": [{"role": "user", "content": record["prompt"]}]}
     if isinstance(record.get("prompt"), list):
-        return record | {name: [{"role": "assistant", "content": record[name]}] for name in ANSWERS
-                         if isinstance(record.get(name), str)}
+        return record | {
+            name: [{"role": "assistant", "content": record[name]}]
+            for name in ANSWERS
+            if isinstance(record.get(name), str)
+        }
     return record
 
 
@@ -95,9 +109,11 @@ def _rendered(where: str, record: dict, names: tuple[str, ...], tokenizer, answe
     for name in names:
         _check_messages(where, name, record[name])
     if not tokenizer.chat_template:
-        raise UserError(f"{where}, column {names[0]}: found messages, and the tokenizer of "
-                        f"{tokenizer.name_or_path or 'the model'} has no chat template to make a text of them. Set "
-                        "chat_template in its tokenizer_config.json, or give texts instead of messages.")
+        raise UserError(
+            f"{where}, column {names[0]}: found messages, and the tokenizer of "
+            f"{tokenizer.name_or_path or 'the model'} has no chat template to make a text of them. Set "
+            "chat_template in its tokenizer_config.json, or give texts instead of messages."
+        )
     if names == ("messages",):
         context, answers = _last_turn(where, record["messages"], answered)
     elif names == ("chosen", "rejected"):
@@ -105,17 +121,21 @@ def _rendered(where: str, record: dict, names: tuple[str, ...], tokenizer, answe
     else:
         context, answers = record["prompt"], {name: record[name] for name in names if name != "prompt"}
     if not context:
-        raise UserError(f"{where}, column {names[0]}: found no message that an assistant answers. Begin with one of "
-                        "the user, or take the row out.")
+        raise UserError(
+            f"{where}, column {names[0]}: found no message that an assistant answers. Begin with one of "
+            "the user, or take the row out."
+        )
     prompt = _template(where, names[0], tokenizer, context, add_generation_prompt=True)
     texts = {"prompt": prompt}
     for name, answer in answers.items():
         whole = _template(where, name, tokenizer, context + answer)
         if not answer or answer[0]["role"] != "assistant" or not whole.startswith(prompt):
-            raise UserError(f"{where}, column {name if name in names else names[0]}: found {described(answer)}, which "
-                            "by the chat template is no answer to the messages before. An answer is a message of the "
-                            "assistant, and the template has to begin it as it asks for one (add_generation_prompt).")
-        texts[name] = whole[len(prompt):].rstrip()  # some templates write a line break behind the end of a turn
+            raise UserError(
+                f"{where}, column {name if name in names else names[0]}: found {described(answer)}, which "
+                "by the chat template is no answer to the messages before. An answer is a message of the "
+                "assistant, and the template has to begin it as it asks for one (add_generation_prompt)."
+            )
+        texts[name] = whole[len(prompt) :].rstrip()  # some templates write a line break behind the end of a turn
     return texts
 
 
@@ -124,11 +144,13 @@ def _last_turn(where: str, messages: list[dict], answered: bool) -> tuple[list[d
     messages and no response where another's is the last, for that one is still to be answered."""
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if answered and not turns:
-        raise UserError(f"{where}, column messages: found no message of the assistant, which is what would be learned. "
-                        "Add one or take the row out.")
+        raise UserError(
+            f"{where}, column messages: found no message of the assistant, which is what would be learned. "
+            "Add one or take the row out."
+        )
     if not answered and messages[-1]["role"] != "assistant":
         return messages, {}
-    return messages[:turns[-1]], {"response": messages[turns[-1]:turns[-1] + 1]}
+    return messages[: turns[-1]], {"response": messages[turns[-1] : turns[-1] + 1]}
 
 
 def _shared_turns(chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], dict[str, list[dict]]]:
@@ -141,19 +163,26 @@ def _shared_turns(chosen: list[dict], rejected: list[dict]) -> tuple[list[dict],
 
 def _check_messages(where: str, column: str, messages: object) -> None:
     if not isinstance(messages, list) or not messages:
-        raise UserError(f"{where}, column {column}: found {described(messages)}; needed a list of messages, each with "
-                        "role and content. Mend the row or take it out.")
+        raise UserError(
+            f"{where}, column {column}: found {described(messages)}; needed a list of messages, each with "
+            "role and content. Mend the row or take it out."
+        )
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"{where}, column {column}, message {number}: found {described(message)}; needed an object "
-                            "with role and content. Mend the row or take it out.")
+            raise UserError(
+                f"{where}, column {column}, message {number}: found {described(message)}; needed an object "
+                "with role and content. Mend the row or take it out."
+            )
         check_text(where, f"{column}, message {number}, content", message.get("content"), may_be_empty=True)
 
 
 def _template(where: str, column: str, tokenizer, messages: list[dict], **options) -> str:
     from jinja2 import TemplateError
+
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except TemplateError as error:
-        raise UserError(f"{where}, column {column}: the tokenizer's chat template refuses these messages ({error}). "
-                        "Mend the row or take it out.") from None
+        raise UserError(
+            f"{where}, column {column}: the tokenizer's chat template refuses these messages ({error}). "
+            "Mend the row or take it out."
+        ) from None

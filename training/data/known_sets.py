@@ -2,6 +2,7 @@
 
 What is done to their rows is what DeepSpeed-Chat does, so that its recipes train on the same texts. Null stays null.
 """
+
 from collections.abc import Callable
 
 Change = Callable[[dict], dict]
@@ -33,8 +34,9 @@ def _yitingxie(row: dict) -> dict:
 
 CHANGES: dict[str, Change] = {
     "local/jsonfile": _spaced,
-    "Dahoas/synthetic-instruct-gptj-pairwise":
-        lambda row: _dialogue(row, "prompt", chosen="chosen", rejected="rejected"),
+    "Dahoas/synthetic-instruct-gptj-pairwise": lambda row: _dialogue(
+        row, "prompt", chosen="chosen", rejected="rejected"
+    ),
     "stanfordnlp/SHP": _shp,
     "wangrui6/Zhihu-KOL": lambda row: _dialogue(row, "INSTRUCTION", response="RESPONSE"),
     "yitingxie/rlhf-reward-datasets": _yitingxie,

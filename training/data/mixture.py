@@ -6,6 +6,7 @@
 All choices are made on row numbers and drawn from the seed alone, so that all ranks make the same. Rows are read and
 checked when they are asked for.
 """
+
 import hashlib
 import math
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ DIVIDE, DRAW, LIMIT = 1, 2, 3  # what the seed is used for, so that no two draws
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows(Sequence):
     """Rows of one form: places (n, 2) int64 holds for each the number of its records and its number there."""
+
     records: list[Records]
     places: np.ndarray
     form: Form
@@ -50,11 +52,22 @@ class Rows(Sequence):
         return hashlib.sha256("\n".join(parts).encode() + b"\n" + self.places.tobytes()).hexdigest()
 
 
-def load_rows(data_path: str | Sequence[str], form: Form, tokenizer, *, phase: int, seed: int,
-              weights: Sequence[float] | None = None, split: str | None = None,
-              eval_data_path: str | Sequence[str] | None = None, held_out: float = 0.0,
-              eval_limit: int | None = None, held_out_flag: str = "--held_out", undivided: Sequence[str] = (),
-              config_name: str | None = None) -> tuple[Rows, Rows]:
+def load_rows(
+    data_path: str | Sequence[str],
+    form: Form,
+    tokenizer,
+    *,
+    phase: int,
+    seed: int,
+    weights: Sequence[float] | None = None,
+    split: str | None = None,
+    eval_data_path: str | Sequence[str] | None = None,
+    held_out: float = 0.0,
+    eval_limit: int | None = None,
+    held_out_flag: str = "--held_out",
+    undivided: Sequence[str] = (),
+    config_name: str | None = None,
+) -> tuple[Rows, Rows]:
     """(training rows, held-out rows) of the data sets; no row of one is in the other.
 
     phase: 1, 2 or 3, whose part of `split` ("2,4,4") is read; without `split` everything is.
@@ -72,19 +85,31 @@ def load_rows(data_path: str | Sequence[str], form: Form, tokenizer, *, phase: i
     sources = [_opened(path, form, config_name) for path in paths]
     _refuse_twice(sources)
     mixture = _Mixture(form, tokenizer, seed, proportions, phase)
-    parts = [mixture.add(source.training, source.name, divide=number < len(divided))
-             for number, source in enumerate(sources)]
+    parts = [
+        mixture.add(source.training, source.name, divide=number < len(divided)) for number, source in enumerate(sources)
+    ]
     if eval_paths:
         eval_sources = [_opened(path, form) for path in eval_paths]
         _refuse_trained_on(sources, eval_sources)
         apart = [mixture.add(source.held_out or source.training, source.name, divide=False) for source in eval_sources]
     elif held_out:
-        apart = [mixture.add(source.held_out, source.name, divide=number < len(divided))
-                 for number, source in enumerate(sources) if source.held_out]
+        apart = [
+            mixture.add(source.held_out, source.name, divide=number < len(divided))
+            for number, source in enumerate(sources)
+            if source.held_out
+        ]
         own = [number for number, source in enumerate(sources) if not source.held_out]
         if own:
-            apart.append(_hold_out(parts, own, held_out, seed, f"--data_path {' '.join(paths)}, {held_out_flag}",
-                                   f"Lower {held_out_flag}, give --eval_data_path, or add rows."))
+            apart.append(
+                _hold_out(
+                    parts,
+                    own,
+                    held_out,
+                    seed,
+                    f"--data_path {' '.join(paths)}, {held_out_flag}",
+                    f"Lower {held_out_flag}, give --eval_data_path, or add rows.",
+                )
+            )
     else:
         apart = []
     training = [weighted(part, factor, seed, path) for part, factor, path in zip(parts, factors, paths)]
@@ -105,15 +130,24 @@ class _Mixture:
         """Places (n, 2) of the records, or of this step's part of them."""
         first = len(self.records)
         self.records.extend(records)
-        places = np.concatenate([EMPTY, *(np.stack([np.full(len(one), number), np.arange(len(one))], axis=1)
-                                          for number, one in enumerate(records, start=first))])
+        places = np.concatenate(
+            [
+                EMPTY,
+                *(
+                    np.stack([np.full(len(one), number), np.arange(len(one))], axis=1)
+                    for number, one in enumerate(records, start=first)
+                ),
+            ]
+        )
         if not divide or self.proportions is None:
             return places
         part = places[split_part(len(places), self.proportions, self.phase, self.seed)]
         if not len(part):
             shares = ",".join(f"{share:g}" for share in self.proportions)
-            raise UserError(f"--data_split {shares}: of the {len(places)} rows of {name}, none is left for step "
-                            f"{self.phase}. Give it a larger share.")
+            raise UserError(
+                f"--data_split {shares}: of the {len(places)} rows of {name}, none is left for step "
+                f"{self.phase}. Give it a larger share."
+            )
         return part
 
     def rows(self, parts: list[np.ndarray]) -> Rows:
@@ -129,8 +163,10 @@ def parse_split(split: str | None) -> list[float] | None:
     except ValueError:
         shares = []
     if len(shares) != 3 or not all(share >= 0 and math.isfinite(share) for share in shares) or not sum(shares) > 0:
-        raise UserError(f"--data_split {split!r}: give the shares of steps 1, 2 and 3 as three numbers of at least 0 "
-                        "with commas between, like 2,4,4.")
+        raise UserError(
+            f"--data_split {split!r}: give the shares of steps 1, 2 and 3 as three numbers of at least 0 "
+            "with commas between, like 2,4,4."
+        )
     return shares
 
 
@@ -138,7 +174,7 @@ def split_part(size: int, shares: list[float], phase: int, seed: int) -> np.ndar
     """The row numbers, ascending, of step `phase` (1, 2 or 3) when `size` rows are divided in these shares."""
     borders = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * size).astype(int)
     order = np.random.default_rng((seed, DIVIDE)).permutation(size)
-    return np.sort(order[borders[phase - 1]:borders[phase]])
+    return np.sort(order[borders[phase - 1] : borders[phase]])
 
 
 def weighted(places: np.ndarray, weight: float, seed: int, name: str) -> np.ndarray:
@@ -147,8 +183,10 @@ def weighted(places: np.ndarray, weight: float, seed: int, name: str) -> np.ndar
     order = np.random.default_rng((seed, DRAW)).permutation(len(places))
     result = np.concatenate([*[places] * int(weight), places[np.sort(order[:drawn])]])
     if not len(result):
-        raise UserError(f"--data_weights {weight:g}: of the {len(places)} rows of {name} none is left. Give it a "
-                        "larger weight, or leave the data set out.")
+        raise UserError(
+            f"--data_weights {weight:g}: of the {len(places)} rows of {name} none is left. Give it a "
+            "larger weight, or leave the data set out."
+        )
     return result
 
 
@@ -158,11 +196,15 @@ def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> li
         return [1.0] * len(paths)
     given = " ".join(f"{weight:g}" for weight in weights)
     if len(weights) != len(paths):
-        raise UserError(f"--data_weights {given}: {len(weights)} weights for {len(paths)} data sets of --data_path. "
-                        "Give one for each.")
+        raise UserError(
+            f"--data_weights {given}: {len(weights)} weights for {len(paths)} data sets of --data_path. "
+            "Give one for each."
+        )
     if not all(weight > 0 and math.isfinite(weight) for weight in weights):
-        raise UserError(f"--data_weights {given}: a weight says how often a data set is seen in one pass; give numbers "
-                        "greater than 0.")
+        raise UserError(
+            f"--data_weights {given}: a weight says how often a data set is seen in one pass; give numbers "
+            "greater than 0."
+        )
     return list(weights)
 
 
@@ -180,8 +222,10 @@ def _refuse_twice(sources: list[Source]) -> None:
     for source in sources:
         for records in source.training:
             if records.fingerprint in seen:
-                raise UserError(f"--data_path: {source.name} holds the same rows as {seen[records.fingerprint]}. Give "
-                                "it once, with --data_weights if it is to be seen more often.")
+                raise UserError(
+                    f"--data_path: {source.name} holds the same rows as {seen[records.fingerprint]}. Give "
+                    "it once, with --data_weights if it is to be seen more often."
+                )
         seen |= {records.fingerprint: source.name for records in source.training}
 
 
@@ -189,8 +233,10 @@ def _refuse_trained_on(sources: list[Source], eval_sources: list[Source]) -> Non
     trained = {records.fingerprint for source in sources for records in source.training}
     for source in eval_sources:
         if any(records.fingerprint in trained for records in source.held_out or source.training):
-            raise UserError(f"--eval_data_path {source.name}: these rows are trained on, by --data_path. Leave it out "
-                            "(some rows are then held out), or give other rows.")
+            raise UserError(
+                f"--eval_data_path {source.name}: these rows are trained on, by --data_path. Leave it out "
+                "(some rows are then held out), or give other rows."
+            )
 
 
 def _hold_out(parts: list[np.ndarray], own: list[int], held_out: float, seed: int, *what: str) -> np.ndarray:

@@ -6,6 +6,7 @@
 An epoch's permutation is drawn from (seed, epoch) alone. There is nothing to save: a run that is resumed at step n, on
 however many ranks, asks for batch n.
 """
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,8 +24,10 @@ class PromptOrder:
 
     def __init__(self, size: int, batch_size: int, seed: int):
         if batch_size > size:
-            raise UserError(f"a batch of {batch_size} prompts is asked for, and there are {size}; lower the batch size "
-                            "or add prompts.")
+            raise UserError(
+                f"a batch of {batch_size} prompts is asked for, and there are {size}; lower the batch size "
+                "or add prompts."
+            )
         self.size, self.batch_size, self.seed = size, batch_size, seed
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -39,8 +42,9 @@ class PromptOrder:
         return torch.tensor(np.array(indices)), torch.tensor(visits)
 
 
-def epoch_batches(size: int, batch_size: int, epoch: int, seed: int, rank: int, world: int,
-                  drop_last: bool = True) -> list[list[int]]:
+def epoch_batches(
+    size: int, batch_size: int, epoch: int, seed: int, rank: int, world: int, drop_last: bool = True
+) -> list[list[int]]:
     """The indices of each of this rank's batches in one epoch of step 1 or 2.
 
     Global batch b is the b-th run of batch_size * world places of the epoch's permutation, of which each rank takes its
@@ -50,9 +54,11 @@ def epoch_batches(size: int, batch_size: int, epoch: int, seed: int, rank: int, 
     """
     whole = batch_size * world
     if drop_last and size < whole:
-        raise UserError(f"{size} examples are fewer than one batch of {batch_size} on each of {world} ranks; lower the "
-                        "batch size or add data.")
+        raise UserError(
+            f"{size} examples are fewer than one batch of {batch_size} on each of {world} ranks; lower the "
+            "batch size or add data."
+        )
     permutation = epoch_permutation(size, seed, epoch).tolist()
     end = size - size % whole if drop_last else size
-    batches = [permutation[start:start + whole] for start in range(0, end, whole)]
-    return [batch[len(batch) * rank // world:len(batch) * (rank + 1) // world] for batch in batches]
+    batches = [permutation[start : start + whole] for start in range(0, end, whole)]
+    return [batch[len(batch) * rank // world : len(batch) * (rank + 1) // world] for batch in batches]

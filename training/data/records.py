@@ -6,6 +6,7 @@
 JSON and CSV are read here, because the loaders of the `datasets` library tell no line, guess types, and keep copies by
 a file's time stamp. Records are parsed when they are asked for; `fingerprint` is a hash of the file's content.
 """
+
 import csv
 import hashlib
 import io
@@ -20,11 +21,12 @@ import numpy as np
 from engine.errors import UserError
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-LONGEST_CELL = 2 ** 31 - 1  # of a CSV file, in characters; the csv module's own limit is 131,072
+LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters; the csv module's own limit is 131,072
 
 
 class Records(Protocol):
     """A sequence of (where, value); `fingerprint` is another one when any value is."""
+
     fingerprint: str
 
     def __len__(self) -> int: ...
@@ -54,7 +56,7 @@ class JsonLines:
         while start < len(content):
             end = content.find(b"\n", start) + 1 or len(content)
             number += 1
-            if content[start:min(end, start + 64)].strip() or content[start:end].strip():
+            if content[start : min(end, start + 64)].strip() or content[start:end].strip():
                 places.append((start, end, number))
             start = end
         self.places = np.array(places, np.int64).reshape(-1, 3)
@@ -68,8 +70,10 @@ class JsonLines:
         try:
             return f"{self.path}, line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
-            raise UserError(f"{self.path}, line {number}: found {shortened(line.rstrip())}, which is no JSON "
-                            f"({_reason(error)}). Write one JSON object a line.") from None
+            raise UserError(
+                f"{self.path}, line {number}: found {shortened(line.rstrip())}, which is no JSON "
+                f"({_reason(error)}). Write one JSON object a line."
+            ) from None
 
 
 class ArrowRecords:
@@ -99,8 +103,10 @@ class ChangedRecords:
         try:
             return where, self.change(value)
         except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{where}: found {shortened(str(value))}, which lacks what this data set's rows have "
-                            f"({error}). Save it with columns of other names and give that file.") from None
+            raise UserError(
+                f"{where}: found {shortened(str(value))}, which lacks what this data set's rows have "
+                f"({error}). Save it with columns of other names and give that file."
+            ) from None
 
 
 def read_records(path: str | Path) -> Records:
@@ -114,9 +120,11 @@ def read_records(path: str | Path) -> Records:
         raise UserError(f"{path}: found a directory; name one file in it.")
     content = _content(path)
     if path.suffix not in ENDINGS:
-        raise UserError(f"{path}: found the ending '{path.suffix}'; data files end in .jsonl (one JSON object a line), "
-                        ".json (a list of objects), .csv (with a line of column names) or .parquet. Convert or rename "
-                        "the file.")
+        raise UserError(
+            f"{path}: found the ending '{path.suffix}'; data files end in .jsonl (one JSON object a line), "
+            ".json (a list of objects), .csv (with a line of column names) or .parquet. Convert or rename "
+            "the file."
+        )
     fingerprint = hashlib.sha256(content).hexdigest()
     if path.suffix == ".parquet":
         return _parquet(path, fingerprint)
@@ -133,8 +141,9 @@ def _content(path: Path) -> bytes | mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from "
-                        f"{Path.cwd()}).") from None
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from {Path.cwd()})."
+        ) from None
 
 
 def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
@@ -143,12 +152,16 @@ def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
         text = content.decode("utf-8-sig" if first_line == 1 else "utf-8")
     except UnicodeDecodeError as error:
         line = first_line + error.object.count(b"\n", 0, error.start)
-        raise UserError(f"{path}, line {line}: found the byte 0x{error.object[error.start]:02x}, which is not UTF-8. "
-                        "Save the file as UTF-8.") from None
+        raise UserError(
+            f"{path}, line {line}: found the byte 0x{error.object[error.start]:02x}, which is not UTF-8. "
+            "Save the file as UTF-8."
+        ) from None
     if "\0" in text:
         line = first_line + text.count("\n", 0, text.index("\0"))
-        raise UserError(f"{path}, line {line}: found a NUL character, as in UTF-16 or in a file whose writing was cut "
-                        "off. Save the file as UTF-8, or write it again.")
+        raise UserError(
+            f"{path}, line {line}: found a NUL character, as in UTF-16 or in a file whose writing was cut "
+            "off. Save the file as UTF-8, or write it again."
+        )
     return text
 
 
@@ -160,11 +173,14 @@ def _json_list(path: Path, text: str) -> list[tuple[str, object]]:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         number = getattr(error, "lineno", 1)
-        raise UserError(f"{path}, line {number}: found {shortened(text.split(chr(10))[number - 1])}, which is no JSON "
-                        f"here ({_reason(error)}). Write one list of objects, or one object a line.") from None
+        raise UserError(
+            f"{path}, line {number}: found {shortened(text.split(chr(10))[number - 1])}, which is no JSON "
+            f"here ({_reason(error)}). Write one list of objects, or one object a line."
+        ) from None
     if not isinstance(values, list):
-        raise UserError(f"{path}, line 1: found {described(values)}; a .json file is a list of objects. "
-                        "Put the rows into [ ].")
+        raise UserError(
+            f"{path}, line 1: found {described(values)}; a .json file is a list of objects. Put the rows into [ ]."
+        )
     return [(f"{path}, row {number}", value) for number, value in enumerate(values, start=1)]
 
 
@@ -182,14 +198,19 @@ def _csv_rows(path: Path, text: str) -> list[tuple[str, dict]]:
                 header = _csv_header(where, cells)
                 continue
             if len(cells) > len(header):
-                raise UserError(f"{where}: found {len(cells)} cells in the {len(header)} columns {', '.join(header)}. "
-                                "Put cells that hold commas or line breaks into double quotes.")
-            records.append((where, {name: cell or None for name, cell in
-                                    zip(header, cells + [""] * (len(header) - len(cells)))}))
+                raise UserError(
+                    f"{where}: found {len(cells)} cells in the {len(header)} columns {', '.join(header)}. "
+                    "Put cells that hold commas or line breaks into double quotes."
+                )
+            records.append(
+                (where, {name: cell or None for name, cell in zip(header, cells + [""] * (len(header) - len(cells)))})
+            )
     except csv.Error as error:
         line = text.split("\n")[start - 1]
-        raise UserError(f"{path}, line {start}: found {shortened(line)}, which is no CSV ({error}). Close each double "
-                        "quote, and double the quotes inside of cells.") from None
+        raise UserError(
+            f"{path}, line {start}: found {shortened(line)}, which is no CSV ({error}). Close each double "
+            "quote, and double the quotes inside of cells."
+        ) from None
     return records
 
 
@@ -204,6 +225,7 @@ def _parquet(path: Path, fingerprint: str) -> ArrowRecords:
     import pyarrow
     from datasets import Dataset
     from pyarrow import parquet
+
     try:
         table = parquet.read_table(path)  # not Dataset.from_parquet, which keeps a copy by the file's time stamp
     except (pyarrow.ArrowException, OSError) as error:
@@ -213,8 +235,15 @@ def _parquet(path: Path, fingerprint: str) -> ArrowRecords:
 
 def described(value: object) -> str:
     """The JSON kind of the value, and its beginning."""
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a truth value", type(None): "null",
-             int: "a number", float: "a number"}
+    kinds = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a truth value",
+        type(None): "null",
+        int: "a number",
+        float: "a number",
+    }
     name = type(value).__name__
     return f"{kinds.get(type(value), f'a value of type {name}')} ({shortened(json.dumps(value, default=str))})"
 

@@ -5,6 +5,7 @@
 
 The steps' own data, of many forms and from many places, are read by training/data/mixture.py, with the same checks.
 """
+
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,8 +52,10 @@ def matching_columns(where: str, row: object, columns: Columns) -> tuple[str, ..
     wanted = next((names for names in columns if present.issuperset(names)), None)
     if wanted is None:
         found = ", ".join(name if name in present else f"{name} (null)" for name in row) or "none"
-        raise UserError(f"{where}: found the columns: {shortened(found, 400)[1:-1]}; needed: {alternatives(columns)}. "
-                        "Rename or add them.")
+        raise UserError(
+            f"{where}: found the columns: {shortened(found, 400)[1:-1]}; needed: {alternatives(columns)}. "
+            "Rename or add them."
+        )
     return wanted
 
 
@@ -63,9 +66,13 @@ def check_text(where: str, column: str, value: object, may_be_empty: bool = Fals
         raise UserError(f"{where}, column {column}: {problem}. Mend the row or take it out.")
 
 
-def split_held_out(rows: Sequence, held_out: float, seed: int, what: str = "held-out rows",
-                   advice: str = "Give a fraction between 0 and 1, or a whole number smaller than the number of rows."
-                   ) -> tuple[list, list]:
+def split_held_out(
+    rows: Sequence,
+    held_out: float,
+    seed: int,
+    what: str = "held-out rows",
+    advice: str = "Give a fraction between 0 and 1, or a whole number smaller than the number of rows.",
+) -> tuple[list, list]:
     """(training rows, held-out rows), drawn by `seed` alone, both in the order of the file.
 
     held_out: a fraction of the rows when below 1, otherwise a number of rows. what: for the message, where the number
@@ -73,11 +80,14 @@ def split_held_out(rows: Sequence, held_out: float, seed: int, what: str = "held
     """
     count = round(held_out * len(rows)) if held_out < 1 else held_out
     if count != int(count) or not 0 < count < len(rows):
-        raise UserError(f"{what}: cannot hold out {held_out:g} of {len(rows)} rows: both parts need at least one "
-                        f"row. {advice}")
-    chosen = set(np.random.default_rng(seed).permutation(len(rows))[:int(count)].tolist())
-    return ([row for index, row in enumerate(rows) if index not in chosen],
-            [row for index, row in enumerate(rows) if index in chosen])
+        raise UserError(
+            f"{what}: cannot hold out {held_out:g} of {len(rows)} rows: both parts need at least one row. {advice}"
+        )
+    chosen = set(np.random.default_rng(seed).permutation(len(rows))[: int(count)].tolist())
+    return (
+        [row for index, row in enumerate(rows) if index not in chosen],
+        [row for index, row in enumerate(rows) if index in chosen],
+    )
 
 
 def _problem(value: object, may_be_empty: bool) -> str | None:

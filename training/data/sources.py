@@ -5,6 +5,7 @@
 
 A name is looked for on this machine first. What can only be a path is never asked for on the Hugging Face Hub.
 """
+
 import hashlib
 import re
 import tempfile
@@ -24,6 +25,7 @@ PROBE_SECONDS = 10
 @dataclass(frozen=True, slots=True)
 class Source:
     """One data set; `held_out` is its own held-out part, empty if it has none."""
+
     name: str
     training: list[Records]
     held_out: list[Records]
@@ -62,8 +64,10 @@ def _chosen_splits(name: str, splits: dict[str, list[Records]]) -> tuple[list[Re
     """(training records, held-out records or none) of a data set's splits."""
     others = [split for split in splits if split not in HELD_OUT_SPLITS]
     if "train" not in splits and len(others or splits) > 1:
-        raise UserError(f"{name}: found the splits {', '.join(splits)}, and none is called train. Save the "
-                        "one that is meant as a .jsonl or .parquet file and give that.")
+        raise UserError(
+            f"{name}: found the splits {', '.join(splits)}, and none is called train. Save the "
+            "one that is meant as a .jsonl or .parquet file and give that."
+        )
     training = "train" if "train" in splits else next(iter(others or splits))
     held_out = next((split for split in HELD_OUT_SPLITS if split in splits and split != training), None)
     return splits[training], splits[held_out] if held_out else []
@@ -73,21 +77,24 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
     """The splits of a folder: one written by `save_to_disk`, or one of data files, named and sorted by the rules of
     data-set repositories (train.json and test.json, train/ and test/, or a README.md that says which are which)."""
     import datasets
+
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         try:
             saved = datasets.load_from_disk(str(path))
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). "
-                            "Save it again.") from None
+            raise UserError(
+                f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."
+            ) from None
         content = hash_of_files(file for file in sorted(path.rglob("*")) if file.is_file())
         return _dataset_splits(saved, str(path), content)
     try:
         with tempfile.TemporaryDirectory() as unused:  # where the builder would keep copies, if it were asked to build
-            found = datasets.load_dataset_builder(str(path.absolute()), config_name,
-                                                  cache_dir=unused).config.data_files
+            found = datasets.load_dataset_builder(str(path.absolute()), config_name, cache_dir=unused).config.data_files
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{path}: found no data set in this folder ({_first_line(error)}). Give a folder of .jsonl, "
-                        ".json, .csv or .parquet files, one of save_to_disk, or a file.") from None
+        raise UserError(
+            f"{path}: found no data set in this folder ({_first_line(error)}). Give a folder of .jsonl, "
+            ".json, .csv or .parquet files, one of save_to_disk, or a file."
+        ) from None
     files = {str(split): [Path(file) for file in paths] for split, paths in found.items()}
     used = {file.suffix for paths in files.values() for file in paths}
     _refuse_mixture(path, used)
@@ -99,40 +106,56 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
 
 def _refuse_mixture(path: Path, used: set[str]) -> None:
     """Raise UserError for files that the rules for folders would pass over, because most have another ending."""
-    stray = next((file for file in sorted(path.iterdir())
-                  if file.suffix in set(ENDINGS) - used and file.name != "dataset_infos.json"), None)
+    stray = next(
+        (
+            file
+            for file in sorted(path.iterdir())
+            if file.suffix in set(ENDINGS) - used and file.name != "dataset_infos.json"
+        ),
+        None,
+    )
     if stray and not (path / "README.md").exists():
-        raise UserError(f"{path}: found files that end in {', '.join(sorted(used))} and also {stray.name}; the files "
-                        "of a folder end alike. Give the files one by one instead of the folder.")
+        raise UserError(
+            f"{path}: found files that end in {', '.join(sorted(used))} and also {stray.name}; the files "
+            "of a folder end alike. Give the files one by one instead of the folder."
+        )
 
 
 def _hub_splits(name: str, config_name: str | None) -> dict[str, list[Records]]:
     from huggingface_hub import HfApi, constants
+
     if not constants.HF_HUB_OFFLINE:
         try:  # one question: the loader asks again and again, for half a minute, where no network is
             HfApi().dataset_info(name, timeout=PROBE_SECONDS)
         except Exception as error:  # of the HTTP library's own kinds too, whichever that is
-            raise UserError(f"{name}: found no such file or folder in {Path.cwd()}, and no data set of "
-                            f"that name on the Hugging Face Hub can be reached ({_first_line(error)}). Check the name; "
-                            "without a network, give local files, or set HF_HUB_OFFLINE=1 to read a data set that was "
-                            "loaded before.") from None
+            raise UserError(
+                f"{name}: found no such file or folder in {Path.cwd()}, and no data set of "
+                f"that name on the Hugging Face Hub can be reached ({_first_line(error)}). Check the name; "
+                "without a network, give local files, or set HF_HUB_OFFLINE=1 to read a data set that was "
+                "loaded before."
+            ) from None
     return _dataset_splits(_loaded(name, config_name), name, None)
 
 
 def _loaded(name: str, config_name: str | None = None):
     import datasets
+
     try:
         return datasets.load_dataset(name, config_name)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(f"{name}: the data set cannot be loaded ({_first_line(error)}). Check the name, or "
-                        "save it as .jsonl or .parquet files and give those.") from None
+        raise UserError(
+            f"{name}: the data set cannot be loaded ({_first_line(error)}). Check the name, or "
+            "save it as .jsonl or .parquet files and give those."
+        ) from None
 
 
 def _dataset_splits(loaded, name: str, content: str | None) -> dict[str, list[Records]]:
     """The splits of a `Dataset` or `DatasetDict`; content: a hash of its files, or None for the library's own."""
     parts = loaded if isinstance(loaded, dict) else {"train": loaded}
-    return {str(split): [ArrowRecords(part, f"{name}, split {split}", f"{content or part._fingerprint} {split}")]
-            for split, part in parts.items()}
+    return {
+        str(split): [ArrowRecords(part, f"{name}, split {split}", f"{content or part._fingerprint} {split}")]
+        for split, part in parts.items()
+    }
 
 
 def hash_of_files(paths: Iterable[Path]) -> str:

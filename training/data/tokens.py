@@ -4,6 +4,7 @@ A prompt has the same ids in all steps, whatever follows it: those that the acto
 tokenised as what follows its prompt, so that the SFT and the reward model learn on the ids that the actor will sample.
 `tokenizer` is a Hugging Face tokenizer throughout.
 """
+
 from engine.errors import UserError
 
 
@@ -18,7 +19,7 @@ class TextEncoder:
     def prompt(self, text: str) -> list[int]:
         """encode_prompt."""
         ids = _encode(self.tokenizer, text)
-        return ids if ids[:len(self.opening)] == self.opening else self.opening + ids
+        return ids if ids[: len(self.opening)] == self.opening else self.opening + ids
 
     def answered(self, prompt: str, answer: str) -> tuple[list[int], int]:
         """The ids of prompt + answer + EOS, and the number of those that are the prompt's."""
@@ -37,7 +38,7 @@ def opening_tokens(tokenizer) -> list[int]:
     puts behind a text (EOS, SEP) are no part of this: the data sets decide where a text ends.
     """
     added, bare = tokenizer("x")["input_ids"], _encode(tokenizer, "x")
-    start = next(start for start in range(len(added) + 1) if added[start:start + len(bare)] == bare)
+    start = next(start for start in range(len(added) + 1) if added[start : start + len(bare)] == bare)
     return added[:start]
 
 
@@ -59,17 +60,19 @@ def encode_continuation(tokenizer, prompt: str, text: str) -> list[int]:
     """
     for before in (prompt, "\n", ""):
         head, whole = _encode(tokenizer, before), _encode(tokenizer, before + text)
-        if whole[:len(head)] == head:
+        if whole[: len(head)] == head:
             break
-    return whole[len(head):]
+    return whole[len(head) :]
 
 
 def with_eos(tokenizer, ids: list[int]) -> list[int]:
     """`ids` and the EOS token, which a text that spells it out has already."""
     eos = tokenizer.eos_token_id
     if eos is None:
-        raise UserError(f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no EOS token, so no text can be "
-                        "shown to end; set eos_token in its tokenizer_config.json.")
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no EOS token, so no text can be "
+            "shown to end; set eos_token in its tokenizer_config.json."
+        )
     return ids if ids and ids[-1] == eos else ids + [eos]
 
 
@@ -88,9 +91,11 @@ def stop_token_ids(tokenizer, generation_config, model_config) -> list[int]:
             break
     stops.update({tokenizer.eos_token_id, _end_of_turn(tokenizer)} - {None})
     if not stops:
-        raise UserError(f"no token ends a response of {tokenizer.name_or_path or 'the model'}: neither its generation "
-                        "config, its config nor its tokenizer has an EOS token. Set eos_token in its "
-                        "tokenizer_config.json.")
+        raise UserError(
+            f"no token ends a response of {tokenizer.name_or_path or 'the model'}: neither its generation "
+            "config, its config nor its tokenizer has an EOS token. Set eos_token in its "
+            "tokenizer_config.json."
+        )
     return sorted(stops)
 
 

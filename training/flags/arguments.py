@@ -2,6 +2,7 @@
 
 `flag()` gives a field its help, `parse_flags` a dataclass from a command line and a YAML file.
 """
+
 import argparse
 import dataclasses
 import difflib
@@ -23,8 +24,7 @@ from training.reporting.sample_tables import visible
 REQUIRED = dataclasses.MISSING
 
 
-def flag(default, help: str, choices: Sequence[str] | None = None, group: str = "",
-         adds_up: bool = False):
+def flag(default, help: str, choices: Sequence[str] | None = None, group: str = "", adds_up: bool = False):
     """A dataclass field that is a flag; `default` REQUIRED for one that must be given.
 
     group: the heading that it stands under, and those after it until the next heading. adds_up: a list that grows each
@@ -43,6 +43,7 @@ class OldFlag:
     kind: of its value; bool for one without. instead: what does its work now. allowed: the only values that are
     accepted, where another would ask for something that is not there; all of them if None.
     """
+
     kind: type
     instead: str
     allowed: tuple | None = None
@@ -51,26 +52,36 @@ class OldFlag:
 @dataclass(kw_only=True)
 class RunFlags:
     """What all three steps share."""
+
     old_flags: ClassVar[dict[str, OldFlag]] = {}
 
-    config: str | None = flag(None, "YAML file with flags by name (without dashes); those on the command line win",
-                              group="the run")
+    config: str | None = flag(
+        None, "YAML file with flags by name (without dashes); those on the command line win", group="the run"
+    )
     output_dir: str = flag(REQUIRED, "folder for models, metrics and restart points")
     overwrite_output_dir: bool = flag(False, "overwrite what stands in --output_dir")
-    dry_run: bool = flag(False, "check everything that needs no GPU and no download, print the command and each "
-                                "engine's configuration, and end")
+    dry_run: bool = flag(
+        False,
+        "check everything that needs no GPU and no download, print the command and each "
+        "engine's configuration, and end",
+    )
     seed: int = flag(1234, "of data order, fresh weights and sampling")
-    dtype: str | None = flag(None, "what models compute in; by default bf16 on GPUs that have it, fp16 on others, fp32 "
-                                   "on CPUs", choices=("fp32", "fp16", "bf16"))
+    dtype: str | None = flag(
+        None,
+        "what models compute in; by default bf16 on GPUs that have it, fp16 on others, fp32 on CPUs",
+        choices=("fp32", "fp16", "bf16"),
+    )
     enable_tensorboard: bool = flag(True, "write curves, tables and histograms for TensorBoard")
-    tensorboard_path: str | None = flag(None, "folder in which this run's TensorBoard files get a folder of their own; "
-                                              "by default OUTPUT_DIR/tensorboard")
+    tensorboard_path: str | None = flag(
+        None,
+        "folder in which this run's TensorBoard files get a folder of their own; by default OUTPUT_DIR/tensorboard",
+    )
     wandb_project: str | None = flag(None, "Weights & Biases project to send the same to (pip install wandb)")
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work; called after parsing."""
         self.at_least(0, "seed")
-        self.at_most(2 ** 31 - 1, "seed")
+        self.at_most(2**31 - 1, "seed")
         for spec in dataclasses.fields(self):
             for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
                 _check_name(spec.name, value)
@@ -132,8 +143,9 @@ def _check_name(name: str, value: str) -> None:
         raise UserError(f"--{name} {value!r}: a control character or half a character stands in it. Take it out.")
     encoded = os.fsencode(value)
     if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_PART for part in encoded.split(b"/")):
-        raise UserError(f"--{name} {reprlib.repr(value)}: {len(value)} characters are too long for a name. Give a "
-                        "shorter one.")
+        raise UserError(
+            f"--{name} {reprlib.repr(value)}: {len(value)} characters are too long for a name. Give a shorter one."
+        )
 
 
 class _Parser(argparse.ArgumentParser):
@@ -141,8 +153,12 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{_shortened(message)}. --help lists the flags.")
 
 
-def parse_flags(arguments_class: type[RunFlags], argv: Sequence[str], description: str,
-                say: Callable[[str], None] = lambda line: None):
+def parse_flags(
+    arguments_class: type[RunFlags],
+    argv: Sequence[str],
+    description: str,
+    say: Callable[[str], None] = lambda line: None,
+):
     """The dataclass filled from a command line, and from the YAML file that it names, and validated.
 
     say: is given one line for each flag that has nothing left to do. Raises: UserError for an unknown flag or key
@@ -177,8 +193,11 @@ def _parser(arguments_class: type[RunFlags], description: str) -> _Parser:
     if arguments_class.old_flags:
         group = parser.add_argument_group("DeepSpeed-Chat's flags that have nothing left to do")
     for name, old in arguments_class.old_flags.items():
-        options = {"nargs": "?", "const": True, "type": _truth, "metavar": "true|false"} if old.kind is bool else \
-            {"type": old.kind}
+        options = (
+            {"nargs": "?", "const": True, "type": _truth, "metavar": "true|false"}
+            if old.kind is bool
+            else {"type": old.kind}
+        )
         group.add_argument(f"--{name}", default=None, help=old.instead.replace("%", "%%"), **options)
     return parser
 
@@ -243,8 +262,9 @@ def _words(path: str, key: str, value) -> list[str]:
     values = value if isinstance(value, list) else [value]
     for item in values:
         if not isinstance(item, (str, int, float, bool, type(None))) or item is None and isinstance(value, list):
-            raise UserError(f"{path}, key {key}: {reprlib.repr(value)} is no text, number, truth value or list of "
-                            "these.")
+            raise UserError(
+                f"{path}, key {key}: {reprlib.repr(value)} is no text, number, truth value or list of these."
+            )
     if value is None:
         return []
     texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
@@ -279,16 +299,22 @@ def _argparse_options(spec: dataclasses.Field, hint) -> dict:
     if spec.default_factory is not REQUIRED:
         default = spec.default_factory()
     told = "" if default in (None, [], False) else f" (default: {default})"
-    options = {"help": (spec.metadata["help"] + told).replace("%", "%%"), "default": default,
-               "required": spec.default is REQUIRED and spec.default_factory is REQUIRED}
+    options = {
+        "help": (spec.metadata["help"] + told).replace("%", "%%"),
+        "default": default,
+        "required": spec.default is REQUIRED and spec.default_factory is REQUIRED,
+    }
     if isinstance(hint, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     if hint is bool:
         # Bare for yes; a value takes back what a file or a script before it said.
         return options | {"type": _truth, "metavar": "true|false", "nargs": "?", "const": True}
     if typing.get_origin(hint) is list:
-        return options | {"type": typing.get_args(hint)[0], "nargs": "+",
-                          "action": "extend" if spec.metadata["adds_up"] else "store"}
+        return options | {
+            "type": typing.get_args(hint)[0],
+            "nargs": "+",
+            "action": "extend" if spec.metadata["adds_up"] else "store",
+        }
     return options | {"type": hint, "choices": spec.metadata["choices"]}
 
 

@@ -1,4 +1,5 @@
 """The flags by which all three steps name their data."""
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,17 +13,24 @@ from training.flags.arguments import REQUIRED, RunFlags, flag
 @dataclass(kw_only=True)
 class DataFlags(RunFlags):
     """Where rows come from, how often each data set is seen, and which part of it."""
+
     phase: ClassVar[int]  # the step: 1, 2 or 3
 
     data_path: list[str] = flag(
-        REQUIRED, "data sets: names on the Hub, folders, or .json, .jsonl, .csv, .parquet files", group="data")
-    data_weights: list[float] = flag([], "how often each of them is seen in one pass (2: twice, 0.5: half of it); by "
-                                         "default once")
-    data_split: str | None = flag(None, "proportions in which every data set is divided among steps 1, 2 and 3, such "
-                                        "as 2,4,4; by default each step reads all of it")
+        REQUIRED, "data sets: names on the Hub, folders, or .json, .jsonl, .csv, .parquet files", group="data"
+    )
+    data_weights: list[float] = flag(
+        [], "how often each of them is seen in one pass (2: twice, 0.5: half of it); by default once"
+    )
+    data_split: str | None = flag(
+        None,
+        "proportions in which every data set is divided among steps 1, 2 and 3, such "
+        "as 2,4,4; by default each step reads all of it",
+    )
     eval_data_path: list[str] = flag([], "held-out rows; by default the data set's own test split, or some of its rows")
-    data_output_path: str | None = flag(None, "where tokenised data is kept for the next run; by default "
-                                              "~/.cache/four-engine-rlhf")
+    data_output_path: str | None = flag(
+        None, "where tokenised data is kept for the next run; by default ~/.cache/four-engine-rlhf"
+    )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
@@ -40,6 +48,14 @@ class DataFlags(RunFlags):
 
         Raises: UserError for a data set that is not there or cannot be read.
         """
-        return load_rows(self.data_path, form, tokenizer, phase=self.phase, seed=self.seed,
-                         weights=self.data_weights or None, split=self.data_split,
-                         eval_data_path=self.eval_data_path or None, **held_out)
+        return load_rows(
+            self.data_path,
+            form,
+            tokenizer,
+            phase=self.phase,
+            seed=self.seed,
+            weights=self.data_weights or None,
+            split=self.data_split,
+            eval_data_path=self.eval_data_path or None,
+            **held_out,
+        )

@@ -3,6 +3,7 @@
 Names and kinds are those of DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py, and of the
 scripts beside them.
 """
+
 from training.flags.arguments import OldFlag
 
 _LORA = "LoRA is not built yet. Leave it out (all weights are trained), or give 0."
@@ -10,12 +11,18 @@ _LORA_SETTING = "without LoRA, which is not built yet, it says nothing."
 
 ALL_STEPS = {
     "deepspeed": OldFlag(bool, "every engine is DeepSpeed's anyway."),
-    "deepspeed_config": OldFlag(str, "name one file for each engine instead: --ds_config in steps 1 and 2, "
-                                     "--actor_ds_config and its like in step 3.", allowed=()),
-    "num_padding_at_beginning": OldFlag(int, "masks and position ids come from what is real, whatever padding precedes "
-                                             "it."),
-    "add_eot_token": OldFlag(bool, "every text ends with the tokenizer's own EOS token anyway, which is what the "
-                                   "models learn to stop with."),
+    "deepspeed_config": OldFlag(
+        str,
+        "name one file for each engine instead: --ds_config in steps 1 and 2, "
+        "--actor_ds_config and its like in step 3.",
+        allowed=(),
+    ),
+    "num_padding_at_beginning": OldFlag(
+        int, "masks and position ids come from what is real, whatever padding precedes it."
+    ),
+    "add_eot_token": OldFlag(
+        bool, "every text ends with the tokenizer's own EOS token anyway, which is what the models learn to stop with."
+    ),
     "compute_fp32_loss": OldFlag(bool, "every loss is computed in float32 anyway."),
     "only_optimize_lora": OldFlag(bool, _LORA, allowed=()),
 }
@@ -34,14 +41,20 @@ SUPERVISED = {
 
 STEP3 = {
     **ALL_STEPS,
-    "enable_hybrid_engine": OldFlag(bool, "--rollout_backend does its work: replica gathers the weights once an "
-                                          "update."),
+    "enable_hybrid_engine": OldFlag(
+        bool, "--rollout_backend does its work: replica gathers the weights once an update."
+    ),
     "unpin_actor_parameters": OldFlag(bool, "--rollout_backend zero3 keeps the weights partitioned while generating."),
     "release_inference_cache": OldFlag(bool, "what generation needs is released after it anyway."),
-    "inference_tp_size": OldFlag(int, "tensor-parallel generation is not built yet. Leave it out, or give 1; where the "
-                                      "weights do not fit on one device, --rollout_backend zero3.", allowed=(1,)),
-    "tp_gather_partition_size": OldFlag(int, "without tensor-parallel generation, which is not built yet, it says "
-                                             "nothing."),
+    "inference_tp_size": OldFlag(
+        int,
+        "tensor-parallel generation is not built yet. Leave it out, or give 1; where the "
+        "weights do not fit on one device, --rollout_backend zero3.",
+        allowed=(1,),
+    ),
+    "tp_gather_partition_size": OldFlag(
+        int, "without tensor-parallel generation, which is not built yet, it says nothing."
+    ),
     "preprocessing_num_workers": OldFlag(int, "texts are tokenised once, and kept for the next run."),
     "align_overflow": OldFlag(bool, "actor and critic always skip an overflowing step together."),
     "print_answers": OldFlag(bool, "samples are printed every --print_answers_interval steps anyway."),

@@ -1,6 +1,7 @@
 """Which engines the flags and the dialect of step 3 amount to."""
-from engine.dialects import Dialect
-from engine.ds_config import EngineChoice, build_ds_config, stage_of_file
+
+from engine.algorithms import Dialect
+from engine.zero.config import EngineChoice, build_ds_config, stage_of_file
 from engine.errors import UserError
 from engine.rlhf_engine import EngineSpec, OptimizerSpec
 
@@ -13,9 +14,15 @@ def engine_spec(args, dialect: Dialect) -> EngineSpec:
     _check(args, dialect)
 
     def optimizer(lr: float, weight_decay: float) -> OptimizerSpec:
-        return OptimizerSpec(lr=lr, betas=dialect.betas, eps=dialect.eps, weight_decay=weight_decay,
-                             max_grad_norm=dialect.max_grad_norm, form=dialect.optimizer,
-                             decay_vectors=dialect.decay_vectors)
+        return OptimizerSpec(
+            lr=lr,
+            betas=dialect.betas,
+            eps=dialect.eps,
+            weight_decay=weight_decay,
+            max_grad_norm=dialect.max_grad_norm,
+            form=dialect.optimizer,
+            decay_vectors=dialect.decay_vectors,
+        )
 
     def frozen(role: str, partner: str, offload: bool) -> EngineChoice:
         path = getattr(args, f"{role}_ds_config")
@@ -24,20 +31,27 @@ def engine_spec(args, dialect: Dialect) -> EngineSpec:
 
     scored = args.reward_path is not None
     return EngineSpec(
-        actor_path=args.actor_model_name_or_path, with_critic=dialect.has_critic,
+        actor_path=args.actor_model_name_or_path,
+        with_critic=dialect.has_critic,
         critic_path=args.critic_model_name_or_path if dialect.critic_start == "reward_model" else None,
-        reward_path=args.reward_path, with_reward_model=scored, hydra_layers=dialect.hydra_layers, dtype=args.dtype,
+        reward_path=args.reward_path,
+        with_reward_model=scored,
+        hydra_layers=dialect.hydra_layers,
+        dtype=args.dtype,
         actor=EngineChoice("actor", args.stage("actor"), args.offload, args.actor_ds_config),
         critic=EngineChoice("critic", args.stage("critic"), args.offload, args.critic_ds_config),
         reference=None if dialect.hydra_layers else frozen("reference", "actor", args.offload_reference_model),
-        reward=frozen("reward", "critic" if dialect.has_critic else "actor", args.offload_reward_model) if scored
+        reward=frozen("reward", "critic" if dialect.has_critic else "actor", args.offload_reward_model)
+        if scored
         else None,
         actor_optimizer=optimizer(dialect.actor_lr, dialect.actor_weight_decay),
         critic_optimizer=optimizer(dialect.critic_lr, dialect.critic_weight_decay),
         micro_batch_size=args.per_device_training_batch_size,
         actor_gradient_checkpointing=args.actor_gradient_checkpointing,
         critic_gradient_checkpointing=args.critic_gradient_checkpointing,
-        ema_decay=dialect.ema_decay if args.enable_ema else None, ema_device=args.ema_device)
+        ema_decay=dialect.ema_decay if args.enable_ema else None,
+        ema_device=args.ema_device,
+    )
 
 
 def engine_configs(args, dialect: Dialect) -> dict[str, dict]:
@@ -46,8 +60,12 @@ def engine_configs(args, dialect: Dialect) -> dict[str, dict]:
     for choice in engine_spec(args, dialect).choices:
         trained = choice.role in ("actor", "critic")
         configs[choice.role] = build_ds_config(
-            choice, dtype=args.dtype, micro_batch_size=args.per_device_training_batch_size, trained=trained,
-            gradient_clipping=dialect.max_grad_norm if trained else 0.0)
+            choice,
+            dtype=args.dtype,
+            micro_batch_size=args.per_device_training_batch_size,
+            trained=trained,
+            gradient_clipping=dialect.max_grad_norm if trained else 0.0,
+        )
     return configs
 
 
@@ -55,9 +73,11 @@ def _check(args, dialect: Dialect) -> None:
     """Raise UserError for flags of engines that this dialect does not have, and for offload of what has nothing."""
     for name in ("reference_ds_config", "offload_reference_model"):
         if dialect.hydra_layers and getattr(args, name):
-            raise UserError(f"--{name} with hydra_layers {dialect.hydra_layers} (dialect {dialect.name}): the "
-                            "reference is a few layers within the actor's engine. Leave it out, or set hydra_layers to "
-                            "0.")
+            raise UserError(
+                f"--{name} with hydra_layers {dialect.hydra_layers} (dialect {dialect.name}): the "
+                "reference is a few layers within the actor's engine. Leave it out, or set hydra_layers to "
+                "0."
+            )
     for name in ("critic_zero_stage", "critic_ds_config", "critic_gradient_checkpointing", "critic_warmup_steps"):
         if not dialect.has_critic and getattr(args, name):
             given = getattr(args, name)
@@ -66,13 +86,18 @@ def _check(args, dialect: Dialect) -> None:
     path = args.critic_model_name_or_path
     if dialect.critic_start != "reward_model" and path is not None and path != args.reward_path:
         start = "starts with a new head on the SFT model" if dialect.has_critic else "does not exist"
-        raise UserError(f"--critic_model_name_or_path {path}: in the dialect {dialect.name} the critic {start}, and "
-                        "the scores come from elsewhere. Leave it out.")
+        raise UserError(
+            f"--critic_model_name_or_path {path}: in the dialect {dialect.name} the critic {start}, and "
+            "the scores come from elsewhere. Leave it out."
+        )
     for role in ("actor", "critic") if dialect.has_critic else ("actor",):
         path = getattr(args, f"{role}_ds_config")
         if args.offload and path is not None:
-            raise UserError(f"--offload and --{role}_ds_config {path} contradict each other: say in the file what is "
-                            "offloaded.")
+            raise UserError(
+                f"--offload and --{role}_ds_config {path} contradict each other: say in the file what is offloaded."
+            )
         if args.offload and args.stage(role) == 0:
-            raise UserError(f"--offload with --{role}_zero_stage 0: there is nothing that could be offloaded. Offload "
-                            "needs stage 1, 2 or 3.")
+            raise UserError(
+                f"--offload with --{role}_zero_stage 0: there is nothing that could be offloaded. Offload "
+                "needs stage 1, 2 or 3."
+            )

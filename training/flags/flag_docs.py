@@ -1,12 +1,13 @@
 """Writes docs/flags.md from the dataclasses of the flags:
 
-    python -m training.flags.flag_docs > docs/flags.md
+python -m training.flags.flag_docs > docs/flags.md
 """
+
 import dataclasses
 import types
 import typing
 
-from engine.dialects import Dialect
+from engine.algorithms import Dialect
 from training.flags.arguments import REQUIRED, RunFlags
 from training.flags.dialect_flags import DIALECT_FLAGS
 from training.flags.rlhf_arguments import RLHFFlags
@@ -27,8 +28,11 @@ enable_ema: true
 
 A flag that is off or on is given bare (`--offload`) or with `true` or `false`.
 """
-STEPS = (("Step 1, `training/step1_sft.py`", SFTFlags), ("Step 2, `training/step2_reward.py`", RewardFlags),
-         ("Step 3, `training/step3_rlhf.py`", RLHFFlags))
+STEPS = (
+    ("Step 1, `training/step1_sft.py`", SFTFlags),
+    ("Step 2, `training/step2_reward.py`", RewardFlags),
+    ("Step 3, `training/step3_rlhf.py`", RLHFFlags),
+)
 
 
 def document() -> str:
@@ -42,12 +46,24 @@ def section(title: str, flags_class: type[RunFlags]) -> str:
     lines = [f"## {title}"]
     for spec in dataclasses.fields(flags_class):
         if spec.metadata["group"]:
-            lines += ["", f"### {spec.metadata['group'].capitalize()}", "", "| flag | value | default | |",
-                      "| --- | --- | --- | --- |"]
-        lines.append(f"| `--{spec.name}` | {_value(spec, hints[spec.name])} | {_default(spec)} | "
-                     f"{_escaped(spec.metadata['help'])} |")
-    lines += ["", "### DeepSpeed-Chat's flags that have nothing left to do", "", "| flag | accepted | |",
-              "| --- | --- | --- |"]
+            lines += [
+                "",
+                f"### {spec.metadata['group'].capitalize()}",
+                "",
+                "| flag | value | default | |",
+                "| --- | --- | --- | --- |",
+            ]
+        lines.append(
+            f"| `--{spec.name}` | {_value(spec, hints[spec.name])} | {_default(spec)} | "
+            f"{_escaped(spec.metadata['help'])} |"
+        )
+    lines += [
+        "",
+        "### DeepSpeed-Chat's flags that have nothing left to do",
+        "",
+        "| flag | accepted | |",
+        "| --- | --- | --- |",
+    ]
     for name, old in flags_class.old_flags.items():
         accepted = "yes" if old.allowed is None else ", ".join(map(str, old.allowed)) or "no"
         lines.append(f"| `--{name}` | {accepted} | {_escaped(old.instead)} |")

@@ -1,4 +1,5 @@
 """YAML files of settings: one mapping, read safely, in which no key stands twice."""
+
 import reprlib
 
 from engine.errors import UserError
@@ -16,8 +17,9 @@ def read_yaml(path: str) -> dict:
             seen = set()
             for key_node, _ in node.value:
                 if key_node.value in seen if isinstance(key_node.value, str) else False:
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {key_node.value} stands there twice",
-                                                            key_node.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key_node.value} stands there twice", key_node.start_mark
+                    )
                 seen.add(str(key_node.value))
             return super().construct_mapping(node, deep)
 
@@ -31,8 +33,10 @@ def read_yaml(path: str) -> dict:
         where = f", line {mark.line + 1}" if mark else ""
         raise UserError(f"--config {path}{where}: no valid YAML ({_yaml_problem(error)}).") from None
     if not isinstance(found, dict):
-        raise UserError(f"--config {path}: found {'nothing' if found is None else reprlib.repr(found)}; needed lines "
-                        "like `output_dir: out`.")
+        raise UserError(
+            f"--config {path}: found {'nothing' if found is None else reprlib.repr(found)}; needed lines "
+            "like `output_dir: out`."
+        )
     return found
 
 

@@ -6,6 +6,7 @@
 Each check is a function from a run's records to a Finding, or to None where it sees nothing, or the run lacks its
 metrics. Thresholds are rules of thumb, each with its reason: a finding is a reason to look, not a verdict.
 """
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ ALIKE = 0.5
 @dataclass(frozen=True)
 class Finding:
     """What stood out: `severity` is ALARM, LOOK or FINE, `text` says what was seen and what to try."""
+
     severity: str
     text: str
 
@@ -75,8 +77,15 @@ def not_finite(rows: Sequence[Mapping]) -> Finding | None:
     """NaN, which stands for anything that was not finite, in any metric."""
     steps = [row["step"] for row in rows if not all(map(math.isfinite, row.values()))]
     names = sorted({name for row in rows for name, value in row.items() if not math.isfinite(value)})
-    return None if not names else Finding(ALARM, f"not finite: {', '.join(names)}, {_at(steps)}. Lower the learning "
-                                                 "rates; in fp16, use bf16 or fp32 if you can.")
+    return (
+        None
+        if not names
+        else Finding(
+            ALARM,
+            f"not finite: {', '.join(names)}, {_at(steps)}. Lower the learning "
+            "rates; in fp16, use bf16 or fp32 if you can.",
+        )
+    )
 
 
 def kl_far(rows: Sequence[Mapping]) -> Finding | None:
@@ -84,9 +93,12 @@ def kl_far(rows: Sequence[Mapping]) -> Finding | None:
     kl, a_token = _end(rows, "objective/kl"), _end(rows, "objective/kl_per_token")
     if kl is None or kl <= KL_FAR and (a_token is None or a_token <= KL_FAR_A_TOKEN):
         return None
-    return Finding(ALARM, f"KL to the reference ended at {kl:.3g} nats a response, {a_token or 0:.2g} a token. So far "
-                          "away the reward model's scores mean little: read samples/, then raise --kl_coef, lower "
-                          "--actor_learning_rate, or take an earlier restart point.")
+    return Finding(
+        ALARM,
+        f"KL to the reference ended at {kl:.3g} nats a response, {a_token or 0:.2g} a token. So far "
+        "away the reward model's scores mean little: read samples/, then raise --kl_coef, lower "
+        "--actor_learning_rate, or take an earlier restart point.",
+    )
 
 
 def kl_negative(rows: Sequence[Mapping]) -> Finding | None:
@@ -94,9 +106,12 @@ def kl_negative(rows: Sequence[Mapping]) -> Finding | None:
     kl = _end(rows, "objective/kl")
     if kl is None or kl >= KL_NEGATIVE:
         return None
-    return Finding(ALARM, f"KL to the reference ended at {kl:.3g} nats a response: a KL is not negative, so responses "
-                          "are sampled from something else than their log-probs say. Look at --temperature and the "
-                          "dialect's temperature_in_logprobs.")
+    return Finding(
+        ALARM,
+        f"KL to the reference ended at {kl:.3g} nats a response: a KL is not negative, so responses "
+        "are sampled from something else than their log-probs say. Look at --temperature and the "
+        "dialect's temperature_in_logprobs.",
+    )
 
 
 def kl_growing(rows: Sequence[Mapping]) -> Finding | None:
@@ -104,9 +119,12 @@ def kl_growing(rows: Sequence[Mapping]) -> Finding | None:
     before, after = _mean(rows, "objective/kl", 0.7, 0.8), _end(rows, "objective/kl")
     if before is None or after <= KL_SMALL or after <= KL_GROWTH * max(before, 0.0):
         return None
-    return Finding(LOOK, f"KL to the reference was still growing fast: {before:.3g} nats a response three quarters "
-                         f"through, {after:.3g} at the end. Raise --kl_coef or lower --actor_learning_rate; look "
-                         "whether the held-out score grew with it.")
+    return Finding(
+        LOOK,
+        f"KL to the reference was still growing fast: {before:.3g} nats a response three quarters "
+        f"through, {after:.3g} at the end. Raise --kl_coef or lower --actor_learning_rate; look "
+        "whether the held-out score grew with it.",
+    )
 
 
 def entropy_collapsed(rows: Sequence[Mapping]) -> Finding | None:
@@ -115,13 +133,19 @@ def entropy_collapsed(rows: Sequence[Mapping]) -> Finding | None:
     if first is None or first <= 0:
         return None
     if last < ENTROPY_KEPT * first:
-        return Finding(LOOK, f"entropy fell from {first:.3g} to {last:.3g} nats a token ({last / first:.0%} of its "
-                             "start): responses become alike, and nothing new is tried. Raise --kl_coef, lower "
-                             "--actor_learning_rate or --ppo_epochs.")
+        return Finding(
+            LOOK,
+            f"entropy fell from {first:.3g} to {last:.3g} nats a token ({last / first:.0%} of its "
+            "start): responses become alike, and nothing new is tried. Raise --kl_coef, lower "
+            "--actor_learning_rate or --ppo_epochs.",
+        )
     if last > ENTROPY_GREW * first:
-        return Finding(LOOK, f"entropy rose from {first:.3g} to {last:.3g} nats a token ({last / first:.3g} times its "
-                             "start): the policy may be losing its language. Read samples/; raise --kl_coef or lower "
-                             "--actor_learning_rate.")
+        return Finding(
+            LOOK,
+            f"entropy rose from {first:.3g} to {last:.3g} nats a token ({last / first:.3g} times its "
+            "start): the policy may be losing its language. Read samples/; raise --kl_coef or lower "
+            "--actor_learning_rate.",
+        )
     return None
 
 
@@ -130,23 +154,40 @@ def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
     late = _mean(rows, "value/explained_variance", 0.75, 1.0)
     if late is None or late > 0:
         return None
-    return Finding(LOOK, f"explained variance of the value was {late:.2g} over the last quarter: the critic does no "
-                         "better than a constant. Raise --critic_learning_rate or --critic_warmup_steps, and look "
-                         "whether value/clipfrac is high.")
+    return Finding(
+        LOOK,
+        f"explained variance of the value was {late:.2g} over the last quarter: the critic does no "
+        "better than a constant. Raise --critic_learning_rate or --critic_warmup_steps, and look "
+        "whether value/clipfrac is high.",
+    )
 
 
 def too_much_clipped(rows: Sequence[Mapping]) -> Finding | None:
     """Updates so large that the clip decides what is learned."""
-    return _sustained(rows, "policy/clipfrac", CLIPPED, lambda value, steps: Finding(
-        LOOK, f"the policy's clip fraction was {value:.2g} around {steps}: updates are too large. Lower "
-              "--actor_learning_rate or --ppo_epochs."))
+    return _sustained(
+        rows,
+        "policy/clipfrac",
+        CLIPPED,
+        lambda value, steps: Finding(
+            LOOK,
+            f"the policy's clip fraction was {value:.2g} around {steps}: updates are too large. Lower "
+            "--actor_learning_rate or --ppo_epochs.",
+        ),
+    )
 
 
 def updates_too_far(rows: Sequence[Mapping]) -> Finding | None:
     """Updates that move the policy far from the one that sampled."""
-    return _sustained(rows, "policy/approxkl", APPROXKL_HIGH, lambda value, steps: Finding(
-        LOOK, f"approximate KL of the updates was {value:.2g} around {steps}: the policy moved far from the one that "
-              "had sampled. Lower --actor_learning_rate or --ppo_epochs."))
+    return _sustained(
+        rows,
+        "policy/approxkl",
+        APPROXKL_HIGH,
+        lambda value, steps: Finding(
+            LOOK,
+            f"approximate KL of the updates was {value:.2g} around {steps}: the policy moved far from the one that "
+            "had sampled. Lower --actor_learning_rate or --ppo_epochs.",
+        ),
+    )
 
 
 def length_drifted(rows: Sequence[Mapping]) -> Finding | None:
@@ -157,9 +198,12 @@ def length_drifted(rows: Sequence[Mapping]) -> Finding | None:
     if first is None or SHORTER * first <= last <= LONGER * first:
         return None
     direction = "grew" if last > first else "shrank"
-    return Finding(LOOK, f"responses {direction} from {first:.3g} to {last:.3g} tokens: see in samples/ whether the "
-                         "reward model pays for length alone. If so, balance lengths among its training pairs, or "
-                         "raise --kl_coef.")
+    return Finding(
+        LOOK,
+        f"responses {direction} from {first:.3g} to {last:.3g} tokens: see in samples/ whether the "
+        "reward model pays for length alone. If so, balance lengths among its training pairs, or "
+        "raise --kl_coef.",
+    )
 
 
 def few_ended(rows: Sequence[Mapping]) -> Finding | None:
@@ -167,9 +211,12 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
     first, last = _start(rows, "rollout/eos_rate"), _end(rows, "rollout/eos_rate")
     if last is None or last >= FEW_ENDED:
         return None
-    remedy = ("They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS."
-              if first < FEW_ENDED else f"At the start {first:.0%} did: see in samples/ whether the reward model pays "
-              "for going on; raise --max_answer_seq_len.")
+    remedy = (
+        "They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS."
+        if first < FEW_ENDED
+        else f"At the start {first:.0%} did: see in samples/ whether the reward model pays "
+        "for going on; raise --max_answer_seq_len."
+    )
     return Finding(LOOK, f"{last:.0%} of responses ended by themselves at the end, the others hit the limit. {remedy}")
 
 
@@ -182,20 +229,29 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
     window = max(2, int(SHARE * len(scores)))
     noise = (fmean((b - a) ** 2 for a, b in zip(scores, scores[1:])) / 2) ** 0.5
     error = NOISE * noise * (2 / window) ** 0.5
-    means = [fmean(scores[i:i + window]) for i in range(len(scores) - window + 1)]
+    means = [fmean(scores[i : i + window]) for i in range(len(scores) - window + 1)]
     first, highest, last = means[0], max(means), means[-1]
     if last < first - error:
-        return Finding(ALARM, f"the score fell from {first:.3g} to {last:.3g}. Look at the KL penalty "
-                              "(objective/non_score_reward) and at the clip fractions; lower the learning rates.")
+        return Finding(
+            ALARM,
+            f"the score fell from {first:.3g} to {last:.3g}. Look at the KL penalty "
+            "(objective/non_score_reward) and at the clip fractions; lower the learning rates.",
+        )
     if highest - last > max(FELL_BACK * (highest - first), 2 * error):
         step = present[means.index(highest)]["step"]
-        return Finding(ALARM, f"the score rose from {first:.3g} to {highest:.3g} (step {step}) and fell back to "
-                              f"{last:.3g}. Take an earlier restart point; lower --actor_learning_rate or raise "
-                              "--kl_coef.")
+        return Finding(
+            ALARM,
+            f"the score rose from {first:.3g} to {highest:.3g} (step {step}) and fell back to "
+            f"{last:.3g}. Take an earlier restart point; lower --actor_learning_rate or raise "
+            "--kl_coef.",
+        )
     if last <= first + error:
-        return Finding(LOOK, f"the score did not rise: {first:.3g} at the start, {last:.3g} at the end, with a noise "
-                             f"of {noise:.2g} a step. Train longer, raise --actor_learning_rate, lower --kl_coef, or "
-                             "make each step larger.")
+        return Finding(
+            LOOK,
+            f"the score did not rise: {first:.3g} at the start, {last:.3g} at the end, with a noise "
+            f"of {noise:.2g} a step. Train longer, raise --actor_learning_rate, lower --kl_coef, or "
+            "make each step larger.",
+        )
     return None
 
 
@@ -204,9 +260,12 @@ def degenerate(rows: Sequence[Mapping]) -> Finding | None:
     count, seen = sum(_column(rows, "rollout/degenerate")), rows[-1]["samples"]
     if count == 0 or count < DEGENERATE * seen:
         return None
-    return Finding(LOOK, f"{count:.0f} responses ({count / seen:.1%}) were degenerate, too short to learn from. See in "
-                         "samples/ whether the reward model pays for silence; with pad equal to EOS, look at the "
-                         "dialect's length_rule.")
+    return Finding(
+        LOOK,
+        f"{count:.0f} responses ({count / seen:.1%}) were degenerate, too short to learn from. See in "
+        "samples/ whether the reward model pays for silence; with pad equal to EOS, look at the "
+        "dialect's length_rule.",
+    )
 
 
 def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
@@ -220,20 +279,28 @@ def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
             told.append(f"{name} was up to {max(norms) / usual:.3g} times its median of {usual:.2g}, {_at(steps)}")
     if not told:
         return None
-    return Finding(LOOK, f"{'; '.join(told)}. Look at these steps' scores and lengths; lower --max_grad_norm or the "
-                         "learning rate, or clip scores (--score_clip).")
+    return Finding(
+        LOOK,
+        f"{'; '.join(told)}. Look at these steps' scores and lengths; lower --max_grad_norm or the "
+        "learning rate, or clip scores (--score_clip).",
+    )
 
 
 def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
     """Steps none of whose updates were made: a loss, and no gradient norm."""
     trained = [row for row in rows if "policy/loss" in row or "value/loss" in row]
-    steps = [row["step"] for row in trained
-             if any(f"{name}/loss" in row and f"{name}/grad_norm" not in row for name in ("policy", "value"))]
+    steps = [
+        row["step"]
+        for row in trained
+        if any(f"{name}/loss" in row and f"{name}/grad_norm" not in row for name in ("policy", "value"))
+    ]
     if len(steps) <= SKIPPED * len(trained):
         return None
-    return Finding(ALARM if steps[-1] == trained[-1]["step"] else LOOK,
-                   f"{len(steps)} of {len(trained)} steps made no update, since gradients overflowed, {_at(steps)}. "
-                   "Use bf16 or fp32 if you can; in fp16 look whether the loss scale recovers.")
+    return Finding(
+        ALARM if steps[-1] == trained[-1]["step"] else LOOK,
+        f"{len(steps)} of {len(trained)} steps made no update, since gradients overflowed, {_at(steps)}. "
+        "Use bf16 or fp32 if you can; in fp16 look whether the loss scale recovers.",
+    )
 
 
 def answers_alike(rows: Sequence[Mapping]) -> Finding | None:
@@ -245,13 +312,26 @@ def answers_alike(rows: Sequence[Mapping]) -> Finding | None:
     kept = last / max(first, 1.0) * evaluations[0]["eval/response_length"] / evaluations[-1]["eval/response_length"]
     if kept >= ALIKE:
         return None
-    return Finding(LOOK, f"held-out responses became alike: {first:.0f} distinct bigrams before, {last:.0f} after, "
-                         f"{kept:.0%} for their length. Read samples/; raise --kl_coef or stop earlier.")
+    return Finding(
+        LOOK,
+        f"held-out responses became alike: {first:.0f} distinct bigrams before, {last:.0f} after, "
+        f"{kept:.0%} for their length. Read samples/; raise --kl_coef or stop earlier.",
+    )
 
 
 ANY_LENGTH = (not_finite, kl_far, kl_negative, degenerate, updates_skipped)
-TRENDS = (score_unmoved, kl_growing, entropy_collapsed, value_unexplained, too_much_clipped, updates_too_far,
-          length_drifted, few_ended, gradient_spikes, answers_alike)
+TRENDS = (
+    score_unmoved,
+    kl_growing,
+    entropy_collapsed,
+    value_unexplained,
+    too_much_clipped,
+    updates_too_far,
+    length_drifted,
+    few_ended,
+    gradient_spikes,
+    answers_alike,
+)
 
 
 def _having(rows: Sequence[Mapping], name: str) -> list[Mapping]:
@@ -268,7 +348,7 @@ def _mean(rows: Sequence[Mapping], name: str, begin: float, end: float) -> float
     """The mean of a metric's values between two shares of the way through; at least of one value."""
     values = _column(rows, name)
     first = min(int(begin * len(values)), len(values) - 1)
-    return fmean(values[first:max(int(end * len(values)), first + 1)]) if values else None
+    return fmean(values[first : max(int(end * len(values)), first + 1)]) if values else None
 
 
 def _start(rows: Sequence[Mapping], name: str) -> float | None:
@@ -279,12 +359,13 @@ def _end(rows: Sequence[Mapping], name: str) -> float | None:
     return _mean(rows, name, 1.0 - SHARE, 1.0)
 
 
-def _sustained(rows: Sequence[Mapping], name: str, threshold: float,
-               finding: Callable[[float, str], Finding]) -> Finding | None:
+def _sustained(
+    rows: Sequence[Mapping], name: str, threshold: float, finding: Callable[[float, str], Finding]
+) -> Finding | None:
     """`finding` of the highest mean over a tenth of the run (3 steps at least), where that is above the threshold."""
     present = _having(rows, name)
     width = max(3, int(SHARE * len(present)))
-    windows = [present[i:i + width] for i in range(len(present) - width + 1)]
+    windows = [present[i : i + width] for i in range(len(present) - width + 1)]
     if not windows:
         return None
     window = max(windows, key=lambda window: fmean(_column(window, name)))

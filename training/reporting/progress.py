@@ -1,4 +1,5 @@
 """A run's progress: one bar in a terminal, now and then a plain line in a log file."""
+
 import sys
 import time
 from collections.abc import Mapping
@@ -19,8 +20,9 @@ class ProgressBar:
     time. `shown`: label -> metric.
     """
 
-    def __init__(self, total_steps: int, *, shown: Mapping[str, str], first_step: int = 0, stream=None,
-                 clock=time.monotonic):
+    def __init__(
+        self, total_steps: int, *, shown: Mapping[str, str], first_step: int = 0, stream=None, clock=time.monotonic
+    ):
         self._stream = sys.stderr if stream is None else stream
         self._total, self._first, self._shown, self._clock = total_steps, first_step, shown, clock
         self._started = self._due = clock()

@@ -6,6 +6,7 @@
 It holds {"starts": [...]}, one entry for each time the run was started: a resumed run adds its own behind the earlier
 ones. Flags and dialect are the resolved ones, the DeepSpeed configurations those that the engines get.
 """
+
 import importlib.metadata
 import json
 import os
@@ -27,8 +28,14 @@ RUN_FILE = "run.json"
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "four-engine-rlhf")
 
 
-def write_run_record(output_dir: str | Path, *, flags: Mapping, dialect: Mapping | None = None,
-                     ds_configs: Mapping[str, Mapping], resumed: bool = False) -> None:
+def write_run_record(
+    output_dir: str | Path,
+    *,
+    flags: Mapping,
+    dialect: Mapping | None = None,
+    ds_configs: Mapping[str, Mapping],
+    resumed: bool = False,
+) -> None:
     """Write run.json (the main rank does; the others return at once).
 
     What JSON has no form for is written as text. The file is written beside its place and then moved there, so that a
@@ -41,11 +48,19 @@ def write_run_record(output_dir: str | Path, *, flags: Mapping, dialect: Mapping
         return
     path = Path(output_dir) / RUN_FILE
     starts = read_run_record(path) if resumed and path.exists() else []
-    starts.append({
-        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": command_line(sys.argv, os.environ), "working_directory": os.getcwd(),
-        "versions": versions(), "git": git_state(Path(__file__).parent), "machine": machine(),
-        "flags": dict(flags), "dialect": dialect, "deepspeed": dict(ds_configs)})
+    starts.append(
+        {
+            "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": command_line(sys.argv, os.environ),
+            "working_directory": os.getcwd(),
+            "versions": versions(),
+            "git": git_state(Path(__file__).parent),
+            "machine": machine(),
+            "flags": dict(flags),
+            "dialect": dialect,
+            "deepspeed": dict(ds_configs),
+        }
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
@@ -99,9 +114,11 @@ def git_state(folder: Path) -> dict | None:
     dirty: whether a file that git follows was changed since. A checkout that merely contains an installed copy (a
     virtual environment in somebody else's project, say) follows none of the code's files, and does not count.
     """
+
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=folder, check=True, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.DEVNULL).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ).stdout.strip()
 
     try:
         if not git("ls-files"):

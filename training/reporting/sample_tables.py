@@ -7,6 +7,7 @@
 Models write anything, escape sequences and HTML included, so no character of theirs reaches the terminal or the
 browser with a meaning. A missing score or KL (None, or no such key) leaves its cell empty.
 """
+
 import unicodedata
 from collections.abc import Mapping, Sequence
 
@@ -44,8 +45,12 @@ def samples_markdown(rows: Sequence[Mapping]) -> str:
     """
     lines = [f"| {_unbroken('score')} | {_unbroken('kl')} | prompt | response |", "| --: | --: | :-- | :-- |"]
     for row in rows:
-        cells = [_unbroken(_number(row.get("score"))), _unbroken(_number(row.get("kl"))),
-                 _escape_markdown(row["prompt"]), _escape_markdown(row["response"])]
+        cells = [
+            _unbroken(_number(row.get("score"))),
+            _unbroken(_number(row.get("kl"))),
+            _escape_markdown(row["prompt"]),
+            _escape_markdown(row["response"]),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -60,8 +65,10 @@ def visible(text: str) -> str:
 
 
 def _escape_markdown(text: str) -> str:
-    lines = ("".join(f"&#{ord(char)};" if char in MARKDOWN_MEANING else char for char in visible(line))
-             for line in text.split("\n"))
+    lines = (
+        "".join(f"&#{ord(char)};" if char in MARKDOWN_MEANING else char for char in visible(line))
+        for line in text.split("\n")
+    )
     return "&#92;n<br>".join(lines)
 
 
@@ -105,7 +112,7 @@ def _cut_end(lines: list[str], width: int) -> list[str]:
     last = lines[MAX_LINES - 1]
     while _columns(last) > width - 3:
         last = last[:-1]
-    return lines[:MAX_LINES - 1] + [last + "..."]
+    return lines[: MAX_LINES - 1] + [last + "..."]
 
 
 def _cut_start(lines: list[str], width: int) -> list[str]:
@@ -114,4 +121,4 @@ def _cut_start(lines: list[str], width: int) -> list[str]:
     first = lines[-MAX_LINES]
     while _columns(first) > width - 3:
         first = first[1:]
-    return ["..." + first] + lines[len(lines) - MAX_LINES + 1:]
+    return ["..." + first] + lines[len(lines) - MAX_LINES + 1 :]

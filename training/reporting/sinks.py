@@ -9,6 +9,7 @@
 Every rank may hold a MetricWriter; on all but the main one it does nothing. `resume_step` is the last step that counts
 when a run goes on from a checkpoint: what an earlier process logged beyond it is dropped, so no step counts twice.
 """
+
 import json
 import math
 import os
@@ -36,8 +37,17 @@ class MetricWriter:
     wandb_project: the W&B project that gets TensorBoard's curves too (call check_wandb before).
     """
 
-    def __init__(self, output_dir: str | Path, *, total_steps: int, resume_step: int | None = None, view: View = PPO,
-                 tensorboard: bool = True, tensorboard_dir: str | Path | None = None, wandb_project: str | None = None):
+    def __init__(
+        self,
+        output_dir: str | Path,
+        *,
+        total_steps: int,
+        resume_step: int | None = None,
+        view: View = PPO,
+        tensorboard: bool = True,
+        tensorboard_dir: str | Path | None = None,
+        wandb_project: str | None = None,
+    ):
         self._bar = self._tensorboard = self._wandb = None
         self._sinks = []
         if not is_main():
@@ -47,8 +57,12 @@ class MetricWriter:
         if wandb_project is not None:
             self._wandb = start_wandb(wandb_project, run_name(output_dir), output_dir)
         if tensorboard:
-            self._tensorboard = TensorBoardSink(tensorboard_dir or output_dir / "tensorboard", view=view,
-                                                name=run_name(output_dir), resume_step=resume_step)
+            self._tensorboard = TensorBoardSink(
+                tensorboard_dir or output_dir / "tensorboard",
+                view=view,
+                name=run_name(output_dir),
+                resume_step=resume_step,
+            )
             self._sinks.append(self._tensorboard)
         self._bar = ProgressBar(total_steps, shown=view.bar, first_step=resume_step or 0)
         self._sinks.append(self._bar)

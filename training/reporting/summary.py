@@ -7,6 +7,7 @@
 Both read metrics.jsonl and nothing else, so they also work on a run that was resumed, killed or is still going on.
 The panels of the picture are one table, PANELS; what a run did not log is left out of it.
 """
+
 import math
 import os
 import textwrap
@@ -39,25 +40,45 @@ class Curve:
 BLUE, ORANGE, GREEN, RED, PURPLE = "#2f6db5", "#e07b1a", "#2e9257", "#c23b3b", "#7d55b0"
 
 PANELS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
-    ("score", (
-        Curve(metric="objective/scores", label="training prompts", color=BLUE),
-        Curve(metric="eval/score", label="held out", color=ORANGE, dots=True),
-        Curve(metric="eval/ema_score", label="held out, EMA", color=GREEN, dots=True))),
-    ("KL to the reference", (
-        Curve(metric="objective/kl", label="training prompts", color=BLUE),
-        Curve(metric="eval/kl", label="held out", color=ORANGE, dots=True),
-        Curve(metric="eval/ema_kl", label="held out, EMA", color=GREEN, dots=True),
-        Curve(metric="objective/kl_coef", label="coefficient", color=PURPLE, right=True))),
-    ("response", (
-        Curve(metric="rollout/response_length", label="length (tokens)", color=BLUE),
-        Curve(metric="rollout/eos_rate", label="EOS rate", color=ORANGE, right=True))),
-    ("policy", (
-        Curve(metric="policy/loss", label="loss", color=BLUE),
-        Curve(metric="policy/clipfrac", label="clip fraction", color=ORANGE, right=True),
-        Curve(metric="policy/approxkl", label="approximate KL", color=GREEN, right=True))),
-    ("value", (
-        Curve(metric="value/loss", label="loss", color=BLUE),
-        Curve(metric="value/explained_variance", label="explained variance", color=ORANGE, right=True))),
+    (
+        "score",
+        (
+            Curve(metric="objective/scores", label="training prompts", color=BLUE),
+            Curve(metric="eval/score", label="held out", color=ORANGE, dots=True),
+            Curve(metric="eval/ema_score", label="held out, EMA", color=GREEN, dots=True),
+        ),
+    ),
+    (
+        "KL to the reference",
+        (
+            Curve(metric="objective/kl", label="training prompts", color=BLUE),
+            Curve(metric="eval/kl", label="held out", color=ORANGE, dots=True),
+            Curve(metric="eval/ema_kl", label="held out, EMA", color=GREEN, dots=True),
+            Curve(metric="objective/kl_coef", label="coefficient", color=PURPLE, right=True),
+        ),
+    ),
+    (
+        "response",
+        (
+            Curve(metric="rollout/response_length", label="length (tokens)", color=BLUE),
+            Curve(metric="rollout/eos_rate", label="EOS rate", color=ORANGE, right=True),
+        ),
+    ),
+    (
+        "policy",
+        (
+            Curve(metric="policy/loss", label="loss", color=BLUE),
+            Curve(metric="policy/clipfrac", label="clip fraction", color=ORANGE, right=True),
+            Curve(metric="policy/approxkl", label="approximate KL", color=GREEN, right=True),
+        ),
+    ),
+    (
+        "value",
+        (
+            Curve(metric="value/loss", label="loss", color=BLUE),
+            Curve(metric="value/explained_variance", label="explained variance", color=ORANGE, right=True),
+        ),
+    ),
 )
 SCATTER = ("objective/kl", "objective/scores")
 SCATTER_PLACE = 2
@@ -72,8 +93,9 @@ def read_metrics(path: str | Path) -> list[dict]:
     """
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")
-    return [{name: math.nan if value is None else value for name, value in record.items()}
-            for _, record in read_lines(path)]
+    return [
+        {name: math.nan if value is None else value for name, value in record.items()} for _, record in read_lines(path)
+    ]
 
 
 def plot_curves(metrics_path: str | Path, png_path: str | Path) -> None:
@@ -103,7 +125,7 @@ def plot_curves(metrics_path: str | Path, png_path: str | Path) -> None:
         axes.tick_params(labelsize=9)
         axes.spines[["top", "right"]].set_visible(False)
         draw(axes, rows, what)
-    for axes in grid[len(drawers):]:
+    for axes in grid[len(drawers) :]:
         axes.set_axis_off()
     figure.savefig(str(png_path), dpi=110)
 
@@ -131,8 +153,15 @@ def _draw_curves(axes, rows: Sequence[Mapping], curves: Sequence[Curve]) -> None
         if not few:
             target.plot(x, y, color=curve.color, linewidth=0.8, alpha=0.3)
             y = smooth(y)
-        handles += target.plot(x, y, "o-" if few else "-", color=curve.color, label=curve.label, markersize=4,
-                               linewidth=1.2 if few else 1.8)
+        handles += target.plot(
+            x,
+            y,
+            "o-" if few else "-",
+            color=curve.color,
+            label=curve.label,
+            markersize=4,
+            linewidth=1.2 if few else 1.8,
+        )
     axes.set_xlabel("responses", fontsize=9)
     if right is not axes:
         right.spines["top"].set_visible(False)
@@ -141,14 +170,24 @@ def _draw_curves(axes, rows: Sequence[Mapping], curves: Sequence[Curve]) -> None
         _label_axis(axes, left_curves if len(left_curves) == 1 else [])
         _label_axis(right, [curve for curve in present if curve.right])
     axes.margins(y=0.1)
-    axes.legend(handles=handles, fontsize=8.5, frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(-0.02, 0.995),
-                borderaxespad=0.2, handlelength=1.2, columnspacing=1.2)
+    axes.legend(
+        handles=handles,
+        fontsize=8.5,
+        frameon=False,
+        ncols=4,
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 0.995),
+        borderaxespad=0.2,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
 
 
 def _label_axis(axes, curves: Sequence[Curve]) -> None:
     """Name what an axis measures, in the curve's colour where it is only one."""
-    axes.set_ylabel(", ".join(curve.label for curve in curves), fontsize=9,
-                    color=curves[0].color if len(curves) == 1 else "black")
+    axes.set_ylabel(
+        ", ".join(curve.label for curve in curves), fontsize=9, color=curves[0].color if len(curves) == 1 else "black"
+    )
 
 
 def _draw_scatter(axes, rows: Sequence[Mapping], metrics: tuple[str, str]) -> None:
@@ -168,7 +207,7 @@ def _draw_scatter(axes, rows: Sequence[Mapping], metrics: tuple[str, str]) -> No
 def smooth(values: np.ndarray) -> np.ndarray:
     """The centred running mean over a tenth of the values; at the ends over those that exist, nothing is invented."""
     half = len(values) // 20
-    return np.array([values[max(0, i - half):i + half + 1].mean() for i in range(len(values))])
+    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +227,9 @@ class RunSummary:
     curves: str | Path | None = None
 
     @classmethod
-    def from_metrics(cls, rows: Sequence[Mapping], *, saved: Mapping[str, str | Path] | None = None,
-                     curves: str | Path | None = None) -> "RunSummary":
+    def from_metrics(
+        cls, rows: Sequence[Mapping], *, saved: Mapping[str, str | Path] | None = None, curves: str | Path | None = None
+    ) -> "RunSummary":
         """The summary of the records of a run: the evaluation of step 0 and the last one, responses and steps, each
         phase's total time, and health. What time/step holds beyond the other times is the phase "other".
         """
@@ -201,18 +241,28 @@ class RunSummary:
         other = sum(row.get("time/step", 0.0) for row in rows) - sum(seconds.values())
         if round(other, 1) > 0:  # less is what rounding leaves, and would be shown as 0.0 s
             seconds["other"] = other
-        return cls(before=_evaluation(first), after=_evaluation(last[-1:]),
-                   steps=max((row["step"] for row in rows), default=0),
-                   responses=max((row["samples"] for row in rows), default=0),
-                   phase_seconds=seconds, findings=health(rows), saved=saved or {}, curves=curves)
+        return cls(
+            before=_evaluation(first),
+            after=_evaluation(last[-1:]),
+            steps=max((row["step"] for row in rows), default=0),
+            responses=max((row["samples"] for row in rows), default=0),
+            phase_seconds=seconds,
+            findings=health(rows),
+            saved=saved or {},
+            curves=curves,
+        )
 
 
 def _evaluation(rows: Sequence[Mapping]) -> dict[str, float]:
     return {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
 
 
-EVALUATED = (("score", "score"), ("KL to the reference", "kl"), ("response length", "response_length"),
-             ("distinct bigrams", "distinct_bigrams"))
+EVALUATED = (
+    ("score", "score"),
+    ("KL to the reference", "kl"),
+    ("response length", "response_length"),
+    ("distinct bigrams", "distinct_bigrams"),
+)
 """The lines of the summary's first table: label, and metric behind eval/ (and behind eval/ema_ for the EMA)."""
 
 
@@ -247,8 +297,13 @@ def _number(value: float | None) -> str:
 def _health_lines(summary: RunSummary) -> list[str]:
     lines = ["health"] if summary.findings else []
     for finding in summary.findings:
-        lines += textwrap.wrap(f"{finding.severity:<7}{finding.text}", COLUMNS, initial_indent="  ",
-                               subsequent_indent=" " * 9, break_on_hyphens=False)
+        lines += textwrap.wrap(
+            f"{finding.severity:<7}{finding.text}",
+            COLUMNS,
+            initial_indent="  ",
+            subsequent_indent=" " * 9,
+            break_on_hyphens=False,
+        )
     return lines
 
 

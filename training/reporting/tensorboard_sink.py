@@ -1,4 +1,5 @@
 """Scalars, texts, histograms, settings and the grouping of curves, as TensorBoard events."""
+
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +22,12 @@ class TensorBoardSink:
         self._name, self._view = name, view
         self._writer = SummaryWriter(str(log_dir), purge_step=0 if resume_step is None else resume_step + 1)
         # The tab takes names for regular expressions, and their beginnings for matches.
-        self._writer.add_custom_scalars({
-            section: {title: ["Multiline", [f"{name}$" for name in names]] for title, names in charts.items()}
-            for section, charts in view.charts.items()})
+        self._writer.add_custom_scalars(
+            {
+                section: {title: ["Multiline", [f"{name}$" for name in names]] for title, names in charts.items()}
+                for section, charts in view.charts.items()
+            }
+        )
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step; the file is flushed at least every two minutes."""
@@ -80,7 +84,9 @@ def _table(row: Mapping, view: View):
     from tensorboard.plugins.hparams.api_pb2 import Experiment, HParamInfo, MetricInfo, MetricName
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    experiment = Experiment(hparam_infos=[HParamInfo(name=name, differs=name in view.tuned) for name in row],
-                            metric_infos=[MetricInfo(name=MetricName(tag=name)) for name in view.compared])
+    experiment = Experiment(
+        hparam_infos=[HParamInfo(name=name, differs=name in view.tuned) for name in row],
+        metric_infos=[MetricInfo(name=MetricName(tag=name)) for name in view.compared],
+    )
     data = metadata.create_summary_metadata(HParamsPluginData(experiment=experiment))
     return Summary(value=[Summary.Value(tag=metadata.EXPERIMENT_TAG, metadata=data, tensor=metadata.NULL_TENSOR)])

@@ -3,6 +3,7 @@
 The names are those of docs/metrics.md. A chart may list metrics that a run does not have (no EMA, no critic): it shows
 those that it has.
 """
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ class View:
     bar: label -> metric. tuned: the settings seen first in the table, where the others are columns to be ticked.
     compared: the metrics by which it compares runs. charts: section -> chart -> its metrics; three charts make a row.
     """
+
     bar: Mapping[str, str]
     tuned: tuple[str, ...]
     compared: tuple[str, ...]
@@ -23,14 +25,22 @@ class View:
 PPO = View(
     bar={"score": "objective/scores", "kl": "objective/kl", "length": "rollout/response_length"},
     tuned=("seed", *(f"resolved_dialect/{field}" for field in ("name", "kl_coef", "actor_lr", "critic_lr"))),
-    compared=("eval/score", "eval/kl", "eval/response_length", "eval/distinct_bigrams", "objective/scores",
-              "objective/kl"),
+    compared=(
+        "eval/score",
+        "eval/kl",
+        "eval/response_length",
+        "eval/distinct_bigrams",
+        "objective/scores",
+        "objective/kl",
+    ),
     charts={
         "score and KL": {
             "score": ("objective/scores", "eval/score", "eval/ema_score"),
             "KL to the reference, nats a response": ("objective/kl", "eval/kl", "eval/ema_kl"),
-            "reward: score with the KL penalty, the penalty alone": ("objective/rlhf_reward",
-                                                                     "objective/non_score_reward"),
+            "reward: score with the KL penalty, the penalty alone": (
+                "objective/rlhf_reward",
+                "objective/non_score_reward",
+            ),
             "KL coefficient": ("objective/kl_coef",),
             "KL, nats a token": ("objective/kl_per_token",),
             "entropy, nats a token": ("objective/entropy",),
@@ -60,7 +70,8 @@ PPO = View(
             "tokens generated per second": ("rollout/tokens_per_second",),
             "peak memory, 10^9 bytes": ("memory/peak_gb",),
         },
-    })
+    },
+)
 
 _SUPERVISED = {
     "optimizer": {"learning rate": ("train/lr",), "gradient norm": ("train/grad_norm",)},
@@ -72,14 +83,23 @@ SFT = View(
     bar={"loss": "train/loss", "lr": "train/lr"},
     tuned=_TUNED,
     compared=("eval/loss", "eval/perplexity", "train/loss"),
-    charts={"loss": {"loss, nats a token": ("train/loss", "eval/loss"), "perplexity": ("eval/perplexity",)},
-            **_SUPERVISED})
+    charts={
+        "loss": {"loss, nats a token": ("train/loss", "eval/loss"), "perplexity": ("eval/perplexity",)},
+        **_SUPERVISED,
+    },
+)
 
 REWARD = View(
     bar={"loss": "train/loss", "accuracy": "train/accuracy", "lr": "train/lr"},
     tuned=_TUNED,
     compared=("eval/accuracy", "eval/margin", "train/loss"),
-    charts={"pairs": {"accuracy": ("train/accuracy", "eval/accuracy"), "loss": ("train/loss",),
-                      "margin": ("train/margin", "eval/margin"),
-                      "margin, standard deviation": ("train/margin_std", "eval/margin_std")},
-            **_SUPERVISED})
+    charts={
+        "pairs": {
+            "accuracy": ("train/accuracy", "eval/accuracy"),
+            "loss": ("train/loss",),
+            "margin": ("train/margin", "eval/margin"),
+            "margin, standard deviation": ("train/margin_std", "eval/margin_std"),
+        },
+        **_SUPERVISED,
+    },
+)

@@ -1,4 +1,5 @@
 """One of two processes that build the same table: python build_cache.py FOLDER START, begins when the file START is."""
+
 import sys
 import time
 from pathlib import Path

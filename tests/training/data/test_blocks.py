@@ -1,4 +1,5 @@
 """Texts cut into blocks; "a" is 10, "b" 11, ... and BOS 1."""
+
 import pytest
 import torch
 
@@ -16,7 +17,9 @@ def test_texts_stand_one_behind_the_other():
 
 def test_each_text_begins_with_its_opening_tokens():
     assert list(TextBlocks(ROWS, word_tokenizer("<s>", "</s>"), block_length=6)) == [
-        [BOS, 10, 11, 12, BOS, 13], [14, 15, 16, 17, BOS, 18]]
+        [BOS, 10, 11, 12, BOS, 13],
+        [14, 15, 16, 17, BOS, 18],
+    ]
 
 
 def test_too_little_text():

@@ -1,4 +1,5 @@
 """Tokenised examples that are kept: found again, never stale, never half, whoever writes them at the same time."""
+
 import json
 import os
 import subprocess
@@ -26,6 +27,7 @@ def table(count: int = 3) -> pyarrow.Table:
         for number in range(count):
             counts["truncated"] += number % 2
             yield list(range(number % 9)), number
+
     return table_of(SCHEMA, examples)
 
 
@@ -36,23 +38,36 @@ def only_file(folder) -> Path:
 
 def counting(rows) -> list:
     """The rows as a list that counts in `reads` how often it is gone through."""
+
     class Counted(list):
         fingerprint, reads = json.dumps(rows), 0
 
         def __iter__(self):
             Counted.reads += 1
             return super().__iter__()
+
     return Counted(rows)
 
 
-@pytest.mark.parametrize("make, rows", [
-    (lambda *args, **kept: SFTExamples(*args, 5, **kept), [{"prompt": "a b", "response": " c"}, {"text": "a b c d e"}]),
-    (lambda *args, **kept: PairExamples(*args, 3, **kept), [{"prompt": "a", "chosen": " b c", "rejected": " d"}] * 2
-     + [{"prompt": "a", "chosen": " b", "rejected": " b"}]),
-    (lambda *args, **kept: Prompts(*args, 2, overlong="drop", **kept),
-     [{"prompt": "a b", "answer": [1, None]}, {"prompt": "a b c"}, {"prompt": "\u00e9", "x": "\ud800"}]),
-    (lambda *args, **kept: TextBlocks(*args, 3, **kept), [{"text": "a b c d"}, {"text": "e f"}]),
-])
+@pytest.mark.parametrize(
+    "make, rows",
+    [
+        (
+            lambda *args, **kept: SFTExamples(*args, 5, **kept),
+            [{"prompt": "a b", "response": " c"}, {"text": "a b c d e"}],
+        ),
+        (
+            lambda *args, **kept: PairExamples(*args, 3, **kept),
+            [{"prompt": "a", "chosen": " b c", "rejected": " d"}] * 2
+            + [{"prompt": "a", "chosen": " b", "rejected": " b"}],
+        ),
+        (
+            lambda *args, **kept: Prompts(*args, 2, overlong="drop", **kept),
+            [{"prompt": "a b", "answer": [1, None]}, {"prompt": "a b c"}, {"prompt": "\u00e9", "x": "\ud800"}],
+        ),
+        (lambda *args, **kept: TextBlocks(*args, 3, **kept), [{"text": "a b c d"}, {"text": "e f"}]),
+    ],
+)
 def test_a_second_run_finds_what_the_first_one_made(tmp_path, make, rows):
     rows = counting(rows)
     fresh, first, second = (make(rows, word_tokenizer(), cache=folder) for folder in (None, tmp_path, tmp_path))
@@ -69,10 +84,15 @@ def test_whatever_matters_makes_another_file(tmp_path):
     settings = {"kind": "sft", "max_length": 5}
     word, bos = word_tokenizer(), word_tokenizer("<s>")
     chat, other_chat = chat_tokenizer("{{ messages }}"), chat_tokenizer("{{ messages }} ")
-    keys = [cache_key(rows, word, **settings), cache_key([{"text": "a  b"}], word, **settings),
-            cache_key(rows, bos, **settings), cache_key(rows, chat, **settings),
-            cache_key(rows, other_chat, **settings),
-            cache_key(rows, word, kind="sft", max_length=6), cache_key(rows, word, kind="prompts", max_length=5)]
+    keys = [
+        cache_key(rows, word, **settings),
+        cache_key([{"text": "a  b"}], word, **settings),
+        cache_key(rows, bos, **settings),
+        cache_key(rows, chat, **settings),
+        cache_key(rows, other_chat, **settings),
+        cache_key(rows, word, kind="sft", max_length=6),
+        cache_key(rows, word, kind="prompts", max_length=5),
+    ]
     assert len(set(keys)) == len(keys)
     assert cache_key(list(rows), word_tokenizer(), **dict(reversed(settings.items()))) == keys[0]
     word("a", padding="max_length", max_length=4, truncation=True)  # leaves traces in the tokenizer
@@ -117,9 +137,17 @@ def test_a_damaged_file_is_made_again(tmp_path, damage):
     kept()
     path = only_file(tmp_path)
     whole = path.read_bytes()
-    path.write_bytes({"empty": b"", "header": whole[:40], "half": whole[:len(whole) // 2], "last byte": whole[:-1],
-                      "one bit": whole[:200] + bytes([whole[200] ^ 1]) + whole[201:], "text": b"no Arrow " * 99,
-                      "longer": whole + b"\0"}[damage])
+    path.write_bytes(
+        {
+            "empty": b"",
+            "header": whole[:40],
+            "half": whole[: len(whole) // 2],
+            "last byte": whole[:-1],
+            "one bit": whole[:200] + bytes([whole[200] ^ 1]) + whole[201:],
+            "text": b"no Arrow " * 99,
+            "longer": whole + b"\0",
+        }[damage]
+    )
     assert read_table(path) is None
     assert kept().equals(table()) and path.read_bytes() == whole and only_file(tmp_path) == path
 
@@ -146,8 +174,15 @@ def test_many_writers_at_once(tmp_path):
 def test_two_processes_at_once(tmp_path):
     folder, start = tmp_path / "cache", tmp_path / "start"
     script = Path(__file__).with_name("build_cache.py")
-    workers = [subprocess.Popen([sys.executable, str(script), str(folder), str(start)], stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(folder), str(start)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
     assert all(worker.stdout.readline() == "ready\n" for worker in workers)
     start.touch()
     told = [worker.communicate(timeout=60) for worker in workers]
@@ -169,6 +204,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, capsys):
 def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
     def full(*names):
         raise OSError(28, "No space left on device")
+
     monkeypatch.setattr(os, "fsync", full)
     assert cached_table(table, tmp_path, [], word_tokenizer()).equals(table())
     assert "No space left on device" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
 """The data sets and their batches, on a tokenizer whose ids are known: "a" is 10, "b" 11, "c" 12, "d" 13, "e" 14."""
+
 from pathlib import Path
 
 import pyarrow
@@ -8,8 +9,16 @@ from pyarrow import parquet
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, PAD, chat_tokenizer, word_tokenizer
-from training.data.examples import (Pair, PairExamples, Prompts, SFTExample, SFTExamples, collate_pairs,
-                                    collate_prompts, collate_sft)
+from training.data.examples import (
+    Pair,
+    PairExamples,
+    Prompts,
+    SFTExample,
+    SFTExamples,
+    collate_pairs,
+    collate_prompts,
+    collate_sft,
+)
 from training.data.forms import PAIRS, PROMPTS, SFT
 from training.data.mixture import load_rows
 from training.data.order import PromptOrder
@@ -31,7 +40,10 @@ def test_sft_learns_the_response_and_its_eos():
 
 def test_sft_with_bos_learns_the_text_from_its_first_token():
     assert list(sft(ANSWERED, {"text": "c d"}, {"prompt": "", "response": "c"}, before="<s>")) == [
-        ([BOS, 10, 11, 12, 13, EOS], 3), ([BOS, 12, 13, EOS], 1), ([BOS, 12, EOS], 1)]
+        ([BOS, 10, 11, 12, 13, EOS], 3),
+        ([BOS, 12, 13, EOS], 1),
+        ([BOS, 12, EOS], 1),
+    ]
 
 
 def test_sft_on_all_learns_the_prompt_too():
@@ -92,12 +104,25 @@ def test_pairs_without_a_difference_are_left_out():
 
 
 def test_pair_batch():
-    batch = collate_pairs([Pair([10, 11, EOS], [10, 12, 13, EOS]), Pair([10, 11], [10, 11, PAD]),
-                           Pair([14, EOS], [10, EOS])], pad_id=PAD)
-    assert batch.sequences.tolist() == [[10, 11, EOS, PAD], [10, 11, PAD, PAD], [14, EOS, PAD, PAD],
-                                        [10, 12, 13, EOS], [10, 11, PAD, PAD], [10, EOS, PAD, PAD]]
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 0, 0],
-                                             [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]]
+    batch = collate_pairs(
+        [Pair([10, 11, EOS], [10, 12, 13, EOS]), Pair([10, 11], [10, 11, PAD]), Pair([14, EOS], [10, EOS])], pad_id=PAD
+    )
+    assert batch.sequences.tolist() == [
+        [10, 11, EOS, PAD],
+        [10, 11, PAD, PAD],
+        [14, EOS, PAD, PAD],
+        [10, 12, 13, EOS],
+        [10, 11, PAD, PAD],
+        [10, EOS, PAD, PAD],
+    ]
+    assert batch.attention_mask.tolist() == [
+        [1, 1, 1, 0],
+        [1, 1, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 1],
+        [1, 1, 1, 0],
+        [1, 1, 0, 0],
+    ]
     assert batch.first_difference.tolist() == [1, 2, 0]
     assert batch.first_difference.dtype == batch.sequences.dtype == torch.int64
 
@@ -138,8 +163,10 @@ def test_prompt_batch_is_left_padded_and_keeps_its_visits():
     assert batch.indices.tolist() == [7, 3] and batch.samples.tolist() == [0, 2]
 
 
-CHATML = ("{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> \n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}")
+CHATML = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> \n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
+)
 
 
 def test_messages_have_the_ids_that_the_template_gives_them(tmp_path):
@@ -170,8 +197,10 @@ def test_real_rows_become_batches():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = {name: read_rows(reviews / f"{name}.jsonl", columns)[:32] for name, columns in
-            (("sft", SFT_COLUMNS), ("pairs", PAIR_COLUMNS), ("prompts", PROMPT_COLUMNS))}
+    rows = {
+        name: read_rows(reviews / f"{name}.jsonl", columns)[:32]
+        for name, columns in (("sft", SFT_COLUMNS), ("pairs", PAIR_COLUMNS), ("prompts", PROMPT_COLUMNS))
+    }
     batch = collate_sft(list(SFTExamples(rows["sft"], tokenizer, 64)), tokenizer.pad_token_id)
     assert batch.sequences.shape == (32, 64) and batch.loss_mask.sum() == batch.attention_mask[:, 1:].sum()
     batch = collate_pairs(list(PairExamples(rows["pairs"], tokenizer, 64)), tokenizer.pad_token_id)

@@ -1,12 +1,15 @@
 """Each form of a row as what steps 1, 2 and 3 make of it; messages through a template that is known by heart."""
+
 import pytest
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import chat_tokenizer, word_tokenizer
 from training.data.forms import PAIRS, PROMPTS, SFT, TEXTS
 
-TEMPLATE = ("{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-            "<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 HUMAN = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
 
 
@@ -20,22 +23,31 @@ def read(form, row, template=TEMPLATE):
     return form.row("rows.jsonl, line 3", row, chat_tokenizer(template) if template else word_tokenizer())
 
 
-@pytest.mark.parametrize("row, expected", [
-    ({"text": "a", "stars": 5}, {"text": "a"}),
-    ({"prompt": "a", "response": " b", "text": "c"}, {"prompt": "a", "response": " b"}),
-    ({"prompt": "a", "response": None, "text": "c"}, {"text": "c"}),
-    ({"prompt": "", "response": "b"}, {"prompt": "", "response": "b"}),
-    ({"prompt": "a", "chosen": " b", "rejected": " c", "response": " d"}, {"prompt": "a", "response": " b"}),
-    ({"chosen": HUMAN + " d", "rejected": HUMAN + " e"}, {"prompt": HUMAN, "response": " d"}),
-    ({"messages": turns("a", "b", "c", "d")},
-     {"prompt": "<user>a<end>\n<assistant>b<end>\n<user>c<end>\n<assistant>", "response": "d<end>"}),
-    ({"messages": turns("a", "b", "c")}, {"prompt": "<user>a<end>\n<assistant>", "response": "b<end>"}),
-    ({"prompt": turns("a"), "response": "b"}, {"prompt": "<user>a<end>\n<assistant>", "response": "b<end>"}),
-    ({"prompt": "a", "chosen": turns("b", first="assistant"), "rejected": turns("c", first="assistant")},
-     {"prompt": "<user>a<end>\n<assistant>", "response": "b<end>"}),
-    ({"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")},
-     {"prompt": "<user>a<end>\n<assistant>", "response": "b<end>"}),
-])
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"text": "a", "stars": 5}, {"text": "a"}),
+        ({"prompt": "a", "response": " b", "text": "c"}, {"prompt": "a", "response": " b"}),
+        ({"prompt": "a", "response": None, "text": "c"}, {"text": "c"}),
+        ({"prompt": "", "response": "b"}, {"prompt": "", "response": "b"}),
+        ({"prompt": "a", "chosen": " b", "rejected": " c", "response": " d"}, {"prompt": "a", "response": " b"}),
+        ({"chosen": HUMAN + " d", "rejected": HUMAN + " e"}, {"prompt": HUMAN, "response": " d"}),
+        (
+            {"messages": turns("a", "b", "c", "d")},
+            {"prompt": "<user>a<end>\n<assistant>b<end>\n<user>c<end>\n<assistant>", "response": "d<end>"},
+        ),
+        ({"messages": turns("a", "b", "c")}, {"prompt": "<user>a<end>\n<assistant>", "response": "b<end>"}),
+        ({"prompt": turns("a"), "response": "b"}, {"prompt": "<user>a<end>\n<assistant>", "response": "b<end>"}),
+        (
+            {"prompt": "a", "chosen": turns("b", first="assistant"), "rejected": turns("c", first="assistant")},
+            {"prompt": "<user>a<end>\n<assistant>", "response": "b<end>"},
+        ),
+        (
+            {"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")},
+            {"prompt": "<user>a<end>\n<assistant>", "response": "b<end>"},
+        ),
+    ],
+)
 def test_texts_of_step_1(row, expected):
     assert read(SFT, row) == expected
 
@@ -43,41 +55,70 @@ def test_texts_of_step_1(row, expected):
 CHAT_PAIR = {"prompt": "<user>a<end>\n<assistant>", "chosen": "b<end>", "rejected": "c<end>"}
 
 
-@pytest.mark.parametrize("row, expected", [
-    ({"prompt": "a", "chosen": " b", "rejected": " c", "stars": 5}, {"prompt": "a", "chosen": " b", "rejected": " c"}),
-    ({"chosen": HUMAN + " d", "rejected": HUMAN + " dd"}, {"prompt": HUMAN, "chosen": " d", "rejected": " dd"}),
-    ({"chosen": HUMAN + " d", "rejected": HUMAN}, {"prompt": HUMAN, "chosen": " d", "rejected": ""}),
-    # They part in the second question: what the assistant said before is an answer that both begin with.
-    ({"chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c", "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: d"},
-     {"prompt": "\n\nHuman: a\n\nAssistant:", "chosen": " b\n\nHuman: c", "rejected": " b\n\nHuman: d"}),
-    ({"chosen": turns("a", "b"), "rejected": turns("a", "b")}, CHAT_PAIR | {"rejected": "b<end>"}),
-    ({"chosen": turns("a", "b"), "rejected": turns("a", "c")}, CHAT_PAIR),
-    ({"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")}, CHAT_PAIR),
-    ({"prompt": "a", "chosen": turns("b", first="assistant"), "rejected": turns("c", first="assistant")}, CHAT_PAIR),
-    ({"prompt": turns("a"), "chosen": "b", "rejected": "c"}, CHAT_PAIR),
-    ({"prompt": turns("a"), "chosen": turns("b", first="assistant"), "rejected": "c"}, CHAT_PAIR),
-    ({"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "c", "e")},
-     {"prompt": "<user>a<end>\n<assistant>b<end>\n<user>c<end>\n<assistant>", "chosen": "d<end>",
-      "rejected": "e<end>"}),
-    ({"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "e", "f")},
-     {"prompt": "<user>a<end>\n<assistant>", "chosen": "b<end>\n<user>c<end>\n<assistant>d<end>",
-      "rejected": "b<end>\n<user>e<end>\n<assistant>f<end>"}),
-])
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        (
+            {"prompt": "a", "chosen": " b", "rejected": " c", "stars": 5},
+            {"prompt": "a", "chosen": " b", "rejected": " c"},
+        ),
+        ({"chosen": HUMAN + " d", "rejected": HUMAN + " dd"}, {"prompt": HUMAN, "chosen": " d", "rejected": " dd"}),
+        ({"chosen": HUMAN + " d", "rejected": HUMAN}, {"prompt": HUMAN, "chosen": " d", "rejected": ""}),
+        # They part in the second question: what the assistant said before is an answer that both begin with.
+        (
+            {
+                "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c",
+                "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: d",
+            },
+            {"prompt": "\n\nHuman: a\n\nAssistant:", "chosen": " b\n\nHuman: c", "rejected": " b\n\nHuman: d"},
+        ),
+        ({"chosen": turns("a", "b"), "rejected": turns("a", "b")}, CHAT_PAIR | {"rejected": "b<end>"}),
+        ({"chosen": turns("a", "b"), "rejected": turns("a", "c")}, CHAT_PAIR),
+        ({"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")}, CHAT_PAIR),
+        (
+            {"prompt": "a", "chosen": turns("b", first="assistant"), "rejected": turns("c", first="assistant")},
+            CHAT_PAIR,
+        ),
+        ({"prompt": turns("a"), "chosen": "b", "rejected": "c"}, CHAT_PAIR),
+        ({"prompt": turns("a"), "chosen": turns("b", first="assistant"), "rejected": "c"}, CHAT_PAIR),
+        (
+            {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "c", "e")},
+            {
+                "prompt": "<user>a<end>\n<assistant>b<end>\n<user>c<end>\n<assistant>",
+                "chosen": "d<end>",
+                "rejected": "e<end>",
+            },
+        ),
+        (
+            {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "e", "f")},
+            {
+                "prompt": "<user>a<end>\n<assistant>",
+                "chosen": "b<end>\n<user>c<end>\n<assistant>d<end>",
+                "rejected": "b<end>\n<user>e<end>\n<assistant>f<end>",
+            },
+        ),
+    ],
+)
 def test_pairs_of_step_2(row, expected):
     assert read(PAIRS, row) == expected
 
 
-@pytest.mark.parametrize("row, prompt", [
-    ({"prompt": "a", "answer": 7}, "a"),
-    ({"prompt": "a", "chosen": "b", "rejected": ""}, "a"),
-    ({"chosen": HUMAN + " d", "rejected": HUMAN + " e"}, HUMAN),
-    ({"messages": turns("a", "b", "c")}, "<user>a<end>\n<assistant>b<end>\n<user>c<end>\n<assistant>"),
-    ({"messages": turns("a", "b"), "prompt": "a"}, "<user>a<end>\n<assistant>"),
-    ({"prompt": turns("a")}, "<user>a<end>\n<assistant>"),
-    ({"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")}, "<user>a<end>\n<assistant>"),
-    ({"prompt": "a", "chosen": turns("b", first="assistant"), "rejected": turns("c", first="assistant")},
-     "<user>a<end>\n<assistant>"),
-])
+@pytest.mark.parametrize(
+    "row, prompt",
+    [
+        ({"prompt": "a", "answer": 7}, "a"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "a"),
+        ({"chosen": HUMAN + " d", "rejected": HUMAN + " e"}, HUMAN),
+        ({"messages": turns("a", "b", "c")}, "<user>a<end>\n<assistant>b<end>\n<user>c<end>\n<assistant>"),
+        ({"messages": turns("a", "b"), "prompt": "a"}, "<user>a<end>\n<assistant>"),
+        ({"prompt": turns("a")}, "<user>a<end>\n<assistant>"),
+        ({"prompt": "a", "chosen": turns("a", "b"), "rejected": turns("a", "c")}, "<user>a<end>\n<assistant>"),
+        (
+            {"prompt": "a", "chosen": turns("b", first="assistant"), "rejected": turns("c", first="assistant")},
+            "<user>a<end>\n<assistant>",
+        ),
+    ],
+)
 def test_prompts_of_step_3_keep_their_other_columns(row, prompt):
     others = {name: value for name, value in row.items() if name != "prompt"}
     assert read(PROMPTS, row) == {**others, "prompt": prompt}
@@ -87,36 +128,65 @@ def test_texts_for_pretraining_may_be_empty():
     assert read(TEXTS, {"text": "", "id": 3}) == {"text": ""}
 
 
-@pytest.mark.parametrize("form, row, message", [
-    (SFT, {"prompt": "a"}, r"found the columns: prompt; needed: messages, or prompt \+ chosen, or prompt \+ response, "
-                           r"or chosen \+ rejected, or text\. Rename"),
-    (SFT, {"prompt": "a", "response": " "}, "column response: found ' '; needed a text that is not blank"),
-    (SFT, {"messages": turns("a")}, "column messages: found no message of the assistant"),
-    (SFT, {"messages": turns("b", first="assistant")}, "column messages: found no message that an assistant answers"),
-    (PAIRS, {"chosen": "a b", "rejected": "a c"}, r"columns chosen and rejected: found no '\\n\\nAssistant:' in what "
-                                                  "both begin with"),
-    (PAIRS, {"chosen": 7, "rejected": "a"}, r"column chosen: found a number \('7'\)"),
-    (PAIRS, {"chosen": turns("a", "b"), "rejected": "c"}, r"column rejected: found a string .*a list of messages"),
-    (PAIRS, {"chosen": turns("a", "b"), "rejected": turns("c", "d")}, "column chosen: found no message that an assis"),
-    (PAIRS, {"prompt": turns("a"), "chosen": turns("b"), "rejected": turns("c", first="assistant")},
-     r"column chosen: found a list .*no answer to the messages before"),
-    (PROMPTS, {"messages": []}, r"column messages: found a list \('\[\]'\); needed a list of messages"),
-    (PROMPTS, {"messages": "a"}, "column messages: found a string"),
-    (PROMPTS, {"messages": ["a"]}, "column messages, message 1: found a string .*with role and content"),
-    (PROMPTS, {"messages": [{"role": "user"}]}, "column messages, message 1, content: found null"),
-    (PROMPTS, {"messages": [{"content": "a"}]}, "column messages, message 1: found an object"),
-    (PROMPTS, {"prompt": [{"role": "user", "content": "a\0"}]}, "column prompt, message 1, content: found a NUL"),
-    (PROMPTS, {"messages": [{"role": "tool", "content": "a"}]}, r"column messages: the tokenizer's chat template "
-                                                                r"refuses these messages \(no tools\)"),
-])
+@pytest.mark.parametrize(
+    "form, row, message",
+    [
+        (
+            SFT,
+            {"prompt": "a"},
+            r"found the columns: prompt; needed: messages, or prompt \+ chosen, or prompt \+ response, "
+            r"or chosen \+ rejected, or text\. Rename",
+        ),
+        (SFT, {"prompt": "a", "response": " "}, "column response: found ' '; needed a text that is not blank"),
+        (SFT, {"messages": turns("a")}, "column messages: found no message of the assistant"),
+        (
+            SFT,
+            {"messages": turns("b", first="assistant")},
+            "column messages: found no message that an assistant answers",
+        ),
+        (
+            PAIRS,
+            {"chosen": "a b", "rejected": "a c"},
+            r"columns chosen and rejected: found no '\\n\\nAssistant:' in what "
+            "both begin with",
+        ),
+        (PAIRS, {"chosen": 7, "rejected": "a"}, r"column chosen: found a number \('7'\)"),
+        (PAIRS, {"chosen": turns("a", "b"), "rejected": "c"}, r"column rejected: found a string .*a list of messages"),
+        (
+            PAIRS,
+            {"chosen": turns("a", "b"), "rejected": turns("c", "d")},
+            "column chosen: found no message that an assis",
+        ),
+        (
+            PAIRS,
+            {"prompt": turns("a"), "chosen": turns("b"), "rejected": turns("c", first="assistant")},
+            r"column chosen: found a list .*no answer to the messages before",
+        ),
+        (PROMPTS, {"messages": []}, r"column messages: found a list \('\[\]'\); needed a list of messages"),
+        (PROMPTS, {"messages": "a"}, "column messages: found a string"),
+        (PROMPTS, {"messages": ["a"]}, "column messages, message 1: found a string .*with role and content"),
+        (PROMPTS, {"messages": [{"role": "user"}]}, "column messages, message 1, content: found null"),
+        (PROMPTS, {"messages": [{"content": "a"}]}, "column messages, message 1: found an object"),
+        (PROMPTS, {"prompt": [{"role": "user", "content": "a\0"}]}, "column prompt, message 1, content: found a NUL"),
+        (
+            PROMPTS,
+            {"messages": [{"role": "tool", "content": "a"}]},
+            r"column messages: the tokenizer's chat template "
+            r"refuses these messages \(no tools\)",
+        ),
+    ],
+)
 def test_mistakes_in_rows(form, row, message):
     with pytest.raises(UserError, match="^rows.jsonl, line 3[:,] " + message):
         read(form, row)
 
 
 def test_messages_need_a_template():
-    with pytest.raises(UserError, match="line 3, column messages: found messages, and the tokenizer of the model has "
-                                        "no chat template .* Set chat_template in its tokenizer_config.json"):
+    with pytest.raises(
+        UserError,
+        match="line 3, column messages: found messages, and the tokenizer of the model has "
+        "no chat template .* Set chat_template in its tokenizer_config.json",
+    ):
         read(PROMPTS, {"messages": turns("a")}, template=None)
 
 

@@ -1,4 +1,5 @@
 """What a step reads of several data sets: its part, what is held out, and how often each row is seen."""
+
 import json
 from collections import Counter
 
@@ -18,6 +19,7 @@ def data(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps({"text": f"t{n}"}) + "\n" for n in range(start, start + count)))
         return str(path)
+
     return write
 
 
@@ -41,15 +43,17 @@ def test_parts_of_the_steps_are_disjoint_and_cover_everything(data):
     assert load(path, split="2,4,4", seed=8)[0] != parts[1]
 
 
-@pytest.mark.parametrize("size, shares", [(1, "1,1,1"), (2, "6,2,2"), (10, "1,0,0"), (999, "0.1,0.2,0.7"),
-                                          (7, "0,0,5")])
+@pytest.mark.parametrize(
+    "size, shares", [(1, "1,1,1"), (2, "6,2,2"), (10, "1,0,0"), (999, "0.1,0.2,0.7"), (7, "0,0,5")]
+)
 def test_no_row_is_lost_in_rounding(size, shares):
     parts = [split_part(size, parse_split(shares), phase, seed=1) for phase in (1, 2, 3)]
     assert sorted(np.concatenate(parts).tolist()) == list(range(size))
 
 
-@pytest.mark.parametrize("split", ["", "1", "2,4", "2,4,4,1", "a,b,c", "2,4,", "-1,4,4", "0,0,0", "nan,1,1", "inf,1,1",
-                                   "2;4;4"])
+@pytest.mark.parametrize(
+    "split", ["", "1", "2,4", "2,4,4,1", "a,b,c", "2,4,", "-1,4,4", "0,0,0", "nan,1,1", "inf,1,1", "2;4;4"]
+)
 def test_strings_that_are_no_split(split):
     with pytest.raises(UserError, match=f"--data_split {split!r}: give the shares of steps 1, 2 and 3 as three"):
         parse_split(split)
@@ -71,13 +75,16 @@ def test_weights_say_how_often_a_data_set_is_seen(data):
     assert load(*paths, weights=[])[0] == [*range(10), *range(100, 110), *range(200, 210)]
 
 
-@pytest.mark.parametrize("weights, message", [
-    ([1], r"--data_weights 1: 1 weights for 2 data sets of --data_path\. Give one for each"),
-    ([1, 0], r"--data_weights 1 0: a weight says how often .* greater than 0"),
-    ([1, -0.5], "--data_weights 1 -0.5: a weight"),
-    ([1, float("nan")], "--data_weights 1 nan: a weight"),
-    ([1, 0.01], r"--data_weights 0.01: of the 4 rows of .*b.jsonl none is left"),
-])
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        ([1], r"--data_weights 1: 1 weights for 2 data sets of --data_path\. Give one for each"),
+        ([1, 0], r"--data_weights 1 0: a weight says how often .* greater than 0"),
+        ([1, -0.5], "--data_weights 1 -0.5: a weight"),
+        ([1, float("nan")], "--data_weights 1 nan: a weight"),
+        ([1, 0.01], r"--data_weights 0.01: of the 4 rows of .*b.jsonl none is left"),
+    ],
+)
 def test_weights_that_cannot_work(data, weights, message):
     with pytest.raises(UserError, match=message):
         load(data("a.jsonl", 4), data("b.jsonl", 4, 100), weights=weights)
@@ -165,8 +172,9 @@ def test_sets_that_are_not_divided(data, tmp_path):
     for name, start in (("divided", 0), ("whole", 100)):
         data(f"{name}/train.jsonl", 10, start)
         data(f"{name}/test.jsonl", 4, start + 50)
-    training, held_out = load(str(tmp_path / "divided"), undivided=[str(tmp_path / "whole")], split="1,0,1",
-                              held_out=0.5)
+    training, held_out = load(
+        str(tmp_path / "divided"), undivided=[str(tmp_path / "whole")], split="1,0,1", held_out=0.5
+    )
     assert len(training) == 15 and training[5:] == list(range(100, 110))
     assert len(held_out) == 6 and held_out[2:] == list(range(150, 154))
 
@@ -177,6 +185,13 @@ def test_fingerprints_are_of_the_rows(data):
 
     one, copy, other = data("a.jsonl", 9), data("copy.jsonl", 9), data("b.jsonl", 9, 1)
     assert fingerprint(one) == fingerprint(copy)
-    different = [fingerprint(one), fingerprint(other), fingerprint(one, PROMPTS), fingerprint(one, split="1,1,1"),
-                 fingerprint(one, weights=[2]), fingerprint(one, held_out=2), fingerprint([one, other])]
+    different = [
+        fingerprint(one),
+        fingerprint(other),
+        fingerprint(one, PROMPTS),
+        fingerprint(one, split="1,1,1"),
+        fingerprint(one, weights=[2]),
+        fingerprint(one, held_out=2),
+        fingerprint([one, other]),
+    ]
     assert len(set(different)) == len(different)

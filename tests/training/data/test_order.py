@@ -1,4 +1,5 @@
 """The order of visits: every prompt once an epoch, and independent of ranks and restarts."""
+
 import numpy as np
 import pytest
 import torch

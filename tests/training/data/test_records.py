@@ -1,4 +1,5 @@
 """Data files of each kind, and that whatever is broken in them is told with file, line or row, and reason."""
+
 import gzip
 import json
 import random
@@ -19,6 +20,7 @@ def write(tmp_path):
         path = tmp_path / name
         path.write_bytes(content)
         return path
+
     return write
 
 
@@ -29,26 +31,32 @@ def all_of(path) -> list:
 
 def test_csv_cells_are_texts_and_empty_ones_are_absent(write):
     path = write('\ufefftext,stars\r\n"a, ""b""\nc",007\r\n\r\nNA,\r\nd\n'.encode(), "rows.csv")
-    assert all_of(path) == [("line 2", {"text": 'a, "b"\nc', "stars": "007"}),
-                            ("line 5", {"text": "NA", "stars": None}), ("line 6", {"text": "d", "stars": None})]
+    assert all_of(path) == [
+        ("line 2", {"text": 'a, "b"\nc', "stars": "007"}),
+        ("line 5", {"text": "NA", "stars": None}),
+        ("line 6", {"text": "d", "stars": None}),
+    ]
 
 
 def test_a_cell_may_be_long(write):
     assert all_of(write(b"text\n" + b"x" * 1_000_000, "rows.csv")) == [("line 2", {"text": "x" * 1_000_000})]
 
 
-@pytest.mark.parametrize("content, message", [
-    (b"text\na\nb,c\n", r"rows.csv, line 3: found 2 cells in the 1 columns text\. Put cells"),
-    (b'text\na\n"b\nc\n', r"""rows.csv, line 3: found '"b', which is no CSV \(unexpected end of data\)"""),
-    (b'text\n"a"b\n', r"""line 2: found '"a"b', which is no CSV"""),
-    (b"text,text\na,b\n", r"line 1: found the column names text, text; each may stand there once"),
-    (b"text\na\nb\xff\n", r"line 3: found the byte 0xff"),
-    (b"text\na\n\0\n", r"line 3: found a NUL character"),
-    (b"txt\na\n", r"line 2: found the columns: txt; needed: prompt \+ response, or text"),
-    (b"text,stars\n,5\n", r"line 2: found the columns: text \(null\), stars"),
-    (b"text\n", r"rows.csv: found no rows"),
-    (b"", r"rows.csv: found no rows"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"text\na\nb,c\n", r"rows.csv, line 3: found 2 cells in the 1 columns text\. Put cells"),
+        (b'text\na\n"b\nc\n', r"""rows.csv, line 3: found '"b', which is no CSV \(unexpected end of data\)"""),
+        (b'text\n"a"b\n', r"""line 2: found '"a"b', which is no CSV"""),
+        (b"text,text\na,b\n", r"line 1: found the column names text, text; each may stand there once"),
+        (b"text\na\nb\xff\n", r"line 3: found the byte 0xff"),
+        (b"text\na\n\0\n", r"line 3: found a NUL character"),
+        (b"txt\na\n", r"line 2: found the columns: txt; needed: prompt \+ response, or text"),
+        (b"text,stars\n,5\n", r"line 2: found the columns: text \(null\), stars"),
+        (b"text\n", r"rows.csv: found no rows"),
+        (b"", r"rows.csv: found no rows"),
+    ],
+)
 def test_mistakes_in_csv(write, content, message):
     with pytest.raises(UserError, match=message):
         read_rows(write(content, "rows.csv"), SFT_COLUMNS)
@@ -65,12 +73,15 @@ def test_parquet(tmp_path):
         read_records(path)
 
 
-@pytest.mark.parametrize("content, name, message", [
-    (b"[" * 100_000, "rows.json", r"rows.json, line 1: found '\[{60}\.\.\.', which is no JSON here .*too deep"),
-    (b"{}\n" + b'{"a":' * 100_000, "rows.jsonl", r"line 2: found .*too deep"),
-    (b'{"text": ' + b"1" * 5000 + b"}", "rows.jsonl", r"line 1: found .*, which is no JSON"),
-    (gzip.compress(b'{"text": "a"}'), "rows.jsonl", "line 1: found the byte 0x8b"),
-])
+@pytest.mark.parametrize(
+    "content, name, message",
+    [
+        (b"[" * 100_000, "rows.json", r"rows.json, line 1: found '\[{60}\.\.\.', which is no JSON here .*too deep"),
+        (b"{}\n" + b'{"a":' * 100_000, "rows.jsonl", r"line 2: found .*too deep"),
+        (b'{"text": ' + b"1" * 5000 + b"}", "rows.jsonl", r"line 1: found .*, which is no JSON"),
+        (gzip.compress(b'{"text": "a"}'), "rows.jsonl", "line 1: found the byte 0x8b"),
+    ],
+)
 def test_what_makes_a_parser_give_up(write, content, name, message):
     with pytest.raises(UserError, match=message):
         all_of(write(content, name))
@@ -117,7 +128,7 @@ def broken_bytes(rng: random.Random) -> bytes:
     line = json.dumps(GOOD | {"prompt": "\u00e9\U0001f600" * rng.randrange(1, 9)}, ensure_ascii=False).encode()
     kind = rng.randrange(5)
     if kind == 0:
-        return line[:rng.randrange(1, len(line) - 1)]  # half-written, often in the middle of a character
+        return line[: rng.randrange(1, len(line) - 1)]  # half-written, often in the middle of a character
     if kind == 1:
         return line.replace(b"\xc3\xa9", bytes([rng.randrange(0x80, 0x100)]), 1)
     if kind == 2:
@@ -129,8 +140,23 @@ def broken_bytes(rng: random.Random) -> bytes:
 
 def broken_cells(rng: random.Random) -> bytes:
     """A line of a CSV file with the columns prompt, chosen, rejected."""
-    return rng.choice([b"a", b"a,b", b"a,b,c,d", b'a,b,"c', b'a,"b"x,c', b"a,,c", b",b,c", b"a, ,c", b"a,b,\0",
-                       b"a,b,\xc3", b"\xff,b,c", b'"a\0",b,c', b"a,b,\xf0\x9f\x98"])
+    return rng.choice(
+        [
+            b"a",
+            b"a,b",
+            b"a,b,c,d",
+            b'a,b,"c',
+            b'a,"b"x,c',
+            b"a,,c",
+            b",b,c",
+            b"a, ,c",
+            b"a,b,\0",
+            b"a,b,\xc3",
+            b"\xff,b,c",
+            b'"a\0",b,c',
+            b"a,b,\xf0\x9f\x98",
+        ]
+    )
 
 
 def test_two_thousand_broken_rows_are_told_with_their_place(write):
@@ -160,12 +186,13 @@ def test_two_thousand_broken_rows_are_told_with_their_place(write):
 def test_huge_broken_lines_make_short_messages(write, megabytes):
     huge = "x" * (megabytes << 20)
     for content, name, place in [
-            (json.dumps(GOOD | {"chosen": [huge]}), "rows.jsonl", "line 1, column chosen"),
-            (json.dumps(GOOD)[:-1] + huge, "rows.jsonl", "line 1"),
-            (json.dumps({huge: "a"}), "rows.jsonl", "line 1"),
-            (json.dumps([{"prompt": huge}]), "rows.json", "row 1"),
-            (f"prompt,chosen,rejected\n{huge},b\n", "rows.csv", "line 2"),
-            (f'prompt,chosen,rejected\n"{huge},b\n', "rows.csv", "line 2")]:
+        (json.dumps(GOOD | {"chosen": [huge]}), "rows.jsonl", "line 1, column chosen"),
+        (json.dumps(GOOD)[:-1] + huge, "rows.jsonl", "line 1"),
+        (json.dumps({huge: "a"}), "rows.jsonl", "line 1"),
+        (json.dumps([{"prompt": huge}]), "rows.json", "row 1"),
+        (f"prompt,chosen,rejected\n{huge},b\n", "rows.csv", "line 2"),
+        (f'prompt,chosen,rejected\n"{huge},b\n', "rows.csv", "line 2"),
+    ]:
         path = write(content.encode(), name)
         with pytest.raises(UserError, match=f"{re.escape(str(path))}, {place}") as caught:
             read_rows(path, PAIR_COLUMNS)

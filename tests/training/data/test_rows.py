@@ -1,4 +1,5 @@
 """Reading and splitting rows: what is accepted, and that each mistake is told with its file, line and remedy."""
+
 import json
 
 import pytest
@@ -15,6 +16,7 @@ def write(tmp_path):
         path = tmp_path / name
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return path
+
     return write
 
 
@@ -31,10 +33,14 @@ def test_a_json_file_is_a_list(write):
 
 
 def test_the_first_alternative_that_a_row_has_is_taken_and_extra_columns_stay(write):
-    lines = ['{"prompt": "p", "response": "r", "text": "t", "stars": 5}',
-             '{"prompt": "p", "response": null, "text": "t"}']
-    assert read_rows(write("\n".join(lines)), SFT_COLUMNS) == [{"prompt": "p", "response": "r", "stars": 5},
-                                                               {"text": "t"}]
+    lines = [
+        '{"prompt": "p", "response": "r", "text": "t", "stars": 5}',
+        '{"prompt": "p", "response": null, "text": "t"}',
+    ]
+    assert read_rows(write("\n".join(lines)), SFT_COLUMNS) == [
+        {"prompt": "p", "response": "r", "stars": 5},
+        {"text": "t"},
+    ]
 
 
 def test_a_prompt_may_be_empty_only_where_something_follows_it(write):
@@ -43,44 +49,59 @@ def test_a_prompt_may_be_empty_only_where_something_follows_it(write):
         read_rows(write('{"prompt": ""}'), PROMPT_COLUMNS)
 
 
-@pytest.mark.parametrize("content, columns, message", [
-    (b"", PROMPT_COLUMNS, r"rows.jsonl: found no rows; it needs at least one with prompt\."),
-    (b"\n \n", SFT_COLUMNS, r"found no rows; it needs at least one with prompt \+ response, or text\."),
-    (GOOD + b"\n{'prompt': 'a'}", PROMPT_COLUMNS,
-     r"rows.jsonl, line 3: found .*'prompt'.*no JSON .*column 2.*one JSON object a line"),
-    (GOOD + b'{"prompt": "' + b"x" * 999, PROMPT_COLUMNS,
-     r"line 2: found '\{\"prompt\": \"x{48}\.\.\.', which is no JSON"),
-    (GOOD + b'["a"]', PROMPT_COLUMNS, r"line 2: found a list \('\[\"a\"\]'\); a row is an object with prompt"),
-    (GOOD + b'"a"', PROMPT_COLUMNS, r"line 2: found a string"),
-    (b"{}", PROMPT_COLUMNS, r"line 1: found the columns: none; needed: prompt\."),
-    (b'{"prompt": "a", "answer": "b", "response": null}', SFT_COLUMNS,
-     r"line 1: found the columns: prompt, answer, response \(null\); needed: prompt \+ response, or text\. Rename"),
-    (b'{"text": 5}', SFT_COLUMNS, r"line 1, column text: found a number \('5'\); needed a string"),
-    (b'{"text": ["a"]}', SFT_COLUMNS, r"line 1, column text: found a list"),
-    (b'{"text": " \\n"}', SFT_COLUMNS, r"line 1, column text: found ' \\n'; needed a text that is not blank"),
-    (b'{"prompt": "a", "chosen": "b", "rejected": ""}', PAIR_COLUMNS, r"line 1, column rejected: found ''"),
-    (b'{"prompt": "a", "chosen": " ", "rejected": "b"}', PAIR_COLUMNS, r"line 1, column chosen: found ' '"),
-    (GOOD + b'{"prompt": "\xff"}', PROMPT_COLUMNS, r"line 2: found the byte 0xff, which is not UTF-8"),
-    (b"\xef\xbb\xbf" + GOOD + b'{"prompt": "\xfe"}', PROMPT_COLUMNS, r"line 2: found the byte 0xfe"),
-    (GOOD + b"\0" * 8, PROMPT_COLUMNS, r"line 2: found a NUL character"),
-    (b'{"prompt": "a\\u0000b"}', PROMPT_COLUMNS, r"line 1, column prompt: found a NUL character in 'a\\x00b'"),
-    (b'{"prompt": "a\\ud800b"}', PROMPT_COLUMNS, r"line 1, column prompt: found half a surrogate pair"),
-])
+@pytest.mark.parametrize(
+    "content, columns, message",
+    [
+        (b"", PROMPT_COLUMNS, r"rows.jsonl: found no rows; it needs at least one with prompt\."),
+        (b"\n \n", SFT_COLUMNS, r"found no rows; it needs at least one with prompt \+ response, or text\."),
+        (
+            GOOD + b"\n{'prompt': 'a'}",
+            PROMPT_COLUMNS,
+            r"rows.jsonl, line 3: found .*'prompt'.*no JSON .*column 2.*one JSON object a line",
+        ),
+        (
+            GOOD + b'{"prompt": "' + b"x" * 999,
+            PROMPT_COLUMNS,
+            r"line 2: found '\{\"prompt\": \"x{48}\.\.\.', which is no JSON",
+        ),
+        (GOOD + b'["a"]', PROMPT_COLUMNS, r"line 2: found a list \('\[\"a\"\]'\); a row is an object with prompt"),
+        (GOOD + b'"a"', PROMPT_COLUMNS, r"line 2: found a string"),
+        (b"{}", PROMPT_COLUMNS, r"line 1: found the columns: none; needed: prompt\."),
+        (
+            b'{"prompt": "a", "answer": "b", "response": null}',
+            SFT_COLUMNS,
+            r"line 1: found the columns: prompt, answer, response \(null\); needed: prompt \+ response, or text\. Rename",
+        ),
+        (b'{"text": 5}', SFT_COLUMNS, r"line 1, column text: found a number \('5'\); needed a string"),
+        (b'{"text": ["a"]}', SFT_COLUMNS, r"line 1, column text: found a list"),
+        (b'{"text": " \\n"}', SFT_COLUMNS, r"line 1, column text: found ' \\n'; needed a text that is not blank"),
+        (b'{"prompt": "a", "chosen": "b", "rejected": ""}', PAIR_COLUMNS, r"line 1, column rejected: found ''"),
+        (b'{"prompt": "a", "chosen": " ", "rejected": "b"}', PAIR_COLUMNS, r"line 1, column chosen: found ' '"),
+        (GOOD + b'{"prompt": "\xff"}', PROMPT_COLUMNS, r"line 2: found the byte 0xff, which is not UTF-8"),
+        (b"\xef\xbb\xbf" + GOOD + b'{"prompt": "\xfe"}', PROMPT_COLUMNS, r"line 2: found the byte 0xfe"),
+        (GOOD + b"\0" * 8, PROMPT_COLUMNS, r"line 2: found a NUL character"),
+        (b'{"prompt": "a\\u0000b"}', PROMPT_COLUMNS, r"line 1, column prompt: found a NUL character in 'a\\x00b'"),
+        (b'{"prompt": "a\\ud800b"}', PROMPT_COLUMNS, r"line 1, column prompt: found half a surrogate pair"),
+    ],
+)
 def test_mistakes_in_lines(write, content, columns, message):
     with pytest.raises(UserError, match=message):
         read_rows(write(content), columns)
 
 
-@pytest.mark.parametrize("content, message", [
-    (b" ", r"rows.json: found no rows"),
-    (b"[]", r"rows.json: found no rows"),
-    (b'"prompt"', r"rows.json, line 1: found a string .*Put the rows into \[ \]"),
-    (b'[{"prompt": "a"}]\n[]', r"rows.json, line 2: found '\[\]', which is no JSON here .*or one object a line"),
-    (GOOD + b'{\n"prompt": "a"}', r"rows.json, line 2: found '\{', which is no JSON .*one JSON object a line"),
-    (b'[{"prompt": "a"},\n\n oops]', r"rows.json, line 3: found ' oops\]'"),
-    (b'[{"prompt": "a"}, 7]', r"rows.json, row 2: found a number \('7'\); a row is an object with prompt"),
-    (b'[{"prompt": "a"}, {"promt": "b"}]', r"rows.json, row 2: found the columns: promt; needed: prompt"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b" ", r"rows.json: found no rows"),
+        (b"[]", r"rows.json: found no rows"),
+        (b'"prompt"', r"rows.json, line 1: found a string .*Put the rows into \[ \]"),
+        (b'[{"prompt": "a"}]\n[]', r"rows.json, line 2: found '\[\]', which is no JSON here .*or one object a line"),
+        (GOOD + b'{\n"prompt": "a"}', r"rows.json, line 2: found '\{', which is no JSON .*one JSON object a line"),
+        (b'[{"prompt": "a"},\n\n oops]', r"rows.json, line 3: found ' oops\]'"),
+        (b'[{"prompt": "a"}, 7]', r"rows.json, row 2: found a number \('7'\); a row is an object with prompt"),
+        (b'[{"prompt": "a"}, {"promt": "b"}]', r"rows.json, row 2: found the columns: promt; needed: prompt"),
+    ],
+)
 def test_mistakes_in_a_list(write, content, message):
     with pytest.raises(UserError, match=message):
         read_rows(write(content, "rows.json"), PROMPT_COLUMNS)
@@ -95,8 +116,10 @@ def test_mistakes_in_the_path(write, tmp_path):
         read_rows(write(GOOD, "rows.txt"), PROMPT_COLUMNS)
 
 
-@pytest.mark.parametrize("held_out, count", [(0.2, 4), (0.999, None), (3, 3), (19, 19), (3.0, 3), (20, None), (0, None),
-                                             (0.01, None), (1.5, None), (-1, None)])
+@pytest.mark.parametrize(
+    "held_out, count",
+    [(0.2, 4), (0.999, None), (3, 3), (19, 19), (3.0, 3), (20, None), (0, None), (0.01, None), (1.5, None), (-1, None)],
+)
 def test_split_sizes(held_out, count):
     if count is None:
         with pytest.raises(UserError, match=rf"cannot hold out {held_out} of 20 rows: both parts need"):

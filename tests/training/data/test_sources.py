@@ -1,4 +1,5 @@
 """Data sets by path: files, folders of every kind, DeepSpeed-Chat's names; and names that are none."""
+
 import gzip
 import json
 
@@ -27,21 +28,34 @@ def folder(tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.encode() if isinstance(content, str) else content)
         return str(tmp_path / "set")
+
     return write
 
 
-@pytest.mark.parametrize("files, training, held_out", [
-    ({"a_jsonl": lines("a"), "b_jsonl": lines("b")}, ["a", "b"], []),
-    ({"train_jsonl": lines("a"), "test_jsonl": lines("b")}, ["a"], ["b"]),
-    ({"train__1_csv": "text\na\n", "validation__1_csv": "text\nb\n"}, ["a"], ["b"]),
-    ({"data__train_json": json.dumps([{"text": "a"}]), "data__eval_json": lines("b")}, ["a"], ["b"]),
-    ({"train_jsonl": lines("a"), "validation_jsonl": lines("b"), "test_jsonl": lines("c")}, ["a"], ["c"]),
-    ({"train_jsonl_gz": gzip.compress(lines("a").encode()), "test_jsonl_gz": gzip.compress(lines("b").encode())},
-     ["a"], ["b"]),
-    ({"x_jsonl": lines("a"), "y_jsonl": lines("b"),
-      "README_md": "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: y.jsonl}\n---\n"},
-     ["b"], []),
-])
+@pytest.mark.parametrize(
+    "files, training, held_out",
+    [
+        ({"a_jsonl": lines("a"), "b_jsonl": lines("b")}, ["a", "b"], []),
+        ({"train_jsonl": lines("a"), "test_jsonl": lines("b")}, ["a"], ["b"]),
+        ({"train__1_csv": "text\na\n", "validation__1_csv": "text\nb\n"}, ["a"], ["b"]),
+        ({"data__train_json": json.dumps([{"text": "a"}]), "data__eval_json": lines("b")}, ["a"], ["b"]),
+        ({"train_jsonl": lines("a"), "validation_jsonl": lines("b"), "test_jsonl": lines("c")}, ["a"], ["c"]),
+        (
+            {"train_jsonl_gz": gzip.compress(lines("a").encode()), "test_jsonl_gz": gzip.compress(lines("b").encode())},
+            ["a"],
+            ["b"],
+        ),
+        (
+            {
+                "x_jsonl": lines("a"),
+                "y_jsonl": lines("b"),
+                "README_md": "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: y.jsonl}\n---\n",
+            },
+            ["b"],
+            [],
+        ),
+    ],
+)
 def test_folders(folder, monkeypatch, tmp_path, files, training, held_out):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "copies")
     source = open_source(folder(**files))
@@ -87,17 +101,36 @@ def test_the_local_files_of_deepspeed_chat(tmp_path, monkeypatch):
     assert source.held_out[0][0] == ("data/eval.json, row 1", {"prompt": " d", "chosen": " e", "rejected": " f"})
 
 
-@pytest.mark.parametrize("name, row, expected", [
-    ("Dahoas/synthetic-instruct-gptj-pairwise", {"prompt": "a", "chosen": "b", "rejected": "c"},
-     {"prompt": " Human: a Assistant:", "chosen": " b", "rejected": " c"}),
-    ("copies/stanfordnlp/SHP/", {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 1},
-     {"prompt": " Human: a Assistant:", "chosen": " b", "rejected": " c"}),
-    ("stanfordnlp/SHP", {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 0},
-     {"prompt": " Human: a Assistant:", "chosen": " c", "rejected": " b"}),
-    ("wangrui6/Zhihu-KOL", {"INSTRUCTION": "a", "RESPONSE": "b"}, {"prompt": " Human: a Assistant:", "response": " b"}),
-    ("yitingxie/rlhf-reward-datasets", {"prompt": "a\n", "chosen": "Assistant: b", "rejected": "Assistant: c"},
-     {"prompt": "a\nAssistant:", "chosen": " b", "rejected": " c"}),
-])
+@pytest.mark.parametrize(
+    "name, row, expected",
+    [
+        (
+            "Dahoas/synthetic-instruct-gptj-pairwise",
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"prompt": " Human: a Assistant:", "chosen": " b", "rejected": " c"},
+        ),
+        (
+            "copies/stanfordnlp/SHP/",
+            {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 1},
+            {"prompt": " Human: a Assistant:", "chosen": " b", "rejected": " c"},
+        ),
+        (
+            "stanfordnlp/SHP",
+            {"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 0},
+            {"prompt": " Human: a Assistant:", "chosen": " c", "rejected": " b"},
+        ),
+        (
+            "wangrui6/Zhihu-KOL",
+            {"INSTRUCTION": "a", "RESPONSE": "b"},
+            {"prompt": " Human: a Assistant:", "response": " b"},
+        ),
+        (
+            "yitingxie/rlhf-reward-datasets",
+            {"prompt": "a\n", "chosen": "Assistant: b", "rejected": "Assistant: c"},
+            {"prompt": "a\nAssistant:", "chosen": " b", "rejected": " c"},
+        ),
+    ],
+)
 def test_sets_that_deepspeed_chat_knows(name, row, expected):
     assert changes_of(name)(row).items() >= expected.items()
 
@@ -106,16 +139,19 @@ def test_other_sets_are_taken_as_they_are():
     assert changes_of("Dahoas/rm-static") is changes_of("my-stanfordnlp/SHP") is None
 
 
-@pytest.mark.parametrize("name, message", [
-    ("./absent", r"absent: cannot be read \(No such file or directory\); check the path"),
-    ("/absent/rows.jsonl", r"/absent/rows.jsonl: cannot be read \(No such file"),
-    ("~/absent-folder-of-data", "absent-folder-of-data: cannot be read"),
-    ("a/b/c", "a/b/c: cannot be read"),
-    ("absent.csv", r"absent.csv: cannot be read \(No such file or directory\); check the path"),
-    ("reviews/absent.parquet", "reviews/absent.parquet: cannot be read"),
-    ("not a name", "not a name: cannot be read"),
-    ("", "--data_path: found an empty name"),
-])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("./absent", r"absent: cannot be read \(No such file or directory\); check the path"),
+        ("/absent/rows.jsonl", r"/absent/rows.jsonl: cannot be read \(No such file"),
+        ("~/absent-folder-of-data", "absent-folder-of-data: cannot be read"),
+        ("a/b/c", "a/b/c: cannot be read"),
+        ("absent.csv", r"absent.csv: cannot be read \(No such file or directory\); check the path"),
+        ("reviews/absent.parquet", "reviews/absent.parquet: cannot be read"),
+        ("not a name", "not a name: cannot be read"),
+        ("", "--data_path: found an empty name"),
+    ],
+)
 def test_paths_are_never_asked_for_on_the_hub(monkeypatch, tmp_path, name, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sources, "_hub_splits", lambda *names: pytest.fail("asked the Hub"))
@@ -147,8 +183,9 @@ class Hub:
 
 
 def test_names_of_the_hub(monkeypatch):
-    loaded = datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a", "b"]}),
-                                  test=datasets.Dataset.from_dict({"text": ["c"]}))
+    loaded = datasets.DatasetDict(
+        train=datasets.Dataset.from_dict({"text": ["a", "b"]}), test=datasets.Dataset.from_dict({"text": ["c"]})
+    )
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset", lambda name, config: loaded)
@@ -156,16 +193,21 @@ def test_names_of_the_hub(monkeypatch):
     assert source.training[0][1] == ("owner/name, split train, row 2", {"text": "b"})
     assert texts_of(source.held_out) == ["c"]
     assert source.training[0].fingerprint != source.held_out[0].fingerprint
-    with pytest.raises(UserError, match=r"^owner/other: found no such file or folder in .*, and no data set of "
-                                        r"that name .* \(no such thing\)\. Check the name"):
+    with pytest.raises(
+        UserError,
+        match=r"^owner/other: found no such file or folder in .*, and no data set of "
+        r"that name .* \(no such thing\)\. Check the name",
+    ):
         open_source("owner/other")
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
     asked = []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info",
-                        lambda self, name, timeout: asked.append(timeout) or Hub().dataset_info(name, timeout))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.dataset_info",
+        lambda self, name, timeout: asked.append(timeout) or Hub().dataset_info(name, timeout),
+    )
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: pytest.fail("asked again"))
     with pytest.raises(UserError, match="no data set of that name on the Hugging Face Hub can be reached"):
         open_source("nobody/nothing")

@@ -1,4 +1,5 @@
 """Texts to ids at the border of prompt and response, and the ids that end a response."""
+
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,8 +9,14 @@ from transformers import AutoTokenizer
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, chat_tokenizer, merging_tokenizer, word_tokenizer
 from training.data.rows import PAIR_COLUMNS, read_rows
-from training.data.tokens import (TextEncoder, encode_continuation, encode_prompt, opening_tokens, stop_token_ids,
-                             with_eos)
+from training.data.tokens import (
+    TextEncoder,
+    encode_continuation,
+    encode_prompt,
+    opening_tokens,
+    stop_token_ids,
+    with_eos,
+)
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
 CHATML = "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> \n{% endfor %}</s>"
@@ -23,8 +30,10 @@ def sentencepiece():
     return AutoTokenizer.from_pretrained(model)
 
 
-@pytest.mark.parametrize("before, after, opening", [("", "", []), ("<s>", "", [BOS]), ("", "</s>", []),
-                                                    ("<s>", "</s>", [BOS]), ("</s>", "", [EOS])])
+@pytest.mark.parametrize(
+    "before, after, opening",
+    [("", "", []), ("<s>", "", [BOS]), ("", "</s>", []), ("<s>", "</s>", [BOS]), ("</s>", "", [EOS])],
+)
 def test_a_prompt_opens_as_the_tokenizer_has_it_and_never_closes(before, after, opening):
     tokenizer = word_tokenizer(before, after)
     assert opening_tokens(tokenizer) == opening
@@ -44,12 +53,15 @@ def test_eos_is_added_once():
         with_eos(word_tokenizer(eos_token=None), [10])
 
 
-@pytest.mark.parametrize("prompt, text, ids", [
-    ("c", "ab", [14]),         # "cab" is c, ab: cut behind the prompt
-    ("a", "bc", [12, 13]),     # "abc" is ab, c: behind a newline, "\nbc" would merge too, so alone
-    ("ca", "b", [12]),
-    ("", "ab", [14]),
-])
+@pytest.mark.parametrize(
+    "prompt, text, ids",
+    [
+        ("c", "ab", [14]),  # "cab" is c, ab: cut behind the prompt
+        ("a", "bc", [12, 13]),  # "abc" is ab, c: behind a newline, "\nbc" would merge too, so alone
+        ("ca", "b", [12]),
+        ("", "ab", [14]),
+    ],
+)
 def test_a_continuation_keeps_the_ids_of_its_prompt(prompt, text, ids):
     assert encode_continuation(merging_tokenizer(), prompt, text) == ids
 
@@ -87,24 +99,30 @@ def config(eos_token_id):
     return SimpleNamespace(eos_token_id=eos_token_id)
 
 
-@pytest.mark.parametrize("generation_config, model_config, stops", [
-    (config(30), config(31), [EOS, 30]),
-    (config([30, 0]), config(31), [0, EOS, 30]),
-    (config(0), config(31), [0, EOS]),              # id 0 is an id
-    (config(None), config([31, EOS]), [EOS, 31]),
-    (config(None), SimpleNamespace(), [EOS]),
-    (None, None, [EOS]),
-])
+@pytest.mark.parametrize(
+    "generation_config, model_config, stops",
+    [
+        (config(30), config(31), [EOS, 30]),
+        (config([30, 0]), config(31), [0, EOS, 30]),
+        (config(0), config(31), [0, EOS]),  # id 0 is an id
+        (config(None), config([31, EOS]), [EOS, 31]),
+        (config(None), SimpleNamespace(), [EOS]),
+        (None, None, [EOS]),
+    ],
+)
 def test_stops_of_the_configs_and_the_tokenizer(generation_config, model_config, stops):
     assert stop_token_ids(word_tokenizer(), generation_config, model_config) == stops
 
 
-@pytest.mark.parametrize("template, ends", [
-    (CHATML, True),
-    ("{% for m in messages %}<|im_start|> {{ m.content }} {% endfor %}", False),        # nothing ends a turn
-    ("{% for m in messages %}{{ m.role }} : {{ m.content }} </s>{% endfor %}", False),
-    ("<|im_start|> {{ messages[0].content }} <|im_end|>", False),                       # shows no assistant
-])
+@pytest.mark.parametrize(
+    "template, ends",
+    [
+        (CHATML, True),
+        ("{% for m in messages %}<|im_start|> {{ m.content }} {% endfor %}", False),  # nothing ends a turn
+        ("{% for m in messages %}{{ m.role }} : {{ m.content }} </s>{% endfor %}", False),
+        ("<|im_start|> {{ messages[0].content }} <|im_end|>", False),  # shows no assistant
+    ],
+)
 def test_the_stop_of_the_chat_template(template, ends):
     tokenizer = chat_tokenizer(template)
     end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")

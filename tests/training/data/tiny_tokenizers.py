@@ -1,4 +1,5 @@
 """Tokenizers small enough to know every id by heart."""
+
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -19,8 +20,18 @@ def word_tokenizer(before: str = "", after: str = "", **special) -> PreTrainedTo
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
     """A character a token, but "ab" is one: newline 10, a 11, b 12, c 13, ab 14, newline + b 15."""
-    vocabulary = {"<pad>": PAD, "<s>": BOS, "</s>": EOS, "<unk>": UNK, "\n": 10, "a": 11, "b": 12, "c": 13, "ab": 14,
-                  "\nb": 15}
+    vocabulary = {
+        "<pad>": PAD,
+        "<s>": BOS,
+        "</s>": EOS,
+        "<unk>": UNK,
+        "\n": 10,
+        "a": 11,
+        "b": 12,
+        "c": 13,
+        "ab": 14,
+        "\nb": 15,
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b"), ("\n", "b")], unk_token="<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
 

@@ -1,4 +1,5 @@
 """The page of flags: written from the code, and complete."""
+
 import dataclasses
 import re
 from pathlib import Path
@@ -33,12 +34,16 @@ def test_tables_are_whole():
 
 def test_some_rows_as_they_should_read():
     step3 = flag_docs.section(*flag_docs.STEPS[2])
-    for row in ("| `--output_dir` | text | required | folder for models, metrics and restart points |",
-                "| `--seed` | whole number | `1234` | of data order, fresh weights and sampling |",
-                "| `--data_path` | text, one or more | required |",
-                "| `--enable_tensorboard` | true or false | `true` |",
-                "| `--kl_coef` | number | the dialect's (`0.1`) | coefficient of the KL penalty |",
-                "| `--dtype` | `fp32`, `fp16`, `bf16` |  |", "| `--max_steps` | whole number |  |",
-                "| `--inference_tp_size` | 1 |", "| `--align_overflow` | yes |",
-                "| `--only_optimize_lora` | no |"):
+    for row in (
+        "| `--output_dir` | text | required | folder for models, metrics and restart points |",
+        "| `--seed` | whole number | `1234` | of data order, fresh weights and sampling |",
+        "| `--data_path` | text, one or more | required |",
+        "| `--enable_tensorboard` | true or false | `true` |",
+        "| `--kl_coef` | number | the dialect's (`0.1`) | coefficient of the KL penalty |",
+        "| `--dtype` | `fp32`, `fp16`, `bf16` |  |",
+        "| `--max_steps` | whole number |  |",
+        "| `--inference_tp_size` | 1 |",
+        "| `--align_overflow` | yes |",
+        "| `--only_optimize_lora` | no |",
+    ):
         assert f"\n{row}" in step3, row

@@ -1,4 +1,5 @@
 """Health in words: each finding on curves made for it, and none on a run that goes well."""
+
 import dataclasses
 import math
 import re
@@ -17,16 +18,31 @@ def run(steps: int = STEPS, **curves) -> list[dict]:
     """The records of a good run of `steps` steps; `curves`: metric -> function of the share of the way through, or None
     to leave it out; names with _ for /."""
     good = {
-        "objective_kl": lambda t: 8 * t ** 0.5, "objective_kl_per_token": lambda t: 0.2 * t ** 0.5,
-        "objective_scores": lambda t: 2 * t ** 0.5, "objective_entropy": lambda t: 2 - 0.6 * t,
-        "policy_loss": lambda t: -0.02, "policy_clipfrac": lambda t: 0.05 * (1 - t),
-        "policy_approxkl": lambda t: 0.01 * (1 - t), "policy_grad_norm": lambda t: 0.8 + 0.1 * t,
-        "value_loss": lambda t: 0.3 - 0.2 * t, "value_grad_norm": lambda t: 2 - t,
+        "objective_kl": lambda t: 8 * t**0.5,
+        "objective_kl_per_token": lambda t: 0.2 * t**0.5,
+        "objective_scores": lambda t: 2 * t**0.5,
+        "objective_entropy": lambda t: 2 - 0.6 * t,
+        "policy_loss": lambda t: -0.02,
+        "policy_clipfrac": lambda t: 0.05 * (1 - t),
+        "policy_approxkl": lambda t: 0.01 * (1 - t),
+        "policy_grad_norm": lambda t: 0.8 + 0.1 * t,
+        "value_loss": lambda t: 0.3 - 0.2 * t,
+        "value_grad_norm": lambda t: 2 - t,
         "value_explained_variance": lambda t: min(-0.5 + 3 * t, 0.7),
-        "rollout_response_length": lambda t: 40 - 8 * t, "rollout_eos_rate": lambda t: 0.5 + 0.4 * t,
-        "rollout_degenerate": lambda t: 0.0}
-    rows = [{"step": 0, "samples": 0, "eval/score": 0.0, "eval/kl": 0.0, "eval/response_length": 40.0,
-             "eval/distinct_bigrams": 2000.0}]
+        "rollout_response_length": lambda t: 40 - 8 * t,
+        "rollout_eos_rate": lambda t: 0.5 + 0.4 * t,
+        "rollout_degenerate": lambda t: 0.0,
+    }
+    rows = [
+        {
+            "step": 0,
+            "samples": 0,
+            "eval/score": 0.0,
+            "eval/kl": 0.0,
+            "eval/response_length": 40.0,
+            "eval/distinct_bigrams": 2000.0,
+        }
+    ]
     for step in range(1, steps + 1):
         share = (step - 1) / max(steps - 1, 1)
         noise = 0.05 * math.sin(2.5 * step)  # the score's, from step to step
@@ -41,7 +57,7 @@ def run(steps: int = STEPS, **curves) -> list[dict]:
 
 def the_finding(records: list[dict]):
     """The only finding."""
-    finding, = health(records)
+    (finding,) = health(records)
     return finding
 
 
@@ -71,38 +87,71 @@ def test_runs_of_other_programs_are_not_judged():
 
 # The words by which a finding is known, its severity, and the curves that it must see.
 CASES = {
-    "KL far, by response": ("ended at 40 nats a response, 0.2 a token", ALARM,
-                            {"objective_kl": lambda t: 40.0, "objective_kl_per_token": lambda t: 0.2}),
-    "KL far, by token": ("ended at 6 nats a response, 0.6 a token", ALARM,
-                         {"objective_kl": lambda t: 6.0, "objective_kl_per_token": lambda t: 0.6}),
+    "KL far, by response": (
+        "ended at 40 nats a response, 0.2 a token",
+        ALARM,
+        {"objective_kl": lambda t: 40.0, "objective_kl_per_token": lambda t: 0.2},
+    ),
+    "KL far, by token": (
+        "ended at 6 nats a response, 0.6 a token",
+        ALARM,
+        {"objective_kl": lambda t: 6.0, "objective_kl_per_token": lambda t: 0.6},
+    ),
     "KL negative": ("a KL is not negative", ALARM, {"objective_kl": lambda t: -2 * t}),
-    "KL growing": ("still growing fast", LOOK, {"objective_kl": lambda t: 24 * t ** 4}),
-    "entropy collapse": ("entropy fell from 2 to 0.5 nats a token (25% of its start)", LOOK,
-                         {"objective_entropy": lambda t: 2.0 if t < 0.5 else 0.5}),
-    "entropy explosion": ("entropy rose from 2 to 4 nats a token (2 times its start)", LOOK,
-                          {"objective_entropy": lambda t: 2.0 if t < 0.5 else 4.0}),
-    "value unexplained": ("explained variance of the value was -0.25 over the last quarter", LOOK,
-                          {"value_explained_variance": lambda t: -0.25}),
+    "KL growing": ("still growing fast", LOOK, {"objective_kl": lambda t: 24 * t**4}),
+    "entropy collapse": (
+        "entropy fell from 2 to 0.5 nats a token (25% of its start)",
+        LOOK,
+        {"objective_entropy": lambda t: 2.0 if t < 0.5 else 0.5},
+    ),
+    "entropy explosion": (
+        "entropy rose from 2 to 4 nats a token (2 times its start)",
+        LOOK,
+        {"objective_entropy": lambda t: 2.0 if t < 0.5 else 4.0},
+    ),
+    "value unexplained": (
+        "explained variance of the value was -0.25 over the last quarter",
+        LOOK,
+        {"value_explained_variance": lambda t: -0.25},
+    ),
     "clipped": ("clip fraction was 0.4 around steps ", LOOK, {"policy_clipfrac": lambda t: 0.4}),
-    "clipped for a while": ("clip fraction was 0.5 around steps 9-12", LOOK,
-                            {"policy_clipfrac": lambda t: 0.5 if 8 <= round(39 * t) < 12 else 0.0}),
+    "clipped for a while": (
+        "clip fraction was 0.5 around steps 9-12",
+        LOOK,
+        {"policy_clipfrac": lambda t: 0.5 if 8 <= round(39 * t) < 12 else 0.0},
+    ),
     "approxkl": ("approximate KL of the updates was 0.1 around steps ", LOOK, {"policy_approxkl": lambda t: 0.1}),
-    "few end": ("5% of responses ended by themselves at the end, the others hit the limit. At the start 50% did", LOOK,
-                {"rollout_eos_rate": lambda t: 0.5 if t < 0.5 else 0.05}),
+    "few end": (
+        "5% of responses ended by themselves at the end, the others hit the limit. At the start 50% did",
+        LOOK,
+        {"rollout_eos_rate": lambda t: 0.5 if t < 0.5 else 0.05},
+    ),
     "none ever ended": ("They did not from the start", LOOK, {"rollout_eos_rate": lambda t: 0.0}),
     "score unmoved": ("the score did not rise: ", LOOK, {"objective_scores": lambda t: 0.02 * t}),
     "score fell": ("the score fell from ", ALARM, {"objective_scores": lambda t: -t}),
     "score fell back": ("and fell back to ", ALARM, {"objective_scores": lambda t: 4 * t * (1 - t) + 0.2 * t}),
     "degenerate": ("120 responses (4.7%) were degenerate", LOOK, {"rollout_degenerate": lambda t: 3.0}),
-    "spikes": ("policy/grad_norm was up to 20 times its median of 0.5, at steps 1, 40", LOOK,
-               {"policy_grad_norm": lambda t: 10.0 if t in (0, 1) else 0.5}),
-    "critic's spike": ("value/grad_norm was up to 20 times its median of 0.5, at step 40", LOOK,
-                       {"value_grad_norm": lambda t: 10.0 if t == 1 else 0.5}),
-    "skipped": ("20 of 40 steps made no update, since gradients overflowed, at steps 1, 2, 3 and 17 more", LOOK,
-                {"policy_grad_norm": lambda t: None if t < 0.5 else 0.8}),
+    "spikes": (
+        "policy/grad_norm was up to 20 times its median of 0.5, at steps 1, 40",
+        LOOK,
+        {"policy_grad_norm": lambda t: 10.0 if t in (0, 1) else 0.5},
+    ),
+    "critic's spike": (
+        "value/grad_norm was up to 20 times its median of 0.5, at step 40",
+        LOOK,
+        {"value_grad_norm": lambda t: 10.0 if t == 1 else 0.5},
+    ),
+    "skipped": (
+        "20 of 40 steps made no update, since gradients overflowed, at steps 1, 2, 3 and 17 more",
+        LOOK,
+        {"policy_grad_norm": lambda t: None if t < 0.5 else 0.8},
+    ),
     "skipped to the end": ("steps made no update", ALARM, {"policy_grad_norm": lambda t: None if t > 0.8 else 0.8}),
-    "not finite": ("not finite: policy/ratio_max, at steps 1, 2, 3 and 37 more", ALARM,
-                   {"policy_ratio_max": lambda t: math.nan}),
+    "not finite": (
+        "not finite: policy/ratio_max, at steps 1, 2, 3 and 37 more",
+        ALARM,
+        {"policy_ratio_max": lambda t: math.nan},
+    ),
 }
 
 
@@ -113,26 +162,30 @@ def test_what_stands_out_is_told(words, severity, curves):
 
 
 # As far as a curve may go without being told: just inside each threshold.
-@pytest.mark.parametrize("curves", [
-    {"objective_kl": lambda t: 29.0 * t ** 0.5, "objective_kl_per_token": lambda t: 0.49 * t ** 0.5},
-    {"objective_kl": lambda t: -0.3, "objective_kl_per_token": lambda t: -0.01},
-    {"objective_kl": lambda t: 4.9 * t ** 4},
-    {"objective_entropy": lambda t: 2.0 if t < 0.5 else 0.9},
-    {"value_explained_variance": lambda t: -1.0 if t < 0.7 else 0.05},
-    {"policy_clipfrac": lambda t: 0.9 if t == 0 else 0.1},
-    {"policy_approxkl": lambda t: 0.04},
-    {"rollout_eos_rate": lambda t: 0.15},
-    {"rollout_degenerate": lambda t: 0.5},
-    {"policy_grad_norm": lambda t: 7.0 if t == 1 else 0.8},
-    {"policy_grad_norm": lambda t: None if t == 0 else 0.8},
-    {"objective_scores": lambda t: 2 * min(t, 0.6) - 0.3 * max(t - 0.6, 0)},
-])
+@pytest.mark.parametrize(
+    "curves",
+    [
+        {"objective_kl": lambda t: 29.0 * t**0.5, "objective_kl_per_token": lambda t: 0.49 * t**0.5},
+        {"objective_kl": lambda t: -0.3, "objective_kl_per_token": lambda t: -0.01},
+        {"objective_kl": lambda t: 4.9 * t**4},
+        {"objective_entropy": lambda t: 2.0 if t < 0.5 else 0.9},
+        {"value_explained_variance": lambda t: -1.0 if t < 0.7 else 0.05},
+        {"policy_clipfrac": lambda t: 0.9 if t == 0 else 0.1},
+        {"policy_approxkl": lambda t: 0.04},
+        {"rollout_eos_rate": lambda t: 0.15},
+        {"rollout_degenerate": lambda t: 0.5},
+        {"policy_grad_norm": lambda t: 7.0 if t == 1 else 0.8},
+        {"policy_grad_norm": lambda t: None if t == 0 else 0.8},
+        {"objective_scores": lambda t: 2 * min(t, 0.6) - 0.3 * max(t - 0.6, 0)},
+    ],
+)
 def test_what_is_ordinary_is_not_told(curves):
     assert the_finding(run(**curves)).severity == FINE
 
 
-@pytest.mark.parametrize("last, told", [(61.0, "grew from 40 to 61"), (26.0, "shrank from 40 to 26"), (59.0, None),
-                                        (27.0, None)])
+@pytest.mark.parametrize(
+    "last, told", [(61.0, "grew from 40 to 61"), (26.0, "shrank from 40 to 26"), (59.0, None), (27.0, None)]
+)
 def test_length_is_judged_by_the_held_out_answers(last, told):
     rows = run(rollout_response_length=lambda t: 40 + 80 * t)  # training prompts may differ from step to step
     rows[-1] |= {"eval/response_length": last, "eval/distinct_bigrams": 50 * last}
@@ -141,8 +194,10 @@ def test_length_is_judged_by_the_held_out_answers(last, told):
 
 
 def test_length_without_evaluations():
-    rows = [{name: value for name, value in row.items() if not name.startswith("eval/")}
-            for row in run(rollout_response_length=lambda t: 40.0 if t < 0.5 else 80.0)[1:]]
+    rows = [
+        {name: value for name, value in row.items() if not name.startswith("eval/")}
+        for row in run(rollout_response_length=lambda t: 40.0 if t < 0.5 else 80.0)[1:]
+    ]
     assert "responses grew from 40 to 80 tokens" in the_finding(rows).text
 
 

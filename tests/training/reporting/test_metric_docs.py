@@ -1,4 +1,5 @@
 """docs/metrics.md lists the metrics that the code writes: all of them, and no others."""
+
 import ast
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ FAMILIES = {
     "eval/ema_{}": {f"eval/ema_{name}" for name in EVALUATED},
 }
 # They name metrics and write none.
-READERS = {"reporting/views.py", "reporting/summary.py", "reporting/health.py", "compare_runs.py"}
+READERS = {"reporting/views.py", "reporting/summary.py", "reporting/health.py", "reporting/compare_runs.py"}
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 
 
@@ -58,8 +59,9 @@ def _text(node: ast.AST) -> str | None:
 
 def written() -> tuple[set[str], set[str]]:
     """What the programs and the engine write."""
-    programs = [path for path in (ROOT / "training").glob("**/*.py")
-                if str(path.relative_to(ROOT / "training")) not in READERS]
+    programs = [
+        path for path in (ROOT / "training").glob("**/*.py") if str(path.relative_to(ROOT / "training")) not in READERS
+    ]
     return named([*programs, *(ROOT / "engine").glob("**/*.py")])
 
 

@@ -1,4 +1,5 @@
 """Progress: one bar in a terminal, few lines in a log file, numbers that can be read."""
+
 import io
 import re
 
@@ -29,9 +30,13 @@ def test_a_log_file_gets_plain_lines_at_intervals():
     shown = ", score 1.25, lr 3.00e-04\n"
     assert stream.getvalue() == (
         "step 10/20 (50%)\n"
-        "step 14/20 (70%), 4.00 s/step, 0:00:24 left" + shown +
-        "step 18/20 (90%), 4.00 s/step, 0:00:08 left" + shown +
-        "step 20/20 (100%), 4.00 s/step, 0:00:00 left" + shown)
+        "step 14/20 (70%), 4.00 s/step, 0:00:24 left"
+        + shown
+        + "step 18/20 (90%), 4.00 s/step, 0:00:08 left"
+        + shown
+        + "step 20/20 (100%), 4.00 s/step, 0:00:00 left"
+        + shown
+    )
 
 
 def _moments(seconds: int) -> list[int]:
@@ -72,9 +77,25 @@ def test_a_terminal_gets_one_bar():
     assert text.count("\n") == 2  # the table's, and the last of the bar
 
 
-@pytest.mark.parametrize("value, text", [
-    (0.0, "0"), (3e-4, "3.00e-04"), (9.65e-6, "9.65e-06"), (-2.5e-7, "-2.50e-07"), (0.001, "0.00100"),
-    (0.05, "0.0500"), (1.25, "1.25"), (-9.5, "-9.50"), (24.0, "24.0"), (99.99, "100"), (312.4, "312"),
-    (40960.0, "40960"), (1.5e7, "1.50e+07"), (float("nan"), "nan"), (float("inf"), "inf")])
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0.0, "0"),
+        (3e-4, "3.00e-04"),
+        (9.65e-6, "9.65e-06"),
+        (-2.5e-7, "-2.50e-07"),
+        (0.001, "0.00100"),
+        (0.05, "0.0500"),
+        (1.25, "1.25"),
+        (-9.5, "-9.50"),
+        (24.0, "24.0"),
+        (99.99, "100"),
+        (312.4, "312"),
+        (40960.0, "40960"),
+        (1.5e7, "1.50e+07"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+    ],
+)
 def test_numbers_have_three_digits(value, text):
     assert short(value) == text

@@ -1,4 +1,5 @@
 """The run record: complete, kept over a resume, never in the way."""
+
 import json
 import subprocess
 import sys
@@ -14,8 +15,15 @@ FLAGS = {"output_dir": "out", "kl_coef": 0.1, "data_path": Path("prompts.jsonl")
 
 
 def _write(folder, **changes):
-    write_run_record(folder, **{"flags": FLAGS, "dialect": {"kl_coef": 0.1, "betas": (0.9, 0.95)},
-                                "ds_configs": {"actor": {"zero_optimization": {"stage": 3}}}, **changes})
+    write_run_record(
+        folder,
+        **{
+            "flags": FLAGS,
+            "dialect": {"kl_coef": 0.1, "betas": (0.9, 0.95)},
+            "ds_configs": {"actor": {"zero_optimization": {"stage": 3}}},
+            **changes,
+        },
+    )
 
 
 def test_a_record_holds_what_is_needed_to_run_again(tmp_path, monkeypatch):
@@ -23,7 +31,7 @@ def test_a_record_holds_what_is_needed_to_run_again(tmp_path, monkeypatch):
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     _write(tmp_path / "new")
-    start, = json.loads((tmp_path / "new" / "run.json").read_text())["starts"]
+    (start,) = json.loads((tmp_path / "new" / "run.json").read_text())["starts"]
     assert start["flags"] == {"output_dir": "out", "kl_coef": 0.1, "data_path": "prompts.jsonl", "stop": ["\n"]}
     assert start["dialect"] == {"kl_coef": 0.1, "betas": [0.9, 0.95]}
     assert start["deepspeed"] == {"actor": {"zero_optimization": {"stage": 3}}}
@@ -75,20 +83,26 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("environment, launcher", [
-    ({"WORLD_SIZE": "1", "RANK": "0"}, "python"),
-    ({"WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, "deepspeed --num_nodes 2 --num_gpus 8"),
-    ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"},
-     "torchrun --nnodes 2 --nproc_per_node 4"),
-])
+@pytest.mark.parametrize(
+    "environment, launcher",
+    [
+        ({"WORLD_SIZE": "1", "RANK": "0"}, "python"),
+        ({"WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, "deepspeed --num_nodes 2 --num_gpus 8"),
+        (
+            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"},
+            "torchrun --nnodes 2 --nproc_per_node 4",
+        ),
+    ],
+)
 def test_the_command_names_the_launcher_and_its_sizes(environment, launcher):
     argv = ["training/step1_sft.py", "--local_rank=3", "--data_path", "my data.jsonl"]
     assert command_line(argv, environment) == f"{launcher} training/step1_sft.py --data_path 'my data.jsonl'"
 
 
 def _git(folder, *arguments):
-    subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=folder, check=True,
-                   capture_output=True)
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=folder, check=True, capture_output=True
+    )
 
 
 def test_git_state_of_a_checkout(tmp_path, monkeypatch):

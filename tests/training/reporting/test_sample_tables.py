@@ -1,4 +1,5 @@
 """Tables of samples: aligned and harmless in a terminal, intact as TensorBoard renders them."""
+
 from html import unescape
 
 from training.reporting.sample_tables import _wrap, samples_markdown, samples_table, visible
@@ -8,12 +9,14 @@ ROW = {"prompt": "The film", "response": " was\ngood", "score": 1.25, "kl": 0.5}
 
 def test_table_exactly():
     # 48 columns: 2 gaps and 9 for each number leave 24 for the texts, 9 and 15
-    assert samples_table([ROW, {"prompt": "", "response": ""}], 48) == "\n".join([
-        "prompt     response             score         kl",
-        "---------  ---------------  ---------  ---------",
-        "The film    was\\ngood           1.250      0.500",
-        "",
-    ])
+    assert samples_table([ROW, {"prompt": "", "response": ""}], 48) == "\n".join(
+        [
+            "prompt     response             score         kl",
+            "---------  ---------------  ---------  ---------",
+            "The film    was\\ngood           1.250      0.500",
+            "",
+        ]
+    )
 
 
 def test_long_texts_wrap_at_spaces_and_are_cut_where_they_matter_least():

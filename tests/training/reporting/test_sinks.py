@@ -1,4 +1,5 @@
 """The sinks: valid JSON lines, exact truncation on resume, everything on the main rank, W&B before TensorBoard."""
+
 import importlib.machinery
 import json
 import re
@@ -162,9 +163,14 @@ def test_wandb_listens_before_tensorboard_writes_and_is_told_the_settings(tmp_pa
     writer.log(1, 64, METRICS)
     writer.close()
     assert wandb == [
-        ("init", {"project": "films", "name": "ppo (out)", "dir": str(tmp_path / "out" / "ppo"),
-                  "sync_tensorboard": True}),
-        ("TensorBoard",), ("config", {"lr": 1e-5, "resolved_dialect": {"lam": 0.95}}), ("finish",)]
+        (
+            "init",
+            {"project": "films", "name": "ppo (out)", "dir": str(tmp_path / "out" / "ppo"), "sync_tensorboard": True},
+        ),
+        ("TensorBoard",),
+        ("config", {"lr": 1e-5, "resolved_dialect": {"lam": 0.95}}),
+        ("finish",),
+    ]
 
 
 def test_wandb_is_left_alone_unless_asked_for_and_on_other_ranks(tmp_path, wandb, monkeypatch):

@@ -1,4 +1,5 @@
 """The report: what is read, what is drawn, and the summary to the letter."""
+
 import json
 import math
 from pathlib import Path
@@ -18,16 +19,43 @@ def _write(path: Path, *records: dict) -> Path:
 
 
 ROWS = (
-    {"step": 0, "samples": 0, "eval/score": -0.5, "eval/kl": 0.0, "eval/response_length": 20.0,
-     "eval/distinct_bigrams": 0.75},
-    {"step": 1, "samples": 64, "objective/scores": 0.25, "objective/kl": 0.5, "policy/loss": -0.125,
-     "policy/grad_norm": 1.0,
-     "time/generate": 3.0, "time/train": 5.0, "time/step": 10.0},
-    {"step": 2, "samples": 128, "objective/scores": None, "objective/kl": 1.0, "policy/loss": 0.25,
-     "policy/grad_norm": 1.0,
-     "time/generate": 3.0, "time/train": 5.0, "time/checkpoint": 2.0, "time/step": 10.0,
-     "eval/score": 1.25, "eval/kl": 2.0, "eval/response_length": 24.5, "eval/distinct_bigrams": 0.5,
-     "eval/ema_score": 1.0, "eval/ema_kl": 1.5},
+    {
+        "step": 0,
+        "samples": 0,
+        "eval/score": -0.5,
+        "eval/kl": 0.0,
+        "eval/response_length": 20.0,
+        "eval/distinct_bigrams": 0.75,
+    },
+    {
+        "step": 1,
+        "samples": 64,
+        "objective/scores": 0.25,
+        "objective/kl": 0.5,
+        "policy/loss": -0.125,
+        "policy/grad_norm": 1.0,
+        "time/generate": 3.0,
+        "time/train": 5.0,
+        "time/step": 10.0,
+    },
+    {
+        "step": 2,
+        "samples": 128,
+        "objective/scores": None,
+        "objective/kl": 1.0,
+        "policy/loss": 0.25,
+        "policy/grad_norm": 1.0,
+        "time/generate": 3.0,
+        "time/train": 5.0,
+        "time/checkpoint": 2.0,
+        "time/step": 10.0,
+        "eval/score": 1.25,
+        "eval/kl": 2.0,
+        "eval/response_length": 24.5,
+        "eval/distinct_bigrams": 0.5,
+        "eval/ema_score": 1.0,
+        "eval/ema_kl": 1.5,
+    },
 )
 
 
@@ -69,7 +97,9 @@ def test_summary_text_exactly(monkeypatch, tmp_path):
     elsewhere = "/somewhere/else/curves.png"
     rows = [{name: math.nan if value is None else value for name, value in row.items()} for row in ROWS]
     summary = RunSummary.from_metrics(rows, saved={"actor": tmp_path / "run" / "actor"}, curves=elsewhere)
-    assert summary_text(summary) == """\
+    assert (
+        summary_text(summary)
+        == """\
 held-out prompts              before       after      change    EMA, after
   score                       -0.500       1.250      +1.750         1.000
   KL to the reference          0.000       2.000      +2.000         1.500
@@ -89,6 +119,7 @@ health
 saved
   actor   run/actor
   curves  /somewhere/else/curves.png"""
+    )
 
 
 def test_summary_of_a_run_that_measured_nothing():
@@ -98,8 +129,14 @@ def test_summary_of_a_run_that_measured_nothing():
 
 def test_the_summary_stays_within_100_columns_and_keeps_flags_whole():
     text = "KL was 40 and --actor_learning_rate-with-hyphens " * 12
-    summary = RunSummary(before={}, after={}, steps=123456, responses=12345678, findings=[Finding("look", text)] * 2,
-                         phase_seconds={"make_experience": 1234567.5, "generate": 1.0})
+    summary = RunSummary(
+        before={},
+        after={},
+        steps=123456,
+        responses=12345678,
+        findings=[Finding("look", text)] * 2,
+        phase_seconds={"make_experience": 1234567.5, "generate": 1.0},
+    )
     lines = summary_text(summary).splitlines()
     assert max(map(len, lines)) <= 100 and lines[2] == "health" and lines[3].startswith("  look   KL was 40")
     assert sum(line.count("--actor_learning_rate-with-hyphens") for line in lines) == 24
@@ -110,8 +147,8 @@ def test_smooth_averages_what_exists():
     values[20] = 45.0  # windows are 2 to either side: 5 values, fewer at the ends
     smoothed = smooth(values)
     assert len(smoothed) == 40
-    assert smoothed[0] == 1.0             # 0 1 2
-    assert smoothed[1] == 1.5             # 0 1 2 3
+    assert smoothed[0] == 1.0  # 0 1 2
+    assert smoothed[1] == 1.5  # 0 1 2 3
     assert smoothed[10] == 10.0
     assert smoothed[18] == 18.0 + 25 / 5
     assert smoothed[39] == 38.0

@@ -1,4 +1,5 @@
 """TensorBoard events: nothing twice after a resume, curves grouped, settings in the table of runs."""
+
 import re
 
 import pytest
@@ -55,12 +56,14 @@ def test_curves_are_grouped_by_exact_names(tmp_path):
     from tensorboard.plugins.custom_scalar import layout_pb2
 
     _sink(tmp_path).close()
-    event, = events_in(tmp_path).Tensors("custom_scalars__config__")
+    (event,) = events_in(tmp_path).Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    sections = {section.title: {chart.title: list(chart.multiline.tag) for chart in section.chart}
-                for section in layout.category}
+    sections = {
+        section.title: {chart.title: list(chart.multiline.tag) for chart in section.chart}
+        for section in layout.category
+    }
     assert list(sections) == list(views.PPO.charts)
-    kl, = (tags for title, tags in sections["score and KL"].items() if title.startswith("KL to the reference"))
+    (kl,) = (tags for title, tags in sections["score and KL"].items() if title.startswith("KL to the reference"))
     names = ("objective/kl", "objective/kl_coef", "objective/kl_per_token", "eval/kl", "eval/ema_kl")
     # the plugin asks re.match for each tag, as here
     shown = {name for name in names if any(re.match(tag, name) for tag in kl)}
@@ -71,8 +74,15 @@ def test_the_table_of_runs_has_settings_and_metrics_of_this_very_run(tmp_path):
     from tensorboard.plugins.hparams import metadata
 
     sink = _sink(tmp_path)
-    sink.hparams({"seed": 7, "offload": True, "stop": ["a", "b"], "resume": None,
-                  "resolved_dialect": {"name": "default", "kl_coef": 0.1, "score_clip": None}})
+    sink.hparams(
+        {
+            "seed": 7,
+            "offload": True,
+            "stop": ["a", "b"],
+            "resume": None,
+            "resolved_dialect": {"name": "default", "kl_coef": 0.1, "score_clip": None},
+        }
+    )
     sink.close()
     events = events_in(tmp_path)
 
@@ -81,13 +91,21 @@ def test_the_table_of_runs_has_settings_and_metrics_of_this_very_run(tmp_path):
 
     experiment = metadata.parse_experiment_plugin_data(content(metadata.EXPERIMENT_TAG))
     assert [info.name.tag for info in experiment.metric_infos][:2] == ["eval/score", "eval/kl"]
-    assert {info.name for info in experiment.hparam_infos if info.differs} == \
-        {"seed", "resolved_dialect/name", "resolved_dialect/kl_coef"}  # seen at once; the others can be ticked
+    assert {info.name for info in experiment.hparam_infos if info.differs} == {
+        "seed",
+        "resolved_dialect/name",
+        "resolved_dialect/kl_coef",
+    }  # seen at once; the others can be ticked
     session = metadata.parse_session_start_info_plugin_data(content(metadata.SESSION_START_INFO_TAG))
     assert session.group_name == "ppo (out)"
     values = {name: getattr(value, value.WhichOneof("kind")) for name, value in session.hparams.items()}
-    assert values == {"seed": 7.0, "offload": True, "stop": "['a', 'b']", "resolved_dialect/name": "default",
-                      "resolved_dialect/kl_coef": 0.1}
+    assert values == {
+        "seed": 7.0,
+        "offload": True,
+        "stop": "['a', 'b']",
+        "resolved_dialect/name": "default",
+        "resolved_dialect/kl_coef": 0.1,
+    }
     assert {path.parent for path in tmp_path.rglob("events*")} == {tmp_path}, "the run must not be split in two"
 
 

@@ -1,0 +1,18 @@
+"""Every algorithmic choice of a PPO run, under names: one frozen dataclass, one row per known system.
+
+    dialect = get_dialect("default").override(kl_coef=0.1)
+
+A field that a user gives by flag overrides the dialect's value. `python -m engine.algorithms` prints the table, and
+`python -m engine.algorithms deepspeed_chat openai` where two systems differ.
+
+dialect.py has the fields and what values they may have together, table.py the systems, settings.py fields as words of a
+command line, tokens.py what its texts are to a tokenizer, checks.py what only a run's sizes and models can tell.
+"""
+
+from engine.algorithms.checks import check
+from engine.algorithms.dialect import Dialect
+from engine.algorithms.settings import parse_settings
+from engine.algorithms.table import DIALECTS, NOTES, get_dialect
+from engine.algorithms.tokens import end_token_id, token_id
+
+__all__ = ["DIALECTS", "NOTES", "Dialect", "check", "end_token_id", "get_dialect", "parse_settings", "token_id"]

@@ -1,0 +1,67 @@
+"""Print dialects side by side.
+
+python -m engine.algorithms                           # all fields of all dialects
+python -m engine.algorithms deepspeed_chat openai     # only the fields in which these differ
+"""
+
+import dataclasses
+import shutil
+import signal
+import sys
+
+from engine.algorithms import DIALECTS, Dialect, get_dialect
+from engine.errors import UserError
+
+
+def fields_to_show(dialects: list[Dialect]) -> list[str]:
+    """All fields of one dialect or of all there are, otherwise those in which two differ; name aside."""
+    names = [field.name for field in dataclasses.fields(Dialect) if field.name != "name"]
+    if len(dialects) in (1, len(DIALECTS)):
+        return names
+    return [name for name in names if len({getattr(dialect, name) for dialect in dialects}) > 1]
+
+
+def cell(value) -> str:
+    """A field's value in few characters."""
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return " ".join(map(cell, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def render(names: list[str], dialects: list[Dialect], width: int) -> str:
+    """A line a field and a column a dialect; in several tables where one would be wider than `width` characters."""
+    first = ["", *names]
+    columns = [[dialect.name, *(cell(getattr(dialect, name)) for name in names)] for dialect in dialects]
+    tables, room = [], 0
+    for column in columns:
+        room -= 1 + max(map(len, column))
+        if not tables or room < 0:
+            tables.append([first])
+            room = width - max(map(len, first)) - 1 - max(map(len, column))
+        tables[-1].append(column)
+    return "\n\n".join(map(_table, tables))
+
+
+def _table(columns: list[list[str]]) -> str:
+    padded = [[text.ljust(max(map(len, column))) for text in column] for column in columns]
+    lines = [" ".join(row).rstrip() for row in zip(*padded)]
+    return "\n".join([lines[0], " ".join("-" * len(column[0]) for column in padded), *lines[1:]])
+
+
+def main(words: list[str], width: int = 160) -> str:
+    """What is to be printed for these names; raises UserError for an unknown one."""
+    dialects = [get_dialect(word) for word in dict.fromkeys(words or DIALECTS)]
+    return render(fields_to_show(dialects), dialects, width)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may leave early
+    try:
+        print(main(sys.argv[1:], shutil.get_terminal_size((160, 0)).columns))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

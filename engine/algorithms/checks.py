@@ -1,0 +1,77 @@
+"""Contradictions between a dialect and a run's sizes and models, found before any model is loaded."""
+
+from collections.abc import Collection
+
+from engine.algorithms.dialect import Dialect
+from engine.errors import UserError
+
+# Fields that say something of a critic alone.
+CRITIC_FIELDS = ("critic_lr", "critic_weight_decay", "value_clip_range", "value_factor", "gamma", "lam")
+# Those of the adaptive controller alone.
+CONTROLLER_FIELDS = ("kl_target", "kl_horizon", "kl_measure", "kl_update")
+
+
+def check(
+    dialect: Dialect,
+    *,
+    samples_per_prompt: int | None = None,
+    rows_per_rank: int | None = None,
+    mini_batches: int = 1,
+    micro_batch_size: int | None = None,
+    ranks: int = 1,
+    layers: int | None = None,
+    given: Collection[str] = (),
+) -> None:
+    """Refuse what the dialect alone cannot know; None leaves a check out.
+
+    Args:
+        samples_per_prompt: responses drawn for each prompt.
+        rows_per_rank: responses that each rank makes in a step.
+        mini_batches: optimizer steps in a pass over them.
+        micro_batch_size: responses in a forward and backward pass.
+        ranks: how many there are.
+        layers: how many the actor has.
+        given: dialect fields that the user gave a value.
+
+    Raises: UserError with the reason.
+    """
+    if dialect.advantage_estimator == "rloo" and samples_per_prompt is not None and samples_per_prompt < 2:
+        raise UserError(
+            f"{samples_per_prompt} response a prompt with RLOO, which compares the responses to one prompt "
+            "with each other. Draw 2 or more."
+        )
+    for field in CRITIC_FIELDS:
+        if not dialect.has_critic and field in given:
+            raise UserError(f"{field} is given, but the dialect {dialect.name} has no critic. Leave it out.")
+    for field in CONTROLLER_FIELDS:
+        if dialect.kl_controller == "fixed" and field in given:
+            raise UserError(
+                f"{field} is given, but kl_controller is 'fixed', and the coefficient would not change. "
+                "Set kl_controller to 'adaptive', or leave it out."
+            )
+    if layers is not None and dialect.hydra_layers > layers:
+        raise UserError(f"hydra_layers {dialect.hydra_layers}: the actor has {layers} layers. Give at most that many.")
+    if rows_per_rank is None:
+        return
+    if dialect.score_scaling != "none" and rows_per_rank * ranks < 2:
+        raise UserError(
+            f"score_scaling {dialect.score_scaling!r} with 1 response a step: one score has no deviation. "
+            "Make 2 or more."
+        )
+    pool = _whitened_together(dialect, rows_per_rank, mini_batches, micro_batch_size, ranks)
+    if pool == 1 and (dialect.whiten_advantages or dialect.whiten_rewards):
+        field = "whiten_advantages" if dialect.whiten_advantages else "whiten_rewards"
+        raise UserError(
+            f"{field} over a batch of one response (advantages_at {dialect.advantages_at!r}, whiten_over "
+            f"{dialect.whiten_over!r}): its tokens would be compared with each other alone. Make the batch "
+            f"larger, or set {field} to False."
+        )
+
+
+def _whitened_together(dialect: Dialect, rows: int, mini_batches: int, micro_batch_size: int | None, ranks: int) -> int:
+    """How many responses share their statistics, at least."""
+    if dialect.advantages_at != "rollout":
+        rows = rows // mini_batches
+    if dialect.advantages_at == "micro_batch" and micro_batch_size is not None:
+        rows = rows % micro_batch_size or micro_batch_size if rows > micro_batch_size else rows  # the last has the rest
+    return rows * (ranks if dialect.whiten_over == "all_ranks" else 1)

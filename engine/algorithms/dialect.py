@@ -1,0 +1,340 @@
+"""The fields of a dialect, their defaults with reasons, and which values contradict each other."""
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass
+
+from engine.errors import UserError
+
+# What a field may say; what it means stands beside the field, or in the function of engine/algo that is told it.
+CHOICES = {
+    "kl_estimator": ("k1", "k2", "k3"),
+    "kl_in": ("reward", "loss"),
+    "kl_controller": ("fixed", "adaptive"),
+    "kl_measure": ("k1", "exp_delta"),
+    "kl_update": ("step", "epoch"),
+    "sampling": ("until_eos", "fixed", "without_eos"),
+    "old_logprobs": ("auto", "forward", "sampler"),
+    "length_rule": ("sampled", "before_pad", "not_pad", "row"),
+    "reward_slots": ("response", "one_past", "all"),
+    "score_slot": ("last", "after_last", "two_after"),
+    "value_slots": ("response", "one_past", "two_past", "all"),
+    "value_loss_slots": ("response", "one_past"),
+    "missing_end": ("none", "replace", "subtract"),
+    "score_scaling": ("none", "running", "first_batch"),
+    "score_order": ("scale_clip", "clip_scale"),
+    "advantage_estimator": ("gae", "rloo"),
+    "advantages_at": ("rollout", "mini_batch", "micro_batch"),
+    "whiten_slots": ("response", "row"),
+    "whiten_over": ("all_ranks", "rank"),
+    "whiten_variance": ("biased", "unbiased", "unbiased_alone"),
+    "ratio": ("token", "response"),
+    "loss_scope": ("optimizer_step", "micro_batch", "micro_batch_sum"),
+    "lr_schedule": ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts"),
+    "lr_per": ("optimizer_step", "step"),
+    "optimizer": ("adamw", "tf_adam"),
+    "critic_start": ("reward_model", "zero_head", "none"),
+}
+RANGES = (  # fields, what they should be, the test of it; None is not tested
+    (
+        (
+            "kl_target",
+            "kl_horizon",
+            "temperature",
+            "samples_per_prompt",
+            "score_clip",
+            "clip_range",
+            "value_clip_range",
+            "early_stop_kl",
+            "ratio_limit",
+            "ppo_epochs",
+            "mini_batches",
+            "eps",
+        ),
+        "more than 0",
+        lambda value: value > 0,
+    ),
+    (
+        (
+            "kl_coef",
+            "truncate_after",
+            "min_response_tokens",
+            "value_factor",
+            "actor_lr",
+            "critic_lr",
+            "warmup_steps",
+            "actor_weight_decay",
+            "critic_weight_decay",
+            "max_grad_norm",
+            "hydra_layers",
+        ),
+        "0 or more",
+        lambda value: value >= 0,
+    ),
+    (("gamma", "lam", "ema_decay"), "between 0 and 1", lambda value: 0 <= value <= 1),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """One system's choices; the comments say why `default`'s, which stand here, are what we recommend."""
+
+    name: str = "default"
+
+    # KL penalty. A fixed coefficient makes curves of score against KL comparable between runs.
+    kl_coef: float = 0.1
+    kl_estimator: str = "k1"  # the only one whose expected gradient, in the reward, is the KL's own
+    kl_in: str = "reward"  # "reward" of each token, or the policy's "loss": there k2 has that gradient
+    kl_controller: str = "fixed"  # "fixed", or "adaptive": steered towards kl_target
+    kl_target: float = 6.0  # nats a response; used by the adaptive controller only, as the next three
+    kl_horizon: float = 10000.0  # responses in which the coefficient can change by a fifth
+    kl_measure: str = "k1"  # what is steered: "k1" over the response, or trlX's "exp_delta" over all tokens
+    kl_update: str = "step"  # after each "step" with its responses; or PPO "epoch" with a mini-batch's
+
+    # Sampling from the policy as it is; log-probs are taken at the same temperature, by the function that learns.
+    sampling: str = "until_eos"  # or "fixed" length with EOS an ordinary token, or "without_eos": suppressed
+    temperature: float = 1.0
+    temperature_offset: float = 0.0  # added to it wherever logits are divided by it
+    temperature_in_logprobs: bool = True
+    old_logprobs: str = "auto"  # of a second "forward" pass, so that the first ratio is 1; or the "sampler"'s;
+    # "auto": the sampler's in fp32, where both are the same within rounding and
+    # where no other slots count than those that were drawn
+    samples_per_prompt: int = 1
+
+    # Texts. "" is none, "eos" the tokenizer's EOS, anything else a text of one token.
+    query_start: str = ""  # a query begins after the first such token
+    query_end: str = ""  # and ends with the last one
+    truncate_token: str = ""  # what is scored ends with the first such token
+    truncate_after: int = 0  # at or after this slot
+
+    # Which slots count. What was sampled is what is learned, EOS included, or the model never learns to stop.
+    length_rule: str = "sampled"  # "sampled" tokens, or those "before_pad", those "not_pad", the whole "row"
+    reward_slots: str = "response"  # KL counts on the slots of the "response", also "one_past" it, or on "all"
+    score_slot: str = "last"  # "last" token of the response, "after_last", "two_after"
+    value_slots: str = "response"  # where values are kept; as reward_slots, and "two_past"; 0 elsewhere
+    value_loss_slots: str = "response"  # or also "one_past" it: the value of the complete response
+    min_response_tokens: int = 1  # shorter responses are masked out and counted as degenerate
+
+    # Scores. A clip far out stops a reward model's outliers without bending its ordinary scores (5 deviations).
+    score_clip: float | None = 5.0
+    score_scaling: str = "none"  # scores are divided by the "running" deviation or the "first_batch"'s
+    score_order: str = "scale_clip"  # or "clip_scale"
+    missing_end: str = "none"  # a score without end: "replace" by the value below, "subtract" it
+    missing_end_value: float = 0.0
+
+    # Advantages. Whitening over all tokens of all ranks makes learning rates carry over between rewards of any scale.
+    advantage_estimator: str = "gae"  # or "rloo": against the other responses to the prompt, without a critic
+    gamma: float = 1.0  # a response is short, and its end is what is scored: nothing to discount
+    lam: float = 0.95  # the value used since Ziegler et al. 2019
+    advantages_at: str = "rollout"  # once a "rollout", or anew in each "mini_batch" or "micro_batch"; whitening too
+    whiten_rewards: bool = False  # to variance 1, the mean kept
+    whiten_advantages: bool = True
+    whiten_slots: str = "response"  # statistics over the slots of the "response", or over the padded "row"
+    whiten_over: str = "all_ranks"  # or each "rank" its own
+    whiten_variance: str = "biased"  # "unbiased"; "unbiased_alone": that with one rank only
+
+    # Losses. One mean over all tokens of the optimizer step: no number of ranks or micro-batches changes it.
+    ratio: str = "token"  # of each "token", or of the whole "response"
+    clip_range: float = 0.2
+    value_clip_range: float = 0.2
+    value_factor: float = 1.0  # the critic has an optimizer of its own, which a factor would not change
+    loss_scope: str = "optimizer_step"  # or mean of "micro_batch" means, or their sum: "micro_batch_sum"
+    early_stop_kl: float | None = None  # remaining PPO epochs are left out when approxkl is over this
+    ratio_limit: float | None = None  # an optimizer step whose mean ratio is over this is left out
+
+    # Optimization. Four passes over each rollout learn about twice as much per sample as one; clipping bounds them.
+    ppo_epochs: int = 4
+    mini_batches: int = 1  # optimizer steps in each pass
+    actor_lr: float = 1e-5
+    critic_lr: float = 1e-5
+    lr_schedule: str = "linear"
+    lr_per: str = "optimizer_step"  # the rate changes with each "optimizer_step", or "step" (rollout)
+    warmup_steps: int = 10  # optimizer steps in which Adam's second moments fill
+    warmup_from_zero: bool = False  # the first step of warm-up has a rate, or it would be lost
+    optimizer: str = "adamw"  # or "tf_adam": epsilon as TensorFlow has it
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    actor_weight_decay: float = 0.0  # the KL penalty is the regulariser
+    critic_weight_decay: float = 0.0
+    decay_vectors: bool = False  # biases and norms are decayed too
+    max_grad_norm: float = 1.0  # 0: no clipping
+
+    # Models. A critic that starts as the reward model knows what a good end is worth.
+    critic_start: str = "reward_model"  # or a "zero_head" on the SFT model; "none": there is no critic
+    hydra_layers: int = 0  # only the actor's last k layers train; the reference is frozen copies of those
+    ema_decay: float = 0.992  # DeepSpeed-Chat's; only used where an EMA is asked for
+
+    def __post_init__(self):
+        """Raises: UserError for a value that a field cannot have, and for values that contradict each other."""
+        for field, known in CHOICES.items():
+            if getattr(self, field) not in known:
+                raise UserError(f"{field} {getattr(self, field)!r}: known are {', '.join(known)}.")
+        for fields, least, met in RANGES:
+            for field in fields:
+                if getattr(self, field) is not None and not met(getattr(self, field)):
+                    raise UserError(f"{field} {getattr(self, field)}: should be {least}.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"betas {self.betas}: each should be 0 or more and less than 1.")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{field.name} {value}: should be a finite number.")
+        for wrong, field, why in self._contradictions():
+            if wrong:
+                raise UserError(f"{field} {getattr(self, field)!r}: {why}")
+
+    def _contradictions(self) -> list[tuple[bool, str, str]]:
+        """(whether it is there, the field to change, why and how) of all that cannot go together."""
+        rloo, critic = self.advantage_estimator == "rloo", self.has_critic
+        decays = bool(self.actor_weight_decay or self.critic_weight_decay)
+        endless = self.sampling == "without_eos"
+        return [
+            (
+                self.sampling_temperature <= 0,
+                "temperature_offset",
+                f"logits would be divided by {self.sampling_temperature}. The sum with temperature should be over 0.",
+            ),
+            (
+                rloo and self.samples_per_prompt < 2,
+                "samples_per_prompt",
+                "RLOO compares the responses to one prompt with each other. Give 2 or more.",
+            ),
+            (rloo and critic, "critic_start", "RLOO has no critic. Set it to 'none'."),
+            (
+                rloo and self.advantages_at != "rollout",
+                "advantages_at",
+                "RLOO needs all responses to a prompt together, which a mini-batch need not have. Set it to 'rollout'.",
+            ),
+            (rloo and self.whiten_rewards, "whiten_rewards", "RLOO has one reward a response. Set it to False."),
+            (
+                not rloo and not critic,
+                "critic_start",
+                "GAE needs a critic. Set advantage_estimator to 'rloo', or give the critic a start.",
+            ),
+            (
+                not rloo and self.ratio == "response",
+                "ratio",
+                "GAE has one advantage a token, which needs one ratio a token. Set it to 'token'.",
+            ),
+            (not critic and self.critic_lr > 0, "critic_lr", "there is no critic that could be trained. Set it to 0."),
+            (
+                not critic and self.critic_weight_decay > 0,
+                "critic_weight_decay",
+                "there is no critic that could be trained. Set it to 0.",
+            ),
+            (
+                self.optimizer == "tf_adam" and decays,
+                "optimizer",
+                "it has no weight decay. Set actor_weight_decay and critic_weight_decay to 0.",
+            ),
+            (
+                self.kl_controller == "adaptive" and not self.kl_coef,
+                "kl_coef",
+                "an adaptive coefficient is multiplied, and stays 0. Start at more, or set kl_controller to 'fixed'.",
+            ),
+            (
+                self.truncate_after > 0 and not self.truncate_token,
+                "truncate_after",
+                "it says from where on truncate_token counts, and there is none.",
+            ),
+            (endless and self.truncate_token == "eos", "truncate_token", "sampling 'without_eos' never gives that."),
+            (
+                self.old_logprobs == "sampler" and self._counts_past_end,
+                "old_logprobs",
+                "the sampler knows the log-probs of what it drew, and other slots count too here. Set it to 'forward'.",
+            ),
+            (
+                self.old_logprobs == "sampler" and self.measures_prompts,
+                "old_logprobs",
+                "the sampler has no log-probs of the prompt, which kl_measure 'exp_delta' sums too. Set it to 'forward'.",
+            ),
+            (
+                endless and self.missing_end != "none" and not self.truncate_token,
+                "missing_end",
+                "with sampling 'without_eos' every end would be missing. Give a truncate_token, or set it to 'none'.",
+            ),
+        ]
+
+    def override(self, **values) -> "Dialect":
+        """This dialect with some fields replaced; values of None leave theirs as they are.
+
+        Raises: UserError for a field that does not exist, and for what cannot go together.
+        """
+        for name in values:
+            self.check_field(name)
+        return self.replaced(**{name: value for name, value in values.items() if value is not None})
+
+    def replaced(self, **values) -> "Dialect":
+        """As `override`, but None is a value like others."""
+        for name in values:
+            self.check_field(name)
+        return dataclasses.replace(self, **values)
+
+    @classmethod
+    def check_field(cls, name: str) -> None:
+        """Raise UserError, listing the fields, if there is none of this name."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise UserError(
+                f"dialect field {name!r} does not exist{f'; did you mean {near[0]}?' if near else '.'} "
+                f"Known: {', '.join(known)}."
+            )
+
+    def differences(self, other: "Dialect") -> dict[str, tuple]:
+        """The fields in which two dialects differ, name aside: {field: (own value, other's value)}."""
+        return {
+            field.name: (getattr(self, field.name), getattr(other, field.name))
+            for field in dataclasses.fields(self)
+            if field.name != "name" and getattr(self, field.name) != getattr(other, field.name)
+        }
+
+    def samples_logprobs(self, dtype: str) -> bool:
+        """Whether the sampler is to note the log-probs of what it draws; dtype: "fp32", "fp16" or "bf16"."""
+        return self.takes_sampled_logprobs and (self.old_logprobs == "sampler" or dtype == "fp32")
+
+    @property
+    def takes_sampled_logprobs(self) -> bool:
+        """Whether old log-probs are the sampler's where a rollout has them: of what it drew, which must be all that
+        counts."""
+        return self.old_logprobs != "forward" and not self._counts_past_end and not self.measures_prompts
+
+    @property
+    def sampling_temperature(self) -> float:
+        """What logits are divided by when tokens are drawn."""
+        return self.temperature + self.temperature_offset
+
+    @property
+    def logprob_temperature(self) -> float:
+        """What logits are divided by before log-probs are taken."""
+        return self.sampling_temperature if self.temperature_in_logprobs else 1.0
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is built at all."""
+        return self.critic_start != "none"
+
+    @property
+    def measures_prompts(self) -> bool:
+        """Whether the KL that steers the coefficient is summed over the prompt's tokens too."""
+        return self.kl_controller == "adaptive" and self.kl_measure == "exp_delta"
+
+    @property
+    def _counts_past_end(self) -> bool:
+        """Whether log-probs count in slots for which no token was drawn, or of which it was cut off."""
+        if self.length_rule == "row":
+            return self.sampling == "until_eos"
+        return self.reward_slots != "response" and (self.sampling == "until_eos" or bool(self.truncate_token))
+
+    @property
+    def slots_past_response(self) -> int | None:
+        """How many slots after a response's last token still carry a number that counts; None: all of the row."""
+        if "all" in (self.reward_slots, self.value_slots):
+            return None
+        past = {"response": 0, "one_past": 1, "two_past": 2, "last": 0, "after_last": 1, "two_after": 2}
+        return max(past[rule] for rule in (self.reward_slots, self.value_slots, self.value_loss_slots, self.score_slot))
+
+    def unbiased_variance(self, ranks: int) -> bool:
+        """Whether whitening divides by n - 1 in a run of so many ranks."""
+        return self.whiten_variance == "unbiased" or self.whiten_variance == "unbiased_alone" and ranks == 1

@@ -1,0 +1,158 @@
+"""Hydra: an actor of which only the last layers train, with frozen copies of these beside it, which are its reference.
+
+    policy = load_hydra("sft", torch.float32, layers=2)
+    logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8)
+    ref_logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8, reference=True)
+
+What trains, and is copied, is the last layers, the norm after them, and the head unless it is the embedding, which is
+frozen as all that comes before these layers. So the copies on the shared trunk are the untouched model, whatever is
+learned, and take its place at a few layers' cost.
+
+Source: CarperAI/trlx 3340c2f3, `freeze_bottom_causal_layers` and `ModelBranch`, which copies a tied head too (the copy
+stays equal, as the head is frozen). It freezes the token embedding alone of what stands before the layers: position
+embeddings and an embedding's norm go on learning there, and its reference moves with them. Here they are frozen.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from engine.errors import UserError
+from engine.zero.gathering import gathered_params
+from engine.models.loading import check_policy, load_policy
+from engine.models.modules import Policy
+
+
+class HydraPolicy(Policy):
+    """A Policy that also computes as the model that it started as.
+
+    `branch` holds the copies; it stands outside `model`, so that the actor is saved without it. Under ZeRO it belongs
+    to the actor's engine, which partitions and gathers it like everything else.
+    """
+
+    def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None, *, layers: int):
+        super().__init__(model, dropouts)
+        self.layers, self.names = layers, trained_parts(model, layers)
+        self.branch = nn.ModuleList(_copied(model.get_submodule(name), model.config) for name in self.names)
+        self.requires_grad_(False)
+        for name in self.names:
+            model.get_submodule(name).requires_grad_(True)
+        first = model.get_submodule(self.names[0])
+        if any(hasattr(parameter, "ds_id") for parameter in first.parameters()):
+            first.register_forward_pre_hook(_ask_for_gradient)
+
+    def around(self, model: nn.Module) -> "HydraPolicy":
+        """A HydraPolicy like this one around another model of the same architecture."""
+        other = HydraPolicy(model, self.dropouts, layers=self.layers)
+        other.direct_head = self.direct_head
+        return other
+
+    def forward(self, *args, reference: bool = False, **kwargs):
+        """As Policy's; with `reference`, of the model as it was before training."""
+        with self._copies_in_place() if reference else contextlib.nullcontext():
+            return super().forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _copies_in_place(self) -> Iterator[None]:
+        """Within this context the model's trained parts are the frozen copies."""
+        trained = [self.model.get_submodule(name) for name in self.names]
+        try:
+            self._put(self.branch)
+            yield
+        finally:
+            self._put(trained)
+
+    def _put(self, parts: list[nn.Module] | nn.ModuleList) -> None:
+        for name, part in zip(self.names, parts, strict=True):
+            parent, _, child = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, part)
+
+
+def load_hydra(
+    path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "model", *, layers: int
+) -> HydraPolicy:
+    """The causal language model at `path`, as `load_policy` has it, of which the last `layers` layers train.
+
+    Raises: UserError as `check_hydra` does.
+    """
+    policy = load_policy(path, dtype, ds_config, what)
+    return HydraPolicy(policy.model, policy.dropouts, layers=layers)
+
+
+def check_hydra(path: str, layers: int, what: str) -> None:
+    """Raise UserError, naming `what` (a flag), unless the model at `path` has a plain stack of so many layers; looks at
+    its configuration alone."""
+    config = check_policy(path, what)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    try:
+        trained_parts(model, layers)
+    except UserError as error:
+        raise UserError(f"{what} {path}: {error}") from None
+
+
+def trained_parts(model: nn.Module, layers: int) -> list[str]:
+    """The names of what trains: the last `layers` decoder layers, the final norm, and the head if it is untied.
+
+    A final norm is told by standing beside the stack of layers and being of a kind that the layers have too. Wherever
+    this errs, the same modules are trained and copied, and the reference is the untouched model all the same.
+
+    Raises: UserError if there is no such stack, or it is shorter.
+    """
+    stack = _stack(model)
+    kind = type(model).__name__
+    if stack is None:
+        raise UserError(
+            f"hydra_layers {layers}: {kind} has no stack of decoder layers whose last ones could train "
+            "alone. Set hydra_layers to 0."
+        )
+    layer_list, modules = model.get_submodule(stack), dict(model.named_modules())
+    if layers > len(layer_list):
+        raise UserError(f"hydra_layers {layers}: the actor has {len(layer_list)} layers. Give at most that many.")
+    names = [f"{stack}.{index}" for index in range(len(layer_list) - layers, len(layer_list))]
+    parent, within = stack.rpartition(".")[0], {type(part) for part in layer_list.modules()}
+    names += [
+        f"{parent}.{name}"
+        for name, child in model.get_submodule(parent).named_children()
+        if type(child) in within and _has_vectors_only(child)
+    ][-1:]
+    head = model.get_output_embeddings()
+    if head.weight is not model.get_input_embeddings().weight:
+        names += [name for name, module in modules.items() if module is head]
+    return names
+
+
+def _ask_for_gradient(_: nn.Module, inputs: tuple) -> None:
+    """Have the backward pass go through to the input of the first layer that trains, though nothing before it does.
+
+    Where layers are gathered as a whole, ZeRO-3 takes a layer's backward pass to be over when its input's gradient is
+    there; without one, before it has begun, and would then find no gradients and free the weights.
+    """
+    if torch.is_grad_enabled():
+        inputs[0].requires_grad_(True)
+
+
+def _stack(model: nn.Module) -> str | None:
+    """The name of the longest list of layers that are not to be split, if there is one."""
+    kinds = set(model._no_split_modules or [])
+    lists = {
+        name: len(part)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) and {type(layer).__name__ for layer in part} <= kinds
+    }
+    return max(lists, key=lists.get, default=None)
+
+
+def _has_vectors_only(module: nn.Module) -> bool:
+    dimensions = [len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in module.parameters()]
+    return bool(dimensions) and max(dimensions) == 1
+
+
+def _copied(module: nn.Module, config) -> nn.Module:
+    """A copy with whole weights of its own, under the same configuration (all ranks call this)."""
+    with gathered_params(list(module.parameters())):
+        return copy.deepcopy(module, {id(config): config})

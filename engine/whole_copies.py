@@ -1,0 +1,97 @@
+"""Plain copies of partitioned models, to compute with where no gradient is wanted."""
+
+import torch
+from torch import nn
+
+from engine import distributed
+from engine.zero.engines import FrozenModel, TrainedModel
+from engine.zero.gathering import copy_weights, full_numel
+from engine.models.loading import empty_like
+
+
+class Replicas:
+    """Lends modules without ZeRO's hooks. At stages 0 to 2 a model's own module is lent.
+
+    A module is filled, bucket by bucket and in the compute dtype, when a model asks for it that it does not hold, or
+    whose weights have changed since; otherwise nothing is gathered. What is frozen has not changed.
+
+    Args:
+        between_steps: what becomes of the modules when `rest` is called: "keep" them, "free" them, or move them to the
+            "host".
+        shared: models of one architecture take turns in one module, actor and reference in one, critic and reward
+            model in another; else each has its own, and frozen ones are gathered once for good.
+    """
+
+    def __init__(self, between_steps: str = "keep", shared: bool = True):
+        self.between_steps, self.shared = between_steps, shared
+        self.fills = 0  # how often a module was filled
+        self._keys: dict[int, object] = {}
+        self._modules: dict[object, nn.Module] = {}
+        self._held: dict[object, tuple[int, int]] = {}  # which model, at which version of its weights
+        self._away = False
+
+    def of(self, model: TrainedModel | FrozenModel) -> nn.Module:
+        """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
+
+        It is the caller's until the next call.
+        """
+        if model.stage < 3:
+            return model.module
+        if id(model) not in self._keys:
+            self._keys[id(model)] = _architecture(model.module) if self.shared else id(model)
+        key, wanted = self._keys[id(model)], (id(model), model.version)
+        if key not in self._modules:
+            self._modules[key] = empty_like(model.module, distributed.device())
+        module = self._modules[key]
+        if self._away:
+            self._move(distributed.device())
+        held = self._held.get(key)
+        if held != wanted:
+            copy_weights(model.module, module, trained_only=held is not None and held[0] == id(model))
+            module.adopt(model.module)
+            self._held[key] = wanted
+            self.fills += 1
+        return module
+
+    def rest(self) -> None:
+        """Nothing is computed with the modules for a while."""
+        if self.between_steps == "free":
+            self._modules.clear()
+            self._held.clear()
+        elif self.between_steps == "host":
+            self._move(torch.device("cpu"))
+        if self.between_steps != "keep" and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _move(self, device: torch.device) -> None:
+        for module in self._modules.values():
+            module.to(device)
+        self._away = device != distributed.device()
+
+
+# What of a configuration changes nothing that a shared module computes: `adopt` takes care of the offset.
+_NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id")
+
+
+def _architecture(module: nn.Module) -> object:
+    """Equal for modules that can hold each other's weights and then compute the same."""
+    shapes = tuple((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in module.named_parameters())
+    config = {name: value for name, value in module.model.config.to_diff_dict().items() if name not in _NO_MATTER}
+    return type(module), type(module.model), getattr(module, "direct_head", None), shapes, str(config)
+
+
+def replica_bytes(models: list[TrainedModel | FrozenModel], shared: bool = True) -> int:
+    """Memory on each rank for these models' copies."""
+    sizes = {}
+    for model in models:
+        if model.stage == 3:
+            parameters = list(model.module.parameters())
+            key = _architecture(model.module) if shared else id(model)
+            sizes[key] = sum(full_numel(p) * p.element_size() for p in parameters)
+    return sum(sizes.values())
+
+
+def gradient_bytes(model: TrainedModel | FrozenModel) -> int:
+    """Memory on each rank for the model's gradients while it trains; stages 2 and 3 divide them."""
+    size = sum(full_numel(p) * p.element_size() for p in model.module.parameters() if p.requires_grad)
+    return size // (distributed.world_size() if model.stage >= 2 else 1)

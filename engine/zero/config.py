@@ -1,0 +1,195 @@
+"""DeepSpeed configurations: read configs/ds/*.json, fill in what the program owns, refuse what contradicts it."""
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from engine.errors import UserError
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs" / "ds"
+
+# What the program decides; a file may leave these out, say "auto", or say the same.
+_OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_KNOWN = {
+    *_OWNED,
+    "zero_optimization",
+    "fp16",
+    "bf16",
+    "data_types",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "sparse_gradients",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "dump_state",
+    "memory_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "aio",
+    "comms_logger",
+    "flops_profiler",
+    "activation_checkpointing",
+    "checkpoint",
+    "seq_parallel_communication_data_type",
+    "comment",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """Which DeepSpeed configuration an engine runs under.
+
+    role: "actor", "critic", "reference" or "reward", for messages; stage: 0 to 3; offload: optimizer state (and, at
+    stage 3, parameters) in host memory; path: a JSON file that wins over the shipped one.
+    """
+
+    role: str
+    stage: int
+    offload: bool = False
+    path: str | None = None
+
+    @property
+    def stage_flag(self) -> str:
+        """The flag that `stage` comes from: steps 1 and 2 train one "model", and have one."""
+        return "--zero_stage" if self.role == "model" else f"--{self.role}_zero_stage"
+
+
+def build_ds_config(
+    choice: EngineChoice, *, dtype: str, micro_batch_size: int, gradient_clipping: float = 0.0, trained: bool = True
+) -> dict:
+    """The whole DeepSpeed configuration of one engine.
+
+    Args:
+        dtype: "fp32", "fp16" or "bf16".
+        micro_batch_size: sequences per rank and forward pass, for DeepSpeed's own bookkeeping.
+        gradient_clipping: the maximal gradient norm; 0 for none.
+        trained: whether the engine has an optimizer.
+
+    Raises: UserError for a stage that is none, a missing or broken file, an unknown key, or a contradiction.
+    """
+    if choice.stage not in (0, 1, 2, 3):
+        raise UserError(f"{choice.stage_flag} {choice.stage}: ZeRO has the stages 0, 1, 2 and 3.")
+    if not trained and choice.stage in (1, 2):
+        raise UserError(
+            f"DeepSpeed configuration of the {choice.role}: stage {choice.stage} partitions what an "
+            "optimizer needs, and a frozen model has none. Use stage 0 or 3."
+        )
+    config = read_ds_file(choice)
+    owned = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": gradient_clipping,
+    }
+    for name in _OWNED:
+        if config.get(name, "auto") not in ("auto", owned.get(name, "auto")):
+            raise UserError(
+                f"{choice.path}: {name} is {config[name]!r}, but the program sets it from its flags"
+                f"{f' ({owned[name]})' if name in owned else ''}. Leave it out of the file."
+            )
+        config.pop(name, None)
+    for name, own in (("fp16", "fp16"), ("bf16", "bf16")):
+        section = dict(config.get(name, {}))
+        if section.get("enabled", "auto") not in ("auto", dtype == own):
+            raise UserError(
+                f"{choice.path}: {name}.enabled is {section['enabled']!r}, but --dtype is {dtype}. "
+                "Leave it out of the file."
+            )
+        section["enabled"] = dtype == own
+        config[name] = section if dtype == own else {"enabled": False}
+    if not trained:
+        config["zero_optimization"].pop("offload_optimizer", None)
+    if not config["zero_optimization"].get("compute_grad_norm", True):
+        raise UserError(
+            f"{choice.path}: zero_optimization.compute_grad_norm is false, but the gradient norm is one of "
+            "the metrics. Leave it out of the file."
+        )
+    if choice.stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") not in (None, dtype):
+        raise UserError(
+            f"{choice.path}: data_types.grad_accum_dtype at stage 1 makes another optimizer of "
+            "DeepSpeed's. Use stage 2, or leave it out."
+        )
+    config.pop("comment", None)
+    # The optimizer is ours, also where its state is offloaded; nothing is printed but what the program prints.
+    return {
+        "steps_per_print": 10**9,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        **config,
+        **owned,
+    }
+
+
+def read_ds_file(choice: EngineChoice) -> dict:
+    """The JSON of one engine, with its stage in it, checked for unknown keys and for what its flags say."""
+    path = (
+        Path(choice.path)
+        if choice.path
+        else CONFIG_DIR / f"zero{choice.stage}{'_offload' if choice.offload and choice.stage > 0 else ''}.json"
+    )
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(
+            f"DeepSpeed configuration of the {choice.role}: cannot read {path} ({error.strerror})."
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} is not valid JSON ({error}).") from None
+    if not isinstance(config, dict):
+        raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} holds no JSON object.")
+    _refuse_unknown(config, _KNOWN, path)
+    sections = _sections()
+    for name in sections:
+        if not isinstance(config.setdefault(name, {}), dict):
+            raise UserError(f"{path}: {name} is {config[name]!r}, but should be a JSON object.")
+    zero = config["zero_optimization"]
+    if zero.setdefault("stage", choice.stage) != choice.stage:
+        raise UserError(
+            f"{path}: zero_optimization.stage is {zero['stage']!r}, but {choice.stage_flag} is "
+            f"{choice.stage}. Give the same in both places."
+        )
+    for name, model in sections.items():
+        _check_section(config[name], model, path, name)
+    return config
+
+
+def stage_of_file(path: str, role: str) -> int | None:
+    """The ZeRO stage that a user's file asks for, if it says one."""
+    try:
+        stage = json.loads(Path(path).read_text()).get("zero_optimization", {}).get("stage")
+    except (OSError, ValueError, AttributeError):
+        return None  # build_ds_config says what is wrong with the file
+    if stage is not None and stage not in (0, 1, 2, 3):
+        raise UserError(f"{path}: zero_optimization.stage is {stage!r} for the {role}; ZeRO has the stages 0 to 3.")
+    return stage
+
+
+def _sections() -> dict[str, type]:
+    """DeepSpeed's own description of each section that it describes as a pydantic model."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+
+
+def _check_section(section: dict, model: type, path: Path, name: str) -> None:
+    """Refuse keys and values that DeepSpeed would refuse later, when the weights are loaded."""
+    fields = model.model_fields
+    _refuse_unknown(section, {key for field in fields for key in (field, fields[field].alias) if key}, path, f"{name}.")
+    try:
+        model(**section)
+    except ValidationError as refusal:
+        error = refusal.errors()[0]
+        key = ".".join(str(part) for part in (name, *error["loc"]))
+        raise UserError(f"{path}: {key} is {error['input']!r}: {error['msg']}.") from None
+
+
+def _refuse_unknown(section: dict, known: set[str], path: Path, prefix: str = "") -> None:
+    for key in section:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f" Did you mean {prefix}{near[0]}?" if near else f" Known: {', '.join(sorted(known))}."
+            raise UserError(f"{path}: unknown key {prefix}{key}.{hint}")

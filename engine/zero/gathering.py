@@ -1,0 +1,108 @@
+"""Full weights from ZeRO-3's partitions, bucket by bucket; works on unpartitioned modules too."""
+
+import contextlib
+from collections.abc import Iterator
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor, nn
+
+from engine import distributed
+
+GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
+
+
+def parameter_buckets(
+    module: nn.Module, numel: int = GATHER_BUCKET, trained_only: bool = False
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """A module's named parameters in runs of about `numel` elements; tied ones come once."""
+    bucket, size = [], 0
+    for name, parameter in module.named_parameters():
+        if trained_only and not parameter.requires_grad:
+            continue
+        bucket.append((name, parameter))
+        size += full_numel(parameter)
+        if size >= numel:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def full_numel(parameter: nn.Parameter) -> int:
+    """How many numbers a parameter has when it is whole."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+@contextlib.contextmanager
+def gathered_params(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Within this context partitioned parameters have their full shape on all ranks; nothing happens to others."""
+    partitioned = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
+    with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+        yield
+
+
+def full_state(module: nn.Module) -> dict[str, Tensor]:
+    """The module's full weights in host memory on the main rank, and {} on others (all ranks call this)."""
+    state = {}
+    for bucket in parameter_buckets(module):
+        with gathered_params([parameter for _, parameter in bucket]):
+            if distributed.is_main():
+                state.update({name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket})
+    if distributed.is_main():
+        persistent = module.state_dict().keys()
+        state.update(
+            {
+                name: buffer.detach().to("cpu", copy=True)
+                for name, buffer in module.named_buffers()
+                if name in persistent
+            }
+        )
+    return state
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module, trained_only: bool = False) -> None:
+    """Fill an unpartitioned module of the same architecture with a module's weights (all ranks call this).
+
+    A bucket costs one collective call: partitions are joined on each rank and sent as one. GatheredParameters, which is
+    made for a user's own surgery on weights, has all ranks compare notes on each parameter first.
+
+    trained_only: with those weights alone that train, where the target holds the others already.
+    """
+    parameters, buffers = dict(target.named_parameters()), dict(target.named_buffers())
+    names = {name for name, _ in source.named_parameters()}
+    assert names == parameters.keys(), f"not of one architecture: {sorted(names ^ parameters.keys())[:4]}"
+    for bucket in parameter_buckets(source, trained_only=trained_only):
+        partitioned = [(name, parameter) for name, parameter in bucket if _has_shard(parameter)]
+        if partitioned:
+            _copy_bucket(partitioned, parameters)
+        rest = [(name, parameter) for name, parameter in bucket if not _has_shard(parameter)]
+        with gathered_params([parameter for _, parameter in rest]):
+            for name, parameter in rest:
+                parameters[name].copy_(parameter)
+    for name, buffer in source.named_buffers():
+        buffers[name].copy_(buffer)
+
+
+def _has_shard(parameter: nn.Parameter) -> bool:
+    """Whether this rank holds its part of a partitioned parameter as it is: not on a disk, not quantized, and one part
+    for each rank."""
+    shard = getattr(parameter, "ds_tensor", None)
+    return (
+        shard is not None
+        and shard.is_floating_point()
+        and shard.numel() == shard.ds_numel
+        and shard.ds_numel == -(-parameter.ds_numel // distributed.world_size())
+    )
+
+
+def _copy_bucket(bucket: list[tuple[str, nn.Parameter]], targets: dict[str, nn.Parameter]) -> None:
+    shards = [parameter.ds_tensor.data.flatten() for _, parameter in bucket]
+    by_rank = distributed.all_gather(torch.cat(shards).to(distributed.device()))  # (ranks, numbers)
+    for (name, parameter), column in zip(bucket, by_rank.split([len(shard) for shard in shards], dim=1)):
+        # Rank r holds the r-th run of the flattened weight, the last one padded.
+        rows = column[: -(-parameter.ds_numel // column.shape[1])]
+        for row, run in zip(rows, targets[name].view(-1).split(column.shape[1])):
+            run.copy_(row[: len(run)])

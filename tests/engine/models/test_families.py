@@ -1,0 +1,270 @@
+"""The families of models that are promised to work, each against plain Hugging Face calls on the same folder."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    OPTConfig,
+)
+
+from engine.algo.sampling import keyed_uniforms
+from engine.zero.gathering import full_state
+from engine.experience import position_ids
+from engine.models.loading import load_policy, load_scorer, new_scorer, save_model
+from tests.distributed.harness import run_ranks
+from tests.distributed.work_families import INDICES, LEARNING_RATE, PROMPTS, SEED, one_step
+from tests.tiny_models import BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_scorer, save_random
+
+FAMILIES = ("llama", "opt", "gpt2", "gpt_neox", "bloom", "mistral", "qwen2")
+OFFSET = -0.7
+SEQUENCES = torch.tensor([[5, 9, 33, 2, 17, 40], [41, 7, 63, 22, 4, 11]])
+PROMPT = 2
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{family: (actor, critic)}"""
+    root = tmp_path_factory.mktemp("families")
+    return {
+        family: (
+            make_causal_lm(root / family / "actor", family, tied=family in ("opt", "gpt2", "bloom")),
+            make_scorer(root / family / "critic", family, offset=OFFSET),
+        )
+        for family in FAMILIES
+    }
+
+
+def hf_logprobs(folder, sequences):
+    """(B, S - 1): of each token but the first, from the whole model's logits; no padding, so no mask."""
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(sequences).logits
+    shifted = logits[:, :-1].double()
+    chosen = shifted.gather(-1, sequences[:, 1:].unsqueeze(-1)).squeeze(-1)
+    return (chosen - shifted.exp().sum(-1).log()).float()
+
+
+def hf_token_scores(folder, sequences):
+    """(B, S): the head on each of the trunk's last hidden states, and the offset."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        hidden = model.base_model(sequences)[0]
+    return hidden @ model.score.weight[0] + OFFSET
+
+
+@torch.no_grad()
+def logprobs_of(policy, sequences, mask=None, response=SEQUENCES.shape[1] - PROMPT):
+    mask = torch.ones_like(sequences) if mask is None else mask
+    return policy(sequences, mask, position_ids(mask), response_length=response)[0]
+
+
+def probed(folder):
+    policy = load_policy(folder, torch.float32)
+    with torch.no_grad():
+        policy(SEQUENCES[:1], probe=True)
+    return policy
+
+
+def padded(left, right):
+    """SEQUENCES between padding slots that hold other tokens, and their mask."""
+    junk = torch.Generator().manual_seed(left + right)
+    around = [torch.randint(VOCABULARY, (len(SEQUENCES), count), generator=junk) for count in (left, right)]
+    mask = [torch.zeros_like(around[0]), torch.ones_like(SEQUENCES), torch.zeros_like(around[1])]
+    return torch.cat([around[0], SEQUENCES, around[1]], 1), torch.cat(mask, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_those_of_the_models_own_logits(folders, family):
+    policy = probed(folders[family][0])
+    assert policy.direct_head
+    expected = hf_logprobs(folders[family][0], SEQUENCES)[:, PROMPT - 1 :]
+    torch.testing.assert_close(logprobs_of(policy, SEQUENCES), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_padding_changes_no_log_prob_and_no_score(folders, family):
+    actor, critic = folders[family]
+    policy, scorer = probed(actor), load_scorer(critic, torch.float32)
+    response = SEQUENCES.shape[1] - PROMPT
+    logprobs, token_scores = hf_logprobs(actor, SEQUENCES)[:, PROMPT - 1 :], hf_token_scores(critic, SEQUENCES)
+    for left, right in ((0, 0), (3, 0), (0, 4), (5, 2)):
+        sequences, mask = padded(left, right)
+        found = logprobs_of(policy, sequences, mask, response + right)[:, :response]
+        torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-5)
+        found = scorer(sequences, mask, position_ids(mask))
+        torch.testing.assert_close(found[:, left : left + SEQUENCES.shape[1]], token_scores, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            scorer.sequence_scores(found, sequences, mask), token_scores[:, -1], rtol=0, atol=1e-5
+        )
+
+
+def odd_config(family):
+    """A configuration whose model changes logits after the head."""
+    common = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": POSITIONS,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
+    return {
+        "gemma2": lambda: Gemma2Config(**common, head_dim=8, final_logit_softcapping=2.0),
+        "cohere": lambda: CohereConfig(**common, logit_scale=0.25),
+        "granite": lambda: GraniteConfig(**common, logits_scaling=4.0),
+    }[family]()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "cohere", "granite"])
+def test_models_that_change_logits_after_the_head_are_asked_for_logits(tmp_path, family):
+    folder = save_random(AutoModelForCausalLM.from_config(odd_config(family)), tmp_path)
+    expected = hf_logprobs(folder, SEQUENCES)[:, PROMPT - 1 :]
+    policy = load_policy(folder, torch.float32)
+    assert (logprobs_of(policy, SEQUENCES) - expected).abs().max() > 0.1  # what the head alone would say
+    policy = probed(folder)
+    assert not policy.direct_head
+    for left, right in ((0, 0), (3, 2)):
+        sequences, mask = padded(left, right)
+        found = logprobs_of(policy, sequences, mask, expected.shape[1] + right)[:, : expected.shape[1]]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_an_opt_whose_embedding_is_narrower_than_its_layers(tmp_path):
+    def config():
+        return OPTConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            word_embed_proj_dim=16,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=POSITIONS,
+            do_layer_norm_before=False,
+            pad_token_id=PAD,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            num_labels=1,
+        )
+
+    actor = save_random(AutoModelForCausalLM.from_config(config()), tmp_path / "actor")
+    policy = probed(actor)
+    assert policy.direct_head and policy.model.get_output_embeddings().in_features == 16
+    expected = hf_logprobs(actor, SEQUENCES)[:, PROMPT - 1 :]
+    torch.testing.assert_close(logprobs_of(policy, SEQUENCES), expected, rtol=0, atol=1e-5)
+    assert new_scorer(actor, torch.float32, PAD, seed=0).model.score.weight.shape == (1, 16)
+    critic = save_random(AutoModelForSequenceClassification.from_config(config()), tmp_path / "critic", seed=1)
+    check_step(actor, critic, [one_step(actor, critic, stage=0)], offset=0.0)
+
+
+DROPOUTS = {
+    "llama": {"attention_dropout": 0.25},
+    "opt": {"dropout": 0.3, "attention_dropout": 0.2, "layerdrop": 0.1},
+    "gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.2, "attn_pdrop": 0.15, "summary_first_dropout": 0.4},
+    "gpt_neox": {"hidden_dropout": 0.3, "attention_dropout": 0.2, "classifier_dropout": 0.35},
+    "bloom": {"hidden_dropout": 0.3, "attention_dropout": 0.2},
+    "mistral": {"attention_dropout": 0.25},
+    "qwen2": {"attention_dropout": 0.25},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_is_off_and_comes_back_in_what_is_saved(family, tmp_path):
+    actor, critic = make_causal_lm(tmp_path / "actor", family), make_scorer(tmp_path / "critic", family)
+    expected = {
+        actor: hf_logprobs(actor, SEQUENCES)[:, PROMPT - 1 :],
+        critic: hf_token_scores(critic, SEQUENCES) - OFFSET,
+    }
+    mask = torch.ones_like(SEQUENCES)
+    for folder, load in ((actor, load_policy), (critic, load_scorer)):
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | DROPOUTS[family]))
+        module = load(folder, torch.float32).train()
+        with torch.no_grad():
+            found = (
+                logprobs_of(module, SEQUENCES) if load is load_policy else module(SEQUENCES, mask, position_ids(mask))
+            )
+        torch.testing.assert_close(found, expected[folder], rtol=0, atol=1e-5)
+        save_model(module, full_state(module.model), AutoTokenizer.from_pretrained(folder), tmp_path / "saved")
+        assert json.loads((tmp_path / "saved" / "config.json").read_text()) == json.loads(path.read_text())
+        assert all(getattr(module.model.config, name) == 0 for name in DROPOUTS[family])  # of the model that goes on
+
+
+def check_sampling(model, rows):
+    """Each response token is the one at which the model's cumulative probability passes the keyed number."""
+    for row, index in zip(rows, INDICES):
+        tokens = row["prompt"] + row["response"]
+        probabilities = torch.softmax(model(torch.tensor([tokens])).logits[0].double(), -1).numpy()
+        for step, token in enumerate(row["response"]):
+            number = keyed_uniforms(SEED, torch.tensor([index]), torch.tensor([0]), step).item()
+            cumulative = np.concatenate([[0.0], probabilities[len(row["prompt"]) - 1 + step].cumsum()])
+            assert cumulative[token] - 1e-5 <= number <= cumulative[token + 1] + 1e-5
+        assert (row["response"][-1] == EOS or len(row["response"]) == 6) and EOS not in row["response"][:-1]
+
+
+def check_update(model, loss, updated):
+    """Adam's first step moves each weight by the learning rate, against the gradient's sign."""
+    loss.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    largest = max(grad.abs().max() for grad in grads.values())
+    for name, parameter in model.named_parameters():
+        moved, sure = updated[name] - parameter, grads[name].abs() > 1e-3 * largest
+        torch.testing.assert_close(moved[sure], -LEARNING_RATE * grads[name].sign()[sure], rtol=1e-2, atol=1e-6)
+        assert not moved[grads[name] == 0].any(), name
+    assert sum((grad.abs() > 1e-3 * largest).sum() for grad in grads.values()) > 1000
+
+
+def check_step(actor_path, critic_path, ranks, offset=OFFSET):
+    """What `one_step` did on all ranks, computed again in plain Hugging Face and torch, a row at a time."""
+    rows, main = [row for rank in ranks for row in rank["rows"]], ranks[0]
+    assert [row["prompt"] for row in rows] == list(PROMPTS)
+    actor = AutoModelForCausalLM.from_pretrained(actor_path, dtype=torch.float32).eval()
+    critic = AutoModelForSequenceClassification.from_pretrained(critic_path, dtype=torch.float32).eval()
+    for name, model in (("reference", actor), ("reward", critic)):
+        assert dict(model.named_parameters()).keys() <= main[name].keys() <= model.state_dict().keys()
+        assert all(torch.equal(main[name][key], tensor) for key, tensor in model.named_parameters())
+    with torch.no_grad():
+        check_sampling(actor, rows)
+    policy_loss = value_loss = 0.0
+    for row in rows:
+        tokens, start = torch.tensor([row["prompt"] + row["response"]]), len(row["prompt"]) - 1
+        logprobs = torch.log_softmax(actor(tokens).logits[0, start:-1], -1).gather(1, tokens[0, start + 1 :, None])[
+            :, 0
+        ]
+        scores = critic.base_model(tokens)[0][0] @ critic.score.weight[0] + offset
+        for name, expected in (
+            ("logprobs", logprobs),
+            ("ref_logprobs", logprobs),
+            ("values", scores[start:-1]),
+            ("scores", scores[-1]),
+        ):
+            torch.testing.assert_close(row[name], expected.detach(), rtol=1e-5, atol=2e-5)
+        policy_loss = policy_loss - (logprobs * row["advantages"]).sum()
+        value_loss = value_loss + (scores[start:-1] - row["returns"]).square().sum()
+    check_update(actor, policy_loss, main["actor"])
+    check_update(critic, value_loss, main["critic"])
+    assert main["metrics"]["policy/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert all(np.isfinite(value) for value in main["metrics"].values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_whole_step_in_one_process(folders, family):
+    check_step(*folders[family], [one_step(*folders[family], stage=0)])
+
+
+def test_a_whole_step_under_zero_3_on_two_ranks(folders):
+    ranks = run_ranks("tests.distributed.work_families:all_families", world=2, folders=folders, stage=3)
+    for family in FAMILIES:
+        check_step(*folders[family], [rank[family] for rank in ranks])

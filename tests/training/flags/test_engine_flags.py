@@ -1,0 +1,130 @@
+"""What the flags and the dialect make of the engines, and which flags contradict the dialect."""
+
+import pytest
+
+from engine.algorithms import get_dialect
+from engine.errors import UserError
+from training.flags.rlhf_arguments import RLHFFlags
+
+HYDRA = get_dialect("default").override(name="mine", hydra_layers=2)
+FUNCTION = {"critic_model_name_or_path": None, "reward_function": "module:function"}
+
+
+def flags(**given) -> RLHFFlags:
+    return RLHFFlags(
+        **(
+            {
+                "output_dir": "out",
+                "data_path": ["d"],
+                "actor_model_name_or_path": "sft",
+                "critic_model_name_or_path": "rm",
+            }
+            | given
+        )
+    )
+
+
+def roles(args, dialect) -> dict[str, int]:
+    return {choice.role: choice.stage for choice in args.engine_spec(dialect).choices}
+
+
+def test_a_critic_starts_as_the_dialect_says():
+    for name, critic in (("default", "rm"), ("openai", None), ("trl_rloo", None)):
+        spec = flags().engine_spec(get_dialect(name))
+        assert (spec.critic_path, spec.reward_path, spec.with_reward_model) == (critic, "rm", True)
+        assert spec.with_critic == (name != "trl_rloo")
+    assert flags(reward_model_name_or_path="other").engine_spec(get_dialect("default")).critic_path == "rm"
+    spec = flags(**FUNCTION).engine_spec(get_dialect("default"))
+    assert spec.critic_path is None and spec.with_critic and not spec.with_reward_model
+
+
+def test_engines_of_each_kind_of_dialect():
+    assert roles(flags(actor_zero_stage=3), get_dialect("default")) == {
+        "actor": 3,
+        "critic": 0,
+        "reference": 3,
+        "reward": 0,
+    }
+    assert roles(flags(actor_zero_stage=3), get_dialect("trl_rloo")) == {"actor": 3, "reference": 3, "reward": 3}
+    assert roles(flags(actor_zero_stage=3), HYDRA) == {"actor": 3, "critic": 0, "reward": 0}
+    assert list(flags().engine_configs(get_dialect("trl_rloo"))) == ["actor", "reference", "reward"]
+    clipped = {role: config["gradient_clipping"] for role, config in flags().engine_configs(HYDRA).items()}
+    assert clipped == {"actor": 1.0, "critic": 1.0, "reward": 0.0}
+
+
+def test_the_optimizer_is_the_dialects():
+    for name in ("openai", "summarize", "default"):
+        dialect = get_dialect(name)
+        for optimizer in (flags().engine_spec(dialect).actor_optimizer, flags().engine_spec(dialect).critic_optimizer):
+            assert optimizer.form == ("tf_adam" if name == "openai" else "adamw")
+            assert optimizer.decay_vectors == (name == "summarize")
+            assert (optimizer.betas, optimizer.eps) == (dialect.betas, dialect.eps)
+
+
+@pytest.mark.parametrize(
+    "name, norm",
+    [("default", 1.0), ("deepspeed_chat", 1.0), ("openai", 0.0), ("summarize", 0.0), ("trlx", 0.0), ("trl_ppo", 0.0)],
+)
+def test_gradients_are_clipped_as_the_dialect_has_it(name, norm):
+    configs = flags().engine_configs(get_dialect(name))
+    assert [configs[role]["gradient_clipping"] for role in ("actor", "critic")] == [norm, norm]
+
+
+@pytest.mark.parametrize(
+    "dialect, given, told",
+    [
+        (
+            HYDRA,
+            {"offload_reference_model": True},
+            "--offload_reference_model with hydra_layers 2 (dialect mine): the reference is a few layers within the actor's "
+            "engine. Leave it out, or set hydra_layers to 0.",
+        ),
+        (
+            HYDRA,
+            {"reference_ds_config": "ref.json"},
+            "--reference_ds_config with hydra_layers 2 (dialect mine): the reference is a few layers within the actor's "
+            "engine. Leave it out, or set hydra_layers to 0.",
+        ),
+        (
+            get_dialect("trl_rloo"),
+            {"critic_zero_stage": 2},
+            "--critic_zero_stage 2: the dialect trl_rloo has no critic. Leave it out.",
+        ),
+        (
+            get_dialect("trl_rloo"),
+            {"critic_gradient_checkpointing": True},
+            "--critic_gradient_checkpointing: the dialect trl_rloo has no critic. Leave it out.",
+        ),
+        (
+            get_dialect("trl_rloo"),
+            {"reward_model_name_or_path": "other"},
+            "--critic_model_name_or_path rm: in the dialect trl_rloo the critic does not exist, and the scores come from "
+            "elsewhere. Leave it out.",
+        ),
+        (
+            get_dialect("openai"),
+            {"reward_function": "module:function"},
+            "--critic_model_name_or_path rm: in the dialect openai the critic starts with a new head on the SFT model, and "
+            "the scores come from elsewhere. Leave it out.",
+        ),
+        (
+            get_dialect("trl_rloo"),
+            {"offload": True},
+            "--offload with --actor_zero_stage 0: there is nothing that could be offloaded. Offload needs stage 1, 2 or 3.",
+        ),
+        (
+            get_dialect("default"),
+            {"offload": True, "actor_zero_stage": 2},
+            "--offload with --critic_zero_stage 0: there is nothing that could be offloaded. Offload needs stage 1, 2 or 3.",
+        ),
+    ],
+)
+def test_contradictions_are_refused(dialect, given, told):
+    with pytest.raises(UserError) as refusal:
+        flags(**given).engine_spec(dialect)
+    assert str(refusal.value) == told
+
+
+def test_offload_without_a_critic_asks_nothing_of_it():
+    spec = flags(offload=True, actor_zero_stage=2).engine_spec(get_dialect("trl_rloo"))
+    assert [choice.offload for choice in spec.choices] == [True, False, False]

@@ -1,0 +1,175 @@
+"""What a command would do, without GPUs and downloads: put this before it.
+
+    python -m training.program.dry_run deepspeed --hostfile hosts --num_gpus 8 training/step3_rlhf.py --data_path ...
+
+The same as --dry_run in a program's own flags, which then counts the processes that it was started with. Prints the
+command and each engine's DeepSpeed configuration, after everything was checked that can be.
+"""
+
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from engine import distributed
+from engine.errors import UserError
+from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
+from training.reporting.run_record import command_line
+
+PROGRAMS = {"step1_sft.py": "SFTFlags", "step2_reward.py": "RewardFlags", "step3_rlhf.py": "RLHFFlags"}
+
+
+def report(checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, dict]) -> None:
+    """Print what was found.
+
+    checked: lines about what was looked at. unseen: models and data that are not on this machine. engines: each one's
+    DeepSpeed configuration.
+    """
+    print("command\n  " + _command())
+    for line in checked:
+        print(line)
+    for what in unseen:
+        print(f"not looked at: {what} (not here: misspelt, or still to be made by an earlier step or downloaded)")
+    for role, ds_config in engines.items():
+        print(f"engine {role}: " + json.dumps(ds_config, indent=2))
+    print("dry run: nothing was loaded or written", flush=True)
+
+
+def report_supervised(args, load: Callable) -> None:
+    """The report of steps 1 and 2; `load(args)` gives tokenizer, examples, held-out examples and perhaps more."""
+    models, data = (
+        [
+            path
+            for spec in dataclasses.fields(args)
+            if spec.name.endswith(ending)
+            for path in _listed(getattr(args, spec.name))
+        ]
+        for ending in ("model_name_or_path", "data_path")
+    )
+    unseen = unseen_models(args, *models) + unseen_data(data)
+    checked = opened(data, unseen)
+    if not unseen:
+        _, examples, held_out, *_ = load(args)
+        steps = args.total_steps(len(examples))
+        checked.append(
+            f"{len(examples)} examples ({examples.truncated} truncated, {examples.dropped} dropped), "
+            f"{len(held_out)} held out; {steps} steps on {distributed.world_size()} ranks"
+        )
+    report(checked, unseen, {"model": args.ds_settings()})
+
+
+def _listed(value: str | list[str] | None) -> list[str]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def opened(data: Sequence[str], unseen: Sequence[str]) -> list[str]:
+    """A line for each data set that is here; raises UserError for one that is not what it should be."""
+    sources = [open_source(path) for path in dict.fromkeys(data) if path not in unseen]
+    return [f"data {source.name}: {sum(map(len, source.training))} rows" for source in sources]
+
+
+def unseen_models(args, *paths: str | None) -> list[str]:
+    """Those of the models that are not on this machine, each once."""
+    return [path for path in dict.fromkeys(paths) if path is not None and not args.looks_at(path)]
+
+
+def unseen_data(paths: Sequence[str]) -> list[str]:
+    """Those of the data sets that can only be names on the Hub."""
+    return [
+        path
+        for path in dict.fromkeys(paths)
+        if path != DEEPSPEED_CHAT_FILES and not is_path(path) and not Path(path).exists()
+    ]
+
+
+def _command() -> str:
+    """The command that is tried: what stands behind this module's name, or how the program was started."""
+    if Path(sys.argv[0]).name == "dry_run.py":
+        return shlex.join(sys.argv[1:])
+    return command_line([word for word in sys.argv if word != "--dry_run"], os.environ)
+
+
+def _processes(launcher: Sequence[str]) -> tuple[int, int]:
+    """How many processes `deepspeed` with these words would start: (in all, on the node that has most)."""
+    if any(
+        word.split("=")[0] in ("--include", "--exclude", "-i", "-e") or Path(word).name in ("torchrun", "accelerate")
+        for word in launcher
+    ):
+        raise UserError(
+            f"{shlex.join(launcher)}: a dry run counts the processes of `deepspeed` with --hostfile, "
+            "--num_nodes and --num_gpus. Give those."
+        )
+    words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    options = dict(zip(words, words[1:]))
+    nodes, local = (_count(name, options.get(name)) for name in ("--num_nodes", "--num_gpus"))
+    hostfile = options.get("--hostfile", options.get("-H"))
+    counts = _slots(hostfile)[:nodes] if hostfile is not None else [max(1, torch.cuda.device_count())] * (nodes or 1)
+    if local is not None:
+        counts = [local] * len(counts)
+    return sum(counts), max(counts)
+
+
+def _count(name: str, value: str | None) -> int | None:
+    if value is None:
+        return None
+    if not value.isdecimal() or int(value) == 0:
+        raise UserError(f"{name} {value}: give a whole number of at least 1.")
+    return int(value)
+
+
+def _slots(hostfile: str) -> list[int]:
+    """The slots of each node; raises UserError for a file that is not there or cannot be read."""
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    if not Path(hostfile).is_file():
+        raise UserError(
+            f"--hostfile {hostfile}: there is no such file, and deepspeed would start on this machine "
+            "alone. Check the path."
+        )
+    logging.disable()  # it says the same in words of its own
+    try:
+        return list(fetch_hostfile(hostfile).values())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--hostfile {hostfile}: {error}. Write lines like `node1 slots=8`.") from None
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def main(words: Sequence[str]) -> int:
+    """Try the command; returns the exit code that the program ends with."""
+    place = next((place for place, word in enumerate(words) if Path(word).name in PROGRAMS), None)
+    if place is None:
+        print(
+            f"error: no program in {shlex.join(words)!r}. Put `python -m training.program.dry_run` before a whole command "
+            f"with one of {', '.join(PROGRAMS)}.",
+            file=sys.stderr,
+        )
+        return 2
+    from training.program.startup import run
+
+    try:
+        world, local = _processes(words[:place])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    os.environ |= {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(local)}
+    name = Path(words[place]).name
+    module = importlib.import_module(f"training.{Path(name).stem}")
+    flags = [word for word in words[place + 1 :] if word != "--dry_run"]
+    code = run(module.main, getattr(module, PROGRAMS[name]), module.__doc__.splitlines()[0], [*flags, "--dry_run"])
+    if code == 0 and world > local and not any(word.split("=")[0] in ("--hostfile", "-H") for word in words[:place]):
+        print("missing: several nodes need a --hostfile with lines like `node1 slots=8`", flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    from training.program.startup import leave
+
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""What surrounds the training loop of step 3: evaluation, metrics, tables, restart points, models, the summary."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+from engine import distributed
+from training.restarts import checkpoint
+from training.reporting.evaluation import Evaluator, sample_rows, write_rows
+from training.flags.rlhf_arguments import RLHFFlags
+from training.program.plan import Plan, choices, goes_on
+from training.ppo_trainer import PPOTrainer, StepReport
+from training.program.startup import open_writer
+from training.reporting import views
+from training.reporting.run_record import write_run_record
+from training.reporting.sinks import METRICS_FILE
+from training.reporting.summary import RunSummary, plot_curves, read_metrics, summary_text
+from training.program.saving import save_trained
+from training.reporting.step_metrics import distributions
+
+
+class Session:
+    """What surrounds the training loop: evaluation, metrics, tables, restart points, models, the summary."""
+
+    def __init__(self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None, output_dir: Path):
+        self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
+        self.output_dir, self.engine = output_dir, trainer.engine
+        self.goes_on = plan.resume is not None and goes_on(args, plan.resume[0])
+        self.writer = open_writer(
+            args, total_steps=plan.last_step, view=views.PPO, resume_step=trainer.steps_done if plan.resume else None
+        )
+        self.pending: dict[str, float] = {}  # measured after a step's line was written: goes into the next
+
+    def begin(self) -> None:
+        """Settings into run.json and TensorBoard; held-out scores before the first step."""
+        flags, dialect = self.args.as_dict(), dataclasses.asdict(self.plan.dialect)
+        write_run_record(
+            self.output_dir,
+            flags=flags,
+            dialect=dialect,
+            ds_configs=self.args.engine_configs(self.plan.dialect),
+            resumed=self.goes_on,
+        )
+        self.writer.hparams({**flags, "resolved_dialect": dialect})
+        if self.evaluator and self.trainer.steps_done == 0:
+            metrics, rows = self.evaluator.run()
+            write_rows(self.output_dir / "samples" / "before.jsonl", rows)
+            self.writer.log(0, 0, metrics)
+
+    def after_step(self, report: StepReport) -> None:
+        """Log the step; evaluate, show samples and save where it is time to."""
+        args, step, last = self.args, report.step, report.step == self.plan.last_step
+        metrics = {**report.metrics, **self.pending}
+        self.pending = {}
+        if self.evaluator and (last or _is_due(step, args.eval_steps)):
+            metrics |= self.evaluate("after" if last else f"step_{step:06d}")
+        self.writer.log(step, report.samples, metrics)
+        if _is_due(step, args.print_answers_interval):
+            self.show_samples(report)
+        if _is_due(step, args.save_steps):
+            started = time.perf_counter()
+            checkpoint.save(
+                self.output_dir,
+                self.engine,
+                {
+                    **self.trainer.state_dict(),
+                    "identity": self.plan.identity,
+                    "choices": choices(args, self.plan.dialect),
+                },
+            )
+            self.pending["time/checkpoint"] = time.perf_counter() - started
+
+    def evaluate(self, name: str) -> dict[str, float]:
+        """Answer the held-out prompts, with the averaged weights too if there are any; samples go to a file."""
+        metrics, rows = self.evaluator.run()
+        write_rows(self.output_dir / "samples" / f"{name}.jsonl", rows)
+        if self.engine.ema is not None:
+            with self.engine.ema.swapped():
+                averaged, rows = self.evaluator.run()
+            write_rows(self.output_dir / "samples" / f"{name}_ema.jsonl", rows)
+            metrics |= {key.replace("eval/", "eval/ema_"): value for key, value in averaged.items()}
+        return metrics
+
+    def show_samples(self, report: StepReport, count: int = 4) -> None:
+        """A few of this step's responses as a table, and the distributions of scores and lengths."""
+        experience = report.experience
+        few = experience.select(slice(0, count))
+        self.writer.samples(report.step, sample_rows(few.rollout, few.scores, few.kl.sum(-1), self.engine.tokenizer))
+        for tag, values in distributions(experience).items():
+            self.writer.histogram(report.step, tag, values)
+
+    def end(self) -> None:
+        """Save the models, draw the curves, print the summary."""
+        engine = self.engine
+        saved = {
+            name: save_trained(model, engine.tokenizer, self.output_dir / name)
+            for name, model in engine.trained.items()
+        }
+        if engine.ema is not None:
+            with engine.ema.swapped():
+                saved["actor_ema"] = save_trained(engine.actor, engine.tokenizer, self.output_dir / "actor_ema")
+        if distributed.is_main():
+            curves = self.output_dir / "curves.png"
+            plot_curves(self.output_dir / METRICS_FILE, curves)
+            rows = read_metrics(self.output_dir / METRICS_FILE)
+            print("\n" + summary_text(RunSummary.from_metrics(rows, saved=saved, curves=curves)), flush=True)
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

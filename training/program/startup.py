@@ -1,0 +1,282 @@
+"""How the three programs start and end: flags parsed, mistakes told once, exit codes the launcher understands."""
+
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from engine.errors import RunStopped, UserError
+from training.flags.arguments import RunFlags, parse_flags
+from training.reporting.views import View
+from training.reporting.wandb_sync import check_wandb
+
+USER_ERROR, STOPPED = 2, 1
+CHECKPOINTS = "checkpoints"  # the folder of restart points in --output_dir
+PROFILE = "profile"  # that of recorded steps
+
+
+def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
+    """Parse the flags, join the process group and call `main(args)`; returns the exit code.
+
+    With --dry_run no process group is joined, and only rank 0 goes on. A UserError is printed without a stack trace,
+    once: by rank 0, or by the rank that it befell alone.
+    """
+    try:
+        quiet_libraries()
+        args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
+        from engine import distributed  # seconds of imports: a mistyped flag is told before them
+
+        _quiet_transformers()
+        args.dtype = args.dtype or distributed.natural_dtype()
+        if args.dry_run:
+            if distributed.is_main():
+                main(args)
+            return 0
+        distributed.init()
+        main(args)
+        distributed.barrier()
+        distributed.shutdown()
+        return 0
+    except UserError as error:
+        return _end(f"error: {error}", USER_ERROR, everywhere=isinstance(error, SharedError))
+    except RunStopped as stop:
+        return _end(f"stopped: {stop}", STOPPED, everywhere=True)
+
+
+class SharedError(UserError):
+    """A UserError that all ranks raise together."""
+
+
+def _parse(arguments_class: type, argv: Sequence[str], description: str):
+    def say(line: str) -> None:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(line, flush=True)
+
+    try:
+        return parse_flags(arguments_class, argv, description, say)
+    except UserError as error:
+        raise SharedError(str(error)) from None  # all ranks were given the same flags
+
+
+def _end(message: str, code: int, everywhere: bool) -> int:
+    if int(os.environ.get("RANK", 0)) == 0 or not everywhere:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)  # the launcher kills all ranks once one has gone: let the main one print first
+    return code
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with the exit code of `run`.
+
+    After a mistake at once, because the process group still stands: in an orderly exit gloo's threads may abort, which
+    hides the code behind another one (seen), and NCCL may wait for ranks that are gone.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+    sys.exit(0)
+
+
+def checked(check: Callable):
+    """Rank 0's `check()`, for all ranks; where it raises UserError, all ranks do.
+
+    For checks that read files: one process looks, and none goes on before the verdict is known.
+    """
+    from engine import distributed
+
+    result = message = None
+    if distributed.is_main():
+        try:
+            result = check()
+        except UserError as error:
+            message = str(error)
+    message = distributed.broadcast_object(message)
+    if message is not None:
+        raise SharedError(message)
+    return distributed.broadcast_object(result)
+
+
+def agreed(load: Callable):
+    """This rank's own `load()`; where it raises UserError on any rank, all ranks raise the first one's.
+
+    For what every rank reads for itself: a file that one node lacks ends the run on all, with its message. One rank of
+    each node goes first, so that the others find what it has put into the cache.
+    """
+    from engine import distributed
+
+    result = None
+    for turn in (True, False):
+        message = None
+        if (distributed.local_rank() == 0) == turn:
+            try:
+                result = load()
+            except UserError as error:
+                message = str(error)
+        told = [text for text in distributed.all_gather_objects(message) if text is not None]
+        if told:
+            raise SharedError(told[0])
+    return result
+
+
+def quiet_libraries() -> None:
+    """Keep the terminal for the run: libraries say warnings and errors only, and no progress bars of their own."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # each start and stop of torch.profiler is level 5, errors are below
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch|deepspeed|transformers")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+
+
+def _quiet_transformers() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if "datasets" in sys.modules:  # imported before its environment variable was set
+        sys.modules["datasets"].disable_progress_bars()
+
+
+def check_run(args: RunFlags, resumed: bool = False) -> None:
+    """What every step looks at first: the machine, the folders that are written to, and Weights & Biases.
+
+    resumed: whether the run that is gone on with stands in the output folder. Raises: UserError.
+    """
+    if not args.dry_run:
+        check_precision(args.dtype)
+    check_wandb(args.wandb_project, tensorboard=args.enable_tensorboard)
+    check_output_dirs(args, resumed)
+
+
+def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: int | None = None):
+    """Where the run's metrics go; on the main rank its folders are made by this."""
+    from training.reporting.sinks import MetricWriter
+
+    return MetricWriter(
+        args.output_dir,
+        total_steps=total_steps,
+        resume_step=resume_step,
+        view=view,
+        tensorboard=args.enable_tensorboard,
+        tensorboard_dir=tensorboard_dir(args),
+        wandb_project=args.wandb_project,
+    )
+
+
+def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
+    """Make sure that the output folder and TensorBoard's are the run's own: new, empty, resumed, or given up by their
+    owner.
+
+    resumed: whether the run that is gone on with stands there. Raises: UserError if another run, or anything else,
+    stands there, or if nothing can be written there.
+    """
+    _check_own("--output_dir", Path(args.output_dir), args.overwrite_output_dir or resumed)
+    if tensorboard_dir(args).parent != Path(args.output_dir):
+        _check_own("--tensorboard_path", tensorboard_dir(args), args.overwrite_output_dir or resumed)
+
+
+def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
+    nearest = next(part for part in (folder, *folder.parents) if os.path.lexists(part))
+    if not nearest.is_dir():
+        kind = "a link that leads nowhere" if nearest.is_symlink() and not nearest.is_file() else "a file"
+        raise UserError(f"{name} {folder}: {nearest} is {kind}. Give a folder.")
+    try:
+        tempfile.TemporaryDirectory(dir=nearest).cleanup()  # permissions do not tell of quotas or of network folders
+    except OSError as error:
+        raise UserError(
+            f"{name} {folder}: nothing can be written into {nearest} ({error.strerror}). Give another folder."
+        ) from None
+    # A log is often there before the program starts: `... > out/training.log`.
+    if folder.is_dir() and any(file.suffix != ".log" for file in folder.iterdir()) and not may_hold_files:
+        go_on = " go on from a restart point in it with --resume," if (folder / CHECKPOINTS).is_dir() else ""
+        raise UserError(
+            f"{name} {folder} is not empty. Choose another folder,{go_on} or give --overwrite_output_dir "
+            "to overwrite what stands there."
+        )
+
+
+def tensorboard_dir(args: RunFlags) -> Path:
+    """This run's TensorBoard folder.
+
+    OUTPUT_DIR/tensorboard, or in --tensorboard_path one with the output folder's name.
+    """
+    output_dir = Path(args.output_dir)
+    if args.tensorboard_path is None or Path(args.tensorboard_path).resolve() == output_dir.resolve():
+        return output_dir / "tensorboard"
+    shared = Path(args.tensorboard_path) / f"{output_dir.resolve().parent.name}_{output_dir.resolve().name}"
+    return output_dir / "tensorboard" if shared.resolve() == output_dir.resolve() else shared
+
+
+def clear_output_dir(args: RunFlags) -> None:
+    """Remove what an earlier run logged and recorded there and its restart points (rank 0 does), so that its curves do
+    not go on in the new run's and --resume does not find a point of it.
+
+    Models are left until they are overwritten.
+    """
+    from engine import distributed
+
+    distributed.barrier()  # no rank may still be reading there
+    if distributed.is_main():
+        folder = Path(args.output_dir)
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        for path in (folder / "samples", folder / CHECKPOINTS, folder / PROFILE):
+            shutil.rmtree(path, ignore_errors=True)
+        for file in tensorboard_dir(args).glob("events.out.tfevents.*"):
+            file.unlink()
+    distributed.barrier()
+
+
+def generation_stops(path: str, tokenizer) -> tuple[int, ...]:
+    """The tokens that end a response of the model at `path`: the one thing taken from its generation_config."""
+    from transformers import GenerationConfig
+
+    from engine.models.loading import read_config
+    from training.data.tokens import stop_token_ids
+
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation = None
+    return tuple(stop_token_ids(tokenizer, generation, read_config(path, "model")))
+
+
+def check_positions(config, model: str, **lengths: int) -> None:
+    """Raise UserError where sequences of these flags' lengths, added up, have more tokens than a model has positions.
+
+    model: how the message names it.
+    """
+    longest, total = getattr(config, "max_position_embeddings", None), sum(lengths.values())
+    if longest is not None and total > longest:
+        given = " and ".join(f"--{name} {value}" for name, value in lengths.items())
+        raise UserError(
+            f"{given}: sequences may have {total} tokens, but {model} has {longest} positions. Lower "
+            f"{'them' if len(lengths) > 1 else 'it'}."
+        )
+
+
+def check_precision(dtype: str) -> None:
+    """Raise UserError where the machine cannot train in this dtype."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if dtype == "fp16" and not accelerator.is_fp16_supported():
+        raise UserError(
+            f"--dtype fp16: this machine's {accelerator.device_name()} has no fp16 training in DeepSpeed. "
+            "Use fp32, or bf16."
+        )
+    if dtype == "bf16" and not accelerator.is_bf16_supported():
+        raise UserError(f"--dtype bf16: this machine's {accelerator.device_name()} has no bf16. Use fp16 or fp32.")
+    if dtype == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError(f"--dtype bf16: {torch.cuda.get_device_name()} only emulates bf16, slowly. Use fp16 or fp32.")

@@ -1,0 +1,112 @@
+"""Held-out prompts: what the actor answers, how it scores, how far it is from the reference."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from engine import distributed
+from engine.errors import RunStopped
+from engine.experience import Rollout
+from engine.experience_maker import ExperienceMaker
+from engine.reward.texts import decoded
+from engine.rollout.base import RolloutBackend, SamplingConfig
+from training.data.examples import Prompts, collate_prompts
+
+EVAL_SEED = 0x5EED  # mixed into the run's seed: held-out samples share no random numbers with training
+
+
+class Evaluator:
+    """Answers the same prompts with the same random numbers each time, so that scores differ by the policy alone.
+
+    first_index: what a reward function's `rows` hold before the first held-out row, the training rows: it finds the row
+    of held-out prompt i at first_index + i.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        *,
+        rollouts: RolloutBackend,
+        maker: ExperienceMaker,
+        sampling: SamplingConfig,
+        tokenizer,
+        first_index: int = 0,
+    ):
+        self.prompts, self.rollouts, self.maker = prompts, rollouts, maker
+        self.sampling = dataclasses.replace(sampling, seed=sampling.seed ^ EVAL_SEED)
+        self.tokenizer, self.first_index = tokenizer, first_index
+
+    def run(self) -> tuple[dict[str, float], list[dict]]:
+        """Metrics and one row a prompt (prompt, response, score, its parts, kl), the same on all ranks (all call this).
+
+        Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
+        """
+        indices = self._own_prompts()
+        answered = self._answer(indices)
+        # Shifted only now: random numbers are keyed by the index among the held-out prompts.
+        judged = self.maker.judge(dataclasses.replace(answered, indices=answered.indices + self.first_index))
+        self.rollouts.rest()
+        rollout = judged.rollout  # without what follows an end that the sampler did not stop at
+        kl = ((judged.logprobs - judged.ref_logprobs) * rollout.response_mask).sum(-1)
+        own = dict(zip(indices, sample_rows(rollout, judged.scores, kl, self.tokenizer)))
+        for name, part in judged.score_parts.items():
+            for index, value in zip(indices, part.tolist()):
+                own[index][name] = value
+        found = {index: row for part in distributed.all_gather_objects(own) for index, row in part.items()}
+        rows = [found[index] for index in sorted(found)]
+        _stop_if_not_finite(rows)
+        columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
+        columns |= {name: name for name in judged.score_parts}
+        metrics = {f"eval/{name}": sum(row[column] for row in rows) / len(rows) for name, column in columns.items()}
+        metrics["eval/distinct_bigrams"] = float(distinct_bigrams([row["response"] for row in rows]))
+        return metrics, rows
+
+    def _own_prompts(self) -> list[int]:
+        """This rank's prompts, equally many on all ranks: what is left over is filled up with repeats."""
+        share = -(-len(self.prompts) // distributed.world_size())
+        return [(distributed.rank() * share + offset) % len(self.prompts) for offset in range(share)]
+
+    def _answer(self, indices: list[int]) -> Rollout:
+        keys = torch.tensor(indices)
+        batch = collate_prompts(
+            [self.prompts[index] for index in indices], keys, torch.zeros_like(keys), self.sampling.pad_token_id
+        )
+        return self.rollouts.generate(batch.to(distributed.device()), self.sampling)
+
+
+def _stop_if_not_finite(rows: list[dict]) -> None:
+    bad = [row for row in rows if not (math.isfinite(row["score"]) and math.isfinite(row["kl"]))]
+    if bad:
+        samples = "\n".join(
+            f"  score {row['score']:.4g}, KL {row['kl']:.4g}, prompt {row['prompt'][-200:]!r}, "
+            f"response {row['response'][:300]!r}"
+            for row in bad[:4]
+        )
+        raise RunStopped(
+            f"evaluation: {len(bad)} of {len(rows)} held-out samples have a score or KL that is NaN or "
+            f"infinite.\n{samples}\nLook at: the reward model's score of these texts, the learning rates "
+            "and gradient norms of the steps before. Restart points are untouched."
+        )
+
+
+def sample_rows(rollout: Rollout, scores: torch.Tensor, kl: torch.Tensor, tokenizer) -> list[dict]:
+    """Texts and numbers of each response, for tables and files; `scores`, `kl`: (B,), kl in nats a response."""
+    prompts, responses = decoded(rollout, tokenizer)
+    columns = zip(prompts, responses, scores.tolist(), kl.tolist(), rollout.response_mask.sum(-1).tolist())
+    return [dict(zip(("prompt", "response", "score", "kl", "tokens"), row)) for row in columns]
+
+
+def distinct_bigrams(texts: list[str]) -> int:
+    """How many different pairs of neighbouring words the texts hold: falls when answers become alike."""
+    words = (text.split() for text in texts)
+    return len({pair for line in words for pair in zip(line, line[1:])})
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Save evaluated samples as JSON lines (rank 0 writes)."""
+    if distributed.is_main():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

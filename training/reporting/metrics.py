@@ -1,0 +1,172 @@
+"""What a step measured: sums and counts gathered on each rank, reduced once over all ranks.
+
+    metrics = Accumulator()                                      # one for each step of training
+    metrics.add("policy/loss", loss_sum, tokens)                 # any number of times: once a micro-batch
+    metrics.add_max("policy/ratio_max", ratio.max())
+    metrics.add_moments(advantages, mask, mean="advantages/mean", std="advantages/std")
+    writer.log(step, samples, metrics.reduce())                  # on every rank: reduce() is a collective call
+
+A metric is kept as the numbers that may be summed over micro-batches and ranks, and becomes a mean, a variance or a
+ratio only after the sums are complete. A mean of means would weigh a rank with 3 tokens like one with 3000.
+"""
+
+import math
+
+import torch
+
+from engine import distributed
+
+Number = float | torch.Tensor
+
+ROUNDING = 1e-12
+"""A variance below this share of the mean square is what float64 leaves of equal values: it counts as 0."""
+
+
+class Accumulator:
+    """The metrics of one step on this rank. Adding never waits for the device: tensors stay tensors until `reduce`."""
+
+    def __init__(self):
+        self._kinds: dict[str, str] = {}
+        self._parts: dict[str, list[Number]] = {}
+
+    def add(self, name: str, total: Number, count: Number) -> None:
+        """Add `count` items (tokens, samples) that sum to `total`; reduces to the mean of all items."""
+        self._add(name, "mean", [total, count])
+
+    def add_sum(self, name: str, total: Number) -> None:
+        """Add to a metric that reduces to the plain sum over all calls and ranks, such as a number of events."""
+        self._add(name, "sum", [total])
+
+    def add_max(self, name: str, value: Number) -> None:
+        """Add to a metric that reduces to the largest value. NaN becomes infinity, since a reduction may lose NaN."""
+        value = torch.as_tensor(_scalar(value), dtype=torch.float64)
+        value = torch.where(value.isnan(), math.inf, value)
+        self._declare(name, "max")
+        self._parts[name] = [torch.maximum(self._parts[name][0], value) if name in self._parts else value]
+
+    def add_moments(
+        self,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+        *,
+        mean: str | None = None,
+        std: str | None = None,
+        variance: str | None = None,
+    ) -> None:
+        """Add `values` where `mask` holds (same shape) to the moments that are given a name.
+
+        Variance and standard deviation are those of the population: the squares are divided by the count.
+        """
+        total, squares, count = _moments(values, mask)
+        if mean is not None:
+            self.add(mean, total, count)
+        if std is not None:
+            self._add(std, "std", [total, squares, count])
+        if variance is not None:
+            self._add(variance, "variance", [total, squares, count])
+
+    def add_explained_variance(
+        self, name: str, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
+    ) -> None:
+        """Add to 1 - Var(returns - values) / Var(returns), over the places where `mask` holds.
+
+        1 is a perfect critic, 0 one no better than a constant, below 0 a worse one. No entry where returns do not vary.
+        """
+        error_total, error_squares, count = _moments(returns - values, mask)
+        total, squares, _ = _moments(returns, mask)
+        self._add(name, "explained_variance", [error_total, error_squares, total, squares, count])
+
+    def reduce(self) -> dict[str, float]:
+        """Every metric over all ranks, by name, the same on each; a metric without items gives no entry.
+
+        A collective call: every rank makes it, also one that added nothing. What was added stays; use a new
+        Accumulator for the next step. Ranks may hold different names (one had no valid sample, say): the union of
+        names is gathered first, because stopping a long run over a metric would be worse than one small message a step.
+        Then one all-reduce takes all sums and counts, and one all maxima.
+        """
+        layout = _union(
+            distributed.all_gather_objects(
+                {name: (self._kinds[name], len(parts)) for name, parts in self._parts.items()}
+            )
+        )
+        summed = sorted(name for name, (kind, _) in layout.items() if kind != "max")
+        maxima = sorted(name for name, (kind, _) in layout.items() if kind == "max")
+        reduced = {}
+        if summed:
+            numbers = iter(distributed.all_reduce_sum(self._flat(summed, layout, missing=0.0)).tolist())
+            for name in summed:
+                kind, width = layout[name]
+                reduced[name] = FINISH[kind](*(next(numbers) for _ in range(width)))
+        if maxima:
+            numbers = distributed.all_reduce_max(self._flat(maxima, layout, missing=-math.inf)).tolist()
+            reduced.update(zip(maxima, numbers))
+        return {name: reduced[name] for name in sorted(reduced) if reduced[name] is not None}
+
+    def _add(self, name: str, kind: str, parts: list[Number]) -> None:
+        self._declare(name, kind)
+        parts = [_scalar(part) for part in parts]
+        self._parts[name] = [a + b for a, b in zip(self._parts[name], parts)] if name in self._parts else parts
+
+    def _declare(self, name: str, kind: str) -> None:
+        known = self._kinds.setdefault(name, kind)
+        assert known == kind, f"metric {name} was added as {known} and now as {kind}"
+
+    def _flat(self, names: list[str], layout: dict[str, tuple[str, int]], missing: float) -> torch.Tensor:
+        """This rank's parts of `names` in one float64 tensor, `missing` where this rank added nothing."""
+        device = distributed.device()
+        parts = [part for name in names for part in self._parts.get(name, [missing] * layout[name][1])]
+        return torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device) for part in parts])
+
+
+def _scalar(value: Number) -> Number:
+    """`value` as a float or as a 0-d float64 tensor without a graph: float32 sums of a whole step would lose digits."""
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    assert value.dim() == 0, f"a metric takes single numbers, not a tensor of shape {tuple(value.shape)}"
+    return value.detach().double()
+
+
+def _moments(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sum, sum of squares and count where `mask` holds; what stands elsewhere, NaN included, has no influence."""
+    assert values.shape == mask.shape, f"values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape"
+    valid = mask.bool()
+    values = torch.where(valid, values.detach().double(), 0.0)
+    return values.sum(), values.square().sum(), valid.sum()
+
+
+def _union(layouts: list[dict[str, tuple[str, int]]]) -> dict[str, tuple[str, int]]:
+    """The names of all ranks with their kind and number of parts."""
+    union: dict[str, tuple[str, int]] = {}
+    for rank, layout in enumerate(layouts):
+        for name, entry in layout.items():
+            known = union.setdefault(name, entry)
+            assert known == entry, f"metric {name} is a {entry[0]} on rank {rank} and a {known[0]} on a rank before it"
+    return union
+
+
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count != 0 else None
+
+
+def _variance(total: float, squares: float, count: float) -> float | None:
+    if count == 0:
+        return None
+    mean_square = squares / count
+    variance = mean_square - (total / count) ** 2
+    return 0.0 if variance < ROUNDING * mean_square else variance
+
+
+def _std(total: float, squares: float, count: float) -> float | None:
+    variance = _variance(total, squares, count)
+    return None if variance is None else math.sqrt(variance)
+
+
+def _explained_variance(
+    error_total: float, error_squares: float, total: float, squares: float, count: float
+) -> float | None:
+    variance = _variance(total, squares, count)
+    return 1 - _variance(error_total, error_squares, count) / variance if variance else None
+
+
+FINISH = {"mean": _mean, "sum": float, "variance": _variance, "std": _std, "explained_variance": _explained_variance}
+"""How the reduced parts of each kind become the metric's value; None where there is nothing to report."""

@@ -1,0 +1,47 @@
+"""What a step takes: seconds by phase, and memory."""
+
+import contextlib
+import resource
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from engine import distributed
+from training.reporting.metrics import Accumulator
+
+
+class PhaseClock:
+    """Seconds of wall-clock time by phase, with the device's queue emptied at both ends; in a trace, ranges."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        with record_function(phase):
+            started = self._now()
+            yield
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - started
+
+    @staticmethod
+    def _now() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def add_to(self, metrics: Accumulator, tokens: Tensor) -> None:
+        """Put the slowest rank's times, and the tokens generated per second over all ranks, into the metrics."""
+        for phase, seconds in self.seconds.items():
+            metrics.add_max(f"time/{phase}", seconds)
+        metrics.add_max("time/step", sum(self.seconds.values()))
+        metrics.add("rollout/tokens_per_second", tokens * distributed.world_size(), self.seconds["generate"])
+
+
+def peak_memory_gb() -> float:
+    """The most memory this process has held, in 10^9 bytes: of the GPU if there is one, else of the host."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

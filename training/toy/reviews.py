@@ -1,0 +1,313 @@
+"""The small generated corpus of the quickstart: film reviews from a grammar, and a judge that parses them.
+
+    python -m training.toy.reviews make --output_dir data [--seed 0]
+    python -m training.toy.reviews judge before.jsonl after.jsonl
+
+A generated corpus needs no download, and the grammar that wrote a review can tell exactly whether a sample is well
+formed and whether it is positive, which no reward model can. `GRAMMAR` is the only definition: `_derive` samples from
+it, and `_pattern` turns it into the regular expressions of the judge.
+
+Sentiment cannot be read off single words: a third of the opinions deny a word of the opposite sentiment ("never dull",
+"nobody should skip it"), so that both kinds of review are made of the same words. Most of a text says who, where, when,
+and which part of the film, and prompts say nothing else. A policy can thus become positive without giving up variety,
+and `distinct_bigrams` shows whether it did.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from engine.errors import UserError
+from training.data.rows import PROMPT_COLUMNS, read_rows
+
+# One symbol a line, its equally likely alternatives between bars. A symbol with a sign has one line per sentiment.
+# `<x>` keeps the sentiment of the text around it and `<~x>` turns it over. There is no recursion, and but for the
+# sentiment every choice depends on its neighbours only: a small model can learn it.
+GRAMMAR = """
+prompt     = Review : <viewer> <watched> <this> <genre> | Review : <viewer> <watched> <this> <origin> <genre>
+viewer     = i | we | they | some | many | families | my sister | my brother
+watched    = saw | watched | caught | rented | streamed | chose | finished | tried
+this       = this | a | another
+genre      = thriller | western | comedy | drama | musical | romance | mystery | documentary | cartoon | sequel | remake
+origin     = french | korean | spanish | british | recent | silent | long | short
+
+response   = <scene> , and <claim> . | <scene> , and <claim> <extent> . | , and <claim> <extent> .
+           | <scene> , and <claim> <more> .
+scene      = <company> | <place> | <time> | <company> <time> | <place> <time>
+company    = with friends | with <my> <aunt> | with <two> <guests>
+my         = my | our | her | his
+aunt       = aunt | uncle | father | mother | cousin | neighbour | teacher | daughter | son
+two        = two | three | four | several
+guests     = strangers | colleagues | classmates | tourists | students
+place      = at home | at the <cinema> | in <town> | on <a> <train>
+cinema     = cinema | theatre | festival | library | school | museum | club
+town       = london | dublin | boston | lisbon | oslo | vienna | prague | chicago | toronto
+a          = a | the
+train      = train | plane | ferry | bus
+time       = last <month> | one <evening> | on <friday> | <after> <dinner>
+month      = week | month | spring | summer | winter | autumn
+evening    = evening | morning | afternoon | night
+friday     = monday | tuesday | wednesday | thursday | friday | saturday | sunday
+after      = after | before
+dinner     = dinner | work | lunch | class | midnight
+
+claim      = <subject> <predicate>
+more       = and <predicate> | while <subject> <predicate> | so <advice> | and <predicate> so <advice>
+subject    = it | the film | the <first> <half> | the <music> | the <music> by <anna> <lee>
+first      = first | second | final | opening | middle
+half       = half | act | hour | scene | part
+music      = music | script | story | editing | acting | casting | design
+anna       = anna | tom | maria | james | nina | peter | ruth | omar | helen | victor | clara | hugo
+lee        = lee | reed | stone | novak | weber | silva | brown | moreau | tanaka | olsen | costa | grant
+extent     = from start to finish | in every scene | for two hours | at every turn | to the very end | most of the time
+
+opinion    = <predicate> | <advice>
+predicate  = <was> <judgement> | <was> <judgement> | had <merit> | <did>
+judgement  = <clever> | <quite> <clever> | <compared> | <never> <~clever>
+compared   = as <clever> as <usual> | more <clever> than <usual> | less <~clever> than <usual>
+merit      = <charm> | <plenty> <charm> | <no> <~charm>
+did        = <moved> <us> | <quite> <moved> <us> | <never> <~moved> <us>
+was        = was | felt | seemed | looked | stayed | remained | became
+quite      = quite | really | truly | rather | simply | deeply
+usual      = usual | expected | before | most | others
+never      = never | hardly | rarely | barely
+plenty     = plenty of | lots of | so much | enough
+no         = no | little | hardly any | not much
+us         = us | me | everyone | viewers | critics
+advice     = you should <see> it | anyone should <see> it | everyone should <see> it | nobody should <~see> it
+
+clever+    = clever | funny | gripping | fresh | charming | tender | honest | vivid | elegant | lively
+clever-    = dull | boring | clumsy | shallow | noisy | bland | tired | flat | messy | hollow
+charm+     = charm | wit | heart | warmth | energy | grace
+charm-     = noise | filler | clutter | gloom | nonsense | padding
+moved+     = moved | delighted | amused | impressed | surprised | touched
+moved-     = bored | annoyed | confused | irritated | disappointed | exhausted
+see+       = see | catch | watch | find
+see-       = skip | avoid | leave | miss
+"""
+
+EITHER = ""  # whatever the sentiment, of each opinion for itself
+_OPPOSITE = {"+": "-", "-": "+", EITHER: EITHER}
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """A text of the grammar: `prompt + response` is the whole of it, and the response begins with a space."""
+
+    prompt: str
+    response: str
+    positive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the judge found. A text of mixed opinions, or of none, is neither positive nor negative."""
+
+    grammatical: bool
+    positive: bool
+    negative: bool
+
+
+def _read_grammar(text: str) -> dict[str, list[list[str]]]:
+    """The alternatives of each symbol, each a list of words and references; lines that begin with a bar continue."""
+    rules = {}
+    for line in re.sub(r"\n\s*\|", " |", text).split("\n"):
+        if line:
+            symbol, alternatives = line.split(" = ")
+            rules[symbol.strip()] = [alternative.split() for alternative in alternatives.split("|")]
+    return rules
+
+
+_RULES = _read_grammar(GRAMMAR)
+
+
+def _reference(item: str, sign: str) -> tuple[str, str] | None:
+    """The symbol and sentiment that `item` refers to in a text of sentiment `sign`; None for a plain word."""
+    if not item.startswith("<"):
+        return None
+    symbol = item.strip("<>")
+    return (symbol[1:], _OPPOSITE[sign]) if symbol.startswith("~") else (symbol, sign)
+
+
+def _alternatives(symbol: str, sign: str) -> list[list[str]]:
+    if symbol in _RULES:
+        return _RULES[symbol]
+    return [items for s in (sign or "+-") for items in _RULES[symbol + s]]
+
+
+def _derive(rng: random.Random, symbol: str, sign: str) -> list[str]:
+    """The words of one random text of `symbol` with the sentiment `sign`."""
+    words = []
+    for item in rng.choice(_alternatives(symbol, sign)):
+        reference = _reference(item, sign)
+        words += _derive(rng, *reference) if reference else [item]
+    return words
+
+
+@cache
+def _pattern(symbol: str, sign: str) -> str:
+    """A regular expression of all texts of `symbol` with the sentiment `sign`, a space after every word."""
+
+    def item_pattern(item: str) -> str:
+        reference = _reference(item, sign)
+        return _pattern(*reference) if reference else re.escape(item) + " "
+
+    return "(?:%s)" % "|".join("".join(map(item_pattern, items)) for items in _alternatives(symbol, sign))
+
+
+_REVIEW = re.compile(_pattern("prompt", EITHER) + _pattern("response", EITHER))
+# One expression for both sentiments, so that "hardly moved us" is taken before "moved us" can be seen inside it.
+_OPINION = re.compile(rf"(?<!\S)(?:(?P<positive>{_pattern('opinion', '+')})|(?P<negative>{_pattern('opinion', '-')}))")
+
+
+def generate_review(rng: random.Random, positive: bool) -> Review:
+    """One random review of the given sentiment."""
+    sign = "+" if positive else "-"
+    prompt, response = (" ".join(_derive(rng, symbol, sign)) for symbol in ("prompt", "response"))
+    return Review(prompt, " " + response, positive)
+
+
+def generate_reviews(count: int, seed: int, positive_fraction: float = 0.5) -> list[Review]:
+    """`count` random reviews in random order, of which `positive_fraction`, rounded, are positive."""
+    rng = random.Random(seed)
+    sentiments = [i < round(count * positive_fraction) for i in range(count)]
+    rng.shuffle(sentiments)
+    return [generate_review(rng, positive) for positive in sentiments]
+
+
+def judge(prompt: str, response: str) -> Verdict:
+    """Whether the two together are a text of the grammar, and what all opinions in the response agree on.
+
+    The two questions are independent: a fluent review of mixed opinions is grammatical, and an opinion counts wherever
+    it stands, so that one slip elsewhere does not hide a sample's sentiment.
+    """
+    grammatical = _REVIEW.fullmatch(prompt + response + " ") is not None
+    opinions = {match.lastgroup for match in _OPINION.finditer(response + " ")}
+    return Verdict(grammatical, positive=opinions == {"positive"}, negative=opinions == {"negative"})
+
+
+def distinct_bigrams(responses: Iterable[str]) -> int:
+    """How many different pairs of neighbouring words the responses hold, pairs within one response only.
+
+    It grows with the number of responses: compare equal numbers.
+    """
+    return len({pair for response in responses for pair in pairwise(response.split())})
+
+
+def summarize_responses(prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
+    """The fractions of positive, negative and grammatical responses, and their distinct bigrams."""
+    if not responses or len(prompts) != len(responses):
+        raise ValueError(f"need one prompt per response and at least one, got {len(prompts)} and {len(responses)}")
+    verdicts = [judge(prompt, response) for prompt, response in zip(prompts, responses)]
+    fractions = {
+        name: sum(getattr(verdict, name) for verdict in verdicts) / len(verdicts)
+        for name in ("positive", "negative", "grammatical")
+    }
+    return fractions | {"distinct_bigrams": distinct_bigrams(responses)}
+
+
+def make_corpus(seed: int, sft: int, pairs: int, prompts: int, eval_prompts: int) -> dict[str, list[dict[str, str]]]:
+    """The rows of each file; the arguments after the seed say how many. No two files share a random stream."""
+    streams = {name: random.Random(f"{seed} {name}") for name in ("sft", "pairs", "prompts", "eval_prompts")}
+
+    def reviews(name: str, count: int) -> list[Review]:
+        return generate_reviews(count, streams[name].getrandbits(64))
+
+    def pair(prompt: str) -> dict[str, str]:
+        chosen = generate_review(streams["pairs"], positive=True).response
+        return {"prompt": prompt, "chosen": chosen, "rejected": _not_positive(streams["pairs"], prompt)}
+
+    return {
+        "sft.jsonl": [{"prompt": review.prompt, "response": review.response} for review in reviews("sft", sft)],
+        "pairs.jsonl": [pair(review.prompt) for review in reviews("pairs", pairs)],
+        "prompts.jsonl": [{"prompt": review.prompt} for review in reviews("prompts", prompts)],
+        "eval_prompts.jsonl": [{"prompt": review.prompt} for review in reviews("eval_prompts", eval_prompts)],
+    }
+
+
+def _not_positive(rng: random.Random, prompt: str) -> str:
+    """A response whose opinions are negative or mixed: without mixed ones, a reward model never learns to mind them."""
+    while True:
+        response = " " + " ".join(_derive(rng, "response", EITHER))
+        if not judge(prompt, response).positive:
+            return response
+
+
+def refuse_non_empty(directory: Path, overwrite: bool) -> None:
+    """Raise if `directory` holds anything, unless the user said that it may be written over."""
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"--output_dir {directory} is a file. Name a folder.")
+    if not overwrite and directory.is_dir() and any(directory.iterdir()):
+        raise UserError(f"--output_dir {directory} is not empty. Name another folder or add --overwrite.")
+
+
+def run_make(args: argparse.Namespace) -> None:
+    """Write the four files of the corpus."""
+    refuse_non_empty(args.output_dir, args.overwrite)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    for name, rows in make_corpus(args.seed, args.sft, args.pairs, args.prompts, args.eval_prompts).items():
+        (args.output_dir / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        print(f"{args.output_dir / name}: {len(rows)} rows")
+
+
+def read_samples(path: Path) -> list[dict]:
+    """The rows of a file of prompts and responses; unlike in training data, a response may be empty."""
+    rows = read_rows(path, PROMPT_COLUMNS)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get("response"), str):
+            found = "no such column" if "response" not in row else repr(row["response"])
+            raise UserError(f"{path}, row {number}, column response: found {found}; needed a string.")
+    return rows
+
+
+def run_judge(args: argparse.Namespace) -> None:
+    """Print one column of numbers per file, and how much of the first file's variety the second one has."""
+    files = [read_samples(path) for path in args.files]
+    summaries = [
+        {"responses": len(rows)} | summarize_responses(*zip(*((r["prompt"], r["response"]) for r in rows)))
+        for rows in files
+    ]
+    width = max(12, *(len(path.name) + 2 for path in args.files))
+    print(" " * 16 + "".join(f"{path.name:>{width}}" for path in args.files))
+    for name in summaries[0]:
+        cells = [summary[name] for summary in summaries]
+        print(f"{name:16}" + "".join(f"{c:{width}.3f}" if isinstance(c, float) else f"{c:{width}}" for c in cells))
+    if len(files) == 2:
+        count = min(map(len, files))
+        before, after = (distinct_bigrams(row["response"] for row in rows[:count]) for rows in files)
+        ratio = f"{after / before:.3f}" if before else "undefined"
+        print(f"distinct bigrams of the first {count} responses, second file to first: {ratio}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m training.toy.reviews", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    make = commands.add_parser("make", help="write sft.jsonl, pairs.jsonl, prompts.jsonl and eval_prompts.jsonl")
+    make.add_argument("--output_dir", type=Path, required=True)
+    make.add_argument("--seed", type=int, default=0)
+    make.add_argument("--overwrite", action="store_true", help="write even into a folder that is not empty")
+    for name, count in (("sft", 8000), ("pairs", 3000), ("prompts", 4000), ("eval_prompts", 512)):
+        make.add_argument(f"--{name}", type=int, default=count, help=f"rows of {name}.jsonl (default %(default)s)")
+    make.set_defaults(run=run_make)
+    judge_parser = commands.add_parser("judge", help="count positive, negative and grammatical responses")
+    judge_parser.add_argument("files", type=Path, nargs="+", help="JSON lines with prompt and response")
+    judge_parser.set_defaults(run=run_judge)
+    args = parser.parse_args(arguments)
+    try:
+        args.run(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
