@@ -121,7 +121,7 @@ class ExperienceMaker:
                 ]
             )
         )
-        with self.reward.resident():
+        with self.reward.on_device():
             scores, score_parts = self._scores([scored.select(part) for part in rows], whole)
         return Judged(
             learned, scored.response_mask, logprobs, entropy, ref_logprobs, prompt_kl, values, scores, score_parts, gaps
@@ -164,7 +164,7 @@ class ExperienceMaker:
         else:
             by_piece, entropies = zip(*map(policy, asked))
             logprobs, entropy = responses(by_piece), responses(entropies)
-        with self.reference.resident():
+        with self.reference.on_device():
             references = [self.reference.ref_logprobs(piece, temperature) for piece in asked]
         prompt_kl = torch.zeros(len(learned), device=logprobs.device)
         if self.dialect.measures_prompts:

@@ -22,7 +22,7 @@ class Reference(Protocol):
         """(B, T) float32. All ranks call this together."""
         ...
 
-    def resident(self) -> contextlib.AbstractContextManager:
+    def on_device(self) -> contextlib.AbstractContextManager:
         """Context in which whatever is needed is on the device."""
         ...
 
@@ -44,9 +44,9 @@ class EngineReference:
         )
         return logprobs
 
-    def resident(self):
+    def on_device(self):
         """Context in which the weights are on the device."""
-        return self.model.resident()
+        return self.model.on_device()
 
 
 class HydraReference:
@@ -71,6 +71,6 @@ class HydraReference:
         )
         return logprobs
 
-    def resident(self):
+    def on_device(self):
         """Does nothing: the actor always stands where it computes."""
-        return self.actor.resident()
+        return self.actor.on_device()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine import distributed
-from engine.zero.config import EngineChoice, build_ds_config
+from engine.zero.config import EngineConfig, build_ds_config
 from engine.zero.engines import FrozenModel, TrainedModel
 from engine.ema import EMA
 from engine.models.hydra import check_hydra, load_hydra
@@ -59,10 +59,10 @@ class EngineSpec:
     with_reward_model: bool = True
     hydra_layers: int = 0
     dtype: str = "fp32"
-    actor: EngineChoice = field(default_factory=lambda: EngineChoice("actor", 0))
-    critic: EngineChoice = field(default_factory=lambda: EngineChoice("critic", 0))
-    reference: EngineChoice | None = None
-    reward: EngineChoice | None = None
+    actor: EngineConfig = field(default_factory=lambda: EngineConfig("actor", 0))
+    critic: EngineConfig = field(default_factory=lambda: EngineConfig("critic", 0))
+    reference: EngineConfig | None = None
+    reward: EngineConfig | None = None
     actor_optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec(lr=1e-5))
     critic_optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec(lr=1e-5))
     micro_batch_size: int = 8
@@ -79,14 +79,14 @@ class EngineSpec:
         assert not self.hydra_layers or self.reference is None, "a hydra's reference has no engine of its own"
 
     @property
-    def choices(self) -> list[EngineChoice]:
+    def choices(self) -> list[EngineConfig]:
         """Of each engine that is built: the actor's, and if there are any the critic's, reference's, reward model's."""
         choices = [self.actor, *([self.critic] if self.with_critic else [])]
         if not self.hydra_layers:
-            choices.append(self.reference or EngineChoice("reference", 3 if self.actor.stage == 3 else 0))
+            choices.append(self.reference or EngineConfig("reference", 3 if self.actor.stage == 3 else 0))
         if self.with_reward_model:
             partner = self.critic if self.with_critic else self.actor
-            choices.append(self.reward or EngineChoice("reward", 3 if partner.stage == 3 else 0))
+            choices.append(self.reward or EngineConfig("reward", 3 if partner.stage == 3 else 0))
         return choices
 
 
@@ -160,7 +160,7 @@ def critic_model(spec: EngineSpec) -> TrainedModel:
 def trained_model(
     load,
     path: str,
-    choice: EngineChoice,
+    choice: EngineConfig,
     optimizer: OptimizerSpec,
     spec: EngineSpec,
     gradient_checkpointing: bool = False,
@@ -176,7 +176,7 @@ def trained_model(
 def wrap_trained(
     module: nn.Module,
     ds_config: dict,
-    choice: EngineChoice,
+    choice: EngineConfig,
     optimizer: OptimizerSpec,
     gradient_checkpointing: bool = False,
 ) -> TrainedModel:
@@ -197,7 +197,7 @@ def wrap_trained(
     return _probed(TrainedModel(module, ds_config, adam))
 
 
-def frozen_model(load, path: str, choice: EngineChoice, spec: EngineSpec) -> FrozenModel:
+def frozen_model(load, path: str, choice: EngineConfig, spec: EngineSpec) -> FrozenModel:
     """An engine without optimizer around what `load` makes of `path`."""
     ds_config = build_ds_config(choice, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)
     module = load(path, DTYPES[spec.dtype], ds_config, what=f"{choice.role} model")
@@ -209,7 +209,7 @@ def _probed(model: TrainedModel | FrozenModel) -> TrainedModel | FrozenModel:
     if isinstance(model.module, Policy):
         vocabulary = model.module.model.config.get_text_config().vocab_size
         tokens = (torch.arange(8, device=distributed.device()) * 7919 % vocabulary).unsqueeze(0)
-        with torch.no_grad(), model.resident():
+        with torch.no_grad(), model.on_device():
             model(tokens, probe=True)
     gc.collect(1)  # the loader's full copy of the weights goes before the next model comes; old objects are left out
     return model

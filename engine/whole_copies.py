@@ -16,7 +16,7 @@ class Replicas:
     whose weights have changed since; otherwise nothing is gathered. What is frozen has not changed.
 
     Args:
-        between_steps: what becomes of the modules when `rest` is called: "keep" them, "free" them, or move them to the
+        between_steps: what becomes of the modules when `release_memory` is called: "keep" them, "free" them, or move them to the
             "host".
         shared: models of one architecture take turns in one module, actor and reference in one, critic and reward
             model in another; else each has its own, and frozen ones are gathered once for good.
@@ -53,7 +53,7 @@ class Replicas:
             self.fills += 1
         return module
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Nothing is computed with the modules for a while."""
         if self.between_steps == "free":
             self._modules.clear()

@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from engine import distributed
 from engine.algorithms import get_dialect
-from engine.zero.config import EngineChoice
+from engine.zero.config import EngineConfig
 from engine.errors import UserError
 from engine.experience import PromptBatch
 from engine.models.loading import DTYPES, read_config
@@ -84,8 +84,8 @@ def build_ours(setting: Setting, args: argparse.Namespace) -> Ours:
         actor_path=setting.actor,
         critic_path=setting.critic,
         dtype=args.dtype,
-        actor=EngineChoice("actor", args.zero_stage),
-        critic=EngineChoice("critic", args.zero_stage),
+        actor=EngineConfig("actor", args.zero_stage),
+        critic=EngineConfig("critic", args.zero_stage),
         micro_batch_size=args.micro_batch,
     )
     engine = RLHFEngine.from_pretrained(spec)

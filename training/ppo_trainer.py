@@ -122,7 +122,7 @@ class PPOTrainer:
             experience = self.maker.make(
                 rollout, self.kl.value, tally=lambda name, part: metrics.add(name, part.sum(), len(part))
             )
-            self.rollouts.rest()
+            self.rollouts.release_memory()
             stop_if_not_finite(self.steps_done + 1, experience, self.engine.tokenizer)
         responses = distributed.world_size() * len(experience)
         kl = distributed.all_reduce_sum(experience.measured_kl.double().sum()).item() / responses

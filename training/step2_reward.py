@@ -18,7 +18,7 @@ from engine import distributed
 from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
 from engine.algo.masked import mean_and_variance, moments
 from engine.algorithms import Dialect
-from engine.zero.config import EngineChoice
+from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
 from engine.errors import RunStopped, UserError
 from engine.experience import position_ids
@@ -90,9 +90,9 @@ class RewardFlags(SupervisedFlags):
         """The model whose responses normalise the scores."""
         return self.sft_model_name_or_path or self.model_name_or_path
 
-    def sft_choice(self) -> EngineChoice:
+    def sft_choice(self) -> EngineConfig:
         """Its engine: partitioned where the reward model is."""
-        return EngineChoice("reference", 3 if self.choice().stage == 3 else 0)
+        return EngineConfig("reference", 3 if self.choice().stage == 3 else 0)
 
     def normalization_prompts(self, tokenizer) -> Prompts:
         """The prompts whose responses normalise the scores; raises UserError with file and line."""
@@ -221,7 +221,7 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
 
     spec = EngineSpec(actor_path="", critic_path=args.model_name_or_path, dtype=args.dtype)
     model = frozen_model(
-        load, args.model_name_or_path, EngineChoice("reward", 3 if args.choice().stage == 3 else 0), spec
+        load, args.model_name_or_path, EngineConfig("reward", 3 if args.choice().stage == 3 else 0), spec
     )
     mean, variance = score_statistics(args, model, tokenizer, prompts)
     if distributed.is_main():

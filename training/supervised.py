@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from engine import distributed
-from engine.zero.config import EngineChoice, build_ds_config, stage_of_file
+from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from engine.zero.engines import TrainedModel
 from engine.errors import RunStopped, UserError
 from engine.optim import LR_SCHEDULES, lr_factor
@@ -86,12 +86,12 @@ class SupervisedFlags(DataFlags):
                 "Offload needs stage 1, 2 or 3."
             )
 
-    def choice(self) -> EngineChoice:
+    def choice(self) -> EngineConfig:
         """The DeepSpeed configuration asked for."""
         stage = self.zero_stage
         if stage is None and self.ds_config is not None:
             stage = stage_of_file(self.ds_config, "model")
-        return EngineChoice("model", stage or 0, self.offload, self.ds_config)
+        return EngineConfig("model", stage or 0, self.offload, self.ds_config)
 
     def ds_settings(self) -> dict:
         """The whole DeepSpeed configuration; raises UserError for a contradiction."""

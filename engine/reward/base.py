@@ -15,6 +15,6 @@ class RewardSource(Protocol):
         """(B,) float32, one number a response. All ranks call this together."""
         ...
 
-    def resident(self) -> contextlib.AbstractContextManager:
+    def on_device(self) -> contextlib.AbstractContextManager:
         """Context in which whatever is needed is on the device."""
         ...

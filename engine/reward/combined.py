@@ -56,11 +56,11 @@ class CombinedReward:
         return parts
 
     @contextlib.contextmanager
-    def resident(self):
+    def on_device(self):
         """Context in which every source is on the device."""
         with contextlib.ExitStack() as stack:
             for source, _ in self.sources.values():
-                stack.enter_context(source.resident())
+                stack.enter_context(source.on_device())
             yield
 
 

@@ -61,7 +61,7 @@ class FunctionReward:
             )
         return torch.tensor(values, dtype=torch.float32, device=rollout.sequences.device)
 
-    def resident(self) -> contextlib.AbstractContextManager:
+    def on_device(self) -> contextlib.AbstractContextManager:
         """Does nothing: there are no weights."""
         return contextlib.nullcontext()
 

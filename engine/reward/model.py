@@ -17,6 +17,6 @@ class RewardModel:
         token_scores = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
         return self.model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
 
-    def resident(self):
+    def on_device(self):
         """Context in which the weights are on the device."""
-        return self.model.resident()
+        return self.model.on_device()

@@ -58,6 +58,6 @@ class RolloutBackend(Protocol):
         """One response for each row. All ranks call this together, each with its own prompts."""
         ...
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Told that nothing is generated for a while: what is not needed meanwhile may be given back."""
         ...

@@ -60,7 +60,7 @@ class Sampler:
         self.row_steps = decoding.row_steps
         return decoding.rollout()
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Give back the memory of keys and values, and let go of the model."""
         self.cache.free()
         self._passes = None

@@ -28,7 +28,7 @@ class Zero3Rollouts:
         finally:
             self.actor.engine.train(learning)
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Give back the memory that is not needed until the next call, if it is to be."""
         if self.between_steps != "keep":
-            self.sampler.rest()
+            self.sampler.release_memory()

@@ -36,8 +36,8 @@ class ReplicaRollouts:
         finally:
             model.train(learning)
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Give back the memory that is not needed until the next call, as far as `replicas` is to."""
         if self.replicas.between_steps != "keep":
-            self.sampler.rest()
-        self.replicas.rest()
+            self.sampler.release_memory()
+        self.replicas.release_memory()

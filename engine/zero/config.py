@@ -40,7 +40,7 @@ _KNOWN = {
 
 
 @dataclass(frozen=True, slots=True)
-class EngineChoice:
+class EngineConfig:
     """Which DeepSpeed configuration an engine runs under.
 
     role: "actor", "critic", "reference" or "reward", for messages; stage: 0 to 3; offload: optimizer state (and, at
@@ -59,7 +59,7 @@ class EngineChoice:
 
 
 def build_ds_config(
-    choice: EngineChoice, *, dtype: str, micro_batch_size: int, gradient_clipping: float = 0.0, trained: bool = True
+    choice: EngineConfig, *, dtype: str, micro_batch_size: int, gradient_clipping: float = 0.0, trained: bool = True
 ) -> dict:
     """The whole DeepSpeed configuration of one engine.
 
@@ -123,7 +123,7 @@ def build_ds_config(
     }
 
 
-def read_ds_file(choice: EngineChoice) -> dict:
+def read_ds_file(choice: EngineConfig) -> dict:
     """The JSON of one engine, with its stage in it, checked for unknown keys and for what its flags say."""
     path = (
         Path(choice.path)

@@ -58,7 +58,7 @@ class TrainedModel:
             return self.engine(*args, **kwargs)
         return _inferred(self.lender.of(self), *args, **kwargs)
 
-    def resident(self) -> contextlib.AbstractContextManager:
+    def on_device(self) -> contextlib.AbstractContextManager:
         """Does nothing: a trained model always stands where it computes."""
         return contextlib.nullcontext()
 
@@ -222,7 +222,7 @@ class TrainedModel:
 
 
 class FrozenModel:
-    """A module that only computes. `offload` at stage 0 keeps it in host memory outside `resident`."""
+    """A module that only computes. `offload` at stage 0 keeps it in host memory outside `on_device`."""
 
     def __init__(self, module: nn.Module, ds_config: dict, offload: bool = False):
         module.requires_grad_(False)
@@ -249,7 +249,7 @@ class FrozenModel:
         return _inferred(self.lender.of(self), *args, **kwargs)
 
     @contextlib.contextmanager
-    def resident(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Within this context the weights are where they are computed with."""
         if self._moves:
             self.module.to(distributed.device())

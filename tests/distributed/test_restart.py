@@ -50,7 +50,7 @@ def whole(folder, output) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def rest(folder, output, whole) -> list[dict]:
+def release_memory(folder, output, whole) -> list[dict]:
     return run_ranks("tests.distributed.work_restart:resumed", folder=folder, output=output, runs=RUNS)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine import distributed
 from engine.algorithms import Dialect
-from engine.zero.config import EngineChoice
+from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
 from engine.experience import PromptBatch
 from engine.rlhf_engine import EngineSpec, RLHFEngine
@@ -31,9 +31,9 @@ def engine_spec(
     `actor`, `config`: names in `folder` of a model and of a DeepSpeed JSON, the latter for all engines of this stage.
     """
     path = config and str(Path(folder) / config)
-    choices = {role: EngineChoice(role, stage, path=path) for role in ("actor", "critic")}
+    choices = {role: EngineConfig(role, stage, path=path) for role in ("actor", "critic")}
     if stage == 3:
-        choices |= {role: EngineChoice(role, stage, path=path) for role in ("reference", "reward")}
+        choices |= {role: EngineConfig(role, stage, path=path) for role in ("reference", "reward")}
     return EngineSpec(
         actor_path=str(Path(folder) / actor),
         critic_path=str(Path(folder) / "reward"),

@@ -87,6 +87,6 @@ def _rest(rollouts) -> dict:
         return sum(p.numel() * p.element_size() for p in found if p is not None)
 
     before = alive()
-    rollouts.rest()
+    rollouts.release_memory()
     gc.collect()
     return {"before": before, "after": alive(), "cache": len(rollouts.sampler.cache.layers)}

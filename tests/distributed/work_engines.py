@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from engine.zero.config import EngineChoice
+from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
 from engine.experience import PromptBatch, Rollout
 from engine.models.hydra import load_hydra
@@ -64,10 +64,10 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
 
 def families(folders: dict[str, str], config: str) -> dict[str, dict]:
     """A hydra actor of each family at stage 3 after two steps."""
-    return {family: _family(path, EngineChoice("actor", 3, path=config)) for family, path in folders.items()}
+    return {family: _family(path, EngineConfig("actor", 3, path=config)) for family, path in folders.items()}
 
 
-def _family(path: str, choice: EngineChoice) -> dict:
+def _family(path: str, choice: EngineConfig) -> dict:
     spec = EngineSpec(actor_path=path, critic_path="")
     actor = trained_model(partial(load_hydra, layers=1), path, choice, OptimizerSpec(lr=LR), spec)
     own = EngineReference(frozen_model(load_policy, path, replace(choice, role="reference"), spec))

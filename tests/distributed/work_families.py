@@ -6,7 +6,7 @@ import torch
 
 from engine import distributed
 from engine.algorithms import Dialect
-from engine.zero.config import EngineChoice
+from engine.zero.config import EngineConfig
 from engine.zero.gathering import full_state
 from engine.experience import PromptBatch, Rollout
 from engine.rlhf_engine import EngineSpec, RLHFEngine
@@ -35,7 +35,7 @@ def own_prompts() -> PromptBatch:
 
 def one_step(actor: str, critic: str, stage: int) -> dict:
     """generate, make_experience, one update of actor and critic; this rank's rows and, on rank 0, the new weights."""
-    choices = {role: EngineChoice(role, stage) for role in ("actor", "critic")}
+    choices = {role: EngineConfig(role, stage) for role in ("actor", "critic")}
     engine = RLHFEngine.from_pretrained(EngineSpec(actor_path=actor, critic_path=critic, **choices))
     trainer = PPOTrainer(
         engine=engine,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from engine.zero.config import EngineChoice
+from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
 from engine.experience import Rollout
 from engine.models.loading import load_policy
@@ -61,7 +61,7 @@ def one_run(
         frozen_model(
             load_policy,
             f"{folder}/{actor}",
-            EngineChoice("reference", 3, path=f"{folder}/{config}") if stage == 3 else EngineChoice("reference", 0),
+            EngineConfig("reference", 3, path=f"{folder}/{config}") if stage == 3 else EngineConfig("reference", 0),
             EngineSpec(actor_path="", critic_path="", dtype=dtype),
         )
     )
@@ -109,7 +109,7 @@ def judged(engine: RLHFEngine, own: EngineReference, rollout: Rollout) -> dict:
     """Log-probs of a rollout by the actor, by the hydra's reference, and by the untouched model in its own engine."""
     inputs = rollout.sequences, rollout.attention_mask, rollout.position_ids
     actor, _ = engine.actor(*inputs, response_length=rollout.response_length, temperature=TEMPERATURE)
-    with engine.reference.resident():
+    with engine.reference.on_device():
         return {
             "actor": actor,
             "reference": engine.reference.ref_logprobs(rollout, TEMPERATURE),

@@ -3,7 +3,7 @@
 import torch
 
 from engine import distributed
-from engine.zero.config import EngineChoice
+from engine.zero.config import EngineConfig
 from engine.zero.gathering import full_state
 from engine.experience import position_ids
 from engine.models.loading import load_policy, load_scorer, new_scorer
@@ -28,7 +28,7 @@ def what_they_say(
     fresh: (language model, folder): a new reward model is made of the one and saved in the other.
     """
     distributed.init()
-    spec, choice = EngineSpec(actor_path="", critic_path=""), EngineChoice("reward", stage)
+    spec, choice = EngineSpec(actor_path="", critic_path=""), EngineConfig("reward", stage)
     inputs, said = (sequences, attention_mask, position_ids(attention_mask)), {}
     for name, path in scorers.items():
         model = frozen_model(load_scorer, path, choice, spec)

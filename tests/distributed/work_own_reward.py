@@ -1,7 +1,7 @@
 """A run without a reward model: scores from a function of the data's rows, a critic from the actor's model."""
 
 from engine import distributed
-from engine.zero.config import EngineChoice
+from engine.zero.config import EngineConfig
 from engine.errors import RunStopped
 from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
@@ -24,7 +24,7 @@ def words_and_bonus(prompts: list[str], responses: list[str], rows: list[dict]) 
 
 def run(actor: str, stage: int) -> dict:
     """The critic as it starts; two steps, weights after each; held-out rows; what comes of a function that fails."""
-    choices = {role: EngineChoice(role, stage) for role in ("actor", "critic")}
+    choices = {role: EngineConfig(role, stage) for role in ("actor", "critic")}
     engine = RLHFEngine.from_pretrained(
         EngineSpec(actor_path=actor, critic_path=None, with_reward_model=False, **choices)
     )

@@ -56,7 +56,7 @@ class GivenRollouts:
             entropy=entropy,
         )
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """The experience is made: what is trained is another model than what it was made with."""
         self.move("learning")
 

@@ -3,7 +3,7 @@
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from engine.zero.config import EngineChoice, build_ds_config
+from engine.zero.config import EngineConfig, build_ds_config
 from engine.models.loading import DTYPES
 from engine.rlhf_engine import OptimizerSpec, wrap_trained
 from tests.distributed.tiny_run import masters
@@ -47,7 +47,7 @@ def trained(
     folder: str, stage: int, weights: dict, gradients: list, rates: list, dtype: str = "fp32", offload: bool = False
 ) -> dict:
     """The float32 weights of one engine after all steps."""
-    choice = EngineChoice("actor", stage, offload, None if offload else f"{folder}/stage{stage}.json")
+    choice = EngineConfig("actor", stage, offload, None if offload else f"{folder}/stage{stage}.json")
     config = build_ds_config(choice, dtype=dtype, micro_batch_size=1)
     module = Wrapped(Given(weights)).to(DTYPES[dtype])
     model = wrap_trained(

@@ -29,13 +29,13 @@ class Row:
 
 
 class Resident:
-    """A model that must only be asked within its `resident` context."""
+    """A model that must only be asked within its `on_device` context."""
 
     def __init__(self, answer):
         self.answer, self.present = answer, False
 
     @contextlib.contextmanager
-    def resident(self):
+    def on_device(self):
         """Context in which the model may be asked."""
         self.present = True
         yield

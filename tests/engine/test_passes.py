@@ -196,6 +196,6 @@ def test_compiled_passes_may_have_many_shapes(monkeypatch):
 def test_a_sampler_at_rest_holds_neither_the_model_nor_memory(models):
     sampler = Sampler(make_tokenizer(), decoding="recorded")
     sampler.responses(models["llama"], BATCH, SAMPLING)
-    sampler.rest()
+    sampler.release_memory()
     assert sampler._passes is None and not sampler.cache.layers
     assert answers(sampler.responses(models["llama"], BATCH, SAMPLING)) == plainly(models["llama"], SAMPLING)

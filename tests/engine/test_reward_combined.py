@@ -24,7 +24,7 @@ class Fixed:
         return torch.tensor(self.scores)
 
     @contextlib.contextmanager
-    def resident(self):
+    def on_device(self):
         self.present += 1
         yield
         self.present -= 1
@@ -44,7 +44,7 @@ def rollout() -> Rollout:
 
 
 def asked(reward: CombinedReward) -> tuple[list[float], dict[str, list[float]]]:
-    with reward.resident():
+    with reward.on_device():
         return reward.score(rollout()).tolist(), {name: part.tolist() for name, part in reward.parts(rollout()).items()}
 
 

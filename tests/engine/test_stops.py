@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import distributed
 from engine.algo.sampling import keyed_uniforms
-from engine.zero.config import EngineChoice
+from engine.zero.config import EngineConfig
 from engine.experience import PromptBatch
 from engine.models.loading import load_policy, read_tokenizer
 from engine.rlhf_engine import EngineSpec, frozen_model
@@ -75,7 +75,7 @@ def responses(folder, stops=None, strings=()):
     """What our rollouts give for PROMPTS, without padding, and which of them ended."""
     distributed.init()
     tokenizer = read_tokenizer(folder, "actor")
-    actor = frozen_model(load_policy, folder, EngineChoice("reference", 0), EngineSpec(actor_path="", critic_path=""))
+    actor = frozen_model(load_policy, folder, EngineConfig("reference", 0), EngineSpec(actor_path="", critic_path=""))
     width = max(map(len, PROMPTS))
     ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in PROMPTS])
     rows = torch.arange(len(PROMPTS))

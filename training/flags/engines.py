@@ -1,7 +1,7 @@
 """Which engines the flags and the dialect of step 3 amount to."""
 
 from engine.algorithms import Dialect
-from engine.zero.config import EngineChoice, build_ds_config, stage_of_file
+from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from engine.errors import UserError
 from engine.rlhf_engine import EngineSpec, OptimizerSpec
 
@@ -24,10 +24,10 @@ def engine_spec(args, dialect: Dialect) -> EngineSpec:
             decay_vectors=dialect.decay_vectors,
         )
 
-    def frozen(role: str, partner: str, offload: bool) -> EngineChoice:
+    def frozen(role: str, partner: str, offload: bool) -> EngineConfig:
         path = getattr(args, f"{role}_ds_config")
         stage = stage_of_file(path, role) if path else None
-        return EngineChoice(role, stage if stage is not None else 3 if args.stage(partner) == 3 else 0, offload, path)
+        return EngineConfig(role, stage if stage is not None else 3 if args.stage(partner) == 3 else 0, offload, path)
 
     scored = args.reward_path is not None
     return EngineSpec(
@@ -38,8 +38,8 @@ def engine_spec(args, dialect: Dialect) -> EngineSpec:
         with_reward_model=scored,
         hydra_layers=dialect.hydra_layers,
         dtype=args.dtype,
-        actor=EngineChoice("actor", args.stage("actor"), args.offload, args.actor_ds_config),
-        critic=EngineChoice("critic", args.stage("critic"), args.offload, args.critic_ds_config),
+        actor=EngineConfig("actor", args.stage("actor"), args.offload, args.actor_ds_config),
+        critic=EngineConfig("critic", args.stage("critic"), args.offload, args.critic_ds_config),
         reference=None if dialect.hydra_layers else frozen("reference", "actor", args.offload_reference_model),
         reward=frozen("reward", "critic" if dialect.has_critic else "actor", args.offload_reward_model)
         if scored

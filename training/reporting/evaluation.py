@@ -48,7 +48,7 @@ class Evaluator:
         answered = self._answer(indices)
         # Shifted only now: random numbers are keyed by the index among the held-out prompts.
         judged = self.maker.judge(dataclasses.replace(answered, indices=answered.indices + self.first_index))
-        self.rollouts.rest()
+        self.rollouts.release_memory()
         rollout = judged.rollout  # without what follows an end that the sampler did not stop at
         kl = ((judged.logprobs - judged.ref_logprobs) * rollout.response_mask).sum(-1)
         own = dict(zip(indices, sample_rows(rollout, judged.scores, kl, self.tokenizer)))

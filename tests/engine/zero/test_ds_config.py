@@ -6,7 +6,7 @@ import pytest
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from engine.zero.config import CONFIG_DIR, EngineChoice, build_ds_config, stage_of_file
+from engine.zero.config import CONFIG_DIR, EngineConfig, build_ds_config, stage_of_file
 from engine.errors import UserError
 
 SHIPPED = sorted(CONFIG_DIR.glob("*.json"))
@@ -23,7 +23,7 @@ def given(tmp_path):
     def write(content, stage=2, role="actor"):
         path = tmp_path / "ds.json"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
-        return EngineChoice(role, stage, path=str(path))
+        return EngineConfig(role, stage, path=str(path))
 
     return write
 
@@ -32,7 +32,7 @@ def given(tmp_path):
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_every_shipped_file_is_accepted_for_its_stage(path, dtype):
     stage = int(path.stem[len("zero")])
-    config = build(EngineChoice("actor", stage, path=str(path)), dtype, gradient_clipping=0.5)
+    config = build(EngineConfig("actor", stage, path=str(path)), dtype, gradient_clipping=0.5)
     written = json.loads(path.read_text())
     assert config["zero_optimization"] == written["zero_optimization"]
     DeepSpeedZeroConfig(**config["zero_optimization"])
@@ -55,7 +55,7 @@ def test_the_shipped_files_are_those_that_stages_and_the_flag_choose():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_offload_flag_chooses_the_file(stage):
     for offload in (False, True):
-        zero = build(EngineChoice("actor", stage, offload))["zero_optimization"]
+        zero = build(EngineConfig("actor", stage, offload))["zero_optimization"]
         assert zero["stage"] == stage
         assert ("offload_optimizer" in zero) == (offload and stage > 0)
         assert ("offload_param" in zero) == (offload and stage == 3)
@@ -63,19 +63,19 @@ def test_the_offload_flag_chooses_the_file(stage):
 
 def test_stage_1_does_not_overlap_its_communication():
     for offload in (False, True):  # several backwards before a step would otherwise give wrong gradients
-        assert build(EngineChoice("actor", 1, offload))["zero_optimization"]["overlap_comm"] is False
+        assert build(EngineConfig("actor", 1, offload))["zero_optimization"]["overlap_comm"] is False
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_frozen_model_offloads_no_optimizer(stage):
-    zero = build(EngineChoice("reference", stage, offload=True), trained=False)["zero_optimization"]
+    zero = build(EngineConfig("reference", stage, offload=True), trained=False)["zero_optimization"]
     assert "offload_optimizer" not in zero and ("offload_param" in zero) == (stage == 3)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_frozen_model_has_nothing_for_stages_1_and_2(stage):
     with pytest.raises(UserError, match=f"reference: stage {stage} .*Use stage 0 or 3"):
-        build(EngineChoice("reference", stage), trained=False)
+        build(EngineConfig("reference", stage), trained=False)
 
 
 def test_an_explicit_path_wins_over_the_shipped_file(given):
@@ -116,7 +116,7 @@ def test_a_stage_that_contradicts_the_flag_is_refused(given, role, flag):
     with pytest.raises(UserError, match=rf"ds\.json: zero_optimization\.stage is 3, but {flag} is 2\..*same"):
         build(given({"zero_optimization": {"stage": 3}}, role=role))
     with pytest.raises(UserError, match=f"{flag} 4: ZeRO has the stages 0, 1, 2 and 3"):
-        build(EngineChoice(role, 4))
+        build(EngineConfig(role, 4))
 
 
 def test_a_file_may_not_settle_what_the_program_settles(given):
@@ -166,7 +166,7 @@ def test_files_that_cannot_be_read(given, tmp_path):
         build(given([{"stage": 2}]))
     for path, reason in ((tmp_path / "missing.json", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(UserError, match=rf"of the critic: cannot read .*{path.name} \({reason}"):
-            build(EngineChoice("critic", 2, path=str(path)))
+            build(EngineConfig("critic", 2, path=str(path)))
 
 
 def test_the_stage_that_a_file_asks_for(given, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine import distributed
-from engine.zero.config import EngineChoice
+from engine.zero.config import EngineConfig
 from engine.models.loading import load_policy
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, trained_model
 from tests.tiny_models import make_causal_lm
@@ -23,7 +23,7 @@ def build(folder, dtype, weight_decay=0.0):
     return trained_model(
         load_policy,
         folder,
-        EngineChoice("actor", 0),
+        EngineConfig("actor", 0),
         OptimizerSpec(lr=LR, weight_decay=weight_decay, max_grad_norm=0.0),
         spec,
     )
