@@ -28,7 +28,7 @@ OWNERS = {
     "deepspeed.comm": "engine.distributed",
     "deepspeed.initialize": "engine.zero.engines",
 }
-OWNED_WORDS = {"HfDeepSpeedConfig": "engine.models.loading"}
+OWNED_WORDS = {"HfDeepSpeedConfig": "engine.zero.partitioned_loading"}
 
 
 def project() -> dict[str, str]:
@@ -148,7 +148,7 @@ def test_the_owners_do_name_what_they_own():
         "deepspeed.initialize": "engine.zero.engines",
     }.items():
         assert any(within(mention, name) for mention in mentioned_names(ast.parse(modules[owner])))
-    assert "HfDeepSpeedConfig" in modules["engine.models.loading"]
+    assert "HfDeepSpeedConfig" in modules["engine.zero.partitioned_loading"]
 
 
 @pytest.mark.parametrize(

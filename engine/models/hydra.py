@@ -22,9 +22,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine.errors import UserError
-from engine.zero.gathering import gathered_params
 from engine.models.loading import check_policy, load_policy
 from engine.models.modules import Policy
+from engine.zero.gathering import full_shape, gathered_params, is_partitioned
 
 
 class HydraPolicy(Policy):
@@ -42,7 +42,7 @@ class HydraPolicy(Policy):
         for name in self.names:
             model.get_submodule(name).requires_grad_(True)
         first = model.get_submodule(self.names[0])
-        if any(hasattr(parameter, "ds_id") for parameter in first.parameters()):
+        if any(is_partitioned(parameter) for parameter in first.parameters()):
             first.register_forward_pre_hook(_ask_for_gradient)
 
     def around(self, model: nn.Module) -> "HydraPolicy":
@@ -148,7 +148,7 @@ def _stack(model: nn.Module) -> str | None:
 
 
 def _has_vectors_only(module: nn.Module) -> bool:
-    dimensions = [len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in module.parameters()]
+    dimensions = [len(full_shape(parameter)) for parameter in module.parameters()]
     return bool(dimensions) and max(dimensions) == 1
 
 

@@ -1,6 +1,5 @@
-"""From folders (or hub names) to Policy and Scorer modules and back; the only place where HfDeepSpeedConfig lives."""
+"""From folders (or hub names) to Policy and Scorer modules and back."""
 
-import contextlib
 import json
 import math
 import re
@@ -9,8 +8,6 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
-from deepspeed.runtime.zero.linear import zero3_linear_wrap
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,7 +16,6 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -29,62 +25,10 @@ from transformers.models.auto.modeling_auto import (
 from engine.errors import UserError
 from engine.models.modules import Policy, Scorer
 from engine.models.weight_files import check_weights
+from engine.zero.gathering import set_parameter
+from engine.zero.partitioned_loading import partitioned_loading
 
-_TORCH_LINEAR = nn.functional.linear
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@contextlib.contextmanager
-def partitioned_loading(ds_config: dict | None):
-    """Within this context models load straight into ZeRO-3 partitions; does nothing for other stages.
-
-    The Hugging Face switch behind it is global to the process, so it is on for the load alone: left on, the next model
-    would be partitioned too, a rollout replica say.
-    """
-    if ds_config is None or ds_config.get("zero_optimization", {}).get("stage") != 3:
-        yield
-        return
-    switch = HfDeepSpeedConfig(ds_config)
-    try:
-        yield
-    finally:
-        unset_hf_deepspeed_config()
-        del switch
-        if nn.functional.linear is zero3_linear_wrap:
-            nn.functional.linear = _linear
-
-
-def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """What stands in the place of torch's linear function once a model has been partitioned.
-
-    DeepSpeed puts one of its own there, for the whole process, which does what _PartitionedLinear does, and takes a
-    third of the time of generation with small models. Here only weights that will be gathered anew for the backward
-    pass are treated specially.
-    """
-    if torch.is_grad_enabled() and hasattr(weight, "ds_id"):
-        return _PartitionedLinear.apply(inputs, weight, bias)
-    return _TORCH_LINEAR(inputs, weight, bias)
-
-
-class _PartitionedLinear(torch.autograd.Function):
-    """A linear layer that holds its weight itself, and not a view of what is gathered now, until the backward pass: by
-    then ZeRO-3 has freed that and gathered it anew."""
-
-    @staticmethod
-    def forward(ctx, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.has_bias = bias is not None
-        return _TORCH_LINEAR(inputs, weight, bias)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
-        inputs, weight = ctx.saved_tensors
-        flat = gradient.flatten(0, -2)
-        return (
-            gradient @ weight if ctx.needs_input_grad[0] else None,
-            flat.t() @ inputs.flatten(0, -2) if ctx.needs_input_grad[1] else None,
-            flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None,
-        )
 
 
 def read_config(path: str, what: str):
@@ -236,15 +180,6 @@ def new_critic(path: str, dtype: torch.dtype, ds_config: dict | None = None, wha
     tokenizer = read_tokenizer(path, what)
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
     return new_scorer(path, dtype, pad, None, ds_config, what)
-
-
-def set_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Overwrite a parameter, partitioned or not, on all ranks; `value` has its full shape."""
-    import deepspeed
-
-    partitioned = hasattr(parameter, "ds_id")
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned), torch.no_grad():
-        parameter.copy_(value)
 
 
 def check_policy(path: str, what: str):

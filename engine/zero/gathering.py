@@ -30,9 +30,26 @@ def parameter_buckets(
         yield bucket
 
 
-def full_numel(parameter: nn.Parameter) -> int:
-    """How many numbers a parameter has when it is whole."""
+def is_partitioned(parameter: Tensor) -> bool:
+    """Whether ZeRO-3 manages a parameter, gathered at this moment or not."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter when it is gathered."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def full_numel(parameter: Tensor) -> int:
+    """How many numbers a parameter has when it is gathered."""
     return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
+    """Overwrite a parameter, partitioned or not, on all ranks; `value` has its full shape."""
+    partitioned = is_partitioned(parameter)
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned), torch.no_grad():
+        parameter.copy_(value)
 
 
 @contextlib.contextmanager
