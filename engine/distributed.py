@@ -29,6 +29,16 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
+def rank_share(total: int, of: tuple[int, int] | None = None) -> slice:
+    """Which of `total` items, numbered over all ranks, are this rank's: one piece, and the pieces follow the ranks.
+
+    Equal pieces where the number of ranks divides `total`; otherwise their sizes differ by at most one.
+    of: (rank, number of ranks), by default this process's.
+    """
+    number, ranks = of or (rank(), world_size())
+    return slice(total * number // ranks, total * (number + 1) // ranks)
+
+
 def is_main() -> bool:
     """Whether this is the process that prints and writes what is written once."""
     return rank() == 0

@@ -128,7 +128,7 @@ def make_prompts(setting: Setting, step: int) -> PromptBatch:
     vocabulary = AutoConfig.from_pretrained(setting.actor).get_text_config().vocab_size
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(4, vocabulary, (setting.prompts, setting.prompt_length), generator=generator)
-    own = slice(distributed.rank() * setting.rows, (distributed.rank() + 1) * setting.rows)
+    own = distributed.rank_share(setting.prompts)
     indices = torch.arange(setting.prompts) + step * setting.prompts
     return PromptBatch(tokens[own], torch.ones_like(tokens[own]), indices[own], torch.zeros_like(indices[own])).to(
         distributed.device()

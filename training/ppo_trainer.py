@@ -206,6 +206,6 @@ def deal(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
     groups = rows // mini_batches
     everywhere = np.tile(np.arange(mini_batches), (groups * distributed.world_size(), 1))
     dealt = np.random.default_rng(key).permuted(everywhere, axis=1)
-    own = torch.from_numpy(dealt[groups * distributed.rank() : groups * (distributed.rank() + 1)].reshape(-1))
+    own = torch.from_numpy(dealt[distributed.rank_share(len(dealt))].reshape(-1))
     shuffled = torch.from_numpy(np.random.default_rng((*key, distributed.rank())).permutation(rows))
     return [shuffled[own[shuffled] == index] for index in range(mini_batches)]

@@ -265,7 +265,8 @@ def score_statistics(
     order = torch.from_numpy(epoch_permutation(len(prompts), args.seed, 0)) if several else torch.arange(len(prompts))
     totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
     for start in range(0, args.normalization_samples, size * world):
-        numbers = torch.arange(start, start + size * world)[distributed.rank() :: world]
+        by_turns = torch.arange(start, start + size * world).view(size, world).T.flatten()  # one by one to each rank
+        numbers = by_turns[distributed.rank_share(size * world)]
         indices, samples = order[numbers % len(prompts)], numbers // len(prompts)
         batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, samples, sampling.pad_token_id)
         rollout = rollouts.generate(batch.to(distributed.device()), sampling)

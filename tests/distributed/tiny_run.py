@@ -70,9 +70,8 @@ class TinyPrompts:
 
     def prompts(self, step: int) -> PromptBatch:
         """The prompts of a step, counted from 0."""
-        share = self.per_step // distributed.world_size()
-        first = step * self.per_step + distributed.rank() * share
-        return prompt_batch(list(range(first, first + share)))
+        indices = range(step * self.per_step, (step + 1) * self.per_step)
+        return prompt_batch(list(indices[distributed.rank_share(self.per_step)]))
 
 
 def prompt_tokens(index: int) -> list[int]:

@@ -78,8 +78,7 @@ def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: int) -> dict[
 
 
 def _share(indices: list[int]) -> list[int]:
-    own = len(indices) // distributed.world_size()
-    return indices[distributed.rank() * own : (distributed.rank() + 1) * own]
+    return indices[distributed.rank_share(len(indices))]
 
 
 def _by_key(rollout: Rollout):

@@ -21,7 +21,7 @@ class ShuffledPrompts:
 
     def prompts(self, step: int) -> PromptBatch:
         """The prompts of a step, counted from 0."""
-        own = slice(distributed.rank() * self.share, (distributed.rank() + 1) * self.share)
+        own = distributed.rank_share(self.order.batch_size)
         indices, visits = (column[own] for column in self.order.batch(step))
         return collate_prompts([self.data[index] for index in indices.tolist()], indices, visits, self.pad_token_id)
 
@@ -36,6 +36,6 @@ class ShuffledTexts:
 
     def texts(self, optimizer_step: int) -> Tensor:
         """(B, L) int64, for an optimizer step counted from 0."""
-        own = slice(distributed.rank() * self.share, (distributed.rank() + 1) * self.share)
         indices, _ = self.order.batch(optimizer_step)
+        own = distributed.rank_share(self.order.batch_size)
         return collate_blocks([self.blocks[index] for index in indices[own].tolist()])

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.distributed import rank_share
 from engine.errors import UserError
 
 
@@ -52,13 +53,13 @@ def epoch_batches(
     stays. Every rank is given the same number of batches. With drop_last=False the last ones may be short, and empty on
     some ranks: the caller puts a zero-weight dummy in their place.
     """
-    whole = batch_size * world
-    if drop_last and size < whole:
+    global_size = batch_size * world
+    if drop_last and size < global_size:
         raise UserError(
             f"{size} examples are fewer than one batch of {batch_size} on each of {world} ranks; lower the "
             "batch size or add data."
         )
     permutation = epoch_permutation(size, seed, epoch).tolist()
-    end = size - size % whole if drop_last else size
-    batches = [permutation[start : start + whole] for start in range(0, end, whole)]
-    return [batch[len(batch) * rank // world : len(batch) * (rank + 1) // world] for batch in batches]
+    end = size - size % global_size if drop_last else size
+    batches = [permutation[start : start + global_size] for start in range(0, end, global_size)]
+    return [batch[rank_share(len(batch), of=(rank, world))] for batch in batches]

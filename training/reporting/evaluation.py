@@ -66,8 +66,8 @@ class Evaluator:
 
     def _own_prompts(self) -> list[int]:
         """This rank's prompts, equally many on all ranks: what is left over is filled up with repeats."""
-        share = -(-len(self.prompts) // distributed.world_size())
-        return [(distributed.rank() * share + offset) % len(self.prompts) for offset in range(share)]
+        filled = -(-len(self.prompts) // distributed.world_size()) * distributed.world_size()
+        return [number % len(self.prompts) for number in range(filled)[distributed.rank_share(filled)]]
 
     def _answer(self, indices: list[int]) -> Rollout:
         keys = torch.tensor(indices)
