@@ -17,8 +17,9 @@ from engine.zero.config import EngineConfig, build_ds_config
 from engine.zero.engines import FrozenModel, TrainedModel
 from engine.ema import EMA
 from engine.models.hydra import check_hydra, load_hydra
-from engine.models.loading import DTYPES, load_policy, load_scorer, new_critic, read_tokenizer
-from engine.models.modules import Policy
+from engine.models.loading import DTYPES, load_policy, load_scorer, new_critic
+from engine.models.policy import Policy
+from engine.models.reading import read_tokenizer
 from engine.optim import build_optimizer
 from engine.reference import EngineReference, HydraReference, Reference
 from engine.reward.model import RewardModel

@@ -48,7 +48,7 @@ class Replicas:
         held = self._held.get(key)
         if held != wanted:
             copy_weights(model.module, module, trained_only=held is not None and held[0] == id(model))
-            module.adopt(model.module)
+            module.take_settings_of(model.module)
             self._held[key] = wanted
             self.fills += 1
         return module
@@ -69,7 +69,7 @@ class Replicas:
         self._away = device != distributed.device()
 
 
-# What of a configuration changes nothing that a shared module computes: `adopt` takes care of the offset.
+# What of a configuration changes nothing that a shared module computes: `take_settings_of` sees to the offset.
 _NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id")
 
 

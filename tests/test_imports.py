@@ -159,8 +159,8 @@ def test_the_owners_do_name_what_they_own():
         ("engine.algo.new", "import numpy as np", "numpy in the pure math"),
         ("engine.algo.new", "def f():\n    import transformers.utils", "transformers in the pure math"),
         ("engine.algorithms", "from engine import optim", "imports engine.optim"),
-        ("engine.experience", "import engine.models.modules", "imports engine.models.modules"),
-        ("engine.zero.engines", "from engine.models.modules import Policy", "imports engine.models.modules"),
+        ("engine.experience", "import engine.models.policy", "imports engine.models.policy"),
+        ("engine.zero.engines", "from engine.models.policy import Policy", "imports engine.models.policy"),
         (
             "engine.distributed",
             "def f():\n    from engine.zero.gathering import full_state",
@@ -189,12 +189,12 @@ def test_the_owners_do_name_what_they_own():
         ("engine.rlhf_engine", "import deepspeed as ds\nstart = ds.initialize", "names deepspeed.initialize"),
         ("training.data.order", "from deepspeed import initialize as start", "names deepspeed.initialize"),
         (
-            "engine.models.modules",
+            "engine.models.policy",
             "from transformers.integrations.deepspeed import HfDeepSpeedConfig",
             "names HfDeepSpeedConfig",
         ),
         (
-            "engine.models.modules",
+            "engine.models.policy",
             "import transformers\ntransformers.integrations.HfDeepSpeedConfig",
             "names HfDeepSpeedConfig",
         ),

@@ -13,7 +13,9 @@ from typing import ClassVar
 from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
-from engine.models.loading import DTYPES, check_policy, load_policy, read_tokenizer
+from engine.models.checking import check_policy
+from engine.models.loading import DTYPES, load_policy
+from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import wrap_trained
 from training.program import dry_run
 from training.data.examples import SFTBatch, SFTExamples, collate_sft

@@ -22,16 +22,9 @@ from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
 from engine.errors import RunStopped, UserError
 from engine.experience import position_ids
-from engine.models.loading import (
-    DTYPES,
-    check_policy,
-    check_trunk,
-    check_vocabularies,
-    load_policy,
-    new_scorer,
-    read_tokenizer,
-    vocabulary_size,
-)
+from engine.models.checking import check_policy, check_trunk, check_vocabularies
+from engine.models.loading import DTYPES, load_policy, new_scorer
+from engine.models.reading import read_tokenizer, vocabulary_size
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
 from training.program import dry_run

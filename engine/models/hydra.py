@@ -4,9 +4,9 @@
     logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8)
     ref_logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8, reference=True)
 
-What trains, and is copied, is the last layers, the norm after them, and the head unless it is the embedding, which is
-frozen as all that comes before these layers. So the copies on the shared trunk are the untouched model, whatever is
-learned, and take its place at a few layers' cost.
+What trains are the last layers, the norm after them, and the head where it is untied from the embedding. Everything
+before these layers is frozen. The frozen copies, fed by the frozen layers before them, therefore always compute what
+the model computed before training, for the memory of a few layers in place of a second model.
 
 Source: CarperAI/trlx 3340c2f3, `freeze_bottom_causal_layers` and `ModelBranch`, which copies a tied head too (the copy
 stays equal, as the head is frozen). It freezes the token embedding alone of what stands before the layers: position
@@ -22,16 +22,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from engine.errors import UserError
-from engine.models.loading import check_policy, load_policy
-from engine.models.modules import Policy
+from engine.models.checking import check_policy
+from engine.models.loading import load_policy
+from engine.models.policy import Policy
 from engine.zero.gathering import full_shape, gathered_params, is_partitioned
 
 
 class HydraPolicy(Policy):
-    """A Policy that also computes as the model that it started as.
+    """A Policy that can also compute log-probs of the model that it was before training.
 
-    `branch` holds the copies; it stands outside `model`, so that the actor is saved without it. Under ZeRO it belongs
-    to the actor's engine, which partitions and gathers it like everything else.
+    `branch` holds the frozen copies. It stands outside `model`, so that the actor is saved without it. Under ZeRO it
+    belongs to the actor's engine, which partitions and gathers it with the other weights.
     """
 
     def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None, *, layers: int):
@@ -45,8 +46,8 @@ class HydraPolicy(Policy):
         if any(is_partitioned(parameter) for parameter in first.parameters()):
             first.register_forward_pre_hook(_ask_for_gradient)
 
-    def around(self, model: nn.Module) -> "HydraPolicy":
-        """A HydraPolicy like this one around another model of the same architecture."""
+    def with_model(self, model: nn.Module) -> "HydraPolicy":
+        """A HydraPolicy with these settings for another model of the same architecture."""
         other = HydraPolicy(model, self.dropouts, layers=self.layers)
         other.direct_head = self.direct_head
         return other
@@ -75,17 +76,19 @@ class HydraPolicy(Policy):
 def load_hydra(
     path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "model", *, layers: int
 ) -> HydraPolicy:
-    """The causal language model at `path`, as `load_policy` has it, of which the last `layers` layers train.
+    """What `load_policy` gives, as a HydraPolicy of which the last `layers` layers train.
 
-    Raises: UserError as `check_hydra` does.
+    Raises: UserError as `check_policy` and `trained_parts` do.
     """
     policy = load_policy(path, dtype, ds_config, what)
     return HydraPolicy(policy.model, policy.dropouts, layers=layers)
 
 
 def check_hydra(path: str, layers: int, what: str) -> None:
-    """Raise UserError, naming `what` (a flag), unless the model at `path` has a plain stack of so many layers; looks at
-    its configuration alone."""
+    """Raise UserError, naming `what` (a flag), unless the model at `path` has a stack of at least `layers` layers.
+
+    Only the configuration is read.
+    """
     config = check_policy(path, what)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -98,8 +101,9 @@ def check_hydra(path: str, layers: int, what: str) -> None:
 def trained_parts(model: nn.Module, layers: int) -> list[str]:
     """The names of what trains: the last `layers` decoder layers, the final norm, and the head if it is untied.
 
-    A final norm is told by standing beside the stack of layers and being of a kind that the layers have too. Wherever
-    this errs, the same modules are trained and copied, and the reference is the untouched model all the same.
+    The final norm is taken to be the last module beside the stack that has vectors only and is of a class that the
+    layers use too. Where this finds another module or none, the reference stays right, because exactly what trains is
+    copied.
 
     Raises: UserError if there is no such stack, or it is shorter.
     """
@@ -129,15 +133,15 @@ def trained_parts(model: nn.Module, layers: int) -> list[str]:
 def _ask_for_gradient(_: nn.Module, inputs: tuple) -> None:
     """Have the backward pass go through to the input of the first layer that trains, though nothing before it does.
 
-    Where layers are gathered as a whole, ZeRO-3 takes a layer's backward pass to be over when its input's gradient is
-    there; without one, before it has begun, and would then find no gradients and free the weights.
+    ZeRO-3, where it gathers a layer in one piece, takes the layer's backward pass to be over when the gradient of its
+    input is there. An input without a gradient would look like that from the start: weights would be freed too early.
     """
     if torch.is_grad_enabled():
         inputs[0].requires_grad_(True)
 
 
 def _stack(model: nn.Module) -> str | None:
-    """The name of the longest list of layers that are not to be split, if there is one."""
+    """The name of the longest ModuleList of decoder layers (the classes in `_no_split_modules`), or None."""
     kinds = set(model._no_split_modules or [])
     lists = {
         name: len(part)
@@ -153,6 +157,6 @@ def _has_vectors_only(module: nn.Module) -> bool:
 
 
 def _copied(module: nn.Module, config) -> nn.Module:
-    """A copy with whole weights of its own, under the same configuration (all ranks call this)."""
+    """An unpartitioned copy that shares the configuration object (all ranks call this)."""
     with gathered_params(list(module.parameters())):
         return copy.deepcopy(module, {id(config): config})

@@ -47,5 +47,5 @@ def _shapes(folder: Path, what: str) -> dict[str, tuple[int, ...]]:
             with safe_open(file, "pt") as weights:
                 shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}
         except SafetensorError as error:
-            raise UserError(f"{what}: {file} is no whole safetensors file ({error}). Write it again.") from None
+            raise UserError(f"{what}: {file} is a broken safetensors file ({error}). Write it again.") from None
     return shapes

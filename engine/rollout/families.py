@@ -8,7 +8,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import UserError
 from engine.experience import position_ids
-from engine.models.loading import read_config
+from engine.models.reading import read_config
 from engine.rollout.cache import SlotCache
 
 

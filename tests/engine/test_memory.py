@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from engine.models import modules as models
 from engine.algo.losses import policy_loss
 from engine.algorithms import Dialect
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
-from engine.models.modules import Policy, Scorer
+from engine.models import heads
+from engine.models.policy import Policy
+from engine.models.scorer import Scorer
 from engine.reference import EngineReference
 from engine.reward.model import RewardModel
 from tests.engine.fake_models import Resident, rollout_of
@@ -78,8 +79,8 @@ def rollout(rows: int) -> Rollout:
 @pytest.fixture
 def chunked(monkeypatch):
     """Set how many logits the head computes at a time."""
-    whole = models.head_logprobs
-    return lambda elements: monkeypatch.setattr(models, "head_logprobs", partial(whole, chunk_elements=elements))
+    head_logprobs = heads.head_logprobs
+    return lambda elements: monkeypatch.setattr(heads, "head_logprobs", partial(head_logprobs, chunk_elements=elements))
 
 
 def judging(policy: Policy, scorer: Scorer, rows: int) -> int:

@@ -7,7 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from engine.errors import UserError
-from engine.models.modules import Policy, Scorer
+from engine.models.policy import Policy
+from engine.models.scorer import Scorer
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
 from engine.rollout.choice import check_backend
 from tests.tiny_models import make_tokenizer

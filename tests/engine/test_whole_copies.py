@@ -16,7 +16,7 @@ MASK = torch.ones_like(TOKENS)
 def copied(module):
     copy = empty_like(module, torch.device("cpu"))
     copy_weights(module, copy)
-    copy.adopt(module)
+    copy.take_settings_of(module)
     return copy
 
 

@@ -7,13 +7,13 @@ A name is looked for on this machine first. What can only be a path is never ask
 """
 
 import hashlib
-import re
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import UserError
+from engine.models.places import can_be_hub_name
 from training.data.known_sets import changes_of
 from training.data.records import ENDINGS, ArrowRecords, ChangedRecords, Records, read_records
 
@@ -56,8 +56,8 @@ def open_source(name: str, config_name: str | None = None) -> Source:
 
 
 def is_path(name: str) -> bool:
-    """Whether the name cannot be one of the Hub, which are `name` or `owner/name`."""
-    return Path(name).suffix in ENDINGS or re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is None
+    """Whether the name is a file's or a folder's, and not one that the Hub could have."""
+    return Path(name).suffix in ENDINGS or not can_be_hub_name(name)
 
 
 def _chosen_splits(name: str, splits: dict[str, list[Records]]) -> tuple[list[Records], list[Records]]:

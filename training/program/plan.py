@@ -10,15 +10,8 @@ from engine import distributed
 from engine.algorithms import NOTES, Dialect, check, end_token_id, token_id
 from engine.errors import UserError
 from engine.models.hydra import check_hydra
-from engine.models.loading import (
-    check_policy,
-    check_scorer,
-    check_trunk,
-    check_vocabularies,
-    read_config,
-    read_tokenizer,
-    vocabulary_size,
-)
+from engine.models.checking import check_policy, check_scorer, check_trunk, check_vocabularies
+from engine.models.reading import read_config, read_tokenizer, vocabulary_size
 from engine.rlhf_engine import EngineSpec
 from engine.rollout import SamplingConfig
 from engine.rollout.families import check_attention

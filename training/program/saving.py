@@ -6,7 +6,7 @@ from pathlib import Path
 from engine import distributed
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_state
-from engine.models.loading import save_model
+from engine.models.saving import save_model
 
 
 def save_trained(

@@ -250,7 +250,7 @@ def generation_stops(path: str, tokenizer) -> tuple[int, ...]:
     """The tokens that end a response of the model at `path`: the one thing taken from its generation_config."""
     from transformers import GenerationConfig
 
-    from engine.models.loading import read_config
+    from engine.models.reading import read_config
     from training.data.tokens import stop_token_ids
 
     try:

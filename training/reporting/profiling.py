@@ -18,7 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from engine import distributed, whole_copies
-from engine.models.modules import Policy, Scorer
+from engine.models.policy import Policy
+from engine.models.scorer import Scorer
 from engine.reward.combined import CombinedReward
 from engine.rollout.passes import CompiledPasses, Passes, RecordedPasses
 from training.ppo_trainer import PPOTrainer

@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from engine.algo.sampling import keyed_uniforms
-from engine.zero.gathering import full_state
 from engine.experience import position_ids
-from engine.models.loading import load_policy, load_scorer, new_scorer, save_model
+from engine.models.loading import load_policy, load_scorer, new_scorer
+from engine.models.saving import save_model
+from engine.zero.gathering import full_state
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_families import INDICES, LEARNING_RATE, PROMPTS, SEED, one_step
 from tests.tiny_models import BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_scorer, save_random
@@ -44,7 +45,7 @@ def folders(tmp_path_factory):
 
 
 def hf_logprobs(folder, sequences):
-    """(B, S - 1): of each token but the first, from the whole model's logits; no padding, so no mask."""
+    """(B, S - 1): of each token but the first, from the model's own logits; no padding, so no mask."""
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(sequences).logits
     shifted = logits[:, :-1].double()
@@ -76,9 +77,9 @@ def probed(folder):
 def padded(left, right):
     """SEQUENCES between padding slots that hold other tokens, and their mask."""
     junk = torch.Generator().manual_seed(left + right)
-    around = [torch.randint(VOCABULARY, (len(SEQUENCES), count), generator=junk) for count in (left, right)]
-    mask = [torch.zeros_like(around[0]), torch.ones_like(SEQUENCES), torch.zeros_like(around[1])]
-    return torch.cat([around[0], SEQUENCES, around[1]], 1), torch.cat(mask, 1)
+    filler = [torch.randint(VOCABULARY, (len(SEQUENCES), count), generator=junk) for count in (left, right)]
+    mask = [torch.zeros_like(filler[0]), torch.ones_like(SEQUENCES), torch.zeros_like(filler[1])]
+    return torch.cat([filler[0], SEQUENCES, filler[1]], 1), torch.cat(mask, 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

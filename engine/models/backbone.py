@@ -1,0 +1,41 @@
+"""What Policy and Scorer have in common: a Hugging Face model, and how its trunk is called."""
+
+import inspect
+
+from torch import Tensor, nn
+
+
+class Backbone(nn.Module):
+    """A Hugging Face model, called with the arguments that its family's trunk takes.
+
+    dropouts: the model's own dropout probabilities, which loading has replaced, by their names in its configuration;
+    they are put back into what is saved.
+    """
+
+    def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None):
+        super().__init__()
+        self.model = model
+        self.dropouts = dropouts or {}
+        # Some families, BLOOM for one, take no positions: they count along the attention mask.
+        self._takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+
+    def with_model(self, model: nn.Module):
+        """A module of this kind and with these settings, for another model of the same architecture."""
+        return type(self)(model, self.dropouts)
+
+    def take_settings_of(self, other) -> None:
+        """Take over what another module of this architecture computes with besides its weights.
+
+        A module that holds the weights of different models in turn is given these settings with each.
+        """
+
+    def inputs(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> dict:
+        """The keyword arguments of a forward pass without cache; all arguments (B, S) int64."""
+        named = {"input_ids": sequences, "attention_mask": attention_mask, "use_cache": False}
+        if self._takes_positions:
+            named["position_ids"] = position_ids
+        return named
+
+    def hidden_states(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """The trunk's last hidden states, (B, S, d)."""
+        return self.model.base_model(**self.inputs(sequences, attention_mask, position_ids))[0]

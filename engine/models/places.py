@@ -1,0 +1,51 @@
+"""Where a model or a data set may stand: a folder or file on this machine, or a name on the Hugging Face Hub.
+
+Transformers is not imported here, so that a name can be looked at before anything large is.
+"""
+
+import re
+from pathlib import Path
+
+import huggingface_hub
+
+from engine.errors import UserError
+
+
+def can_be_hub_name(name: str) -> bool:
+    """Whether a name can be one of the Hub: `name`, or `owner/name` where no folder is called like the owner."""
+    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is None:
+        return False
+    return "/" not in name or not Path(name).parent.is_dir()
+
+
+def require_model(path: str, what: str) -> None:
+    """Raise UserError, naming `what` (a flag), unless `path` is a model's folder or the name of a model on the Hub.
+
+    The Hub is asked once: transformers would ask again and again, for a minute, where no network is.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        if (folder / "config.json").is_file():
+            return
+        inner = next((name for name in ("actor", "reward", "sft") if (folder / name / "config.json").is_file()), None)
+        raise UserError(
+            f"{what}: the folder {path} holds no config.json. Give a folder that save_pretrained wrote"
+            f"{f', {folder / inner} for instance' if inner else ''}."
+        )
+    if not can_be_hub_name(path):
+        raise UserError(f"{what}: there is no folder {path} (relative paths start from {Path.cwd()}).")
+    if huggingface_hub.constants.HF_HUB_OFFLINE or huggingface_hub.try_to_load_from_cache(path, "config.json"):
+        return
+    try:
+        huggingface_hub.HfApi().model_info(path, timeout=10)
+    except Exception as error:  # of the HTTP library's own kinds too, whichever that is
+        raise UserError(
+            f"{what}: found no folder {path} in {Path.cwd()}, and no model of that name on the Hugging "
+            f"Face Hub can be reached ({one_line(error)}). Check the name; without a network, give a local "
+            "folder."
+        ) from None
+
+
+def one_line(error: Exception) -> str:
+    """A library's complaint in one line."""
+    return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())

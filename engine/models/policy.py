@@ -1,0 +1,88 @@
+"""Policy: a causal language model that returns log-probs of given tokens.
+
+Log-probs (B, T) are all that leaves it. The logits, (B, T, V), would be a step's largest tensor; they are computed a
+few rows at a time, so that no more than those few are ever in memory.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from engine.algo.logprobs import CHUNK_ELEMENTS, predicting, token_logprobs
+from engine.experience import position_ids as positions_from
+from engine.models.backbone import Backbone
+from engine.models.heads import LogProbHead
+
+
+class Policy(Backbone):
+    """A causal language model that returns log-probs of given tokens.
+
+    Models that change their logits after the head (soft caps, scales) go through the generic path, which asks the
+    model itself for logits. Which path is right is found by comparing them once: `forward(probe=True)`, after loading.
+    """
+
+    def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None):
+        super().__init__(model, dropouts)
+        head = model.get_output_embeddings()
+        self.direct_head = type(head) in (nn.Linear, LogProbHead)
+        if self.direct_head:
+            head.__class__ = LogProbHead  # in place, so that parameter names stay the model's own
+
+    def with_model(self, model: nn.Module) -> "Policy":
+        """A Policy with these settings, the result of the probe included, for another model of the architecture."""
+        other = super().with_model(model)
+        other.direct_head = self.direct_head
+        return other
+
+    def forward(
+        self,
+        sequences: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        response_length: int = 0,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        probe: bool = False,
+    ):
+        """Log-probs and entropy of the last `response_length` (T) tokens of each row.
+
+        Args:
+            sequences, attention_mask, position_ids: (B, S) int64.
+            temperature: what the logits are divided by.
+            with_entropy: otherwise the entropies are zeros.
+            probe: compare the two paths on these sequences instead, and settle which is used from now on.
+
+        Returns: (logprobs, entropy), each (B, T) float32.
+        """
+        if probe:
+            return self._probe(sequences)
+        labels = sequences[:, -response_length:]
+        if self.direct_head:
+            hidden = self.hidden_states(sequences, attention_mask, position_ids)
+            head = self.model.get_output_embeddings()
+            return head(predicting(hidden, response_length), labels, temperature, with_entropy)
+        logits = self.model(
+            **self.inputs(sequences, attention_mask, position_ids), logits_to_keep=response_length + 1
+        ).logits[:, :-1]
+        return _logits_logprobs(logits, labels, temperature, with_entropy)
+
+    def _probe(self, sequences: Tensor) -> Tensor:
+        mask = torch.ones_like(sequences)
+        positions = positions_from(mask)
+        own = self.model(**self.inputs(sequences, mask, positions)).logits
+        if self.direct_head:
+            direct = self.model.get_output_embeddings()(self.hidden_states(sequences, mask, positions))
+            self.direct_head = direct.shape == own.shape and torch.allclose(direct, own, rtol=1e-3, atol=1e-3)
+        return own.float().sum()
+
+
+def _logits_logprobs(logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` by chunks of positions, for logits that exist already: (B, T, V), (B, T) -> two (B, T)."""
+    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    pieces = zip(logits.flatten(0, 1).split(rows), labels.flatten().split(rows))
+    parts = [
+        checkpoint(token_logprobs, piece, targets, temperature, with_entropy, use_reentrant=False)
+        for piece, targets in pieces
+    ]
+    logprobs, entropy = (torch.cat(column).view(labels.shape) for column in zip(*parts))
+    return logprobs, entropy

@@ -1,0 +1,42 @@
+"""A model's configuration and its tokenizer, read before anything large is loaded."""
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from engine.errors import UserError
+from engine.models.places import one_line, require_model
+
+
+def read_config(path: str, what: str):
+    """The model configuration at `path`.
+
+    Raises: UserError, naming `what` (a flag), if there is none.
+    """
+    require_model(path, what)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # whatever a broken config.json leads transformers to
+        raise UserError(
+            f"{what}: no model at {path!r} ({one_line(error)}). Give a Hugging Face folder or hub name."
+        ) from None
+
+
+def read_tokenizer(path: str, what: str) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`, left-padding; a missing pad token becomes the EOS token.
+
+    Raises: UserError, naming `what` (a flag), if there is none or it has neither pad nor EOS.
+    """
+    require_model(path, what)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    except Exception as error:  # whatever broken files lead transformers to
+        raise UserError(f"{what}: no tokenizer at {path!r} ({one_line(error)}). Save one beside the model.") from None
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"{what}: the tokenizer at {path!r} has neither a pad nor an EOS token. Set one.")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id that the tokenizer knows."""
+    return max(tokenizer.get_vocab().values()) + 1

@@ -1,0 +1,46 @@
+"""Scorer: a reward model or critic, a number for every token."""
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.backbone import Backbone
+from engine.models.heads import ScoreHead
+
+
+class Scorer(Backbone):
+    """A reward model or critic: backbone, one linear head on every token, and a stored offset.
+
+    The gain of the normalisation is folded into the head's weight. The offset stands beside it, in the model's
+    config.json (`score_offset`), because Hugging Face's heads have no bias.
+    """
+
+    def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None):
+        super().__init__(model, dropouts)
+        model.score.__class__ = ScoreHead
+        self.offset = float(getattr(model.config, "score_offset", 0.0))
+        self.score_position = getattr(model.config, "score_position", "last_non_pad")
+        self.pad_token_id = model.config.pad_token_id
+
+    def take_settings_of(self, other: "Scorer") -> None:
+        """Take over the offset of another Scorer of this architecture."""
+        self.offset = other.offset
+
+    def forward(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """The score at every token; all arguments (B, S) int64. Returns (B, S) float32."""
+        hidden = self.hidden_states(sequences, attention_mask, position_ids)
+        return self.model.score(hidden).squeeze(-1) + self.offset
+
+    def sequence_scores(self, token_scores: Tensor, sequences: Tensor, attention_mask: Tensor) -> Tensor:
+        """The score of each sequence: the one at the token that this model was trained to be read at.
+
+        `score_position` "last" is the last real token, EOS included: ours. "last_non_pad" is Hugging Face's rule, the
+        last token that differs from the pad token, hence the one before EOS where pad == eos: models of others.
+
+        Args: all (B, S). Returns (B,) float32.
+        """
+        counted = attention_mask.bool()
+        if self.score_position == "last_non_pad" and self.pad_token_id is not None:
+            counted = counted & (sequences != self.pad_token_id)
+        slots = torch.arange(sequences.shape[1], device=sequences.device)
+        last = torch.where(counted, slots, torch.zeros_like(slots)).amax(-1)
+        return token_scores.gather(1, last.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,82 @@
+"""What is saved opens in plain Hugging Face and means the same there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from engine.models.loading import load_policy, load_scorer, new_scorer
+from engine.models.reading import read_tokenizer
+from tests.engine.models.scored_rows import ROWS, batch, pooled, saved, scores
+from tests.tiny_models import EOS, PAD, make_causal_lm, make_tokenizer
+
+KINDS = [
+    ("llama", False),
+    ("llama", True),
+    ("gpt2", True),
+    ("opt", True),
+    ("bloom", True),
+    ("gpt_neox", False),
+    ("mistral", False),
+    ("qwen2", True),
+]
+
+
+@pytest.mark.parametrize("family, tied", KINDS)
+def test_a_saved_policy_opens_in_hugging_face(tmp_path, family, tied):
+    source = make_causal_lm(tmp_path / "source", family, tied=tied)
+    policy = load_policy(source, torch.float32)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.5)
+    folder = saved(policy, tmp_path / "saved")
+    assert [path.name for path in Path(folder).glob("*.safetensors")] == ["model.safetensors"]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).named_parameters()
+    torch.testing.assert_close(
+        dict(model.named_parameters()), {name: weight * 1.5 for name, weight in expected}, rtol=0, atol=0
+    )
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    assert (head.data_ptr() == embedding.data_ptr()) == tied
+    assert AutoTokenizer.from_pretrained(folder).get_vocab() == make_tokenizer().get_vocab()
+
+
+@pytest.mark.parametrize("family, tied", KINDS)
+def test_a_saved_scorer_scores_the_same_in_hugging_face(tmp_path, family, tied):
+    base = make_causal_lm(tmp_path / "base", family, tied=tied)
+    scorer = new_scorer(base, torch.float32, PAD, seed=3)
+    head, gain, offset = scorer.model.score.weight.detach().clone(), 2.5, -0.4
+    scorer.model.config.score_offset = offset
+    folder = saved(scorer, tmp_path / "saved", lambda state: state.update({"score.weight": head * gain}))
+    trunk = AutoModel.from_pretrained(base, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = torch.stack([trunk(torch.tensor([row]))[0][0, -1] @ head[0] * gain + offset for row in ROWS])
+    config = AutoConfig.from_pretrained(folder)
+    assert config.architectures[0].endswith("ForSequenceClassification") and config.num_labels == 1
+    assert (config.pad_token_id, config.score_offset, config.score_position) == (PAD, offset, "last")
+    torch.testing.assert_close(pooled(folder, *batch()) + config.score_offset, expected, rtol=0, atol=1e-5)
+    ours = load_scorer(folder, torch.float32)
+    for left in (False, True):
+        torch.testing.assert_close(scores(ours, *batch(left=left)), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family, tied", KINDS)
+def test_a_saved_scorer_whose_pad_token_is_eos_scores_the_same_one_text_at_a_time(tmp_path, family, tied):
+    base = make_causal_lm(tmp_path / "base", family, tied=tied, pad_is_eos=True)
+    scorer = new_scorer(base, torch.float32, None, seed=3)
+    scorer.model.config.score_offset = 0.6
+    folder = saved(scorer, tmp_path / "saved", tokenizer=make_tokenizer(pad_is_eos=True))
+    assert AutoConfig.from_pretrained(folder).pad_token_id is None
+    expected = torch.cat([pooled(folder, torch.tensor([row])) for row in ROWS]) + 0.6
+    ours = load_scorer(folder, torch.float32)
+    for left in (False, True):
+        torch.testing.assert_close(scores(ours, *batch(EOS, left)), expected, rtol=0, atol=1e-5)
+    assert read_tokenizer(folder, "x").pad_token_id == EOS
+
+
+def test_a_saved_model_keeps_its_dtype(tmp_path):
+    folder = saved(load_policy(make_causal_lm(tmp_path / "source"), torch.bfloat16), tmp_path / "saved")
+    assert {tensor.dtype for tensor in load_file(Path(folder) / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
