@@ -1,4 +1,7 @@
-"""The one exception that stands for a mistake of the user's."""
+"""The two exceptions that end a run with a message, and what a misspelt name was probably meant to be."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -14,3 +17,9 @@ class RunStopped(Exception):
 
     Its message says at which step, with which samples, and what to look at. Exit code 1; restart points stay.
     """
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like this one, for "did you mean"; None where none is like it."""
+    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
+    return near[0] if near else None

@@ -9,6 +9,8 @@ from engine.errors import UserError
 CRITIC_FIELDS = ("critic_lr", "critic_weight_decay", "value_clip_range", "value_factor", "gamma", "lam")
 # Those of the adaptive controller alone.
 CONTROLLER_FIELDS = ("kl_target", "kl_horizon", "kl_measure", "kl_update")
+# Those of whitening.
+WHITENING_FIELDS = ("whiten_slots", "whiten_over", "whiten_variance")
 
 
 def check(
@@ -40,15 +42,10 @@ def check(
             f"{samples_per_prompt} response a prompt with RLOO, which compares the responses to one prompt "
             "with each other. Draw 2 or more."
         )
-    for field in CRITIC_FIELDS:
-        if not dialect.has_critic and field in given:
-            raise UserError(f"{field} is given, but the dialect {dialect.name} has no critic. Leave it out.")
-    for field in CONTROLLER_FIELDS:
-        if dialect.kl_controller == "fixed" and field in given:
-            raise UserError(
-                f"{field} is given, but kl_controller is 'fixed', and the coefficient would not change. "
-                "Set kl_controller to 'adaptive', or leave it out."
-            )
+    for fields, idle, why in _without_effect(dialect):
+        for field in fields:
+            if idle and field in given:
+                raise UserError(f"{field} is given, but {why}")
     if layers is not None and dialect.hydra_layers > layers:
         raise UserError(f"hydra_layers {dialect.hydra_layers}: the actor has {layers} layers. Give at most that many.")
     if rows_per_rank is None:
@@ -66,6 +63,56 @@ def check(
             f"{dialect.whiten_over!r}): its tokens would be compared with each other alone. Make the batch "
             f"larger, or set {field} to False."
         )
+
+
+def _without_effect(dialect: Dialect) -> list[tuple[Collection[str], bool, str]]:
+    """(fields, whether they have no effect here, why and what to do)."""
+    unscaled, whitens = dialect.score_scaling == "none", dialect.whiten_advantages or dialect.whiten_rewards
+    return [
+        (CRITIC_FIELDS, not dialect.has_critic, f"the dialect {dialect.name} has no critic. Leave it out."),
+        (
+            CONTROLLER_FIELDS,
+            dialect.kl_controller == "fixed",
+            "kl_controller is 'fixed', and the coefficient would not change. Set kl_controller to 'adaptive', or leave "
+            "it out.",
+        ),
+        (
+            ("missing_end_value",),
+            dialect.missing_end == "none",
+            "missing_end is 'none', and no score would change. Set missing_end to 'replace' or 'subtract', or leave it "
+            "out.",
+        ),
+        (
+            ("score_order",),
+            unscaled or dialect.score_clip is None,
+            "scores are not both scaled and clipped. Set score_scaling and score_clip, or leave it out.",
+        ),
+        (
+            WHITENING_FIELDS,
+            not whitens,
+            "nothing is whitened. Set whiten_advantages or whiten_rewards to true, or leave it out.",
+        ),
+        (
+            ("decay_vectors",),
+            not (dialect.actor_weight_decay or dialect.critic_weight_decay),
+            "there is no weight decay. Give actor_weight_decay or critic_weight_decay, or leave it out.",
+        ),
+        (
+            ("warmup_from_zero",),
+            dialect.warmup_steps == 0,
+            "warmup_steps is 0. Give warmup_steps, or leave it out.",
+        ),
+        (
+            ("temperature_in_logprobs",),
+            dialect.sampling_temperature == 1.0,
+            "the temperature is 1, which changes no logits. Give another temperature, or leave it out.",
+        ),
+        (
+            ("early_stop_kl",),
+            dialect.early_stop_kl is not None and dialect.ppo_epochs == 1,
+            "ppo_epochs is 1, and no later epoch could be left out. Give ppo_epochs, or leave it out.",
+        ),
+    ]
 
 
 def _whitened_together(dialect: Dialect, rows: int, mini_batches: int, micro_batch_size: int | None, ranks: int) -> int:

@@ -1,11 +1,10 @@
 """The fields of a dialect, their defaults with reasons, and which values contradict each other."""
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
 
-from engine.errors import UserError
+from engine.errors import UserError, nearest
 
 # What a field may say; what it means stands beside the field, or in the function of engine/algo that is told it.
 CHOICES = {
@@ -36,7 +35,7 @@ CHOICES = {
     "optimizer": ("adamw", "tf_adam"),
     "critic_start": ("reward_model", "zero_head", "none"),
 }
-RANGES = (  # fields, what they should be, the test of it; None is not tested
+RANGES = (  # fields, what they must be, the test of it; None is not tested
     (
         (
             "kl_target",
@@ -52,12 +51,15 @@ RANGES = (  # fields, what they should be, the test of it; None is not tested
             "mini_batches",
             "eps",
         ),
-        "more than 0",
+        "greater than 0",
         lambda value: value > 0,
     ),
     (
         (
             "kl_coef",
+            "gamma",
+            "lam",
+            "ema_decay",
             "truncate_after",
             "min_response_tokens",
             "value_factor",
@@ -69,11 +71,19 @@ RANGES = (  # fields, what they should be, the test of it; None is not tested
             "max_grad_norm",
             "hydra_layers",
         ),
-        "0 or more",
+        "at least 0",
         lambda value: value >= 0,
     ),
-    (("gamma", "lam", "ema_decay"), "between 0 and 1", lambda value: 0 <= value <= 1),
+    (("gamma", "lam", "ema_decay"), "at most 1", lambda value: value <= 1),
 )
+
+
+class FieldError(UserError):
+    """A field of a dialect with a value that it cannot have; `reason` says why, and what to do."""
+
+    def __init__(self, field: str, value: object, reason: str):
+        super().__init__(f"{field} {value!r}: {reason}")
+        self.field, self.reason = field, reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,23 +176,23 @@ class Dialect:
     ema_decay: float = 0.992  # DeepSpeed-Chat's; only used where an EMA is asked for
 
     def __post_init__(self):
-        """Raises: UserError for a value that a field cannot have, and for values that contradict each other."""
+        """Raises: FieldError for a value that a field cannot have, and for values that contradict each other."""
         for field, known in CHOICES.items():
             if getattr(self, field) not in known:
-                raise UserError(f"{field} {getattr(self, field)!r}: known are {', '.join(known)}.")
-        for fields, least, met in RANGES:
+                raise FieldError(field, getattr(self, field), f"known are {', '.join(known)}.")
+        for fields, bound, met in RANGES:
             for field in fields:
                 if getattr(self, field) is not None and not met(getattr(self, field)):
-                    raise UserError(f"{field} {getattr(self, field)}: should be {least}.")
+                    raise FieldError(field, getattr(self, field), f"must be {bound}.")
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"betas {self.betas}: each should be 0 or more and less than 1.")
+            raise FieldError("betas", self.betas, "each must be at least 0 and less than 1.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, float) and not math.isfinite(value):
-                raise UserError(f"{field.name} {value}: should be a finite number.")
+                raise FieldError(field.name, value, "must be finite.")
         for wrong, field, why in self._contradictions():
             if wrong:
-                raise UserError(f"{field} {getattr(self, field)!r}: {why}")
+                raise FieldError(field, getattr(self, field), why)
 
     def _contradictions(self) -> list[tuple[bool, str, str]]:
         """(whether it is there, the field to change, why and how) of all that cannot go together."""
@@ -276,9 +286,9 @@ class Dialect:
         """Raise UserError, listing the fields, if there is none of this name."""
         known = [field.name for field in dataclasses.fields(cls)]
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = nearest(name, known)
             raise UserError(
-                f"dialect field {name!r} does not exist{f'; did you mean {near[0]}?' if near else '.'} "
+                f"dialect field {name!r} does not exist{f'; did you mean {near}?' if near else '.'} "
                 f"Known: {', '.join(known)}."
             )
 

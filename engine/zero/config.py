@@ -1,13 +1,12 @@
 """DeepSpeed configurations: read configs/ds/*.json, fill in what the program owns, refuse what contradicts it."""
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from engine.errors import UserError
+from engine.errors import UserError, nearest
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs" / "ds"
 
@@ -190,6 +189,6 @@ def _check_section(section: dict, model: type, path: Path, name: str) -> None:
 def _refuse_unknown(section: dict, known: set[str], path: Path, prefix: str = "") -> None:
     for key in section:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f" Did you mean {prefix}{near[0]}?" if near else f" Known: {', '.join(sorted(known))}."
+            near = nearest(key, sorted(known))
+            hint = f" Did you mean {prefix}{near}?" if near else f" Known: {', '.join(sorted(known))}."
             raise UserError(f"{path}: unknown key {prefix}{key}.{hint}")

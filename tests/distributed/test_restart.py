@@ -50,7 +50,7 @@ def whole(folder, output) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def release_memory(folder, output, whole) -> list[dict]:
+def resumed(folder, output, whole) -> list[dict]:
     return run_ranks("tests.distributed.work_restart:resumed", folder=folder, output=output, runs=RUNS)
 
 
@@ -63,8 +63,8 @@ def assert_same_state(got: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_everything_is_loaded_as_it_was_saved(whole, rest, run):
-    for one, other in zip(whole, rest):
+def test_everything_is_loaded_as_it_was_saved(whole, resumed, run):
+    for one, other in zip(whole, resumed):
         assert_same_state(other[run]["loaded"], one[run]["saved"])
         fresh, loaded = (other[run][when]["tensors"] for when in ("fresh", "loaded"))
         for kind in ["ema", "actor masters", *(["critic masters"] if run != "rloo" else [])]:
@@ -72,8 +72,8 @@ def test_everything_is_loaded_as_it_was_saved(whole, rest, run):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_steps_after_a_restart_have_the_metrics_of_the_uninterrupted_run(whole, rest, run):
-    for one, other in zip(whole, rest):
+def test_steps_after_a_restart_have_the_metrics_of_the_uninterrupted_run(whole, resumed, run):
+    for one, other in zip(whole, resumed):
         assert len(one[run]["metrics"]) == STEPS
         expected = one[run]["metrics"][SAVED_AFTER:]
         for got, metrics in zip(other[run]["metrics"], expected, strict=True):
@@ -88,8 +88,8 @@ def test_controller_and_scale_had_moved_when_they_were_saved(whole):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_restarted_run_ends_with_the_same_weights_and_average(whole, rest, run):
-    for one, other in zip(whole, rest):
+def test_a_restarted_run_ends_with_the_same_weights_and_average(whole, resumed, run):
+    for one, other in zip(whole, resumed):
         assert_same_state(other[run]["end"], one[run]["end"])
 
 

@@ -335,16 +335,16 @@ def test_dialects_cannot_be_changed_in_place():
     [
         ("default", {"kl_estimator": "k4"}, "kl_estimator 'k4': known are k1, k2, k3."),
         ("default", {"whiten_over": "world"}, "whiten_over 'world': known are all_ranks, rank."),
-        ("default", {"clip_range": 0.0}, "clip_range 0.0: should be more than 0."),
-        ("default", {"score_clip": -1.0}, "score_clip -1.0: should be more than 0."),
-        ("default", {"kl_coef": -0.1}, "kl_coef -0.1: should be 0 or more."),
-        ("default", {"lam": 1.5}, "lam 1.5: should be between 0 and 1."),
-        ("default", {"lam": float("nan")}, "lam nan: should be between 0 and 1."),
+        ("default", {"clip_range": 0.0}, "clip_range 0.0: must be greater than 0."),
+        ("default", {"score_clip": -1.0}, "score_clip -1.0: must be greater than 0."),
+        ("default", {"kl_coef": -0.1}, "kl_coef -0.1: must be at least 0."),
+        ("default", {"lam": 1.5}, "lam 1.5: must be at most 1."),
+        ("default", {"lam": float("nan")}, "lam nan: must be at least 0."),
         ("default", {"lr_schedule": "exponential"}, "lr_schedule 'exponential': known are linear, cosine, constant"),
-        ("default", {"betas": (0.9, 1.0)}, "betas (0.9, 1.0): each should be 0 or more and less than 1."),
-        ("default", {"betas": (-0.1, 0.9)}, "betas (-0.1, 0.9): each should be"),
-        ("default", {"kl_coef": float("inf")}, "kl_coef inf: should be a finite number."),
-        ("summarize", {"missing_end_value": float("nan")}, "missing_end_value nan: should be a finite number."),
+        ("default", {"betas": (0.9, 1.0)}, "betas (0.9, 1.0): each must be at least 0 and less than 1."),
+        ("default", {"betas": (-0.1, 0.9)}, "betas (-0.1, 0.9): each must be"),
+        ("default", {"kl_coef": float("inf")}, "kl_coef inf: must be finite."),
+        ("summarize", {"missing_end_value": float("nan")}, "missing_end_value nan: must be finite."),
         ("default", {"temperature_offset": -1.0}, "temperature_offset -1.0: logits would be divided by 0.0"),
         ("trl_rloo", {"samples_per_prompt": 1}, "samples_per_prompt 1: RLOO compares"),
         (
@@ -381,6 +381,16 @@ def test_what_cannot_go_together_is_refused_with_the_reason(name, changed, messa
         ("trl_rloo", {"given": ["value_clip_range"]}, "value_clip_range is given"),
         ("trl_rloo", {"given": ["gamma"]}, "gamma is given, but the dialect trl_rloo has no critic"),
         ("trlx", {"given": ["kl_target"]}, "kl_target is given, but kl_controller is 'fixed'"),
+        (
+            "deepspeed_chat_2023",
+            {"given": ["missing_end_value"]},
+            "missing_end_value is given, but missing_end is 'none', and no score would change. Set missing_end to",
+        ),
+        ("default", {"given": ["score_order"]}, "score_order is given, but scores are not both scaled and clipped."),
+        ("deepspeed_chat", {"given": ["whiten_over"]}, "whiten_over is given, but nothing is whitened. Set"),
+        ("default", {"given": ["decay_vectors"]}, "decay_vectors is given, but there is no weight decay. Give"),
+        ("openai", {"given": ["warmup_from_zero"]}, "warmup_from_zero is given, but warmup_steps is 0."),
+        ("default", {"given": ["temperature_in_logprobs"]}, "temperature_in_logprobs is given, but the temperature is"),
         ("trlx", {"layers": 1}, "hydra_layers 2: the actor has 1 layers"),
         ("default", {"rows_per_rank": 1}, "whiten_advantages over a batch of one response (advantages_at 'rollout'"),
         ("summarize", {"rows_per_rank": 1, "ranks": 8}, "whiten_advantages over a batch of one"),
@@ -393,6 +403,14 @@ def test_a_runs_sizes_and_models_are_checked(name, run, message):
     with pytest.raises(UserError) as caught:
         check(get_dialect(name), **run)
     assert str(caught.value).startswith(message)
+
+
+def test_a_limit_that_no_epoch_follows_is_refused():
+    one_pass = get_dialect("deepspeed_chat").override(early_stop_kl=0.1)
+    with pytest.raises(UserError, match="early_stop_kl is given, but ppo_epochs is 1, and no later epoch"):
+        check(one_pass, given=["early_stop_kl"])
+    check(one_pass.override(ppo_epochs=2), given=["early_stop_kl"])
+    check(get_dialect("deepspeed_chat"), given=["early_stop_kl"])  # set to none
 
 
 def test_scores_of_one_response_have_no_deviation():
@@ -412,7 +430,8 @@ def test_scores_of_one_response_have_no_deviation():
         ("trlx", {"rows_per_rank": 8, "micro_batch_size": 1, "ranks": 2, "layers": 2}),
         ("trl_rloo", {"rows_per_rank": 2, "samples_per_prompt": 2, "given": ["actor_lr"]}),
         ("trlx", {"rows_per_rank": 6, "micro_batch_size": 4}),
-        ("openai", {"given": ["kl_target", "lam"]}),
+        ("openai", {"given": ["kl_target", "lam", "missing_end_value", "whiten_over", "temperature_in_logprobs"]}),
+        ("summarize", {"given": ["decay_vectors"]}),
         ("default", {"given": ["critic_lr"], "layers": 0}),
         ("default", {}),
     ],
