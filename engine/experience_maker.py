@@ -11,13 +11,13 @@ from engine import distributed
 from engine.algo.kl import measured_kl
 from engine.algo.scores import ScoreScale
 from engine.algorithms import Dialect
-from engine.zero.engines import TrainedModel
 from engine.experience import Experience, Rollout
 from engine.learnable import Masks, count_slots, estimate_advantages, process_scores, scored_text, token_rewards
 from engine.packing import micro_batches
 from engine.reference import Reference
 from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward, total
+from engine.zero.engines import TrainedModel
 
 COMPARED_ROWS = 1  # responses of each rank whose log-probs by the sampler are compared with a forward pass's
 
@@ -51,7 +51,8 @@ class ExperienceMaker:
     """Runs the models over rollouts and turns what they say into what PPO learns from.
 
     critic: None where the dialect has none. end_token_id: the token that scored texts end with where responses do not
-    stop at it (`engine.algorithms.end_token_id`). `score_scale` is what scores are divided by, and changes during a run.
+    stop at it (`engine.algorithms.end_token_id`). `score_scale` is what scores are divided by, and changes during a
+    run.
     """
 
     def __init__(

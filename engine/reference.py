@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.zero.engines import FrozenModel, TrainedModel
 from engine.experience import Rollout
+from engine.zero.engines import FrozenModel, TrainedModel
 
 
 class Reference(Protocol):

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from engine import distributed
-from engine.zero.config import EngineConfig, build_ds_config
-from engine.zero.engines import FrozenModel, TrainedModel
 from engine.ema import EMA
 from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loading import DTYPES, load_policy, load_scorer, new_critic
@@ -23,6 +21,8 @@ from engine.models.reading import read_tokenizer
 from engine.optim import build_optimizer
 from engine.reference import EngineReference, HydraReference, Reference
 from engine.reward.model import RewardModel
+from engine.zero.config import EngineConfig, build_ds_config
+from engine.zero.engines import FrozenModel, TrainedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

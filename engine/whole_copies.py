@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from engine import distributed
+from engine.models.loading import empty_like
 from engine.zero.engines import FrozenModel, TrainedModel
 from engine.zero.gathering import copy_weights, full_numel
-from engine.models.loading import empty_like
 
 
 class Replicas:
@@ -16,8 +16,8 @@ class Replicas:
     whose weights have changed since; otherwise nothing is gathered. What is frozen has not changed.
 
     Args:
-        between_steps: what becomes of the modules when `release_memory` is called: "keep" them, "free" them, or move them to the
-            "host".
+        between_steps: what becomes of the modules when `release_memory` is called: "keep" them, "free" them, or move
+            them to the "host".
         shared: models of one architecture take turns in one module, actor and reference in one, critic and reward
             model in another; else each has its own, and frozen ones are gathered once for good.
     """

@@ -30,13 +30,13 @@ from transformers.utils import logging
 
 from engine import distributed
 from engine.algorithms import get_dialect
-from engine.zero.config import EngineConfig
 from engine.errors import UserError
 from engine.experience import PromptBatch
 from engine.models.loading import DTYPES
 from engine.models.reading import read_config
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, RolloutBackend, SamplingConfig, build_rollouts
+from engine.zero.config import EngineConfig
 from scripts.benchmark_clock import now, peak_memory, reset_peak_memory, slowest, timed
 from scripts.benchmark_floor import Rates, Shape, Work, floor
 from scripts.benchmark_models import SIZES, make_models, make_scorer

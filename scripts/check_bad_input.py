@@ -34,10 +34,11 @@ def main() -> int:
     parser.add_argument("--launched", type=int, default=2, help="of them by DeepSpeed's launcher (default: 2)")
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
+    from transformers.utils import logging
+
     from tests.e2e.bad_input import cases
     from tests.e2e.bad_world import BadWorld
     from tests.e2e.programs import Tiny, snapshot
-    from transformers.utils import logging
 
     logging.disable_progress_bar()
 

@@ -11,14 +11,14 @@ from engine import distributed
 from engine.algo.guards import ratio_exploded
 from engine.algo.losses import loss_weights
 from engine.algorithms import Dialect
-from engine.zero.engines import TrainedModel
 from engine.experience import Experience
 from engine.experience_maker import estimated
 from engine.learnable import actor_loss, counted_responses, critic_loss
 from engine.packing import micro_batches
 from engine.rlhf_engine import RLHFEngine
-from training.reporting.metrics import Accumulator
+from engine.zero.engines import TrainedModel
 from training.mixed_pretraining import MixedPretraining
+from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import stop_if_not_finite
 
 # The sum of a micro-batch's losses, which has a gradient; with its metrics, where it is no dummy.

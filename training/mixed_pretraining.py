@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine import distributed
-from engine.zero.engines import TrainedModel
 from engine.experience import position_ids
+from engine.zero.engines import TrainedModel
 from training.reporting.metrics import Accumulator
 
 

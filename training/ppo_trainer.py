@@ -24,8 +24,8 @@ from engine.reward.base import RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.learner import Learner
-from training.reporting.metrics import Accumulator
 from training.mixed_pretraining import MixedPretraining, TextFeed
+from training.reporting.metrics import Accumulator
 from training.reporting.phase_clock import PhaseClock, peak_memory_gb
 from training.reporting.step_metrics import add_experience, stop_if_not_finite
 

@@ -17,14 +17,14 @@ from engine.models.checking import check_policy
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import wrap_trained
-from training.program import dry_run
 from training.data.examples import SFTBatch, SFTExamples, collate_sft
 from training.data.forms import SFT
 from training.flags.arguments import flag
-from training.reporting.metrics import Accumulator
+from training.program import dry_run
+from training.program.saving import save_trained
 from training.program.startup import agreed, check_positions, check_run, checked, leave, run
 from training.reporting import views
-from training.program.saving import save_trained
+from training.reporting.metrics import Accumulator
 from training.supervised import SupervisedFlags, SupervisedTrainer
 
 
@@ -44,7 +44,8 @@ def main(args: SFTFlags) -> None:
     """Check, load, train, save."""
     checked(lambda: check(args))
     if args.dry_run:
-        return dry_run.report_supervised(args, load_examples)
+        dry_run.report_supervised(args, load_examples)
+        return
     tokenizer, examples, held_out = agreed(lambda: load_examples(args))
     ds_config = args.ds_settings()
     module = load_policy(args.model_name_or_path, DTYPES[args.dtype], ds_config, "--model_name_or_path", args.dropout)

@@ -18,8 +18,6 @@ from engine import distributed
 from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
 from engine.algo.masked import mean_and_variance, moments
 from engine.algorithms import Dialect
-from engine.zero.config import EngineConfig
-from engine.zero.engines import FrozenModel, TrainedModel
 from engine.errors import RunStopped, UserError
 from engine.experience import position_ids
 from engine.models.checking import check_policy, check_trunk, check_vocabularies
@@ -27,16 +25,18 @@ from engine.models.loading import DTYPES, load_policy, new_scorer
 from engine.models.reading import read_tokenizer, vocabulary_size
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
-from training.program import dry_run
+from engine.zero.config import EngineConfig
+from engine.zero.engines import FrozenModel, TrainedModel
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
 from training.data.forms import PAIRS, PROMPTS
 from training.data.mixture import load_rows
 from training.data.order import epoch_permutation
 from training.flags.arguments import flag
-from training.reporting.metrics import Accumulator
+from training.program import dry_run
+from training.program.saving import save_trained
 from training.program.startup import agreed, check_positions, check_run, checked, generation_stops, leave, run
 from training.reporting import views
-from training.program.saving import save_trained
+from training.reporting.metrics import Accumulator
 from training.supervised import SupervisedFlags, SupervisedTrainer
 
 
@@ -104,7 +104,8 @@ def main(args: RewardFlags) -> None:
     """Check, load, train, normalise, save."""
     checked(lambda: check(args))
     if args.dry_run:
-        return dry_run.report_supervised(args, load_examples)
+        dry_run.report_supervised(args, load_examples)
+        return
     tokenizer, examples, held_out, prompts = agreed(lambda: load_examples(args))
     ds_config = args.ds_settings()
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id

@@ -18,11 +18,9 @@ from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
-from training.restarts import checkpoint
-from training.reporting import profiling
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
-from training.reporting.evaluation import Evaluator
 from training.flags.rlhf_arguments import RLHFFlags
+from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program.plan import (
     Plan,
     changes_since,
@@ -34,9 +32,11 @@ from training.program.plan import (
     plan_lines,
     print_dry_run,
 )
-from training.ppo_trainer import PPOConfig, PPOTrainer
-from training.program.startup import agreed, checked, clear_output_dir, leave, run
 from training.program.session import Session
+from training.program.startup import agreed, checked, clear_output_dir, leave, run
+from training.reporting import profiling
+from training.reporting.evaluation import Evaluator
+from training.restarts import checkpoint
 
 
 def main(args: RLHFFlags) -> None:
@@ -44,7 +44,8 @@ def main(args: RLHFFlags) -> None:
     dialect, changed = args.resolved_dialect()
     checked(lambda: check_files(args, dialect))
     if args.dry_run:
-        return print_dry_run(args, dialect, changed)
+        print_dry_run(args, dialect, changed)
+        return
     plan = agreed(lambda: make_plan(args, dialect, changed))
     output_dir = Path(args.output_dir)
     if distributed.is_main():

@@ -11,18 +11,18 @@ from typing import ClassVar
 import torch
 
 from engine import distributed
-from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
-from engine.zero.engines import TrainedModel
 from engine.errors import RunStopped, UserError
 from engine.optim import LR_SCHEDULES, lr_factor
 from engine.rlhf_engine import OptimizerSpec
+from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
+from engine.zero.engines import TrainedModel
 from training.data.order import epoch_batches
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
+from training.program.startup import clear_output_dir, open_writer
 from training.reporting.metrics import Accumulator
 from training.reporting.phase_clock import peak_memory_gb
-from training.program.startup import clear_output_dir, open_writer
 from training.reporting.run_record import write_run_record
 from training.reporting.views import View
 
@@ -170,7 +170,7 @@ class SupervisedTrainer:
                 step += 1
                 metrics = self.optimizer_step(step, batches)
                 last = step % self.steps_per_epoch == 0 or step == self.total_steps
-                if last or self.args.eval_interval and step % self.args.eval_interval == 0:
+                if last or (self.args.eval_interval and step % self.args.eval_interval == 0):
                     found = self.held_out_metrics()
                     metrics |= found
                     self.writer.write(

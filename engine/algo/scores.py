@@ -53,7 +53,7 @@ class ScoreScale:
 
     def update(self, totals: Tensor) -> None:
         """Take note of a batch: (3,) float64 count, sum and sum of squares of its scores over all ranks."""
-        if self.kind == "running" or self.kind == "first_batch" and not self._totals[0]:
+        if self.kind == "running" or (self.kind == "first_batch" and not self._totals[0]):
             self._totals = self._totals + totals.double().cpu()
 
     @property

@@ -257,7 +257,8 @@ class Dialect:
             (
                 self.old_logprobs == "sampler" and self.measures_prompts,
                 "old_logprobs",
-                "the sampler has no log-probs of the prompt, which kl_measure 'exp_delta' sums too. Set it to 'forward'.",
+                "the sampler has no log-probs of the prompt, which kl_measure 'exp_delta' sums too. "
+                "Set it to 'forward'.",
             ),
             (
                 endless and self.missing_end != "none" and not self.truncate_token,
@@ -347,4 +348,4 @@ class Dialect:
 
     def unbiased_variance(self, ranks: int) -> bool:
         """Whether whitening divides by n - 1 in a run of so many ranks."""
-        return self.whiten_variance == "unbiased" or self.whiten_variance == "unbiased_alone" and ranks == 1
+        return self.whiten_variance == "unbiased" or (self.whiten_variance == "unbiased_alone" and ranks == 1)

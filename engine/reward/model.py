@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from engine.zero.engines import FrozenModel
 from engine.experience import Rollout
+from engine.zero.engines import FrozenModel
 
 
 class RewardModel:

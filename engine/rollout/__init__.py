@@ -2,9 +2,9 @@
 
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.choice import ROLLOUT_BACKENDS, build_rollouts, check_backend
+from engine.rollout.partitions import Zero3Rollouts
 from engine.rollout.passes import DECODING
 from engine.rollout.whole_copy import ReplicaRollouts
-from engine.rollout.partitions import Zero3Rollouts
 
 __all__ = [
     "DECODING",

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from engine import distributed
-from engine.zero.engines import FrozenModel, TrainedModel
 from engine.errors import UserError
-from engine.whole_copies import Replicas, gradient_bytes, replica_bytes
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
-from engine.rollout.whole_copy import ReplicaRollouts
 from engine.rollout.partitions import Zero3Rollouts
+from engine.rollout.whole_copy import ReplicaRollouts
+from engine.whole_copies import Replicas, gradient_bytes, replica_bytes
+from engine.zero.engines import FrozenModel, TrainedModel
 
 ROLLOUT_BACKENDS = ("auto", "replica", "zero3", "hybrid")
 # Of the free memory: for a copy of each model, for copies that models share, for shared ones given back in training.

@@ -166,7 +166,8 @@ class _Decoding:
     def _join(self, joining: list[_Row]) -> None:
         """Read the prompts of new rows and draw their first tokens."""
         if not joining:
-            return self._keep_pace(1)
+            self._keep_pace(1)
+            return
         width, first = joining[0].prompt_length, len(self.living)
         chosen = torch.tensor([row.prompt for row in joining], device=self.device)
         ids, mask = (tensor[chosen, -width:] for tensor in (self.prompts.input_ids, self.prompts.attention_mask))
@@ -181,7 +182,8 @@ class _Decoding:
     def _draw(self, count: int) -> None:
         """Draw `count` tokens for each living row, then let the host see all that it has not seen."""
         if not self.living:
-            return self._keep_pace(count)
+            self._keep_pace(count)
+            return
         living = self.living
         if self.slot + count > self.slots:
             self._move_left()

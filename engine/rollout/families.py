@@ -11,7 +11,6 @@ from engine.experience import position_ids
 from engine.models.reading import read_config
 from engine.rollout.cache import SlotCache
 
-
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that keep keys and values
 
 

@@ -1,10 +1,10 @@
 """Rollouts through the partitioned engine itself: no second copy of the weights, but each token gathers every layer."""
 
 from engine import distributed
-from engine.zero.engines import TrainedModel
 from engine.experience import PromptBatch, Rollout
 from engine.rollout.base import SamplingConfig
 from engine.rollout.decode import Sampler
+from engine.zero.engines import TrainedModel
 
 
 class Zero3Rollouts:

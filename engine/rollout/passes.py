@@ -124,7 +124,8 @@ def passes_of(model: nn.Module, cache: SlotCache, slot_masks: bool, decoding: st
     except ValueError as reason:
         if decoding != "auto":
             warnings.warn(
-                f"single tokens of {type(model).__name__} cannot be {decoding} ({reason}); its own code reads them"
+                f"single tokens of {type(model).__name__} cannot be {decoding} ({reason}); its own code reads them",
+                stacklevel=2,
             )
         return Passes(model, cache, slot_masks)
 

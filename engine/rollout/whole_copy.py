@@ -1,10 +1,10 @@
 """Rollouts from a plain copy of the actor: weights are gathered once per update, tokens cost no communication."""
 
-from engine.zero.engines import TrainedModel
 from engine.experience import PromptBatch, Rollout
-from engine.whole_copies import Replicas
 from engine.rollout.base import SamplingConfig
 from engine.rollout.decode import Sampler
+from engine.whole_copies import Replicas
+from engine.zero.engines import TrainedModel
 
 
 class ReplicaRollouts:

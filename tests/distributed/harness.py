@@ -42,7 +42,7 @@ def run_ranks(target: str, world: int = 2, timeout: float = TIMEOUT, **kwargs) -
         processes = []
         try:
             for rank in range(world):
-                with open(_log(folder, rank), "wb") as log:
+                with _log(folder, rank).open("wb") as log:
                     processes.append(
                         subprocess.Popen(
                             [sys.executable, "-m", "tests.distributed.harness", target, folder],

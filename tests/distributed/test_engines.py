@@ -61,4 +61,4 @@ def test_partitioned_hydras_train_their_top_and_refer_to_the_untouched_model(hyd
         for name, before in found["before"].items():
             moves = name.startswith(tuple(f"{part}." for part in found["parts"]))
             # Keys' biases move no attention weight; all that is left of their gradient is rounding.
-            assert torch.equal(found["after"][name], before) != moves or "bias" in name and moves, name
+            assert torch.equal(found["after"][name], before) != moves or ("bias" in name and moves), name

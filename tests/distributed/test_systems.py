@@ -193,8 +193,7 @@ def estimate(
     """Advantages and returns of the mini-batch's rows."""
     if system == "openai":
         for own in mini_batch:
-            for i, row in zip(own, whitened([r[i] for i in own], sum((r[i] for i in own), []), False, keep_mean=True)):
-                r[i] = row
+            r |= zip(own, whitened([r[i] for i in own], sum((r[i] for i in own), []), False, keep_mean=True))
     a = {i: gae(r[i], v[i]) for i in r}
     returns = {i: [x + y for x, y in zip(a[i], v[i])] for i in r}
 

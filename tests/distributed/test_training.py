@@ -1,5 +1,6 @@
 """Three training steps on two ranks: what is partitioned, what is frozen, what is averaged, what is whitened."""
 
+import itertools
 import math
 
 import pytest
@@ -80,7 +81,7 @@ def test_critic_starts_as_the_reward_model(ranks, run):
 def test_actor_is_trained_on_both_ranks_alike(ranks, run):
     one, other = (rank[run]["actor_after_steps"] for rank in ranks)
     assert len(one) == len(other) == 4
-    for before, after in zip(one, one[1:]):
+    for before, after in itertools.pairwise(one):
         assert all(not torch.equal(before[name], after[name]) for name in before)
     for left, right in zip(one, other):
         assert_same_bits(left, right)

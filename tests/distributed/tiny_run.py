@@ -10,11 +10,11 @@ from torch import Tensor
 
 from engine import distributed
 from engine.algorithms import Dialect
-from engine.zero.config import EngineConfig
-from engine.zero.engines import FrozenModel, TrainedModel
 from engine.experience import PromptBatch
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
+from engine.zero.config import EngineConfig
+from engine.zero.engines import FrozenModel, TrainedModel
 from tests.tiny_models import PAD, VOCABULARY
 from training.data.examples import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer

@@ -4,9 +4,9 @@ import gc
 import weakref
 
 from engine.experience import Rollout
-from engine.whole_copies import Replicas
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
+from engine.whole_copies import Replicas
 from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, engine_spec, masters
 from tests.distributed.work_rollouts import _by_key
 from training.ppo_trainer import PPOConfig, PPOTrainer

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import torch
 
-from engine.zero.config import EngineConfig
-from engine.zero.engines import TrainedModel
 from engine.experience import PromptBatch, Rollout
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy
 from engine.reference import EngineReference, HydraReference
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
+from engine.zero.config import EngineConfig
+from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import engine_spec, prompt_batch, weights
 from tests.distributed.work_hydra import local_bytes
-from training.restarts import checkpoint
 from training.program.saving import save_trained
+from training.restarts import checkpoint
 
 LR = 1e-2
 RESPONSE = 4

@@ -6,11 +6,11 @@ import torch
 
 from engine import distributed
 from engine.algorithms import Dialect
-from engine.zero.config import EngineConfig
-from engine.zero.gathering import full_state
 from engine.experience import PromptBatch, Rollout
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
+from engine.zero.config import EngineConfig
+from engine.zero.gathering import full_state
 from tests.tiny_models import EOS, PAD
 from training.ppo_trainer import PPOConfig, PPOTrainer
 

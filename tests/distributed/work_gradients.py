@@ -5,12 +5,12 @@ from dataclasses import replace
 import torch
 
 from engine import distributed
-from engine.zero.engines import TrainedModel
 from engine.experience import Experience
+from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import DIALECT, build_trainer, engine_spec, gradients, weights
 from training.learner import Learner
-from training.reporting.metrics import Accumulator
 from training.ppo_trainer import PPOTrainer
+from training.reporting.metrics import Accumulator
 
 ROWS = ((0, 5), (5, 7))  # the rows of each rank: with MICRO_BATCH 2, three micro-batches and one
 MICRO_BATCH = 2

@@ -7,8 +7,8 @@ import torch
 from engine import distributed
 from engine.algorithms import Dialect
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, masters, momenta
-from training.reporting.metrics import Accumulator
 from training.ppo_trainer import PPOTrainer
+from training.reporting.metrics import Accumulator
 
 LIMIT = 1.5
 GUARDED = DIALECT.override(ratio_limit=LIMIT, warmup_steps=0)

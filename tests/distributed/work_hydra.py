@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from engine.zero.config import EngineConfig
-from engine.zero.engines import FrozenModel, TrainedModel
 from engine.experience import Rollout
 from engine.models.loading import load_policy
 from engine.reference import EngineReference
 from engine.rlhf_engine import EngineSpec, RLHFEngine, frozen_model
+from engine.zero.config import EngineConfig
+from engine.zero.engines import FrozenModel, TrainedModel
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, timeless, weights
-from training.restarts import checkpoint
 from training.ppo_trainer import PPOTrainer
 from training.program.saving import save_trained
+from training.restarts import checkpoint
 
 EMA_DECAY = 0.5
 STEPS, SAVED_AFTER = 3, 2

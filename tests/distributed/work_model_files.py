@@ -3,11 +3,11 @@
 import torch
 
 from engine import distributed
-from engine.zero.config import EngineConfig
-from engine.zero.gathering import full_state
 from engine.experience import position_ids
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.rlhf_engine import EngineSpec, frozen_model
+from engine.zero.config import EngineConfig
+from engine.zero.gathering import full_state
 from tests.tiny_models import PAD, make_tokenizer
 from training.program.saving import save_trained
 

@@ -1,15 +1,15 @@
 """A run without a reward model: scores from a function of the data's rows, a critic from the actor's model."""
 
 from engine import distributed
-from engine.zero.config import EngineConfig
 from engine.errors import RunStopped
 from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import build_rollouts
+from engine.zero.config import EngineConfig
 from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, prompt_tokens, weights
-from training.reporting.evaluation import Evaluator
 from training.ppo_trainer import PPOConfig, PPOTrainer
+from training.reporting.evaluation import Evaluator
 
 PER_STEP = 8
 TRAINING, HELD_OUT = 2 * PER_STEP, 5

@@ -5,8 +5,8 @@ import contextlib
 from deepspeed.accelerator import get_accelerator
 
 from engine import distributed
-from engine.zero.engines import TrainedModel
 from engine.rlhf_engine import OptimizerSpec
+from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import (
     DIALECT,
     TinyPrompts,
@@ -17,8 +17,8 @@ from tests.distributed.tiny_run import (
     timeless,
     weights,
 )
-from training.reporting.metrics import Accumulator
 from training.ppo_trainer import PPOTrainer
+from training.reporting.metrics import Accumulator
 
 STEADY = DIALECT.override(lr_schedule="constant", warmup_steps=0)
 STILL = STEADY.override(actor_lr=0.0, critic_lr=0.0)

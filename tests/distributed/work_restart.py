@@ -6,8 +6,8 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, masters, timeless, weights
-from training.restarts import checkpoint
 from training.ppo_trainer import PPOTrainer
+from training.restarts import checkpoint
 
 STEPS, SAVED_AFTER = 4, 2
 

@@ -5,11 +5,11 @@ from torch import Tensor
 
 from engine import distributed, learnable
 from engine.algorithms import Dialect
-from engine.zero.engines import TrainedModel
 from engine.experience import PromptBatch, Rollout
 from engine.reward.combined import CombinedReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
+from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import SAMPLING, TinyPrompts, engine_spec, gradients
 from training.ppo_trainer import PPOConfig, PPOTrainer
 

@@ -3,9 +3,9 @@
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from engine.zero.config import EngineConfig, build_ds_config
 from engine.models.loading import DTYPES
 from engine.rlhf_engine import OptimizerSpec, wrap_trained
+from engine.zero.config import EngineConfig, build_ds_config
 from tests.distributed.tiny_run import masters
 
 BETAS, EPS = (0.9, 0.999), 1e-5

@@ -3,8 +3,8 @@
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
-from engine.zero.engines import FrozenModel, TrainedModel
 from engine.ema import EMA
+from engine.zero.engines import FrozenModel, TrainedModel
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, masters, prompt_batch, timeless, weights
 
 EMA_DECAY = 0.9

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from engine.zero.gathering import full_state
 from engine.models.loading import new_scorer
 from engine.models.saving import save_model
-from training.toy import model as builtin_model, reviews as builtin_reviews
+from engine.zero.gathering import full_state
+from training.toy import model as builtin_model
+from training.toy import reviews as builtin_reviews
 
 README = Path(__file__).parents[2] / "README.md"
 

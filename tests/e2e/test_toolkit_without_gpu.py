@@ -1,4 +1,4 @@
-"""A machine with the CUDA toolkit and no GPU, as login nodes are: torch warns of it, and programs keep it to themselves.
+"""A machine with the CUDA toolkit and no GPU, as login nodes are: torch warns of it, and the programs stay quiet.
 
 The toolkit is a stand-in `nvcc`, first on the PATH; that torch was built for CUDA and finds no GPU is a stand-in, too.
 """

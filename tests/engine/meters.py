@@ -53,7 +53,7 @@ class LiveBytes(TorchDispatchMode):
 class HostQuestions(TorchDispatchMode):
     """How often, within this context, the host waits for the content of a tensor: for a number, a list or a shape."""
 
-    WAITING = {
+    WAITING = (
         "_local_scalar_dense",
         "item",
         "is_nonzero",
@@ -63,7 +63,7 @@ class HostQuestions(TorchDispatchMode):
         "_unique2",
         "unique_consecutive",
         "repeat_interleave.Tensor",
-    }
+    )
     METHODS = ("tolist", "numpy", "cpu")  # on a CPU these are no operations that could be dispatched
 
     def __init__(self):
@@ -75,7 +75,7 @@ class HostQuestions(TorchDispatchMode):
         by_mask = name.startswith("index") and any(
             isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_iter(args[1:2])
         )
-        self.count += bool({name, f"{name}.{func._overloadname}"} & self.WAITING) or by_mask
+        self.count += bool({name, f"{name}.{func._overloadname}"}.intersection(self.WAITING)) or by_mask
         return func(*args, **(kwargs or {}))
 
     def __enter__(self):

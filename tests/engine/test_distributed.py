@@ -38,7 +38,7 @@ def test_the_mark_of_a_killed_build_is_removed_before_and_nobody_else_builds_mea
 
     def load():
         assert not mark.exists()
-        with open(tmp_path / "four_engine_rlhf.lock") as other, pytest.raises(BlockingIOError):
+        with (tmp_path / "four_engine_rlhf.lock").open() as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         loaded.append(True)
 
@@ -51,5 +51,5 @@ def test_the_mark_of_a_killed_build_is_removed_before_and_nobody_else_builds_mea
     load_extension("DoesNot")
     load_extension("Unknown")
     assert loaded == [True]
-    with open(tmp_path / "four_engine_rlhf.lock") as other:
+    with (tmp_path / "four_engine_rlhf.lock").open() as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # given up again

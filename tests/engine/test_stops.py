@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from engine import distributed
 from engine.algo.sampling import keyed_uniforms
-from engine.zero.config import EngineConfig
 from engine.experience import PromptBatch
 from engine.models.loading import load_policy
 from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.rollout import ReplicaRollouts, SamplingConfig
+from engine.zero.config import EngineConfig
 from tests.tiny_models import EOS, PAD, make_causal_lm, make_tokenizer
 from training.program.startup import generation_stops
 

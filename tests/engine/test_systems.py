@@ -147,7 +147,7 @@ def straight(system: str, ranks: list[int], n: dict[int, dict]) -> dict[int, tup
             pool = [x for j in ranks for row in a[j] for x in row]
         elif system == "default":
             pool = [a[j][i][t] for j in ranks for i in range(2) for t in policy_slots[j][i]]
-        unbiased = system == "trl_ppo" or system == "trlx" and len(ranks) == 1
+        unbiased = system == "trl_ppo" or (system == "trlx" and len(ranks) == 1)
         final = a[k] if system.startswith("deepspeed") else whitened(a[k], pool, unbiased)
         factor = 0.1 if system in ("openai", "summarize", "trl_ppo") else 1.0
         losses = ppo_losses(n[k], final, returns[k], v[k], policy_slots[k], value_slots[k], factor)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from engine.experience import position_ids
-from engine.zero.gathering import copy_weights
 from engine.models.hydra import load_hydra
 from engine.models.loading import empty_like, load_policy, load_scorer
+from engine.zero.gathering import copy_weights
 from tests.tiny_models import make_causal_lm, make_scorer
 
 TOKENS = torch.arange(4, 20).view(2, 8)

@@ -10,8 +10,8 @@ from engine.algorithms import get_dialect
 from engine.experience import Experience, Rollout
 from engine.rollout import SamplingConfig
 from training.flags.rlhf_arguments import RLHFFlags
-from training.reporting.metrics import Accumulator
 from training.ppo_trainer import PPOConfig, PPOTrainer, deal
+from training.reporting.metrics import Accumulator
 
 ROWS, EPOCHS = 8, 4
 OPENAI = get_dialect("openai").override(truncate_token="", truncate_after=0, missing_end="none")

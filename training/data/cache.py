@@ -110,7 +110,7 @@ def write_table(table: pyarrow.Table, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         if read_table(path) is None:
-            os.replace(temporary, path)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 

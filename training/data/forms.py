@@ -40,7 +40,7 @@ class Form:
         else:
             texts = {name: record[name] for name in names}
             for name, text in texts.items():
-                check_text(where, name, text, self.may_be_blank or name == "prompt" and len(names) > 1)
+                check_text(where, name, text, self.may_be_blank or (name == "prompt" and len(names) > 1))
         return self.shape(record, texts)
 
 

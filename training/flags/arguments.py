@@ -261,7 +261,7 @@ def _config_words(arguments_class: type[RunFlags], argv: Sequence[str], known: S
 def _words(path: str, key: str, value) -> list[str]:
     values = value if isinstance(value, list) else [value]
     for item in values:
-        if not isinstance(item, (str, int, float, bool, type(None))) or item is None and isinstance(value, list):
+        if not isinstance(item, (str, int, float, bool, type(None))) or (item is None and isinstance(value, list)):
             raise UserError(
                 f"{path}, key {key}: {reprlib.repr(value)} is no text, number, truth value or list of these."
             )

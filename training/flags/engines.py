@@ -1,9 +1,9 @@
 """Which engines the flags and the dialect of step 3 amount to."""
 
 from engine.algorithms import Dialect
-from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from engine.errors import UserError
 from engine.rlhf_engine import EngineSpec, OptimizerSpec
+from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 
 
 def engine_spec(args, dialect: Dialect) -> EngineSpec:

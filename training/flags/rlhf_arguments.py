@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.algorithms import DIALECTS, Dialect, get_dialect
-from engine.zero.config import stage_of_file
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
 from engine.rlhf_engine import EngineSpec
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, check_backend
+from engine.zero.config import stage_of_file
 from training.flags import deepspeed_chat, engines
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags

@@ -8,6 +8,7 @@ command and each engine's DeepSpeed configuration, after everything was checked 
 
 import dataclasses
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -107,7 +108,7 @@ def _processes(launcher: Sequence[str]) -> tuple[int, int]:
             "--num_nodes and --num_gpus. Give those."
         )
     words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    options = dict(zip(words, words[1:]))
+    options = dict(itertools.pairwise(words))
     nodes, local = (_count(name, options.get(name)) for name in ("--num_nodes", "--num_gpus"))
     hostfile = options.get("--hostfile", options.get("-H"))
     counts = _slots(hostfile)[:nodes] if hostfile is not None else [max(1, torch.cuda.device_count())] * (nodes or 1)
@@ -147,8 +148,8 @@ def main(words: Sequence[str]) -> int:
     place = next((place for place, word in enumerate(words) if Path(word).name in PROGRAMS), None)
     if place is None:
         print(
-            f"error: no program in {shlex.join(words)!r}. Put `python -m training.program.dry_run` before a whole command "
-            f"with one of {', '.join(PROGRAMS)}.",
+            f"error: no program in {shlex.join(words)!r}. Put `python -m training.program.dry_run` before a whole "
+            f"command with one of {', '.join(PROGRAMS)}.",
             file=sys.stderr,
         )
         return 2

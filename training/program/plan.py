@@ -9,22 +9,22 @@ from pathlib import Path
 from engine import distributed
 from engine.algorithms import NOTES, Dialect, check, end_token_id, token_id
 from engine.errors import UserError
-from engine.models.hydra import check_hydra
 from engine.models.checking import check_policy, check_scorer, check_trunk, check_vocabularies
+from engine.models.hydra import check_hydra
 from engine.models.reading import read_config, read_tokenizer, vocabulary_size
 from engine.rlhf_engine import EngineSpec
 from engine.rollout import SamplingConfig
 from engine.rollout.families import check_attention
-from training.restarts import checkpoint
-from training.program import dry_run
 from training.data.blocks import TextBlocks
 from training.data.examples import Prompts
 from training.data.forms import PROMPTS, TEXTS
 from training.data.mixture import load_rows
 from training.flags.dialect_flags import given_fields
 from training.flags.rlhf_arguments import RLHFFlags
-from training.program.startup import check_positions, check_run, generation_stops
 from training.flags.user_function import load_function
+from training.program import dry_run
+from training.program.startup import check_positions, check_run, generation_stops
+from training.restarts import checkpoint
 
 
 @dataclass(frozen=True, slots=True)

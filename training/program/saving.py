@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine import distributed
+from engine.models.saving import save_model
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_state
-from engine.models.saving import save_model
 
 
 def save_trained(

@@ -5,18 +5,18 @@ import time
 from pathlib import Path
 
 from engine import distributed
-from training.restarts import checkpoint
-from training.reporting.evaluation import Evaluator, sample_rows, write_rows
 from training.flags.rlhf_arguments import RLHFFlags
-from training.program.plan import Plan, choices, goes_on
 from training.ppo_trainer import PPOTrainer, StepReport
+from training.program.plan import Plan, choices, goes_on
+from training.program.saving import save_trained
 from training.program.startup import open_writer
 from training.reporting import views
+from training.reporting.evaluation import Evaluator, sample_rows, write_rows
 from training.reporting.run_record import write_run_record
 from training.reporting.sinks import METRICS_FILE
-from training.reporting.summary import RunSummary, plot_curves, read_metrics, summary_text
-from training.program.saving import save_trained
 from training.reporting.step_metrics import distributions
+from training.reporting.summary import RunSummary, plot_curves, read_metrics, summary_text
+from training.restarts import checkpoint
 
 
 class Session:

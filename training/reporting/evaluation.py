@@ -1,6 +1,7 @@
 """Held-out prompts: what the actor answers, how it scores, how far it is from the reference."""
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -102,7 +103,7 @@ def sample_rows(rollout: Rollout, scores: torch.Tensor, kl: torch.Tensor, tokeni
 def distinct_bigrams(texts: list[str]) -> int:
     """How many different pairs of neighbouring words the texts hold: falls when answers become alike."""
     words = (text.split() for text in texts)
-    return len({pair for line in words for pair in zip(line, line[1:])})
+    return len({pair for line in words for pair in itertools.pairwise(line)})
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:

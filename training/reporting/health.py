@@ -7,6 +7,7 @@ Each check is a function from a run's records to a Finding, or to None where it 
 metrics. Thresholds are rules of thumb, each with its reason: a finding is a reason to look, not a verdict.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def not_finite(rows: Sequence[Mapping]) -> Finding | None:
 def kl_far(rows: Sequence[Mapping]) -> Finding | None:
     """The policy has left the neighbourhood in which the reward model was trained."""
     kl, a_token = _end(rows, "objective/kl"), _end(rows, "objective/kl_per_token")
-    if kl is None or kl <= KL_FAR and (a_token is None or a_token <= KL_FAR_A_TOKEN):
+    if kl is None or (kl <= KL_FAR and (a_token is None or a_token <= KL_FAR_A_TOKEN)):
         return None
     return Finding(
         ALARM,
@@ -227,7 +228,7 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
     if len(scores) < FEWEST_STEPS:
         return None
     window = max(2, int(SHARE * len(scores)))
-    noise = (fmean((b - a) ** 2 for a, b in zip(scores, scores[1:])) / 2) ** 0.5
+    noise = (fmean((b - a) ** 2 for a, b in itertools.pairwise(scores)) / 2) ** 0.5
     error = NOISE * noise * (2 / window) ** 0.5
     means = [fmean(scores[i : i + window]) for i in range(len(scores) - window + 1)]
     first, highest, last = means[0], max(means), means[-1]

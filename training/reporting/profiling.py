@@ -10,7 +10,6 @@ Shapes, memory and Python's stacks are left out, since they make a file many tim
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -97,4 +96,4 @@ def set_aside_newer(output_dir: Path, step: int) -> None:
     that the run has left, and its own recordings take their names."""
     for file in (output_dir / PROFILE).glob(f"step_*_rank{distributed.rank()}.json.gz"):
         if int(file.name.split("_")[1]) > step:
-            os.replace(file, file.with_name(file.name + ".abandoned"))
+            file.replace(file.with_name(file.name + ".abandoned"))

@@ -52,7 +52,7 @@ def write_run_record(
         {
             "started": datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": command_line(sys.argv, os.environ),
-            "working_directory": os.getcwd(),
+            "working_directory": str(Path.cwd()),
             "versions": versions(),
             "git": git_state(Path(__file__).parent),
             "machine": machine(),
@@ -68,7 +68,7 @@ def write_run_record(
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def read_run_record(path: str | Path) -> list[dict]:

@@ -173,4 +173,4 @@ def truncate_after(path: str | Path, step: int) -> None:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)
+    temporary.replace(path)

@@ -9,7 +9,6 @@ A point is written under another name and renamed when complete, so a kill in be
 """
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -41,7 +40,7 @@ def save(output_dir: Path, engine: RLHFEngine, state: dict) -> Path:
         state = {**state, "world_size": distributed.world_size(), "ema": engine.ema is not None}
         (partial / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
         shutil.rmtree(final, ignore_errors=True)  # an earlier run's, overwritten on request or trained anew
-        os.replace(partial, final)
+        partial.replace(final)
     distributed.barrier()
     return final
 
@@ -97,7 +96,7 @@ def set_aside_newer(output_dir: Path, step: int) -> None:
             if int(point.name.removeprefix("step_")) > step:
                 aside = point.with_name(point.name + ".abandoned")
                 shutil.rmtree(aside, ignore_errors=True)
-                os.replace(point, aside)
+                point.replace(aside)
     distributed.barrier()
 
 

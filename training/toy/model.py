@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from engine.errors import UserError
-from training.toy.reviews import refuse_non_empty
 from training.data.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, read_rows
 from training.program.startup import quiet_libraries
+from training.toy.reviews import refuse_non_empty
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # in the order of their ids, 0 to 3
 TEXT_FIELDS = ("text", "prompt", "response", "chosen", "rejected")

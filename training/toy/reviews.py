@@ -159,7 +159,7 @@ def _pattern(symbol: str, sign: str) -> str:
         reference = _reference(item, sign)
         return _pattern(*reference) if reference else re.escape(item) + " "
 
-    return "(?:%s)" % "|".join("".join(map(item_pattern, items)) for items in _alternatives(symbol, sign))
+    return f"(?:{'|'.join(''.join(map(item_pattern, items)) for items in _alternatives(symbol, sign))})"
 
 
 _REVIEW = re.compile(_pattern("prompt", EITHER) + _pattern("response", EITHER))

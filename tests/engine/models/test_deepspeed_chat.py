@@ -37,7 +37,7 @@ def test_the_models_of_deepspeed_chat_load_in_one_process_and_under_zero_3_on_tw
                 weights = {name.removeprefix("model."): tensor for name, tensor in state.items()}
                 assert torch.equal(weights.pop("score.weight")[0], head)
                 torch.testing.assert_close(weights, dict(trunk.named_parameters()), rtol=0, atol=0)
-        for row, tokens, found in zip(ROWS, sequences, said["actor"]):
+        for row, found in zip(ROWS, said["actor"]):
             logprobs = torch.log_softmax(model(torch.tensor([row])).logits[0, :-1], -1)
             expected = logprobs.gather(1, torch.tensor(row)[1:, None])[:, 0]
             torch.testing.assert_close(found[: len(row) - 1], expected, rtol=0, atol=1e-5)

@@ -6,8 +6,8 @@ import pytest
 from deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from engine.zero.config import CONFIG_DIR, EngineConfig, build_ds_config, stage_of_file
 from engine.errors import UserError
+from engine.zero.config import CONFIG_DIR, EngineConfig, build_ds_config, stage_of_file
 
 SHIPPED = sorted(CONFIG_DIR.glob("*.json"))
 

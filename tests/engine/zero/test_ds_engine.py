@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from engine import distributed
-from engine.zero.config import EngineConfig
 from engine.models.loading import load_policy
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, trained_model
+from engine.zero.config import EngineConfig
 from tests.tiny_models import make_causal_lm
 
 LR = 1e-2

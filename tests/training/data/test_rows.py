@@ -70,7 +70,8 @@ def test_a_prompt_may_be_empty_only_where_something_follows_it(write):
         (
             b'{"prompt": "a", "answer": "b", "response": null}',
             SFT_COLUMNS,
-            r"line 1: found the columns: prompt, answer, response \(null\); needed: prompt \+ response, or text\. Rename",
+            r"line 1: found the columns: prompt, answer, response \(null\); "
+            r"needed: prompt \+ response, or text\. Rename",
         ),
         (b'{"text": 5}', SFT_COLUMNS, r"line 1, column text: found a number \('5'\); needed a string"),
         (b'{"text": ["a"]}', SFT_COLUMNS, r"line 1, column text: found a list"),

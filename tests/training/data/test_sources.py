@@ -49,7 +49,8 @@ def folder(tmp_path):
             {
                 "x_jsonl": lines("a"),
                 "y_jsonl": lines("b"),
-                "README_md": "---\nconfigs:\n- config_name: default\n  data_files:\n  - {split: train, path: y.jsonl}\n---\n",
+                "README_md": "---\nconfigs:\n- config_name: default\n"
+                "  data_files:\n  - {split: train, path: y.jsonl}\n---\n",
             },
             ["b"],
             [],

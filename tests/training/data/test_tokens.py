@@ -67,7 +67,7 @@ def test_a_continuation_keeps_the_ids_of_its_prompt(prompt, text, ids):
 
 
 def test_a_continuation_gets_no_space_from_sentencepiece(sentencepiece):
-    the, space, t, h, e = sentencepiece.convert_tokens_to_ids(["▁the", "▁", "t", "h", "e"])
+    the, space, _t, _h, _e = sentencepiece.convert_tokens_to_ids(["▁the", "▁", "t", "h", "e"])
     assert encode_continuation(sentencepiece, "Review :", " the") == [the]
     # "Review : the" would merge the space into "the"; encoded alone, "the" would be given a second space.
     assert encode_prompt(sentencepiece, "Review : ")[-1] == space

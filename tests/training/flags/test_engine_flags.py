@@ -76,14 +76,14 @@ def test_gradients_are_clipped_as_the_dialect_has_it(name, norm):
         (
             HYDRA,
             {"offload_reference_model": True},
-            "--offload_reference_model with hydra_layers 2 (dialect mine): the reference is a few layers within the actor's "
-            "engine. Leave it out, or set hydra_layers to 0.",
+            "--offload_reference_model with hydra_layers 2 (dialect mine): the reference is a few layers within the "
+            "actor's engine. Leave it out, or set hydra_layers to 0.",
         ),
         (
             HYDRA,
             {"reference_ds_config": "ref.json"},
-            "--reference_ds_config with hydra_layers 2 (dialect mine): the reference is a few layers within the actor's "
-            "engine. Leave it out, or set hydra_layers to 0.",
+            "--reference_ds_config with hydra_layers 2 (dialect mine): the reference is a few layers within the "
+            "actor's engine. Leave it out, or set hydra_layers to 0.",
         ),
         (
             get_dialect("trl_rloo"),
@@ -98,24 +98,26 @@ def test_gradients_are_clipped_as_the_dialect_has_it(name, norm):
         (
             get_dialect("trl_rloo"),
             {"reward_model_name_or_path": "other"},
-            "--critic_model_name_or_path rm: in the dialect trl_rloo the critic does not exist, and the scores come from "
-            "elsewhere. Leave it out.",
+            "--critic_model_name_or_path rm: in the dialect trl_rloo the critic does not exist, and the scores come "
+            "from elsewhere. Leave it out.",
         ),
         (
             get_dialect("openai"),
             {"reward_function": "module:function"},
-            "--critic_model_name_or_path rm: in the dialect openai the critic starts with a new head on the SFT model, and "
-            "the scores come from elsewhere. Leave it out.",
+            "--critic_model_name_or_path rm: in the dialect openai the critic starts with a new head on the SFT model, "
+            "and the scores come from elsewhere. Leave it out.",
         ),
         (
             get_dialect("trl_rloo"),
             {"offload": True},
-            "--offload with --actor_zero_stage 0: there is nothing that could be offloaded. Offload needs stage 1, 2 or 3.",
+            "--offload with --actor_zero_stage 0: there is nothing that could be offloaded. "
+            "Offload needs stage 1, 2 or 3.",
         ),
         (
             get_dialect("default"),
             {"offload": True, "actor_zero_stage": 2},
-            "--offload with --critic_zero_stage 0: there is nothing that could be offloaded. Offload needs stage 1, 2 or 3.",
+            "--offload with --critic_zero_stage 0: there is nothing that could be offloaded. "
+            "Offload needs stage 1, 2 or 3.",
         ),
     ],
 )

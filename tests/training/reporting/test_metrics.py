@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def _rank(rank: int, folder: str) -> None:
         metrics.reduce()
     except AssertionError as error:
         results.append(str(error))
-    with open(f"{folder}/{rank}.json", "w") as file:
+    with Path(folder, f"{rank}.json").open("w") as file:
         json.dump(results, file)
     dist.destroy_process_group()
 

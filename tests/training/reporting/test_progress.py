@@ -1,6 +1,7 @@
 """Progress: one bar in a terminal, few lines in a log file, numbers that can be read."""
 
 import io
+import itertools
 import re
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_long_run_does_not_fill_a_log_file():
     moments = _moments(3 * 24 * 3600)
     assert len(moments) < 1000, "three days of training"
     assert moments[:4] == [1, 16, 31, 46]
-    gaps = [b - a for a, b in zip(moments, moments[1:-1])]
+    gaps = [b - a for a, b in itertools.pairwise(moments[:-1])]
     assert all(gap <= 600 for gap in gaps) and gaps[-1] == 600
     at_ten_hours = next(gap for moment, gap in zip(moments, gaps) if moment > 36000)
     assert 360 <= at_ten_hours <= 366, "a hundredth of the time passed"
