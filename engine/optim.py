@@ -12,6 +12,9 @@ from engine.algorithms.dialect import CHOICES
 # "constant" warms up too if steps of warm-up are given.
 LR_SCHEDULES = CHOICES["lr_schedule"]
 OPTIMIZERS = CHOICES["optimizer"]
+# DeepSpeed-Chat decays all weights but those with one of these in their names, so GPT-2's ln_1 and ln_2 too. Source:
+# microsoft/DeepSpeedExamples 83757d9c, dschat/utils/utils.py, get_optimizer_grouped_parameters.
+NOT_DECAYED_BY_DEEPSPEED_CHAT = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
 
 
 class TensorFlowAdam(torch.optim.Optimizer):
@@ -73,27 +76,35 @@ def build_optimizer(
     weight_decay: float,
     offload: bool,
     form: str = "adamw",
-    decay_vectors: bool = False,
+    decay: str = "matrices",
 ) -> torch.optim.Optimizer:
     """AdamW, fused; DeepSpeed's C++ one where the optimizer's state lives in host memory beside a GPU.
 
     Args:
         form: "adamw", or "tf_adam" for TensorFlowAdam, wherever its state lives; that one has no weight decay.
-        decay_vectors: decay biases and norms too, as PyTorch's AdamW does when given all parameters as one.
+        decay: which weights `weight_decay` shrinks: "matrices", so neither biases nor norms; "all", as PyTorch's AdamW
+            does when given all parameters as one; "deepspeed_chat", by NOT_DECAYED_BY_DEEPSPEED_CHAT.
     """
     if form not in OPTIMIZERS:
         raise ValueError(f"optimizer {form!r}: known are {', '.join(OPTIMIZERS)}")
+    if decay not in CHOICES["decay"]:
+        raise ValueError(f"decay {decay!r}: known are {', '.join(CHOICES['decay'])}")
     assert form == "adamw" or not weight_decay, f"weight decay {weight_decay} with {form}, which has none"
-    trained = [p for p in module.parameters() if p.requires_grad]
-
-    def dimensions(parameter):
-        return len(getattr(parameter, "ds_shape", parameter.shape))
-
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if form == "tf_adam":
-        return TensorFlowAdam(trained, lr=lr, betas=betas, eps=eps)
+        return TensorFlowAdam(trained.values(), lr=lr, betas=betas, eps=eps)
+
+    def decays(name: str, parameter: nn.Parameter) -> bool:
+        if decay == "deepspeed_chat":
+            return not any(part in name.lower() for part in NOT_DECAYED_BY_DEEPSPEED_CHAT)
+        return len(getattr(parameter, "ds_shape", parameter.shape)) > 1
+
     groups = [
-        {"params": [p for p in trained if dimensions(p) > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if dimensions(p) <= 1], "weight_decay": weight_decay * decay_vectors},
+        {"params": [p for n, p in trained.items() if decays(n, p)], "weight_decay": weight_decay},
+        {
+            "params": [p for n, p in trained.items() if not decays(n, p)],
+            "weight_decay": weight_decay if decay == "all" else 0.0,
+        },
     ]
     groups = [group for group in groups if group["params"]]
     if offload and torch.cuda.is_available():

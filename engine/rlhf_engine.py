@@ -29,7 +29,7 @@ from engine.zero.engines import FrozenModel, TrainedModel
 class OptimizerSpec:
     """Adam's settings, the maximal gradient norm (0: no clipping) and the peak learning rate.
 
-    form, decay_vectors: as `build_optimizer` has them.
+    form, decay: as `build_optimizer` has them.
     """
 
     lr: float
@@ -38,7 +38,7 @@ class OptimizerSpec:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     form: str = "adamw"
-    decay_vectors: bool = False
+    decay: str = "matrices"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ def wrap_trained(
         optimizer.weight_decay,
         offload,
         optimizer.form,
-        optimizer.decay_vectors,
+        optimizer.decay,
     )
     return _probed(TrainedModel(module, ds_config, adam))
 

@@ -93,7 +93,7 @@ def _without_effect(dialect: Dialect) -> list[tuple[Collection[str], bool, str]]
             "nothing is whitened. Set whiten_advantages or whiten_rewards to true, or leave it out.",
         ),
         (
-            ("decay_vectors",),
+            ("decay",),
             not (dialect.actor_weight_decay or dialect.critic_weight_decay),
             "there is no weight decay. Give actor_weight_decay or critic_weight_decay, or leave it out.",
         ),

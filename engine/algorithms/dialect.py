@@ -33,6 +33,7 @@ CHOICES = {
     "lr_schedule": ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts"),
     "lr_per": ("optimizer_step", "step"),
     "optimizer": ("adamw", "tf_adam"),
+    "decay": ("matrices", "all", "deepspeed_chat"),
     "critic_start": ("reward_model", "zero_head", "none"),
 }
 RANGES = (  # fields, what they must be, the test of it; None is not tested
@@ -167,7 +168,7 @@ class Dialect:
     eps: float = 1e-8
     actor_weight_decay: float = 0.0  # the KL penalty is the regulariser
     critic_weight_decay: float = 0.0
-    decay_vectors: bool = False  # biases and norms are decayed too
+    decay: str = "matrices"  # what weight decay shrinks; or "all": biases and norms too; or by "deepspeed_chat"'s names
     max_grad_norm: float = 1.0  # 0: no clipping
 
     # Models. A critic that starts as the reward model knows what a good end is worth.

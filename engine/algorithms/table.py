@@ -28,6 +28,7 @@ DEEPSPEED_CHAT = Dialect(
     lr_schedule="cosine",
     warmup_steps=100,
     warmup_from_zero=True,  # as transformers' schedules
+    decay="deepspeed_chat",  # by the names of weights, which spare GPT-2's last norm alone
 )
 
 # the same, 1d17cf7c: just before pull request 620
@@ -97,7 +98,7 @@ SUMMARIZE = Dialect(
     eps=1e-5,
     actor_weight_decay=0.01,  # PyTorch's default for AdamW
     critic_weight_decay=0.01,
-    decay_vectors=True,
+    decay="all",
     max_grad_norm=0.0,  # 1.0 under accelerate with DeepSpeed
 )
 
@@ -127,7 +128,7 @@ TRLX = Dialect(
     warmup_steps=0,
     actor_weight_decay=1e-6,
     critic_weight_decay=1e-6,
-    decay_vectors=True,
+    decay="all",
     max_grad_norm=0.0,
     critic_start="zero_head",  # there two layers on the policy's trunk, drawn at random (`make_head`)
     hydra_layers=2,

@@ -2,16 +2,18 @@
 
 import copy
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from engine.algo.logprobs import token_logprobs
 from engine.algo.losses import policy_loss
 from engine.optim import TensorFlowAdam, build_optimizer, lr_factor
+from tests.tiny_models import make_config
 
 
 @pytest.mark.parametrize(
@@ -126,8 +128,33 @@ def test_a_warm_up_from_zero_lags_one_step_behind():
 
 
 def test_vectors_are_decayed_where_that_is_wanted():
-    optimizer = build(Small(), decay_vectors=True)
+    optimizer = build(Small(), decay="all")
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "family, spared",
+    [
+        # of GPT-2's vectors the biases and the last norm: its ln_1 and ln_2 have names that are not in the list
+        ("gpt2", r"bias|ln_f\.weight"),
+        ("llama", r"input_layernorm\.weight|post_attention_layernorm\.weight|norm\.weight"),
+        ("opt", r"bias|layer_norm\.weight"),
+    ],
+)
+def test_deepspeed_chat_decays_by_names(family, spared):
+    """Its list read by hand for the names of each family."""
+    model = AutoModelForCausalLM.from_config(make_config(family))
+    optimizer = build(model, decay="deepspeed_chat")
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    found = {name: decays[id(parameter)] for name, parameter in model.named_parameters()}
+    assert found == {name: 0.0 if re.search(f"({spared})$", name) else 0.5 for name in found}
+    vectors = {name for name, parameter in model.named_parameters() if parameter.dim() == 1 and found[name]}
+    assert {name.split(".")[-2] for name in vectors} == ({"ln_1", "ln_2"} if family == "gpt2" else set())
+
+
+def test_an_unknown_rule_of_decay_is_refused():
+    with pytest.raises(ValueError, match="'vectors': known are matrices, all, deepspeed_chat"):
+        build(Small(), decay="vectors")
 
 
 def test_an_unknown_optimizer_is_refused():

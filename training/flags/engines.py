@@ -21,7 +21,7 @@ def engine_spec(args, dialect: Dialect) -> EngineSpec:
             weight_decay=weight_decay,
             max_grad_norm=dialect.max_grad_norm,
             form=dialect.optimizer,
-            decay_vectors=dialect.decay_vectors,
+            decay=dialect.decay,
         )
 
     def frozen(role: str, partner: str, offload: bool) -> EngineConfig:

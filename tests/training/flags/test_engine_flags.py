@@ -57,7 +57,7 @@ def test_the_optimizer_is_the_dialects():
         dialect = get_dialect(name)
         for optimizer in (flags().engine_spec(dialect).actor_optimizer, flags().engine_spec(dialect).critic_optimizer):
             assert optimizer.form == ("tf_adam" if name == "openai" else "adamw")
-            assert optimizer.decay_vectors == (name == "summarize")
+            assert optimizer.decay == ("all" if name == "summarize" else "matrices")
             assert (optimizer.betas, optimizer.eps) == (dialect.betas, dialect.eps)
 
 
