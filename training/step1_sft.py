@@ -21,8 +21,9 @@ from training.data.examples import SFTBatch, SFTExamples, collate_sft
 from training.data.forms import SFT
 from training.flags.arguments import flag
 from training.program import dry_run
+from training.program.model_files import check_positions
 from training.program.saving import save_trained
-from training.program.startup import agreed, check_positions, check_run, checked, leave, run
+from training.program.startup import agreed, check_run, checked, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
 from training.supervised import SupervisedFlags, SupervisedTrainer

@@ -33,8 +33,9 @@ from training.data.mixture import load_rows
 from training.data.order import epoch_permutation
 from training.flags.arguments import flag
 from training.program import dry_run
+from training.program.model_files import check_positions, generation_stops
 from training.program.saving import save_trained
-from training.program.startup import agreed, check_positions, check_run, checked, generation_stops, leave, run
+from training.program.startup import agreed, check_run, checked, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
 from training.supervised import SupervisedFlags, SupervisedTrainer

@@ -9,6 +9,7 @@ profile/.
 
 import contextlib
 from pathlib import Path
+from typing import NoReturn
 
 from torch.utils.data import ConcatDataset
 
@@ -17,59 +18,65 @@ from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from engine.rlhf_engine import RLHFEngine
-from engine.rollout import build_rollouts
+from engine.rollout import RolloutBackend, build_rollouts
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOConfig, PPOTrainer
-from training.program.plan import (
-    Plan,
-    changes_since,
-    check_files,
-    choices,
-    dialect_lines,
-    goes_on,
-    make_plan,
-    plan_lines,
-    print_dry_run,
-)
+from training.program import dry_run
+from training.program.checks import check_files
+from training.program.first_lines import first_lines
+from training.program.output_folder import clear_output_dir
+from training.program.plan import Plan, make_plan
 from training.program.session import Session
-from training.program.startup import agreed, checked, clear_output_dir, leave, run
+from training.program.startup import agreed, checked, leave, run
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
 from training.restarts import checkpoint
+from training.restarts.resume_point import set_aside_newer
 
 
 def main(args: RLHFFlags) -> None:
-    """Check everything, build the engines, train, report."""
+    """Check everything, build the models, train, report."""
     dialect, changed = args.resolved_dialect()
-    checked(lambda: check_files(args, dialect))
+    point = checked(lambda: check_files(args, dialect))
     if args.dry_run:
-        print_dry_run(args, dialect, changed)
+        dry_run.report_rlhf(args, dialect, changed, point)
         return
-    plan = agreed(lambda: make_plan(args, dialect, changed))
-    output_dir = Path(args.output_dir)
+    plan = agreed(lambda: make_plan(args, dialect, point))
     if distributed.is_main():
-        since = changes_since(plan.resume[1], choices(args, dialect)) if plan.resume else []
-        print(dialect_lines(dialect, changed), plan_lines(args, plan), *since, sep="\n", flush=True)
-    engine = RLHFEngine.from_pretrained(plan.spec)
+        print(first_lines(args, plan, changed), flush=True)
+    models = RLHFEngine.from_pretrained(plan.spec)
+    rollouts = choose_rollouts(args, plan, models)
+    trainer = build_trainer(args, plan, models, rollouts)
+    resume_or_clear(args, plan, trainer)
+    train(args, plan, trainer, Session(args, plan, trainer, build_evaluator(plan, trainer)))
+
+
+def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutBackend:
+    """How responses are drawn from the actor; prints why so."""
     rollouts = build_rollouts(
         args.rollout_backend,
-        engine.actor,
-        engine.tokenizer,
-        others=engine.models,
-        rows_at_once=args.per_device_generation_batch_size * dialect.samples_per_prompt,
+        models.actor,
+        models.tokenizer,
+        others=models.models,
+        rows_at_once=args.per_device_generation_batch_size * plan.dialect.samples_per_prompt,
         row_length=args.max_prompt_seq_len + args.max_answer_seq_len,
         between_steps=args.replicas_between_steps,
         decoding=args.decoding,
     )
     if distributed.is_main():
         print(rollouts.why, flush=True)
-    trainer = PPOTrainer(
-        engine=engine,
+    return rollouts
+
+
+def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: RolloutBackend) -> PPOTrainer:
+    """The trainer at step 0."""
+    return PPOTrainer(
+        engine=models,
         rollouts=rollouts,
         dialect=plan.dialect,
         sampling=plan.sampling,
-        reward=build_reward(args, plan, engine),
+        reward=build_reward(args, plan, models),
         unsupervised=plan.texts and ShuffledTexts(args, plan.texts),
         config=PPOConfig(
             total_steps=plan.total_steps,
@@ -79,29 +86,57 @@ def main(args: RLHFFlags) -> None:
             seed=args.seed,
         ),
     )
-    if plan.resume:
-        folder, state = plan.resume
-        checkpoint.load(folder, engine, state)
-        trainer.load_state_dict(state)
-    if plan.resume and goes_on(args, plan.resume[0]):
-        checkpoint.set_aside_newer(output_dir, trainer.steps_done)
-        profiling.set_aside_newer(output_dir, trainer.steps_done)
-    else:
-        clear_output_dir(args)  # not before the models are loaded: until then the new run may come to nothing
-    evaluator = (
-        None
-        if plan.held_out is None
-        else Evaluator(
-            plan.held_out,
-            rollouts=rollouts,
-            maker=trainer.maker,
-            sampling=plan.sampling,
-            tokenizer=engine.tokenizer,
-            first_index=len(plan.prompts),
+
+
+def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSource:
+    """What scores responses: the reward model, a function, or both with their weights, and a penalty for length."""
+    sources: dict[str, tuple[RewardSource, float]] = {}
+    if models.reward is not None:
+        sources["model"] = (models.reward, args.reward_model_weight)
+    if plan.reward_function is not None:
+        rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
+        sources["function"] = (
+            FunctionReward(plan.reward_function, models.tokenizer, rows, args.reward_function),
+            args.reward_function_weight,
         )
+    (alone, weight), *others = sources.values()
+    if not others and weight == 1.0 and not args.length_penalty and not args.missing_eos_penalty:
+        return alone
+    return CombinedReward(sources, length_penalty=args.length_penalty, missing_eos_penalty=args.missing_eos_penalty)
+
+
+def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
+    """Put the trainer to the restart point; or remove what an earlier run left in the output folder.
+
+    Not before the models are loaded: until then the new run may come to nothing.
+    """
+    if plan.resume:
+        checkpoint.load(plan.resume, trainer.engine)
+        trainer.load_state_dict(plan.resume.state)
+    if plan.resume and plan.resume.in_output_dir:
+        set_aside_newer(Path(args.output_dir), trainer.steps_done)
+        profiling.set_aside_newer(Path(args.output_dir), trainer.steps_done)
+    else:
+        clear_output_dir(args)
+
+
+def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
+    """What answers the held-out prompts, if there are any."""
+    if plan.held_out is None:
+        return None
+    return Evaluator(
+        plan.held_out,
+        rollouts=trainer.rollouts,
+        maker=trainer.maker,
+        sampling=plan.sampling,
+        tokenizer=trainer.engine.tokenizer,
+        first_index=len(plan.prompts),
     )
-    session = Session(args, plan, trainer, evaluator, output_dir)
-    profiler = profiling.Profiler(args.profile_steps, trainer, output_dir, say=session.writer.write)
+
+
+def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) -> None:
+    """Every step up to the last, and what surrounds them."""
+    profiler = profiling.Profiler(args.profile_steps, trainer, Path(args.output_dir), say=session.writer.write)
     with contextlib.closing(session.writer):  # of a run that stops, too: its last steps are written out, its bar ends
         session.begin()
         feed = ShuffledPrompts(args, plan.prompts, plan.sampling.pad_token_id)
@@ -112,19 +147,10 @@ def main(args: RLHFFlags) -> None:
     session.end()
 
 
-def build_reward(args: RLHFFlags, plan: Plan, engine: RLHFEngine) -> RewardSource:
-    """What scores responses: the reward model, a function, or both, with penalties."""
-    sources = {}
-    if engine.reward is not None:
-        sources["model"] = (engine.reward, args.reward_model_weight)
-    if plan.reward_function is not None:
-        rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
-        sources["function"] = (
-            FunctionReward(plan.reward_function, engine.tokenizer, rows, args.reward_function),
-            args.reward_function_weight,
-        )
-    return CombinedReward(sources, length_penalty=args.length_penalty, missing_eos_penalty=args.missing_eos_penalty)
+def program() -> NoReturn:
+    """Run step 3 on this process's command line, and end the process; also for a script that extends the library."""
+    leave(run(main, RLHFFlags, __doc__.splitlines()[0]))
 
 
 if __name__ == "__main__":
-    leave(run(main, RLHFFlags, __doc__.splitlines()[0]))
+    program()

@@ -20,7 +20,7 @@ from training.data.order import epoch_batches
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
-from training.program.startup import clear_output_dir, open_writer
+from training.program.output_folder import clear_output_dir, open_writer
 from training.reporting.metrics import Accumulator
 from training.reporting.phase_clock import peak_memory_gb
 from training.reporting.run_record import write_run_record

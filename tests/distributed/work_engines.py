@@ -17,6 +17,8 @@ from tests.distributed.tiny_run import engine_spec, prompt_batch, weights
 from tests.distributed.work_hydra import local_bytes
 from training.program.saving import save_trained
 from training.restarts import checkpoint
+from training.restarts.conditions import Conditions
+from training.restarts.resume_point import ResumePoint
 
 LR = 1e-2
 RESPONSE = 4
@@ -45,7 +47,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
     rollout = whole_rollout(prompt_batch([0, 1, 2, 3]))
     one_step(engine.actor, rollout)
     engine.ema.update()
-    point = checkpoint.save(Path(output), engine, {"steps_done": 1, "identity": {}})
+    point = checkpoint.save(Path(output), engine, {"steps_done": 1}, Conditions())
     found["files"] = sorted(path.name for path in point.iterdir())
     one_step(engine.actor, rollout)
     engine.ema.update()
@@ -54,8 +56,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
         save_trained(model, engine.tokenizer, f"{output}/{role}").name for role, model in engine.trained.items()
     )
     resumed = RLHFEngine.from_pretrained(alone)
-    point, state = checkpoint.find(output)
-    checkpoint.load(point, resumed, state)
+    checkpoint.load(ResumePoint.find(output, with_ema=True), resumed)
     one_step(resumed.actor, rollout)
     resumed.ema.update()
     found["resumed"] = weights(resumed.actor), [shard.clone() for shard in resumed.ema.shards]

@@ -16,6 +16,8 @@ from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, 
 from training.ppo_trainer import PPOTrainer
 from training.program.saving import save_trained
 from training.restarts import checkpoint
+from training.restarts.conditions import Conditions
+from training.restarts.resume_point import ResumePoint
 
 EMA_DECAY = 0.5
 STEPS, SAVED_AFTER = 3, 2
@@ -78,7 +80,7 @@ def one_run(
         if report.step == 1:
             result["first"] = report.experience
         if report.step == SAVED_AFTER:
-            checkpoint.save(Path(output), engine, {**trainer.state_dict(), "identity": {}})
+            checkpoint.save(Path(output), engine, trainer.state_dict(), Conditions())
     rollout = report.experience.rollout
     result["logprobs"] = judged(engine, own, rollout)
     with engine.ema.swapped():
@@ -91,9 +93,9 @@ def one_run(
         "ema": [shard.clone() for shard in engine.ema.shards],
     }
     resumed = new_trainer()
-    point, progress = checkpoint.find(output)
-    checkpoint.load(point, resumed.engine, progress)
-    resumed.load_state_dict(progress)
+    point = ResumePoint.find(output, with_ema=True)
+    checkpoint.load(point, resumed.engine)
+    resumed.load_state_dict(point.state)
     result["resumed_metrics"] = [timeless(report.metrics) for report in resumed.fit(TinyPrompts(8))]
     result["resumed"] = {
         "after": weights(resumed.engine.actor),

@@ -8,6 +8,8 @@ from deepspeed.accelerator import get_accelerator
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, masters, timeless, weights
 from training.ppo_trainer import PPOTrainer
 from training.restarts import checkpoint
+from training.restarts.conditions import Conditions
+from training.restarts.resume_point import ResumePoint
 
 STEPS, SAVED_AFTER = 4, 2
 
@@ -21,7 +23,7 @@ def uninterrupted(folder: str, output: str, runs: dict[str, dict]) -> dict[str, 
         for report in trainer.fit(TinyPrompts(8)):
             metrics.append(timeless(report.metrics))
             if report.step == SAVED_AFTER:
-                checkpoint.save(Path(output) / name, trainer.engine, {**trainer.state_dict(), "identity": {}})
+                checkpoint.save(Path(output) / name, trainer.engine, trainer.state_dict(), Conditions())
                 saved = state(trainer)
         found[name] = {"metrics": metrics, "saved": saved, "end": state(trainer)}
     return found
@@ -33,9 +35,9 @@ def resumed(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
     for name, arguments in runs.items():
         trainer = new_trainer(folder, **arguments)
         fresh = state(trainer)
-        point, progress = checkpoint.find(str(Path(output) / name))
-        checkpoint.load(point, trainer.engine, progress)
-        trainer.load_state_dict(progress)
+        point = ResumePoint.find(str(Path(output) / name), with_ema=True)
+        checkpoint.load(point, trainer.engine)
+        trainer.load_state_dict(point.state)
         loaded = state(trainer)
         metrics = [timeless(report.metrics) for report in trainer.fit(TinyPrompts(8))]
         found[name] = {"metrics": metrics, "fresh": fresh, "loaded": loaded, "end": state(trainer)}

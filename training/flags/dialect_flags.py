@@ -30,17 +30,6 @@ DIALECT_FLAGS |= {
         "old_logprobs",
     )
 }
-# Fields of a dialect without which a restart point's state has no meaning, or another one.
-SHAPING = (
-    "samples_per_prompt",
-    "mini_batches",
-    "ppo_epochs",
-    "critic_start",
-    "hydra_layers",
-    "optimizer",
-    "kl_controller",
-    "score_scaling",
-)
 
 
 def given_fields(args) -> dict[str, object]:

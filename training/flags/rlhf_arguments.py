@@ -12,7 +12,7 @@ from engine.zero.config import stage_of_file
 from training.flags import deepspeed_chat, engines
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
-from training.flags.dialect_flags import SHAPING, check_sampling, given_fields
+from training.flags.dialect_flags import check_sampling, given_fields
 
 
 @dataclass(kw_only=True)
@@ -327,38 +327,6 @@ class RLHFFlags(DataFlags):
         named = get_dialect(self.dialect)
         resolved = named.replaced(**given_fields(self))
         return resolved, named.differences(resolved)
-
-    def identity(self, dialect: Dialect, data: list[str]) -> dict[str, object]:
-        """What a run's course depends on beyond its restart points: it cannot be gone on with under other values.
-
-        data: fingerprints of the prompts and of the texts.
-        """
-        return {
-            "seed": self.seed,
-            "the data": data,
-            "responses a step and rank": self.rows_per_rank,
-            "--generation_batches": self.generation_batches,
-            "--dtype": self.dtype,
-            **{field: getattr(dialect, field) for field in SHAPING},
-            "--actor_zero_stage": self.stage("actor"),
-            "--critic_zero_stage": self.stage("critic"),
-            **{
-                f"--{name}": getattr(self, name)
-                for name in (
-                    "reward_function",
-                    "reward_function_weight",
-                    "reward_model_weight",
-                    "length_penalty",
-                    "missing_eos_penalty",
-                    "unsup_coef",
-                    "max_prompt_seq_len",
-                    "max_answer_seq_len",
-                    "overlong_prompts",
-                    "critic_warmup_steps",
-                    "stop",
-                )
-            },
-        }
 
     def engine_spec(self, dialect: Dialect) -> EngineSpec:
         """Which engines are to be built; raises UserError where flags contradict the dialect or a DeepSpeed file."""

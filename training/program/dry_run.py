@@ -20,9 +20,14 @@ from pathlib import Path
 import torch
 
 from engine import distributed
+from engine.algorithms import Dialect
 from engine.errors import UserError
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
+from training.flags.rlhf_arguments import RLHFFlags
+from training.program.first_lines import changes_since, dialect_lines, plan_lines
+from training.program.plan import make_plan
 from training.reporting.run_record import command_line
+from training.restarts.resume_point import ResumePoint
 
 PROGRAMS = {"step1_sft.py": "SFTFlags", "step2_reward.py": "RewardFlags", "step3_rlhf.py": "RLHFFlags"}
 
@@ -64,6 +69,23 @@ def report_supervised(args, load: Callable) -> None:
             f"{len(held_out)} held out; {steps} steps on {distributed.world_size()} ranks"
         )
     report(checked, unseen, {"model": args.ds_settings()})
+
+
+def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumePoint | None) -> None:
+    """The report of step 3.
+
+    changed: what flags changed of the dialect. point: the restart point that is gone on from, if any.
+    """
+    unseen = unseen_models(
+        args, args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path
+    )
+    data = [*args.data_path, *args.eval_data_path, *filter(None, [args.unsupervised_dataset_name])]
+    unseen += unseen_data(data)
+    checked = [dialect_lines(dialect, changed), *opened(data, unseen)]
+    if not unseen:
+        plan = make_plan(args, dialect, point)
+        checked += [plan_lines(args, plan), *changes_since(plan)]
+    report(checked, unseen, args.engine_configs(dialect))
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from engine import distributed
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
-from training.program.plan import Plan, choices, goes_on
+from training.program.output_folder import open_writer
+from training.program.plan import Plan
 from training.program.saving import save_trained
-from training.program.startup import open_writer
 from training.reporting import views
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
 from training.reporting.run_record import write_run_record
@@ -22,10 +22,9 @@ from training.restarts import checkpoint
 class Session:
     """What surrounds the training loop: evaluation, metrics, tables, restart points, models, the summary."""
 
-    def __init__(self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None, output_dir: Path):
+    def __init__(self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None):
         self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
-        self.output_dir, self.engine = output_dir, trainer.engine
-        self.goes_on = plan.resume is not None and goes_on(args, plan.resume[0])
+        self.output_dir, self.models = Path(args.output_dir), trainer.engine
         self.writer = open_writer(
             args, total_steps=plan.last_step, view=views.PPO, resume_step=trainer.steps_done if plan.resume else None
         )
@@ -39,7 +38,7 @@ class Session:
             flags=flags,
             dialect=dialect,
             ds_configs=self.args.engine_configs(self.plan.dialect),
-            resumed=self.goes_on,
+            resumed=self.plan.resume is not None and self.plan.resume.in_output_dir,
         )
         self.writer.hparams({**flags, "resolved_dialect": dialect})
         if self.evaluator and self.trainer.steps_done == 0:
@@ -59,23 +58,15 @@ class Session:
             self.show_samples(report)
         if _is_due(step, args.save_steps):
             started = time.perf_counter()
-            checkpoint.save(
-                self.output_dir,
-                self.engine,
-                {
-                    **self.trainer.state_dict(),
-                    "identity": self.plan.identity,
-                    "choices": choices(args, self.plan.dialect),
-                },
-            )
+            checkpoint.save(self.output_dir, self.models, self.trainer.state_dict(), self.plan.conditions)
             self.pending["time/checkpoint"] = time.perf_counter() - started
 
     def evaluate(self, name: str) -> dict[str, float]:
         """Answer the held-out prompts, with the averaged weights too if there are any; samples go to a file."""
         metrics, rows = self.evaluator.run()
         write_rows(self.output_dir / "samples" / f"{name}.jsonl", rows)
-        if self.engine.ema is not None:
-            with self.engine.ema.swapped():
+        if self.models.ema is not None:
+            with self.models.ema.swapped():
                 averaged, rows = self.evaluator.run()
             write_rows(self.output_dir / "samples" / f"{name}_ema.jsonl", rows)
             metrics |= {key.replace("eval/", "eval/ema_"): value for key, value in averaged.items()}
@@ -85,20 +76,20 @@ class Session:
         """A few of this step's responses as a table, and the distributions of scores and lengths."""
         experience = report.experience
         few = experience.select(slice(0, count))
-        self.writer.samples(report.step, sample_rows(few.rollout, few.scores, few.kl.sum(-1), self.engine.tokenizer))
+        self.writer.samples(report.step, sample_rows(few.rollout, few.scores, few.kl.sum(-1), self.models.tokenizer))
         for tag, values in distributions(experience).items():
             self.writer.histogram(report.step, tag, values)
 
     def end(self) -> None:
         """Save the models, draw the curves, print the summary."""
-        engine = self.engine
+        models = self.models
         saved = {
-            name: save_trained(model, engine.tokenizer, self.output_dir / name)
-            for name, model in engine.trained.items()
+            name: save_trained(model, models.tokenizer, self.output_dir / name)
+            for name, model in models.trained.items()
         }
-        if engine.ema is not None:
-            with engine.ema.swapped():
-                saved["actor_ema"] = save_trained(engine.actor, engine.tokenizer, self.output_dir / "actor_ema")
+        if models.ema is not None:
+            with models.ema.swapped():
+                saved["actor_ema"] = save_trained(models.actor, models.tokenizer, self.output_dir / "actor_ema")
         if distributed.is_main():
             curves = self.output_dir / "curves.png"
             plot_curves(self.output_dir / METRICS_FILE, curves)

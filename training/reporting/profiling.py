@@ -22,7 +22,7 @@ from engine.models.scorer import Scorer
 from engine.reward.combined import CombinedReward
 from engine.rollout.passes import CompiledPasses, Passes, RecordedPasses
 from training.ppo_trainer import PPOTrainer
-from training.program.startup import PROFILE
+from training.program.output_folder import PROFILE
 
 
 class Profiler:

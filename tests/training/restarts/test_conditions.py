@@ -1,0 +1,128 @@
+"""What a run that goes on says of the settings that have changed meanwhile, and which of them it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.algorithms import Dialect, get_dialect
+from engine.errors import UserError
+from training.flags.rlhf_arguments import RLHFFlags
+from training.restarts.conditions import Conditions, state_file
+
+DEFAULT = get_dialect("default")
+HERE = Path("out/checkpoints/step_000002")
+
+
+def conditions(dialect: Dialect = DEFAULT, total_steps: int = 10, data=("a", "b"), **flags) -> Conditions:
+    required = {
+        "output_dir": "out",
+        "data_path": ["d"],
+        "actor_model_name_or_path": "a",
+        "critic_model_name_or_path": "b",
+    }
+    return Conditions.of(RLHFFlags(**(required | flags)), dialect, list(data), total_steps)
+
+
+def written(then: Conditions) -> Conditions:
+    """Those conditions once they have stood in a state file."""
+    return Conditions.read(json.loads(state_file({"steps_done": 2}, then, with_ema=False)))
+
+
+def test_changed_settings_are_named_and_unchanged_ones_are_not():
+    then = written(conditions())
+    assert conditions().changes_since(then) == []
+    now = conditions(DEFAULT.override(kl_coef=0.5, betas=(0.9, 0.99)), reward_model_name_or_path="c")
+    now.check(then, HERE)
+    assert now.changes_since(then) == [
+        "changed since the restart point: kl_coef 0.1 -> 0.5",
+        "changed since the restart point: betas [0.9, 0.95] -> [0.9, 0.99]",
+        "changed since the restart point: --reward_model_name_or_path None -> c",
+    ]
+    steered = DEFAULT.override(kl_controller="adaptive")
+    assert conditions(steered.override(kl_coef=0.5)).changes_since(written(conditions(steered))) == [
+        "changed since the restart point: kl_coef 0.1 -> 0.5 (without effect: the adaptive coefficient goes on from "
+        "where it was)"
+    ]
+
+
+def test_another_number_of_steps_is_named_where_learning_rates_fall_by_it():
+    changes = conditions(total_steps=20).changes_since(written(conditions()))
+    assert changes == [
+        "changed since the restart point: total steps 10 -> 20 (learning rates go on as in a run of so many steps)"
+    ]
+    for schedule in ("constant", "constant_with_warmup"):
+        flat = DEFAULT.override(lr_schedule=schedule)
+        assert conditions(flat, total_steps=20).changes_since(written(conditions(flat))) == []
+
+
+@pytest.mark.parametrize(
+    "field, value, counts",
+    [
+        ("loss_scope", "optimizer_step", False),
+        ("loss_scope", "micro_batch", True),
+        ("loss_scope", "micro_batch_sum", True),
+        ("advantages_at", "mini_batch", False),
+        ("advantages_at", "micro_batch", True),
+    ],
+)
+def test_the_micro_batch_is_named_where_losses_or_advantages_are_its(field, value, counts):
+    dialect = DEFAULT.override(**{field: value})
+    then = written(conditions(dialect, per_device_training_batch_size=8))
+    changes = conditions(dialect, per_device_training_batch_size=4).changes_since(then)
+    assert (
+        changes
+        == [
+            "changed since the restart point: --per_device_training_batch_size 8 -> 4 (losses or advantages of this "
+            "dialect are a micro-batch's)"
+        ]
+        * counts
+    )
+
+
+@pytest.mark.parametrize(
+    "now, message",
+    [
+        (conditions(seed=2), "seed was 1234 when it was written and is 2 now. Give the same flags"),
+        (conditions(max_answer_seq_len=8), "--max_answer_seq_len was 256 when it was written and is 8 now"),
+        (conditions(actor_zero_stage=3), "--actor_zero_stage was 0 when it was written and is 3 now"),
+        (conditions(stop=["END"]), "--stop was [] when it was written and is ['END'] now"),
+        (conditions(DEFAULT.override(ppo_epochs=2)), "ppo_epochs was 4 when it was written and is 2 now"),
+        (conditions(DEFAULT.override(missing_end="subtract")), "missing_end was 'none' when it was written"),
+        (
+            conditions(data=("a", "c")),
+            "the prompts, the held-out ones or the texts are others than when it was written",
+        ),
+        (conditions(generation_batches=2), "responses a step and rank was 16 when it was written and is 32 now"),
+    ],
+)
+def test_what_must_be_equal_is_refused_by_name(now, message):
+    with pytest.raises(UserError) as refusal:
+        now.check(written(conditions()), HERE)
+    assert str(refusal.value).startswith(f"--resume {HERE}: {message}")
+
+
+def of_the_version_before(penalty: float, **fields) -> Conditions:
+    """As a state file had it that wrote the settings as "choices", and a penalty for a missing end among the flags."""
+    now = conditions()
+    late = ("missing_end", "missing_end_value")
+    identity = {name: value for name, value in now.identity.items() if name not in late}
+    choices = {**now.settings, **{name: now.identity[name] for name in late}, **fields}
+    for name in ("total steps", "--per_device_training_batch_size"):
+        del choices[name]
+    return Conditions.read({"identity": {**identity, "--missing_eos_penalty": penalty}, "choices": choices})
+
+
+def test_points_of_the_version_before_are_gone_on_from():
+    for then in (of_the_version_before(0.0), Conditions.read({"identity": of_the_version_before(0.0).identity})):
+        conditions().check(then, HERE)
+        assert conditions(total_steps=20).changes_since(then) == []
+    subtracted = DEFAULT.override(missing_end="subtract", missing_end_value=2.0)
+    conditions(subtracted).check(of_the_version_before(2.0), HERE)
+    with pytest.raises(UserError, match="missing_end was 'subtract' when it was written and is 'none' now"):
+        conditions().check(of_the_version_before(2.0), HERE)
+    replaced = {"missing_end": "replace", "missing_end_value": -1.0}
+    conditions(DEFAULT.override(**replaced)).check(of_the_version_before(0.0, **replaced), HERE)
+    assert conditions(DEFAULT.override(kl_coef=0.5)).changes_since(of_the_version_before(0.0)) == [
+        "changed since the restart point: kl_coef 0.1 -> 0.5"
+    ]

@@ -1,0 +1,74 @@
+"""What can be wrong with a run of step 3 before data are read: files, models, machine, dialect."""
+
+from engine import distributed
+from engine.algorithms import Dialect, check
+from engine.models.checking import check_policy, check_scorer, check_trunk, check_vocabularies
+from engine.models.hydra import check_hydra
+from engine.models.reading import read_config, read_tokenizer
+from engine.rollout.families import check_attention
+from training.flags.dialect_flags import given_fields
+from training.flags.rlhf_arguments import RLHFFlags
+from training.flags.user_function import load_function
+from training.program.model_files import check_positions
+from training.program.startup import check_run
+from training.restarts.resume_point import ResumePoint
+
+
+def check_files(args: RLHFFlags, dialect: Dialect) -> ResumePoint | None:
+    """What can be wrong with files, models and machine, looked at by one process; returns what is gone on from."""
+    point = ResumePoint.find(args.resume, with_ema=args.enable_ema, output_dir=args.output_dir) if args.resume else None
+    check_run(args, resumed=point is not None and point.in_output_dir)
+    args.engine_configs(dialect)
+    if args.reward_function is not None:
+        load_function(args.reward_function)
+    check_dialect(args, dialect)
+    check_models(args, dialect)
+    return point
+
+
+def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
+    """Whether the dialect's choices go together with the run's sizes and the actor."""
+    layers, path = None, args.actor_model_name_or_path
+    if args.looks_at(path):
+        layers = read_config(path, "--actor_model_name_or_path").get_text_config().num_hidden_layers
+    check(
+        dialect,
+        samples_per_prompt=dialect.samples_per_prompt,
+        rows_per_rank=args.rows_per_rank,
+        mini_batches=dialect.mini_batches,
+        micro_batch_size=args.per_device_training_batch_size,
+        ranks=distributed.world_size(),
+        layers=layers,
+        given=given_fields(args),
+    )
+
+
+def check_models(args: RLHFFlags, dialect: Dialect) -> None:
+    """Whether the models are what the flags say, and fit each other."""
+    names = [
+        name
+        for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
+        if getattr(args, name) is not None and args.looks_at(getattr(args, name))
+    ]
+    tokenizer = None
+    for name in names:
+        path = getattr(args, name)
+        if name == "actor_model_name_or_path":
+            tokenizer = read_tokenizer(path, f"--{name}")
+            check_policy(path, f"--{name}")
+            check_attention(path, f"--{name}")
+            if dialect.hydra_layers:
+                check_hydra(path, dialect.hydra_layers, f"--{name}")
+            starts_anew = dialect.critic_start == "zero_head" or args.critic_model_name_or_path is None
+            if dialect.has_critic and starts_anew:
+                check_trunk(path, f"--{name}")
+        else:
+            check_scorer(path, f"--{name}")
+            if tokenizer is not None:
+                check_vocabularies(tokenizer, path, f"--{name}")
+        check_positions(
+            read_config(path, f"--{name}"),
+            f"--{name} {path}",
+            max_prompt_seq_len=args.max_prompt_seq_len,
+            max_answer_seq_len=args.max_answer_seq_len,
+        )

@@ -1,0 +1,43 @@
+"""What a run of step 3 prints first: its dialect, data, steps and engines, and changes since a restart point."""
+
+from engine import distributed
+from engine.algorithms import NOTES, Dialect
+from training.flags.rlhf_arguments import RLHFFlags
+from training.program.plan import Plan
+
+
+def first_lines(args: RLHFFlags, plan: Plan, changed: dict) -> str:
+    """All of them; `changed` as dialect_lines has it."""
+    return "\n".join([dialect_lines(plan.dialect, changed), plan_lines(args, plan), *changes_since(plan)])
+
+
+def dialect_lines(dialect: Dialect, changed: dict) -> str:
+    """The dialect's name, where it departs from its system, and where flags depart from it.
+
+    changed: {field: (the dialect's value, the given one)}.
+    """
+    note = f"\n  {NOTES[dialect.name]}" if dialect.name in NOTES else ""
+    return f"dialect {dialect.name}{note}" + "".join(
+        f"\n  {field} = {given} (given; the dialect's is {usual})" for field, (usual, given) in changed.items()
+    )
+
+
+def plan_lines(args: RLHFFlags, plan: Plan) -> str:
+    """What is about to run: data, steps, engines."""
+    stages = ", ".join(f"{config.role} {config.stage}" for config in plan.spec.choices)
+    blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
+    scorer = ""
+    if args.critic_model_name_or_path is not None and plan.dialect.critic_start != "reward_model":
+        critic = "the SFT model with a new head" if plan.dialect.has_critic else "there is none"
+        scorer = f"\n--critic_model_name_or_path names the reward model alone; the critic: {critic}"
+    return (
+        f"{len(plan.prompts)} prompts ({plan.prompts.truncated} truncated, {plan.prompts.dropped} dropped), "
+        f"{len(plan.held_out) if plan.held_out else 0} held out{blocks}; {plan.total_steps} steps of "
+        f"{args.rows_per_rank * distributed.world_size()} responses on {distributed.world_size()} ranks\n"
+        f"ZeRO stages: {stages}; {args.dtype}{scorer}"
+    )
+
+
+def changes_since(plan: Plan) -> list[str]:
+    """A line for each setting that is another one than when the restart point was written that the run goes on from."""
+    return plan.resume.changes(plan.conditions) if plan.resume else []

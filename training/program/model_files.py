@@ -1,0 +1,31 @@
+"""What a run takes from a model's folder beside its weights: how many positions it has, which tokens end a response."""
+
+from engine.errors import UserError
+
+
+def generation_stops(path: str, tokenizer) -> tuple[int, ...]:
+    """The tokens that end a response of the model at `path`: the one thing taken from its generation_config."""
+    from transformers import GenerationConfig
+
+    from engine.models.reading import read_config
+    from training.data.tokens import stop_token_ids
+
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:
+        generation = None
+    return tuple(stop_token_ids(tokenizer, generation, read_config(path, "model")))
+
+
+def check_positions(config, model: str, **lengths: int) -> None:
+    """Raise UserError where sequences of these flags' lengths, added up, have more tokens than a model has positions.
+
+    model: how the message names it.
+    """
+    longest, total = getattr(config, "max_position_embeddings", None), sum(lengths.values())
+    if longest is not None and total > longest:
+        given = " and ".join(f"--{name} {value}" for name, value in lengths.items())
+        raise UserError(
+            f"{given}: sequences may have {total} tokens, but {model} has {longest} positions. Lower "
+            f"{'them' if len(lengths) > 1 else 'it'}."
+        )
