@@ -25,10 +25,20 @@ def deepspeed_chat_state(path: str, prefix: str) -> dict:
 
 
 def take_pad_token(config, path: str, what: str) -> None:
-    """Put the tokenizer's pad token, where it names one, into the configuration.
+    """Put the pad token that the model was trained with into its configuration, or None.
 
-    DeepSpeed-Chat reads the score before the first pad token, and its pad token may be the tokenizer's EOS.
+    DeepSpeed-Chat reads the score before the first pad token, and config.json says that this is EOS whatever it was.
+    It was EOS, and the score stands on the token before it, unless the model that the reward model was made from has
+    "llama" in its name: those keep their own pad token, or get one that is added, and are read at EOS. Such a folder
+    has a tokenizer_config.json only if its user put it there, and then that one says which the pad token is.
+
+    Source: microsoft/DeepSpeedExamples 83757d9c, dschat/utils: utils.py, `get_tokenizer` and `save_hf_format`;
+    model/model_utils.py, `create_hf_model`.
     """
     tokenizer_config = Path(path) / "tokenizer_config.json"
     if tokenizer_config.is_file() and json.loads(tokenizer_config.read_text()).get("pad_token"):
         config.pad_token_id = read_tokenizer(path, what).pad_token_id
+        return
+    saved = json.loads((Path(path) / "config.json").read_text())
+    if "llama" in (saved.get("_name_or_path") or saved["model_type"]):
+        config.pad_token_id = None

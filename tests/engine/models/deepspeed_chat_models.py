@@ -8,8 +8,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 from tests.tiny_models import make_causal_lm
 
 
-def deepspeed_chat_reward(folder, family, pad_is_eos=False):
-    """A reward model as DeepSpeed-Chat's step 2 leaves it: (folder, trunk, head)."""
+def deepspeed_chat_reward(folder, family, pad_is_eos=False, **config):
+    """A reward model as DeepSpeed-Chat's step 2 leaves it: (folder, trunk, head); config: what config.json says."""
     make_causal_lm(folder, family, pad_is_eos=pad_is_eos)
     trunk = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(4))
@@ -18,9 +18,11 @@ def deepspeed_chat_reward(folder, family, pad_is_eos=False):
         state["rwtransformer.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin")
-    config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"][0].endswith("ForCausalLM")
-    (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": 1}))  # the tokenizer's is what counts
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["architectures"][0].endswith("ForCausalLM")
+    (folder / "config.json").write_text(
+        json.dumps(saved | {"pad_token_id": 1} | config)
+    )  # the tokenizer's is what counts
     return str(folder), trunk, head[0]
 
 

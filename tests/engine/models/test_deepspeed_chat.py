@@ -1,5 +1,6 @@
 """What DeepSpeed-Chat saved loads and is read as it meant it."""
 
+import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
@@ -51,6 +52,33 @@ def test_the_models_of_deepspeed_chat_load_in_one_process_and_under_zero_3_on_tw
 def test_a_deepspeed_chat_reward_model_whose_pad_token_is_eos_is_read_before_eos(tmp_path):
     path, trunk, head = deepspeed_chat_reward(tmp_path, "opt", pad_is_eos=True)
     expected = torch.stack([trunk(torch.tensor([row]))[0][0, len(row) - 1 - (row[-1] == EOS)] @ head for row in ROWS])
+    scorer = load_scorer(path, torch.float32)
+    for left in (False, True):
+        torch.testing.assert_close(scores(scorer, *batch(EOS, left)), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family, config, read_at_eos",
+    [
+        ("llama", {}, True),  # its running pad token was another one, "[PAD]" say
+        ("llama", {"_name_or_path": "meta-llama/Llama-2-7b-hf"}, True),
+        ("llama", {"_name_or_path": "output/sft"}, False),  # by its name it is like all others
+        ("opt", {}, False),
+        ("opt", {"_name_or_path": "facebook/opt-350m"}, False),
+    ],
+)
+@torch.no_grad()
+def test_a_reward_model_without_tokenizer_is_read_by_its_name_at_eos_or_before_it(
+    tmp_path, family, config, read_at_eos
+):
+    """As it is left there: config.json says that the pad token is EOS, and there is no tokenizer_config.json."""
+    path, trunk, head = deepspeed_chat_reward(tmp_path, family, pad_token_id=EOS, **config)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.json").unlink()
+    before = [0 if read_at_eos else row[-1] == EOS for row in ROWS]
+    expected = torch.stack(
+        [trunk(torch.tensor([row]))[0][0, len(row) - 1 - back] @ head for row, back in zip(ROWS, before)]
+    )
     scorer = load_scorer(path, torch.float32)
     for left in (False, True):
         torch.testing.assert_close(scores(scorer, *batch(EOS, left)), expected, rtol=0, atol=1e-5)
