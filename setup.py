@@ -1,12 +1,31 @@
-"""Installs the packages `engine` and `training`: pip install -e . -c constraints.txt"""
+"""What the packages `engine` and `training` are and need: pip install -e .[dev] -c constraints.txt"""
+
+from pathlib import Path
 
 from setuptools import find_packages, setup
+
+TEST = ["pytest>=9.0,<10", "setuptools>=77"]
+LINT = ["ruff>=0.17,<0.18", "mypy>=2.4,<3"]
+DS_CONFIGS = "engine.zero.configs"  # where an installed engine finds configs/ds; a checkout reads the folder itself
 
 setup(
     name="four-engine-rlhf",
     version="0.1.0",
     description="RLHF with PPO: actor, critic, reference and reward model as four DeepSpeed engines",
-    packages=find_packages(include=["engine", "engine.*", "training", "training.*"]),
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["RLHF", "PPO", "DeepSpeed", "ZeRO", "language models"],
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    packages=[*find_packages(include=["engine", "engine.*", "training", "training.*"]), DS_CONFIGS],
+    package_dir={DS_CONFIGS: "configs/ds"},
+    package_data={DS_CONFIGS: ["*.json"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.9",
@@ -24,5 +43,10 @@ setup(
         "psutil>=5.9,<8",
         "ninja>=1.11",
     ],
-    extras_require={"test": ["pytest>=9.0,<10"]},
+    extras_require={
+        "wandb": ["wandb"],  # for --wandb_project
+        "test": TEST,
+        "lint": LINT,
+        "dev": TEST + LINT,
+    },
 )

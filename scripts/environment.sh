@@ -31,7 +31,7 @@ wanted="$(cat "$root/setup.py" "$root/constraints.txt" | cksum)"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     echo "making the environment in $venv (once, about two minutes)"
     "$python" -m venv "$venv" || fail "$python cannot make virtual environments. Install its venv module (Debian, Ubuntu: apt install python3.11-venv)"
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -e "$root[test]" -c "$root/constraints.txt" ||
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -e "$root[dev]" -c "$root/constraints.txt" ||
         fail "the installation failed; what pip says stands above"
     echo "$wanted" > "$venv/.installed"
 fi

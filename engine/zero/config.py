@@ -8,7 +8,9 @@ from pydantic import ValidationError
 
 from engine.errors import UserError, nearest
 
-CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs" / "ds"
+# A wheel has the folder configs/ds beside this file; a checkout has it at its top level.
+_INSTALLED = Path(__file__).with_name("configs")
+CONFIG_DIR = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "configs" / "ds"
 
 # What the program decides; a file may leave these out, say "auto", or say the same.
 _OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")

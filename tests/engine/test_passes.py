@@ -166,6 +166,7 @@ def test_actors_of_attention_alone_are_not(tmp_path, config):
     check_attention(str(tmp_path), "--actor")
 
 
+@pytest.mark.slow
 def test_compiled_passes_may_have_many_shapes(monkeypatch):
     """More than the 8 after which torch would give up: each call here has more prompts than the one before."""
     compiler = torch.compile

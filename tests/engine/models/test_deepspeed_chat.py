@@ -13,6 +13,7 @@ from tests.engine.models.scored_rows import ROWS, batch, scores
 from tests.tiny_models import EOS, PAD
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_models_of_deepspeed_chat_load_in_one_process_and_under_zero_3_on_two_ranks(tmp_path):
     made = {family: deepspeed_chat_reward(tmp_path / family, family) for family in ("opt", "llama")}

@@ -265,6 +265,7 @@ def test_a_whole_step_in_one_process(folders, family):
     check_step(*folders[family], [one_step(*folders[family], stage=0)])
 
 
+@pytest.mark.slow
 def test_a_whole_step_under_zero_3_on_two_ranks(folders):
     ranks = run_ranks("tests.distributed.work_families:all_families", world=2, folders=folders, stage=3)
     for family in FAMILIES:

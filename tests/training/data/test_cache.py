@@ -171,6 +171,7 @@ def test_many_writers_at_once(tmp_path):
     assert read_table(only_file(tmp_path)).equals(table(2_000))
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(tmp_path):
     folder, start = tmp_path / "cache", tmp_path / "start"
     script = Path(__file__).with_name("build_cache.py")

@@ -158,6 +158,7 @@ def _rank(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_with_unequal_counts_and_names(tmp_path):
     mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
