@@ -205,7 +205,7 @@ def test_the_owners_do_name_what_they_own():
         ),
         ("training.program.session", "import program", "program instead of training.program"),
         ("training.data.order", "from . import rows", "relative import ..rows"),
-        ("training.data.order", "from .rows import read_rows", "relative import .rows.read_rows"),
+        ("training.data.order", "from .rows import load_rows", "relative import .rows.load_rows"),
         ("engine.reward.new", "import importlib\nimportlib.import_module('training.data.rows')", "imports at run time"),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_breach_would_be_seen(module, source, breach):
         ("engine.zero.engines", "import deepspeed\nfrom engine import distributed\nrank = distributed.rank()"),
         (
             "training.data.order",
-            "from engine import distributed, rlhf_engine\nfrom training.data.rows import read_rows",
+            "from engine import distributed, rlhf_engine\nfrom training.data.rows import load_rows",
         ),
         ("training.new", "import deepspeed\n'torch.distributed'\ndeepspeed.runtime  # deepspeed.comm"),
     ],

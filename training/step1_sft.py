@@ -17,8 +17,8 @@ from engine.models.checking import check_policy
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import wrap_trained
-from training.data.examples import SFTBatch, SFTExamples, collate_sft
 from training.data.forms import SFT
+from training.data.sft_examples import SFTBatch, SFTExamples, collate_sft
 from training.flags.arguments import flag
 from training.program import dry_run
 from training.program.model_files import check_positions

@@ -27,10 +27,11 @@ from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, wrap_tra
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
-from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, collate_prompts
 from training.data.forms import PAIRS, PROMPTS
-from training.data.mixture import load_rows
 from training.data.order import epoch_permutation
+from training.data.pair_examples import PairBatch, PairExamples, collate_pairs
+from training.data.prompts import Prompts, collate_prompts
+from training.data.rows import load_rows
 from training.flags.arguments import flag
 from training.program import dry_run
 from training.program.model_files import check_positions, generation_stops

@@ -77,7 +77,8 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
         dialect=plan.dialect,
         sampling=plan.sampling,
         reward=build_reward(args, plan, models),
-        unsupervised=plan.texts and ShuffledTexts(args, plan.texts),
+        unsupervised=plan.texts
+        and ShuffledTexts(plan.texts, per_rank=args.rows_per_rank // args.mini_batches, seed=args.seed),
         config=PPOConfig(
             total_steps=plan.total_steps,
             micro_batch_size=args.per_device_training_batch_size,
@@ -139,7 +140,12 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
     profiler = profiling.Profiler(args.profile_steps, trainer, Path(args.output_dir), say=session.writer.write)
     with contextlib.closing(session.writer):  # of a run that stops, too: its last steps are written out, its bar ends
         session.begin()
-        feed = ShuffledPrompts(args, plan.prompts, plan.sampling.pad_token_id)
+        feed = ShuffledPrompts(
+            plan.prompts,
+            per_rank=args.per_device_generation_batch_size * args.generation_batches,
+            seed=args.seed,
+            pad_token_id=plan.sampling.pad_token_id,
+        )
         while trainer.steps_done < plan.last_step:
             with profiler.record(trainer.steps_done + 1):
                 report = trainer.step(feed.prompts(trainer.steps_done))

@@ -12,7 +12,7 @@ from tests.e2e.programs import Result, launch, metric_lines, run_here, run_words
 # (steps, changed flags, what the message holds). {bad} is the folder of `bad`, {tiny} that of `tiny`.
 FILES = [
     ((1, 2, 3), {"data_path": "{bad}/absent.jsonl"}, ["{bad}/absent.jsonl", "No such file", "check the path"]),
-    ((1, 2, 3), {"data_path": "{bad}/empty.jsonl"}, ["{bad}/empty.jsonl", "found no rows"]),
+    ((1, 2, 3), {"data_path": "{bad}/empty.jsonl"}, ["{bad}/empty.jsonl", "found no records"]),
     (
         (1, 2, 3),
         {"data_path": "{bad}/broken.jsonl"},

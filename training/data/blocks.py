@@ -1,4 +1,4 @@
-"""Texts for pretraining in between: one long row of token ids, cut into blocks of one length.
+"""Examples of mixed pretraining: texts as one long list of token ids, cut into blocks of one length.
 
     rows, _ = load_rows("Salesforce/wikitext", TEXTS, tokenizer, phase=3, seed=0, config_name="wikitext-2-raw-v1")
     blocks = TextBlocks(rows, tokenizer, block_length=512)
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from training.data.cache import cached_table, table_of
+from training.data.cache import cached_table, ids_at, table_of
 from training.data.tokens import TextEncoder
 
 
-class TextBlocks:
-    """The ids of the rows' `text`, put one behind the other, in blocks of exactly block_length ids."""
+class TextBlocks(Sequence):
+    """The ids of the rows' `text`, one text behind the other, in blocks of exactly block_length ids."""
 
     def __init__(self, rows: Sequence[dict], tokenizer, block_length: int, cache: Path | None = None):
         def blocks(counts):
@@ -34,9 +34,8 @@ class TextBlocks:
                 del ids[:cut]
 
         schema = pyarrow.schema({"ids": pyarrow.list_(pyarrow.int32(), block_length)})
-        self.table = cached_table(
-            lambda: table_of(schema, blocks), cache, rows, tokenizer, kind="blocks", block_length=block_length
-        )
+        settings = {"kind": "blocks", "block_length": block_length}
+        self.table = cached_table(lambda: table_of(schema, blocks), cache, rows, tokenizer, **settings)
         if not len(self):
             raise UserError(
                 f"the {len(rows)} texts for pretraining make no block of {block_length} tokens; give more "
@@ -47,7 +46,7 @@ class TextBlocks:
         return len(self.table)
 
     def __getitem__(self, index: int) -> list[int]:
-        return self.table["ids"][index].values.to_numpy().tolist()
+        return ids_at(self.table, "ids", index)
 
 
 def collate_blocks(blocks: list[list[int]]) -> Tensor:

@@ -2,9 +2,9 @@
 
     table = cached_table(build, cache_folder(None), rows, tokenizer, kind="sft", max_length=512)
 
-A file is named by a hash of all that it was made from and begins with a hash of all that it holds. It is written beside
-its place and then renamed, so that of processes that build the same at once each finds a whole file, whoever was last.
-Files are mapped into memory: the ranks of a machine share one copy. The folder may be deleted at any time.
+A file is named by a hash of all that it was made from and begins with a hash of all that it holds. It is written under
+another name and then renamed, so that processes that build the same table at once never read an unfinished file. Files
+are mapped into memory: the ranks of a machine share one copy. The folder may be deleted at any time.
 """
 
 import hashlib
@@ -21,9 +21,10 @@ from pathlib import Path
 
 import pyarrow
 
+IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
 FORMAT = 1  # to be raised when the same rows are to become other tables
 DIGEST = 64  # bytes of the hash at the beginning of a file; a multiple of 8 keeps Arrow's columns aligned
-BATCH = 10_000  # examples that are put into Arrow's form at once
+BATCH = 10_000  # examples that are put into Arrow's format at once
 
 
 def cache_folder(given: str | None) -> Path:
@@ -42,7 +43,7 @@ def cache_key(rows, tokenizer, **settings) -> str:
 
 
 def tokenizer_hash(tokenizer) -> str:
-    """A hash over all that the tokenizer would save, chat template included, but how it last padded and cut."""
+    """A hash of all that the tokenizer would save, chat template included, except how it last padded and cut."""
     total = hashlib.sha256()
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -82,7 +83,7 @@ def cached_table(build: Callable[[], pyarrow.Table], folder: Path | None, rows, 
 
 
 def read_table(path: Path) -> pyarrow.Table | None:
-    """The table of a file, mapped into memory; None if there is no such file, or none that is whole."""
+    """The table of a file, mapped into memory; None if there is no such file, or if it is damaged."""
     try:
         with pyarrow.memory_map(str(path)) as file:
             content = file.read_buffer()
@@ -120,7 +121,7 @@ def _digest(body) -> bytes:
 
 
 def table_of(schema: pyarrow.Schema, examples: Callable[[Counter], Iterable[tuple]]) -> pyarrow.Table:
-    """What `examples(counts)` yields, a tuple of columns each, as a table; what it counts stands in the metadata."""
+    """What `examples(counts)` yields, tuples of one value a column, as a table; `counts` becomes its metadata."""
     counts, batches = Counter(), []
     remaining = iter(examples(counts))
     while some := list(islice(remaining, BATCH)):
@@ -128,3 +129,13 @@ def table_of(schema: pyarrow.Schema, examples: Callable[[Counter], Iterable[tupl
         batches.append(pyarrow.record_batch(columns, schema=schema))
     metadata = {name: str(count) for name, count in counts.items()}
     return pyarrow.Table.from_batches(batches, schema).replace_schema_metadata(metadata)
+
+
+def ids_at(table: pyarrow.Table, column: str, index: int) -> list[int]:
+    """The token ids of one example."""
+    return table[column][index].values.to_numpy().tolist()
+
+
+def count_of(table: pyarrow.Table, name: str) -> int:
+    """What was counted under this name when the table was built; 0 if nothing was."""
+    return int(table.schema.metadata.get(name.encode(), 0))

@@ -1,19 +1,20 @@
-"""Forms of data: which columns a row may have, and the texts that a step makes of them.
+"""Forms: how a record is checked and becomes a row, the texts that a step reads.
 
     SFT.row(where, {"prompt": "Hi", "chosen": " Hello."}, tokenizer)        # {"prompt": "Hi", "response": " Hello."}
 
-Messages become texts through the tokenizer's chat template. A prompt is the same text in all three steps, whichever of
-them reads the row.
+Messages become texts through the tokenizer's chat template. Whichever step reads a record, its prompt is the same text.
 """
 
 import os.path
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 
 from engine.errors import UserError
-from training.data.records import described
-from training.data.rows import Columns, check_text, matching_columns
+from training.data.records import described, shortened
+
+Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a record needs to have
 
 TURN = "\n\nAssistant:"  # with which an answer begins in dialogues that are written as one text, like Anthropic/hh-rlhf
 ANSWERS = ("chosen", "rejected", "response")
@@ -21,20 +22,29 @@ ANSWERS = ("chosen", "rejected", "response")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a step reads: `columns` in their order of preference, `shape` of (row, texts) what it makes of them."""
+    """How one step reads records.
+
+    name: of the form; part of the rows' fingerprint. columns: the first alternative that a record has is read.
+    shape: makes the row of (record, the texts of these columns). may_be_blank: whether texts may be blank.
+    ends_with_answer: messages are read up to the assistant's last one, not to their end.
+    """
 
     name: str
     columns: Columns
     shape: Callable[[dict, dict[str, str]], dict]
     may_be_blank: bool = False
-    answered: bool = False  # messages are read up to the assistant's last one, not to their end
+    ends_with_answer: bool = False
 
     def row(self, where: str, record: object, tokenizer) -> dict:
-        """The record as this step's row of texts; raises UserError that names `where` and the column."""
+        """The row of a record, whose place is `where`. Messages need a tokenizer with a chat template; texts need none.
+
+        Raises UserError, with the place and the column, for a record that has none of the alternatives, or whose texts
+        are none that a tokenizer takes.
+        """
         record = _with_messages(record) if isinstance(record, dict) else record
         names = matching_columns(where, record, self.columns)
-        if names == ("messages",) or any(isinstance(record[name], list) for name in names):
-            texts = _rendered(where, record, names, tokenizer, self.answered)
+        if names == ("messages",) or any(isinstance(record[name], list) for name in names if name != "text"):
+            texts = _rendered(where, record, names, tokenizer, self.ends_with_answer)
         elif names == ("chosen", "rejected"):
             texts = _split_dialogues(where, record)
         else:
@@ -55,7 +65,7 @@ SFT = Form(
     "text",
     (("messages",), ("prompt", "chosen"), ("prompt", "response"), ("chosen", "rejected"), ("text",)),
     _sft_row,
-    answered=True,
+    ends_with_answer=True,
 )
 PAIRS = Form("pair", (("prompt", "chosen", "rejected"), ("chosen", "rejected")), lambda record, texts: texts)
 PROMPTS = Form(
@@ -67,9 +77,46 @@ PROMPTS = Form(
 TEXTS = Form("pretraining text", (("text",),), lambda record, texts: texts, may_be_blank=True)  # sets have empty lines
 
 
+def matching_columns(where: str, record: object, columns: Columns) -> tuple[str, ...]:
+    """The first alternative whose columns the record has (null counts as absent); raises UserError if it has none."""
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: found {described(record)}; a record is an object with {alternatives(columns)}.")
+    present = {name for name, value in record.items() if value is not None}
+    wanted = next((names for names in columns if present.issuperset(names)), None)
+    if wanted is None:
+        found = ", ".join(name if name in present else f"{name} (null)" for name in record) or "none"
+        raise UserError(
+            f"{where}: found the columns: {shortened(found, 400)[1:-1]}; needed: {alternatives(columns)}. "
+            "Rename or add them."
+        )
+    return wanted
+
+
+def alternatives(columns: Columns) -> str:
+    """The alternatives in words, for a message."""
+    return ", or ".join(" + ".join(names) for names in columns)
+
+
+def check_text(where: str, column: str, value: object, may_be_blank: bool = False) -> None:
+    """Raise UserError, with the place and the column, unless the value is a text that a tokenizer takes."""
+    problem = None
+    if not isinstance(value, str):
+        problem = f"found {described(value)}; needed a string"
+    elif not value.strip() and not may_be_blank:
+        problem = f"found {shortened(value)}; needed a text that is not blank"
+    elif "\0" in value:
+        problem = f"found a NUL character in {shortened(value)}; needed a text without it"
+    elif re.search("[\ud800-\udfff]", value):
+        problem = f"found half a surrogate pair in {shortened(value)}; needed whole characters"
+    if problem:
+        raise UserError(f"{where}, column {column}: {problem}. Mend the record or take it out.")
+
+
 def _split_dialogues(where: str, record: dict) -> dict[str, str]:
-    """prompt, chosen and rejected of two dialogues: the prompt ends with the last turn of the assistant that both
-    begin. An answer may be empty here, as some of real dialogues are."""
+    """prompt, chosen and rejected of two dialogues written as texts.
+
+    The prompt is what both begin with, up to the last `TURN` in it. An answer may be empty, as in some real dialogues.
+    """
     for name in ("chosen", "rejected"):
         check_text(where, name, record[name])
     shared = os.path.commonprefix([record["chosen"], record["rejected"]])
@@ -78,7 +125,7 @@ def _split_dialogues(where: str, record: dict) -> dict[str, str]:
         raise UserError(
             f"{where}, columns chosen and rejected: found no {TURN!r} in what both begin with; without a "
             f"column prompt they are dialogues with the same beginning, which ends with {TURN!r}. Add a "
-            "column prompt, or take the row out."
+            "column prompt, or take the record out."
         )
     return {"prompt": shared[:end], "chosen": record["chosen"][end:], "rejected": record["rejected"][end:]}
 
@@ -104,18 +151,18 @@ def _with_messages(record: dict) -> dict:
     return record
 
 
-def _rendered(where: str, record: dict, names: tuple[str, ...], tokenizer, answered: bool) -> dict[str, str]:
+def _rendered(where: str, record: dict, names: tuple[str, ...], tokenizer, ends_with_answer: bool) -> dict[str, str]:
     """The texts of columns that hold messages."""
     for name in names:
         _check_messages(where, name, record[name])
-    if not tokenizer.chat_template:
+    if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"{where}, column {names[0]}: found messages, and the tokenizer of "
-            f"{tokenizer.name_or_path or 'the model'} has no chat template to make a text of them. Set "
-            "chat_template in its tokenizer_config.json, or give texts instead of messages."
+            f"{getattr(tokenizer, 'name_or_path', None) or 'the model'} has no chat template to make a text of them. "
+            "Set chat_template in its tokenizer_config.json, or give texts instead of messages."
         )
     if names == ("messages",):
-        context, answers = _last_turn(where, record["messages"], answered)
+        context, answers = _last_turn(where, record["messages"], ends_with_answer)
     elif names == ("chosen", "rejected"):
         context, answers = _shared_turns(record["chosen"], record["rejected"])
     else:
@@ -123,38 +170,40 @@ def _rendered(where: str, record: dict, names: tuple[str, ...], tokenizer, answe
     if not context:
         raise UserError(
             f"{where}, column {names[0]}: found no message that an assistant answers. Begin with one of "
-            "the user, or take the row out."
+            "the user, or take the record out."
         )
     prompt = _template(where, names[0], tokenizer, context, add_generation_prompt=True)
     texts = {"prompt": prompt}
     for name, answer in answers.items():
-        whole = _template(where, name, tokenizer, context + answer)
-        if not answer or answer[0]["role"] != "assistant" or not whole.startswith(prompt):
+        dialogue = _template(where, name, tokenizer, context + answer)
+        if not answer or answer[0]["role"] != "assistant" or not dialogue.startswith(prompt):
             raise UserError(
                 f"{where}, column {name if name in names else names[0]}: found {described(answer)}, which "
                 "by the chat template is no answer to the messages before. An answer is a message of the "
                 "assistant, and the template has to begin it as it asks for one (add_generation_prompt)."
             )
-        texts[name] = whole[len(prompt) :].rstrip()  # some templates write a line break behind the end of a turn
+        texts[name] = dialogue[len(prompt) :].rstrip()  # some templates write a line break behind the end of a turn
     return texts
 
 
-def _last_turn(where: str, messages: list[dict], answered: bool) -> tuple[list[dict], dict[str, list[dict]]]:
-    """(messages before the assistant's last one, {"response": that one}); unless it is to be an answered one, all
-    messages and no response where another's is the last, for that one is still to be answered."""
+def _last_turn(where: str, messages: list[dict], ends_with_answer: bool) -> tuple[list[dict], dict[str, list[dict]]]:
+    """(the messages before the assistant's last one, {"response": [that one]}).
+
+    Where the last message is not the assistant's and need not be: (all messages, {}), for it is still to be answered.
+    """
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if answered and not turns:
+    if ends_with_answer and not turns:
         raise UserError(
             f"{where}, column messages: found no message of the assistant, which is what would be learned. "
-            "Add one or take the row out."
+            "Add one or take the record out."
         )
-    if not answered and messages[-1]["role"] != "assistant":
+    if not ends_with_answer and messages[-1]["role"] != "assistant":
         return messages, {}
     return messages[: turns[-1]], {"response": messages[turns[-1] : turns[-1] + 1]}
 
 
 def _shared_turns(chosen: list[dict], rejected: list[dict]) -> tuple[list[dict], dict[str, list[dict]]]:
-    """(the messages that both begin with, before the assistant's at which they part, {column: the others})."""
+    """(the messages that both begin with, up to the assistant's in which they differ, {column: those that follow})."""
     count = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen[:-1], rejected[:-1])))
     while count > 0 and not chosen[count]["role"] == rejected[count]["role"] == "assistant":
         count -= 1
@@ -165,15 +214,15 @@ def _check_messages(where: str, column: str, messages: object) -> None:
     if not isinstance(messages, list) or not messages:
         raise UserError(
             f"{where}, column {column}: found {described(messages)}; needed a list of messages, each with "
-            "role and content. Mend the row or take it out."
+            "role and content. Mend the record or take it out."
         )
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise UserError(
                 f"{where}, column {column}, message {number}: found {described(message)}; needed an object "
-                "with role and content. Mend the row or take it out."
+                "with role and content. Mend the record or take it out."
             )
-        check_text(where, f"{column}, message {number}, content", message.get("content"), may_be_empty=True)
+        check_text(where, f"{column}, message {number}, content", message.get("content"), may_be_blank=True)
 
 
 def _template(where: str, column: str, tokenizer, messages: list[dict], **options) -> str:
@@ -184,5 +233,5 @@ def _template(where: str, column: str, tokenizer, messages: list[dict], **option
     except TemplateError as error:
         raise UserError(
             f"{where}, column {column}: the tokenizer's chat template refuses these messages ({error}). "
-            "Mend the row or take it out."
+            "Mend the record or take it out."
         ) from None

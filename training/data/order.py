@@ -1,4 +1,4 @@
-"""In which order the data are visited; numbers only, so that it depends on the seed and on nothing else.
+"""In which order examples and prompts are visited; numbers only, drawn from the seed and from nothing else.
 
     order = PromptOrder(len(prompts), batch_size=64, seed=0)
     indices, visits = order.batch(step)
@@ -21,7 +21,7 @@ def epoch_permutation(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class PromptOrder:
-    """Step 3's order: the endless row of epochs, cut into batches that run across the borders of epochs."""
+    """Step 3's order: epoch after epoch without end, cut into batches that run across the borders of epochs."""
 
     def __init__(self, size: int, batch_size: int, seed: int):
         if batch_size > size:
@@ -49,9 +49,9 @@ def epoch_batches(
     """The indices of each of this rank's batches in one epoch of step 1 or 2.
 
     Global batch b is the b-th run of batch_size * world places of the epoch's permutation, of which each rank takes its
-    share in one piece: what an optimizer step sees does not depend on the number of ranks while batch_size * world
-    stays. Every rank is given the same number of batches. With drop_last=False the last ones may be short, and empty on
-    some ranks: the caller puts a zero-weight dummy in their place.
+    `rank_share`: what an optimizer step sees does not depend on the number of ranks while batch_size * world stays.
+    Every rank is given the same number of batches. With drop_last=False the last ones may be short, and empty on some
+    ranks: the caller puts a zero-weight dummy in their place.
     """
     global_size = batch_size * world
     if drop_last and size < global_size:

@@ -1,10 +1,10 @@
-"""What stands in a data file, record by record, each with the place that a message names.
+"""Records: what stands in a data file, as it was read and not yet checked, each with its place in the file.
 
     records = read_records("reviews/sft.jsonl")
-    where, value = records[0]                                # "reviews/sft.jsonl, line 1", {"text": "..."}
+    where, record = records[0]                               # "reviews/sft.jsonl, line 1", {"text": "..."}
 
-JSON and CSV are read here, because the loaders of the `datasets` library tell no line, guess types, and keep copies by
-a file's time stamp. Records are parsed when they are asked for; `fingerprint` is a hash of the file's content.
+JSON and CSV are read here and not by the loaders of the `datasets` library: these give no line numbers, guess types,
+and keep copies by a file's time stamp. A record is parsed when it is asked for.
 """
 
 import csv
@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +25,10 @@ LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters; the csv module's own l
 
 
 class Records(Protocol):
-    """A sequence of (where, value); `fingerprint` is another one when any value is."""
+    """The records of one file or split, as (where, record): the place that messages name, and any JSON value.
+
+    fingerprint: a hash of the content. Caches and restart points know the data by it.
+    """
 
     fingerprint: str
 
@@ -35,7 +38,7 @@ class Records(Protocol):
 
 
 class RecordList:
-    """Records that are parsed already."""
+    """Records that were parsed when the file was read."""
 
     def __init__(self, records: Sequence[tuple[str, object]], fingerprint: str):
         self.records, self.fingerprint = records, fingerprint
@@ -48,7 +51,7 @@ class RecordList:
 
 
 class JsonLines:
-    """One JSON object a line; blank lines are passed over. A line ends at a newline only: strings may hold U+2028."""
+    """One JSON value a line; blank lines are passed over. A line ends at a newline only: strings may hold U+2028."""
 
     def __init__(self, path: Path, content: bytes | mmap.mmap, fingerprint: str):
         self.path, self.content, self.fingerprint = path, content, fingerprint
@@ -77,7 +80,7 @@ class JsonLines:
 
 
 class ArrowRecords:
-    """The rows of a `datasets.Dataset`; `name` is what messages call it."""
+    """The records of a `datasets.Dataset`; `name` is what messages call it."""
 
     def __init__(self, dataset, name: str, fingerprint: str):
         self.dataset, self.name, self.fingerprint = dataset, name, fingerprint
@@ -86,34 +89,14 @@ class ArrowRecords:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[str, object]:
-        return f"{self.name}, row {index + 1}", self.dataset[index]
-
-
-class ChangedRecords:
-    """Records of which each is changed on the way; `name` stands for the change in the fingerprint."""
-
-    def __init__(self, records: Records, change: Callable[[dict], dict], name: str):
-        self.records, self.change, self.fingerprint = records, change, f"{records.fingerprint} {name}"
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: int) -> tuple[str, object]:
-        where, value = self.records[index]
-        try:
-            return where, self.change(value)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{where}: found {shortened(str(value))}, which lacks what this data set's rows have "
-                f"({error}). Save it with columns of other names and give that file."
-            ) from None
+        return f"{self.name}, record {index + 1}", self.dataset[index]
 
 
 def read_records(path: str | Path) -> Records:
     """The records of a .jsonl, .json, .csv or .parquet file, possibly none.
 
-    A .json file holds a list of objects, or like a .jsonl one object a line. Raises: UserError with file, and line or
-    row, for what cannot be read; for a line of JSON when it is asked for.
+    A .json file holds a list of objects, or like a .jsonl one object a line. Raises UserError, with the file and the
+    line, for what cannot be read; for a line of a .jsonl file when its record is asked for.
     """
     path = Path(path)
     if path.is_dir():
@@ -129,7 +112,7 @@ def read_records(path: str | Path) -> Records:
     if path.suffix == ".parquet":
         return _parquet(path, fingerprint)
     if path.suffix == ".csv":
-        return RecordList(_csv_rows(path, _decoded(path, content[:])), fingerprint)
+        return RecordList(_csv_list(path, _decoded(path, content[:])), fingerprint)
     if path.suffix == ".json" and content[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{":
         return RecordList(_json_list(path, _decoded(path, content[:])), fingerprint)
     return JsonLines(path, content, fingerprint)
@@ -166,26 +149,26 @@ def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
 
 
 def _json_list(path: Path, text: str) -> list[tuple[str, object]]:
-    """(where, value) of each element of the list; no rows in a file of blanks."""
+    """(where, record) of each element of the list; none in a file of blanks."""
     if not text.strip():
         return []
     try:
-        values = json.loads(text)
+        records = json.loads(text)
     except (ValueError, RecursionError) as error:
         number = getattr(error, "lineno", 1)
         raise UserError(
             f"{path}, line {number}: found {shortened(text.split(chr(10))[number - 1])}, which is no JSON "
             f"here ({_reason(error)}). Write one list of objects, or one object a line."
         ) from None
-    if not isinstance(values, list):
+    if not isinstance(records, list):
         raise UserError(
-            f"{path}, line 1: found {described(values)}; a .json file is a list of objects. Put the rows into [ ]."
+            f"{path}, line 1: found {described(records)}; a .json file is a list of objects. Put the records into [ ]."
         )
-    return [(f"{path}, row {number}", value) for number, value in enumerate(values, start=1)]
+    return [(f"{path}, record {number}", record) for number, record in enumerate(records, start=1)]
 
 
-def _csv_rows(path: Path, text: str) -> list[tuple[str, dict]]:
-    """(where, row) of each line under the header; an empty cell is None, as there is no other way to leave one out."""
+def _csv_list(path: Path, text: str) -> list[tuple[str, dict]]:
+    """(where, record) of each line under the header; an empty cell is None: there is no other way to leave one out."""
     csv.field_size_limit(LONGEST_CELL)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     records, header, start = [], None, 1
@@ -202,9 +185,8 @@ def _csv_rows(path: Path, text: str) -> list[tuple[str, dict]]:
                     f"{where}: found {len(cells)} cells in the {len(header)} columns {', '.join(header)}. "
                     "Put cells that hold commas or line breaks into double quotes."
                 )
-            records.append(
-                (where, {name: cell or None for name, cell in zip(header, cells + [""] * (len(header) - len(cells)))})
-            )
+            cells += [""] * (len(header) - len(cells))
+            records.append((where, {name: cell or None for name, cell in zip(header, cells)}))
     except csv.Error as error:
         line = text.split("\n")[start - 1]
         raise UserError(

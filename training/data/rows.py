@@ -1,69 +1,244 @@
-"""Rows of a data file, checked: texts in the columns that are needed, and messages that say what is wrong where.
+"""Rows: which records a step trains on and which are held out, as checked texts of one form.
 
-    rows = read_rows("reviews/sft.jsonl", SFT_COLUMNS)
-    training, held_out = split_held_out(rows, 0.05, seed=0)
+    rows, held_out = load_rows(["Dahoas/rm-static", "own.jsonl"], PAIRS, tokenizer, phase=2, seed=1234,
+                               weights=[1, 0.5], split="2,4,4", held_out=0.05)
 
-The steps' own data, of many forms and from many places, are read by training/data/mixture.py, with the same checks.
+Data sets are opened, divided among the steps, held out from, weighted and put one behind the other. All this is done
+on the numbers of the rows and drawn from the seed alone, so that all ranks choose the same. A row is read and checked
+when it is asked for.
 """
 
-import re
+import hashlib
+import math
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from engine.errors import UserError
-from training.data.records import described, read_records, shortened
+from training.data.forms import Form, alternatives
+from training.data.records import Records
+from training.data.sources import Source, open_source
 
-Columns = tuple[tuple[str, ...], ...]  # alternatives, each a set of columns that a row has to have
-
-SFT_COLUMNS: Columns = (("prompt", "response"), ("text",))
-PAIR_COLUMNS: Columns = (("prompt", "chosen", "rejected"),)
-PROMPT_COLUMNS: Columns = (("prompt",),)
+DIVIDE, DRAW, LIMIT = 1, 2, 3  # what the seed is used for, so that no two draws are the same
 
 
-def read_rows(path: str | Path, columns: Columns) -> list[dict]:
-    """The rows of the file, each with one of the alternatives in `columns` as strings.
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows(Sequence):
+    """Rows of one form, each a dict of texts.
 
-    A row is read by the first alternative whose columns it all has (null counts as absent). The columns of the other
-    alternatives are removed from it, so that `"text" in row` is an unambiguous question; columns that no alternative
-    names (an answer for a reward function, say) stay as they are.
-
-    Raises UserError with the file and the line, or in a JSON list or Parquet file the row, both counted from 1.
+    places (n, 2) int64 says for each row which of the `records` it is made of: the file or split, and the number there.
     """
-    records = read_records(path)
-    if not len(records):
-        raise UserError(f"{path}: found no rows; it needs at least one with {alternatives(columns)}.")
-    rows = []
-    for where, value in (records[index] for index in range(len(records))):
-        wanted = matching_columns(where, value, columns)
-        for name in wanted:
-            check_text(where, name, value[name], may_be_empty=name == "prompt" and len(wanted) > 1)
-        others = {name for names in columns for name in names}.difference(wanted)
-        rows.append({name: cell for name, cell in value.items() if name not in others})
-    return rows
+
+    records: list[Records]
+    places: np.ndarray
+    form: Form
+    tokenizer: object
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int | slice) -> "dict | Rows":
+        """A row, or a part of the rows; raises UserError for a record that the form cannot read."""
+        if isinstance(index, slice):
+            return replace(self, places=self.places[index])
+        part, number = self.places[index].tolist()
+        where, record = self.records[part][number]
+        return self.form.row(where, record, self.tokenizer)
+
+    def __iter__(self):  # not Sequence's own, which would take an IndexError from within for the end
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the records, the form and the choice of rows; not of the tokenizer."""
+        parts = [self.form.name, *(records.fingerprint for records in self.records)]
+        return hashlib.sha256("\n".join(parts).encode() + b"\n" + self.places.tobytes()).hexdigest()
 
 
-def matching_columns(where: str, row: object, columns: Columns) -> tuple[str, ...]:
-    """The first alternative that the row has all columns of; raises UserError if there is none."""
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: found {described(row)}; a row is an object with {alternatives(columns)}.")
-    present = {name for name, value in row.items() if value is not None}
-    wanted = next((names for names in columns if present.issuperset(names)), None)
-    if wanted is None:
-        found = ", ".join(name if name in present else f"{name} (null)" for name in row) or "none"
+def load_rows(
+    data_path: str | Sequence[str],
+    form: Form,
+    tokenizer,
+    *,
+    phase: int,
+    seed: int,
+    weights: Sequence[float] | None = None,
+    split: str | None = None,
+    eval_data_path: str | Sequence[str] | None = None,
+    held_out: float = 0.0,
+    eval_limit: int | None = None,
+    held_out_flag: str = "--held_out",
+    undivided: Sequence[str] = (),
+    config_name: str | None = None,
+) -> tuple[Rows, Rows]:
+    """(training rows, held-out rows) of the data sets; no row of one is in the other.
+
+    phase: 1, 2 or 3, whose part of `split` ("2,4,4") is read; without `split` everything is.
+    weights: how often each data set is seen in one pass; a fraction is drawn by the seed.
+    Held out are the rows of eval_data_path; or the data sets' own held-out splits, and of the sets that have none
+    `held_out` of their rows together: a fraction when below 1, otherwise a number, and none when 0.
+    eval_limit: at most so many held-out rows, drawn by the seed.
+    held_out_flag: what messages call `held_out`. undivided: data sets beside data_path that `split` does not divide.
+    config_name: which configuration of data_path's sets on the Hub.
+    tokenizer: whose chat template makes texts of messages.
+    Raises UserError for data sets that cannot be read, and for choices that leave no rows.
+    """
+    divided, eval_paths = _listed(data_path), _listed(eval_data_path)
+    proportions = parse_split(split)
+    factors = [*checked_weights(weights, divided), *[1.0] * len(undivided)]
+    paths = [*divided, *undivided]
+    sources = [_opened(path, form, config_name) for path in paths]
+    _refuse_twice(sources)
+    mixture = _Mixture(form, tokenizer, seed, proportions, phase)
+    parts = [
+        mixture.add(source.training, source.name, divide=number < len(divided)) for number, source in enumerate(sources)
+    ]
+    if eval_paths:
+        eval_sources = [_opened(path, form) for path in eval_paths]
+        _refuse_trained_on(sources, eval_sources)
+        apart = [mixture.add(source.held_out or source.training, source.name, divide=False) for source in eval_sources]
+    elif held_out:
+        apart = [
+            mixture.add(source.held_out, source.name, divide=number < len(divided))
+            for number, source in enumerate(sources)
+            if source.held_out
+        ]
+        own = [number for number, source in enumerate(sources) if not source.held_out]
+        what = f"--data_path {' '.join(paths)}, {held_out_flag}"
+        advice = f"Lower {held_out_flag}, give --eval_data_path, or add rows."
+        apart += [_hold_out(parts, own, held_out, seed, what, advice)] if own else []
+    else:
+        apart = []
+    training = [weighted(part, factor, seed, path) for part, factor, path in zip(parts, factors, paths)]
+    return mixture.rows(training), mixture.rows([_limited(np.concatenate([EMPTY, *apart]), eval_limit, seed)])
+
+
+EMPTY = np.empty((0, 2), np.int64)
+
+
+class _Mixture:
+    """The records of all data sets of a run, and which of them are this step's."""
+
+    def __init__(self, form: Form, tokenizer, seed: int, proportions: list[float] | None, phase: int):
+        self.form, self.tokenizer, self.seed = form, tokenizer, seed
+        self.proportions, self.phase, self.records = proportions, phase, []
+
+    def add(self, records: list[Records], name: str, divide: bool) -> np.ndarray:
+        """The places (n, 2) of a data set's records, or of this step's part of them; as `Rows.places`."""
+        first = len(self.records)
+        self.records.extend(records)
+        numbered = enumerate(map(len, records), start=first)
+        columns = [np.stack([np.full(count, number), np.arange(count)], axis=1) for number, count in numbered]
+        places = np.concatenate([EMPTY, *columns])
+        if not divide or self.proportions is None:
+            return places
+        part = places[split_part(len(places), self.proportions, self.phase, self.seed)]
+        if not len(part):
+            shares = ",".join(f"{share:g}" for share in self.proportions)
+            raise UserError(
+                f"--data_split {shares}: of the {len(places)} rows of {name}, none is left for step "
+                f"{self.phase}. Give it a larger share."
+            )
+        return part
+
+    def rows(self, parts: list[np.ndarray]) -> Rows:
+        """The rows at these places."""
+        return Rows(self.records, np.concatenate([EMPTY, *parts]), self.form, self.tokenizer)
+
+
+def parse_split(split: str | None) -> list[float] | None:
+    """The shares of steps 1, 2 and 3 in "2,4,4"; None for None. Raises UserError for anything else."""
+    if split is None:
+        return None
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or not all(share >= 0 and math.isfinite(share) for share in shares) or not sum(shares) > 0:
         raise UserError(
-            f"{where}: found the columns: {shortened(found, 400)[1:-1]}; needed: {alternatives(columns)}. "
-            "Rename or add them."
+            f"--data_split {split!r}: give the shares of steps 1, 2 and 3 as three numbers of at least 0 "
+            "with commas between, like 2,4,4."
         )
-    return wanted
+    return shares
 
 
-def check_text(where: str, column: str, value: object, may_be_empty: bool = False) -> None:
-    """Raise UserError unless the value is a text that a tokenizer takes."""
-    problem = _problem(value, may_be_empty)
-    if problem:
-        raise UserError(f"{where}, column {column}: {problem}. Mend the row or take it out.")
+def split_part(size: int, shares: list[float], phase: int, seed: int) -> np.ndarray:
+    """The row numbers, ascending, of step `phase` (1, 2 or 3) when `size` rows are divided in these shares."""
+    borders = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * size).astype(int)
+    order = np.random.default_rng((seed, DIVIDE)).permutation(size)
+    return np.sort(order[borders[phase - 1] : borders[phase]])
+
+
+def weighted(places: np.ndarray, weight: float, seed: int, name: str) -> np.ndarray:
+    """The places, each as often as the weight says; 1.5 is each once, and half of them, drawn by the seed, twice."""
+    drawn = round(weight % 1 * len(places))
+    order = np.random.default_rng((seed, DRAW)).permutation(len(places))
+    result = np.concatenate([*[places] * int(weight), places[np.sort(order[:drawn])]])
+    if not len(result):
+        raise UserError(
+            f"--data_weights {weight:g}: of the {len(places)} rows of {name} none is left. Give it a "
+            "larger weight, or leave the data set out."
+        )
+    return result
+
+
+def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> list[float]:
+    """The weights, by default 1 for each path; raises UserError unless there is a positive number for each."""
+    if not weights:
+        return [1.0] * len(paths)
+    given = " ".join(f"{weight:g}" for weight in weights)
+    if len(weights) != len(paths):
+        raise UserError(
+            f"--data_weights {given}: {len(weights)} weights for {len(paths)} data sets of --data_path. "
+            "Give one for each."
+        )
+    if not all(weight > 0 and math.isfinite(weight) for weight in weights):
+        raise UserError(
+            f"--data_weights {given}: a weight says how often a data set is seen in one pass; give numbers "
+            "greater than 0."
+        )
+    return list(weights)
+
+
+def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
+    source = open_source(path, config_name)
+    if not sum(map(len, source.training)):
+        raise UserError(f"{path}: found no records; it needs at least one with {alternatives(form.columns)}.")
+    return source
+
+
+def _refuse_twice(sources: list[Source]) -> None:
+    """Raise UserError for the same records given twice: what is held out of one would be trained on in the other."""
+    seen = {}
+    for source in sources:
+        for records in source.training:
+            if records.fingerprint in seen:
+                raise UserError(
+                    f"--data_path: {source.name} holds the same records as {seen[records.fingerprint]}. Give "
+                    "it once, with --data_weights if it is to be seen more often."
+                )
+        seen |= {records.fingerprint: source.name for records in source.training}
+
+
+def _refuse_trained_on(sources: list[Source], eval_sources: list[Source]) -> None:
+    trained = {records.fingerprint for source in sources for records in source.training}
+    for source in eval_sources:
+        if any(records.fingerprint in trained for records in source.held_out or source.training):
+            raise UserError(
+                f"--eval_data_path {source.name}: these records are trained on, by --data_path. Leave it out "
+                "(some rows are then held out), or give other records."
+            )
+
+
+def _hold_out(parts: list[np.ndarray], own: list[int], held_out: float, seed: int, *what: str) -> np.ndarray:
+    """The places to hold out from the parts numbered `own`; they are removed from these, in place."""
+    candidates = np.concatenate([parts[number] for number in own])
+    owners = np.concatenate([np.full(len(parts[number]), number) for number in own])
+    kept, taken = (np.array(part) for part in split_held_out(range(len(candidates)), held_out, seed, *what))
+    for number in own:
+        parts[number] = candidates[kept[owners[kept] == number]]
+    return candidates[taken]
 
 
 def split_held_out(
@@ -73,36 +248,28 @@ def split_held_out(
     what: str = "held-out rows",
     advice: str = "Give a fraction between 0 and 1, or a whole number smaller than the number of rows.",
 ) -> tuple[list, list]:
-    """(training rows, held-out rows), drawn by `seed` alone, both in the order of the file.
+    """(training rows, held-out rows), drawn by `seed` alone, both in the order of `rows`.
 
     held_out: a fraction of the rows when below 1, otherwise a number of rows. what: for the message, where the number
-    and the rows come from. advice: what to do then.
+    and the rows come from. advice: what to do then. Raises UserError if either part would be empty.
     """
     count = round(held_out * len(rows)) if held_out < 1 else held_out
     if count != int(count) or not 0 < count < len(rows):
         raise UserError(
             f"{what}: cannot hold out {held_out:g} of {len(rows)} rows: both parts need at least one row. {advice}"
         )
-    chosen = set(np.random.default_rng(seed).permutation(len(rows))[: int(count)].tolist())
+    drawn = set(np.random.default_rng(seed).permutation(len(rows))[: int(count)].tolist())
     return (
-        [row for index, row in enumerate(rows) if index not in chosen],
-        [row for index, row in enumerate(rows) if index in chosen],
+        [row for index, row in enumerate(rows) if index not in drawn],
+        [row for index, row in enumerate(rows) if index in drawn],
     )
 
 
-def _problem(value: object, may_be_empty: bool) -> str | None:
-    """What keeps the value from being a text that a tokenizer takes; None when nothing does."""
-    if not isinstance(value, str):
-        return f"found {described(value)}; needed a string"
-    if not value.strip() and not may_be_empty:
-        return f"found {shortened(value)}; needed a text that is not blank"
-    if "\0" in value:
-        return f"found a NUL character in {shortened(value)}; needed a text without it"
-    if re.search("[\ud800-\udfff]", value):
-        return f"found half a surrogate pair in {shortened(value)}; needed whole characters"
-    return None
+def _limited(places: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
+    if limit is None or len(places) <= limit:
+        return places
+    return places[np.sort(np.random.default_rng((seed, LIMIT)).permutation(len(places))[:limit])]
 
 
-def alternatives(columns: Columns) -> str:
-    """The alternatives in words, for a message."""
-    return ", or ".join(" + ".join(names) for names in columns)
+def _listed(paths: str | Sequence[str] | None) -> list[str]:
+    return [paths] if isinstance(paths, str) else list(paths or [])

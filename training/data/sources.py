@@ -1,21 +1,22 @@
-"""Where data come from: what `--data_path` may name, and which of its rows are for training and which held out.
+"""Sources: the data sets that `--data_path` may name, each with its records for training and its held-out ones.
 
     source = open_source("Dahoas/rm-static")        # or a file, or a folder
     source.training, source.held_out                # lists of Records
 
-A name is looked for on this machine first. What can only be a path is never asked for on the Hugging Face Hub.
+A name is looked for on this machine first. What can only be a path is never asked for on the Hugging Face Hub. The
+records of some well-known data sets are changed as DeepSpeed-Chat changes them (`KNOWN_SETS`), so that its recipes
+train on the same texts.
 """
 
 import hashlib
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import UserError
 from engine.models.places import can_be_hub_name
-from training.data.known_sets import changes_of
-from training.data.records import ENDINGS, ArrowRecords, ChangedRecords, Records, read_records
+from training.data.records import ENDINGS, ArrowRecords, Records, read_records, shortened
 
 HELD_OUT_SPLITS = ("test", "validation", "eval")  # of these the first that a data set has
 DEEPSPEED_CHAT_FILES = "local/jsonfile"  # its name for data/train.json and data/eval.json
@@ -49,7 +50,7 @@ def open_source(name: str, config_name: str | None = None) -> Source:
     else:
         splits = _hub_splits(name, config_name)
     training, held_out = _chosen_splits(name, splits)
-    change = changes_of(name)
+    change = known_change(name)
     if change is not None:
         training, held_out = ([ChangedRecords(part, change, name) for part in parts] for parts in (training, held_out))
     return Source(name, training, held_out)
@@ -169,3 +170,63 @@ def hash_of_files(paths: Iterable[Path]) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].removesuffix(".")[:300]
+
+
+class ChangedRecords:
+    """The records of a known data set, changed when they are asked for; `name` stands for that in the fingerprint."""
+
+    def __init__(self, records: Records, change: Callable[[dict], dict], name: str):
+        self.records, self.change, self.fingerprint = records, change, f"{records.fingerprint} {name}"
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> tuple[str, object]:
+        where, record = self.records[index]
+        try:
+            return where, self.change(record)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{where}: found {shortened(str(record))}, which lacks what this data set's records have "
+                f"({error}). Save it with columns of other names and give that file."
+            ) from None
+
+
+def known_change(name: str) -> Callable[[dict], dict] | None:
+    """What is done to each record of the data set of this name, or of a local copy whose path ends so, if anything."""
+    return next((change for known, change in KNOWN_SETS.items() if f"/{name.rstrip('/')}".endswith(f"/{known}")), None)
+
+
+def _dialogue(record: dict, prompt: str, **answers: str) -> dict:
+    """The record with a question and its answers, given by their columns' names, as the texts of a dialogue."""
+    texts = {name: _between(" ", record[column]) for name, column in answers.items()}
+    return {**record, "prompt": _between(" Human: ", record[prompt], " Assistant:"), **texts}
+
+
+def _between(before: str, text: str | None, after: str = "") -> str | None:
+    return before + text + after if isinstance(text, str) else text  # null stays null
+
+
+def _spaced(record: dict) -> dict:
+    return record | {name: _between(" ", record[name]) for name in ("prompt", "chosen", "rejected") if name in record}
+
+
+def _shp(record: dict) -> dict:
+    better, worse = ("A", "B") if record["labels"] == 1 else ("B", "A")
+    return _dialogue(record, "history", chosen=f"human_ref_{better}", rejected=f"human_ref_{worse}")
+
+
+def _yitingxie(record: dict) -> dict:
+    answers = {name: record[name].split("Assistant:")[-1] for name in ("chosen", "rejected")}
+    return {**record, "prompt": record["prompt"] + "Assistant:", **answers}
+
+
+KNOWN_SETS: dict[str, Callable[[dict], dict]] = {
+    DEEPSPEED_CHAT_FILES: _spaced,
+    "Dahoas/synthetic-instruct-gptj-pairwise": lambda record: _dialogue(
+        record, "prompt", chosen="chosen", rejected="rejected"
+    ),
+    "stanfordnlp/SHP": _shp,
+    "wangrui6/Zhihu-KOL": lambda record: _dialogue(record, "INSTRUCTION", response="RESPONSE"),
+    "yitingxie/rlhf-reward-datasets": _yitingxie,
+}

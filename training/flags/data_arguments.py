@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from training.data.cache import cache_folder
 from training.data.forms import Form
-from training.data.mixture import Rows, checked_weights, load_rows, parse_split
+from training.data.rows import Rows, checked_weights, load_rows, parse_split
 from training.flags.arguments import REQUIRED, RunFlags, flag
 
 
@@ -44,7 +44,7 @@ class DataFlags(RunFlags):
         return None if self.dry_run else cache_folder(self.data_output_path)
 
     def load_rows(self, form: Form, tokenizer, **held_out) -> tuple[Rows, Rows]:
-        """(training rows, held-out rows) of this step; `held_out` as load_rows of training/data/mixture.py has it.
+        """(training rows, held-out rows) of this step; `held_out` as load_rows of training.data.rows.py has it.
 
         Raises: UserError for a data set that is not there or cannot be read.
         """

@@ -10,9 +10,9 @@ from engine.models.reading import read_tokenizer, vocabulary_size
 from engine.rlhf_engine import EngineSpec
 from engine.rollout import SamplingConfig
 from training.data.blocks import TextBlocks
-from training.data.examples import Prompts
 from training.data.forms import PROMPTS, TEXTS
-from training.data.mixture import load_rows
+from training.data.prompts import Prompts
+from training.data.rows import load_rows
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function
 from training.program.model_files import generation_stops

@@ -14,7 +14,7 @@ from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
 from engine.reward.texts import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
-from training.data.examples import Prompts, collate_prompts
+from training.data.prompts import Prompts, collate_prompts
 
 EVAL_SEED = 0x5EED  # mixed into the run's seed: held-out samples share no random numbers with training
 

@@ -13,19 +13,24 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from engine.errors import UserError
-from training.data.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, read_rows
+from training.data.forms import Form
+from training.data.rows import load_rows
 from training.program.startup import quiet_libraries
 from training.toy.reviews import refuse_non_empty
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # in the order of their ids, 0 to 3
-TEXT_FIELDS = ("text", "prompt", "response", "chosen", "rejected")
+TEXTS = Form(  # of the files of all three steps
+    "any text",
+    (("prompt", "chosen", "rejected"), ("prompt", "response"), ("text",), ("prompt",)),
+    lambda record, texts: texts,
+)
 MAX_POSITIONS = 256
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
-    """All texts of the given files: SFT rows, preference pairs and prompts may stand side by side."""
-    rows = [row for path in paths for row in read_rows(path, PAIR_COLUMNS + SFT_COLUMNS + PROMPT_COLUMNS)]
-    return [row[field] for row in rows for field in TEXT_FIELDS if field in row]
+    """All texts of the given files: SFT texts, preference pairs and prompts may stand side by side."""
+    files = [load_rows(str(path), TEXTS, None, phase=1, seed=0)[0] for path in paths]
+    return [text for rows in files for row in rows for text in row.values()]
 
 
 def train_tokenizer(texts: Iterable[str]):

@@ -3,14 +3,9 @@
     python -m training.toy.reviews make --output_dir data [--seed 0]
     python -m training.toy.reviews judge before.jsonl after.jsonl
 
-A generated corpus needs no download, and the grammar that wrote a review can tell exactly whether a sample is well
-formed and whether it is positive, which no reward model can. `GRAMMAR` is the only definition: `_derive` samples from
-it, and `_pattern` turns it into the regular expressions of the judge.
-
-Sentiment cannot be read off single words: a third of the opinions deny a word of the opposite sentiment ("never dull",
-"nobody should skip it"), so that both kinds of review are made of the same words. Most of a text says who, where, when,
-and which part of the film, and prompts say nothing else. A policy can thus become positive without giving up variety,
-and `distinct_bigrams` shows whether it did.
+A generated corpus needs no download, and the grammar that wrote a review (training/toy/grammar.py) can tell exactly
+whether a sample is well formed and whether it is positive, which no reward model can. Whether a policy became positive
+by giving up variety, `distinct_bigrams` shows.
 """
 
 import argparse
@@ -20,81 +15,15 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 from engine.errors import UserError
-from training.data.rows import PROMPT_COLUMNS, read_rows
+from training.data.forms import Form
+from training.data.rows import load_rows
+from training.toy.grammar import EITHER, derive, pattern
 
-# One symbol a line, its equally likely alternatives between bars. A symbol with a sign has one line per sentiment.
-# `<x>` keeps the sentiment of the text around it and `<~x>` turns it over. There is no recursion, and but for the
-# sentiment every choice depends on its neighbours only: a small model can learn it.
-GRAMMAR = """
-prompt     = Review : <viewer> <watched> <this> <genre> | Review : <viewer> <watched> <this> <origin> <genre>
-viewer     = i | we | they | some | many | families | my sister | my brother
-watched    = saw | watched | caught | rented | streamed | chose | finished | tried
-this       = this | a | another
-genre      = thriller | western | comedy | drama | musical | romance | mystery | documentary | cartoon | sequel | remake
-origin     = french | korean | spanish | british | recent | silent | long | short
-
-response   = <scene> , and <claim> . | <scene> , and <claim> <extent> . | , and <claim> <extent> .
-           | <scene> , and <claim> <more> .
-scene      = <company> | <place> | <time> | <company> <time> | <place> <time>
-company    = with friends | with <my> <aunt> | with <two> <guests>
-my         = my | our | her | his
-aunt       = aunt | uncle | father | mother | cousin | neighbour | teacher | daughter | son
-two        = two | three | four | several
-guests     = strangers | colleagues | classmates | tourists | students
-place      = at home | at the <cinema> | in <town> | on <a> <train>
-cinema     = cinema | theatre | festival | library | school | museum | club
-town       = london | dublin | boston | lisbon | oslo | vienna | prague | chicago | toronto
-a          = a | the
-train      = train | plane | ferry | bus
-time       = last <month> | one <evening> | on <friday> | <after> <dinner>
-month      = week | month | spring | summer | winter | autumn
-evening    = evening | morning | afternoon | night
-friday     = monday | tuesday | wednesday | thursday | friday | saturday | sunday
-after      = after | before
-dinner     = dinner | work | lunch | class | midnight
-
-claim      = <subject> <predicate>
-more       = and <predicate> | while <subject> <predicate> | so <advice> | and <predicate> so <advice>
-subject    = it | the film | the <first> <half> | the <music> | the <music> by <anna> <lee>
-first      = first | second | final | opening | middle
-half       = half | act | hour | scene | part
-music      = music | script | story | editing | acting | casting | design
-anna       = anna | tom | maria | james | nina | peter | ruth | omar | helen | victor | clara | hugo
-lee        = lee | reed | stone | novak | weber | silva | brown | moreau | tanaka | olsen | costa | grant
-extent     = from start to finish | in every scene | for two hours | at every turn | to the very end | most of the time
-
-opinion    = <predicate> | <advice>
-predicate  = <was> <judgement> | <was> <judgement> | had <merit> | <did>
-judgement  = <clever> | <quite> <clever> | <compared> | <never> <~clever>
-compared   = as <clever> as <usual> | more <clever> than <usual> | less <~clever> than <usual>
-merit      = <charm> | <plenty> <charm> | <no> <~charm>
-did        = <moved> <us> | <quite> <moved> <us> | <never> <~moved> <us>
-was        = was | felt | seemed | looked | stayed | remained | became
-quite      = quite | really | truly | rather | simply | deeply
-usual      = usual | expected | before | most | others
-never      = never | hardly | rarely | barely
-plenty     = plenty of | lots of | so much | enough
-no         = no | little | hardly any | not much
-us         = us | me | everyone | viewers | critics
-advice     = you should <see> it | anyone should <see> it | everyone should <see> it | nobody should <~see> it
-
-clever+    = clever | funny | gripping | fresh | charming | tender | honest | vivid | elegant | lively
-clever-    = dull | boring | clumsy | shallow | noisy | bland | tired | flat | messy | hollow
-charm+     = charm | wit | heart | warmth | energy | grace
-charm-     = noise | filler | clutter | gloom | nonsense | padding
-moved+     = moved | delighted | amused | impressed | surprised | touched
-moved-     = bored | annoyed | confused | irritated | disappointed | exhausted
-see+       = see | catch | watch | find
-see-       = skip | avoid | leave | miss
-"""
-
-EITHER = ""  # whatever the sentiment, of each opinion for itself
-_OPPOSITE = {"+": "-", "-": "+", EITHER: EITHER}
+SAMPLES = Form("sample", (("prompt", "response"),), lambda record, texts: texts, may_be_blank=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,62 +44,15 @@ class Verdict:
     negative: bool
 
 
-def _read_grammar(text: str) -> dict[str, list[list[str]]]:
-    """The alternatives of each symbol, each a list of words and references; lines that begin with a bar continue."""
-    rules = {}
-    for line in re.sub(r"\n\s*\|", " |", text).split("\n"):
-        if line:
-            symbol, alternatives = line.split(" = ")
-            rules[symbol.strip()] = [alternative.split() for alternative in alternatives.split("|")]
-    return rules
-
-
-_RULES = _read_grammar(GRAMMAR)
-
-
-def _reference(item: str, sign: str) -> tuple[str, str] | None:
-    """The symbol and sentiment that `item` refers to in a text of sentiment `sign`; None for a plain word."""
-    if not item.startswith("<"):
-        return None
-    symbol = item.strip("<>")
-    return (symbol[1:], _OPPOSITE[sign]) if symbol.startswith("~") else (symbol, sign)
-
-
-def _alternatives(symbol: str, sign: str) -> list[list[str]]:
-    if symbol in _RULES:
-        return _RULES[symbol]
-    return [items for s in (sign or "+-") for items in _RULES[symbol + s]]
-
-
-def _derive(rng: random.Random, symbol: str, sign: str) -> list[str]:
-    """The words of one random text of `symbol` with the sentiment `sign`."""
-    words = []
-    for item in rng.choice(_alternatives(symbol, sign)):
-        reference = _reference(item, sign)
-        words += _derive(rng, *reference) if reference else [item]
-    return words
-
-
-@cache
-def _pattern(symbol: str, sign: str) -> str:
-    """A regular expression of all texts of `symbol` with the sentiment `sign`, a space after every word."""
-
-    def item_pattern(item: str) -> str:
-        reference = _reference(item, sign)
-        return _pattern(*reference) if reference else re.escape(item) + " "
-
-    return f"(?:{'|'.join(''.join(map(item_pattern, items)) for items in _alternatives(symbol, sign))})"
-
-
-_REVIEW = re.compile(_pattern("prompt", EITHER) + _pattern("response", EITHER))
+_REVIEW = re.compile(pattern("prompt", EITHER) + pattern("response", EITHER))
 # One expression for both sentiments, so that "hardly moved us" is taken before "moved us" can be seen inside it.
-_OPINION = re.compile(rf"(?<!\S)(?:(?P<positive>{_pattern('opinion', '+')})|(?P<negative>{_pattern('opinion', '-')}))")
+_OPINION = re.compile(rf"(?<!\S)(?:(?P<positive>{pattern('opinion', '+')})|(?P<negative>{pattern('opinion', '-')}))")
 
 
 def generate_review(rng: random.Random, positive: bool) -> Review:
     """One random review of the given sentiment."""
     sign = "+" if positive else "-"
-    prompt, response = (" ".join(_derive(rng, symbol, sign)) for symbol in ("prompt", "response"))
+    prompt, response = (" ".join(derive(rng, symbol, sign)) for symbol in ("prompt", "response"))
     return Review(prompt, " " + response, positive)
 
 
@@ -235,7 +117,7 @@ def make_corpus(seed: int, sft: int, pairs: int, prompts: int, eval_prompts: int
 def _not_positive(rng: random.Random, prompt: str) -> str:
     """A response whose opinions are negative or mixed: without mixed ones, a reward model never learns to mind them."""
     while True:
-        response = " " + " ".join(_derive(rng, "response", EITHER))
+        response = " " + " ".join(derive(rng, "response", EITHER))
         if not judge(prompt, response).positive:
             return response
 
@@ -259,12 +141,8 @@ def run_make(args: argparse.Namespace) -> None:
 
 def read_samples(path: Path) -> list[dict]:
     """The rows of a file of prompts and responses; unlike in training data, a response may be empty."""
-    rows = read_rows(path, PROMPT_COLUMNS)
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get("response"), str):
-            found = "no such column" if "response" not in row else repr(row["response"])
-            raise UserError(f"{path}, row {number}, column response: found {found}; needed a string.")
-    return rows
+    samples, _ = load_rows(str(path), SAMPLES, None, phase=3, seed=0)
+    return list(samples)
 
 
 def run_judge(args: argparse.Namespace) -> None:

@@ -15,9 +15,11 @@ from tests.training.data.tiny_tokenizers import EOS, chat_tokenizer, word_tokeni
 from training.data import cache
 from training.data.blocks import TextBlocks
 from training.data.cache import cache_folder, cache_key, cached_table, read_table, table_of, write_table
-from training.data.examples import PairExamples, Prompts, SFTExamples
 from training.data.forms import SFT
-from training.data.mixture import load_rows
+from training.data.pair_examples import PairExamples
+from training.data.prompts import Prompts
+from training.data.rows import load_rows
+from training.data.sft_examples import SFTExamples
 
 SCHEMA = pyarrow.schema({"ids": pyarrow.large_list(pyarrow.int32()), "n": pyarrow.int32()})
 
@@ -99,6 +101,40 @@ def test_whatever_matters_makes_another_file(tmp_path):
     assert cache_key(rows, word, **settings) == keys[0]
 
 
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (
+            lambda folder: SFTExamples([{"prompt": "a b", "response": " c"}], word_tokenizer(), 8, cache=folder),
+            "d9be6499c1102471b9f1c97208484dea6ad75e0b6f79c41913921ca5c0fc369a",
+        ),
+        (
+            lambda folder: PairExamples(
+                [{"prompt": "a b", "chosen": " b", "rejected": " c"}], word_tokenizer(), 8, cache=folder
+            ),
+            "4b7d0c3f6cc33392cda8eb3b1c796fcc9bbeb4306bef5e50d97b61cb5a1b0c9d",
+        ),
+        (
+            lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, cache=folder),
+            "93e38dd5c9e1a8e5175c23627c1a3e4bfc39d71acbf5b1bac26559b08a77b534",
+        ),
+        (
+            lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, "drop", folder, query_start=10),
+            "e1c953e4d3779cc7be366120e27cf74092cf837f8a92bc46c578a3319ddd58ae",
+        ),
+        (
+            lambda folder: TextBlocks([{"text": "a b"}], word_tokenizer(), 2, cache=folder),
+            "78ee52363f8efaa4178d59d12178d90bcbe303893913ff9f69fef3d7effa7394",
+        ),
+    ],
+)
+def test_files_are_found_by_the_names_that_they_always_had(tmp_path, monkeypatch, make, name):
+    monkeypatch.setattr(cache, "version", lambda library: "1")
+    monkeypatch.setattr(cache, "tokenizer_hash", lambda tokenizer: "tokenizer")
+    make(tmp_path)
+    assert only_file(tmp_path).stem == name
+
+
 def test_a_raised_format_makes_another_file(monkeypatch):
     before = cache_key([], word_tokenizer())
     monkeypatch.setattr(cache, "FORMAT", cache.FORMAT + 1)
@@ -136,20 +172,20 @@ def test_a_damaged_file_is_made_again(tmp_path, damage):
 
     kept()
     path = only_file(tmp_path)
-    whole = path.read_bytes()
+    intact = path.read_bytes()
     path.write_bytes(
         {
             "empty": b"",
-            "header": whole[:40],
-            "half": whole[: len(whole) // 2],
-            "last byte": whole[:-1],
-            "one bit": whole[:200] + bytes([whole[200] ^ 1]) + whole[201:],
+            "header": intact[:40],
+            "half": intact[: len(intact) // 2],
+            "last byte": intact[:-1],
+            "one bit": intact[:200] + bytes([intact[200] ^ 1]) + intact[201:],
             "text": b"no Arrow " * 99,
-            "longer": whole + b"\0",
+            "longer": intact + b"\0",
         }[damage]
     )
     assert read_table(path) is None
-    assert kept().equals(table()) and path.read_bytes() == whole and only_file(tmp_path) == path
+    assert kept().equals(table()) and path.read_bytes() == intact and only_file(tmp_path) == path
 
 
 def test_one_that_was_quicker_is_kept(tmp_path):
@@ -186,9 +222,9 @@ def test_two_processes_at_once(tmp_path):
     ]
     assert all(worker.stdout.readline() == "ready\n" for worker in workers)
     start.touch()
-    told = [worker.communicate(timeout=60) for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0] and all(err == "" for _, err in told)
-    assert [out for out, _ in told] == ["20000 rows\n"] * 2
+    ended = [worker.communicate(timeout=60) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0] and all(err == "" for _, err in ended)
+    assert [out for out, _ in ended] == ["20000 rows\n"] * 2
     assert len(read_table(only_file(folder))) == 20_000
 
 

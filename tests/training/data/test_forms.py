@@ -1,4 +1,4 @@
-"""Each form of a row as what steps 1, 2 and 3 make of it; messages through a template that is known by heart."""
+"""The rows that steps 1, 2 and 3 make of each kind of record; messages through a template that is known by heart."""
 
 import pytest
 
@@ -19,12 +19,12 @@ def turns(*contents: str, first: str = "user") -> list[dict]:
     return [{"role": roles[number % 2], "content": content} for number, content in enumerate(contents)]
 
 
-def read(form, row, template=TEMPLATE):
-    return form.row("rows.jsonl, line 3", row, chat_tokenizer(template) if template else word_tokenizer())
+def read(form, record, template=TEMPLATE):
+    return form.row("rows.jsonl, line 3", record, chat_tokenizer(template) if template else word_tokenizer())
 
 
 @pytest.mark.parametrize(
-    "row, expected",
+    "record, expected",
     [
         ({"text": "a", "stars": 5}, {"text": "a"}),
         ({"prompt": "a", "response": " b", "text": "c"}, {"prompt": "a", "response": " b"}),
@@ -48,15 +48,15 @@ def read(form, row, template=TEMPLATE):
         ),
     ],
 )
-def test_texts_of_step_1(row, expected):
-    assert read(SFT, row) == expected
+def test_texts_of_step_1(record, expected):
+    assert read(SFT, record) == expected
 
 
 CHAT_PAIR = {"prompt": "<user>a<end>\n<assistant>", "chosen": "b<end>", "rejected": "c<end>"}
 
 
 @pytest.mark.parametrize(
-    "row, expected",
+    "record, expected",
     [
         (
             {"prompt": "a", "chosen": " b", "rejected": " c", "stars": 5},
@@ -99,12 +99,12 @@ CHAT_PAIR = {"prompt": "<user>a<end>\n<assistant>", "chosen": "b<end>", "rejecte
         ),
     ],
 )
-def test_pairs_of_step_2(row, expected):
-    assert read(PAIRS, row) == expected
+def test_pairs_of_step_2(record, expected):
+    assert read(PAIRS, record) == expected
 
 
 @pytest.mark.parametrize(
-    "row, prompt",
+    "record, prompt",
     [
         ({"prompt": "a", "answer": 7}, "a"),
         ({"prompt": "a", "chosen": "b", "rejected": ""}, "a"),
@@ -119,9 +119,9 @@ def test_pairs_of_step_2(row, expected):
         ),
     ],
 )
-def test_prompts_of_step_3_keep_their_other_columns(row, prompt):
-    others = {name: value for name, value in row.items() if name != "prompt"}
-    assert read(PROMPTS, row) == {**others, "prompt": prompt}
+def test_prompts_of_step_3_keep_their_other_columns(record, prompt):
+    others = {name: value for name, value in record.items() if name != "prompt"}
+    assert read(PROMPTS, record) == {**others, "prompt": prompt}
 
 
 def test_texts_for_pretraining_may_be_empty():
@@ -129,7 +129,7 @@ def test_texts_for_pretraining_may_be_empty():
 
 
 @pytest.mark.parametrize(
-    "form, row, message",
+    "form, record, message",
     [
         (
             SFT,
@@ -138,6 +138,8 @@ def test_texts_for_pretraining_may_be_empty():
             r"or chosen \+ rejected, or text\. Rename",
         ),
         (SFT, {"prompt": "a", "response": " "}, "column response: found ' '; needed a text that is not blank"),
+        (SFT, {"text": turns("a", "b")}, "column text: found a list .*; needed a string"),
+        (TEXTS, {"text": ["a"]}, "column text: found a list .*; needed a string"),
         (SFT, {"messages": turns("a")}, "column messages: found no message of the assistant"),
         (
             SFT,
@@ -176,9 +178,9 @@ def test_texts_for_pretraining_may_be_empty():
         ),
     ],
 )
-def test_mistakes_in_rows(form, row, message):
+def test_mistakes_in_records(form, record, message):
     with pytest.raises(UserError, match="^rows.jsonl, line 3[:,] " + message):
-        read(form, row)
+        read(form, record)
 
 
 def test_messages_need_a_template():

@@ -15,6 +15,15 @@ def test_an_epoch_is_a_permutation_keyed_by_seed_and_epoch():
     assert tuple(epoch_permutation(50, 1, 2)) == draws[1, 2]
 
 
+def test_orders_stay_what_they_were():
+    """A run that goes on visits the data in the order in which it began."""
+    assert epoch_permutation(10, 3, 2).tolist() == [7, 4, 1, 8, 6, 0, 2, 9, 3, 5]
+    assert [part.tolist() for part in PromptOrder(5, 3, seed=7).batch(1)] == [[1, 3, 3], [0, 0, 1]]
+    assert epoch_batches(11, 2, epoch=1, seed=3, rank=1, world=2) == [[10, 1], [9, 0]]
+    assert epoch_batches(11, 2, epoch=1, seed=3, rank=1, world=2, drop_last=False) == [[10, 1], [9, 0], [6, 3]]
+    assert epoch_batches(11, 1, epoch=1, seed=3, rank=2, world=4, drop_last=False) == [[10], [9], [6]]
+
+
 def test_prompts_are_the_epochs_in_a_row_cut_into_batches():
     order = PromptOrder(5, batch_size=3, seed=7)
     indices, visits = zip(*(order.batch(step) for step in range(5)))

@@ -1,4 +1,4 @@
-"""Data files of each kind, and that whatever is broken in them is told with file, line or row, and reason."""
+"""Data files of each kind, and that whatever is broken in them is told with file, place and reason."""
 
 import gzip
 import json
@@ -10,8 +10,9 @@ import pytest
 from pyarrow import parquet
 
 from engine.errors import UserError
+from tests.training.data.reading import rows_of
+from training.data.forms import PAIRS, SFT
 from training.data.records import read_records
-from training.data.rows import PAIR_COLUMNS, SFT_COLUMNS, read_rows
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def write(tmp_path):
 
 def all_of(path) -> list:
     records = read_records(path)
-    return [(where.removeprefix(f"{path}, "), value) for where, value in (records[i] for i in range(len(records)))]
+    return [(where.removeprefix(f"{path}, "), record) for where, record in (records[i] for i in range(len(records)))]
 
 
 def test_csv_cells_are_texts_and_empty_ones_are_absent(write):
@@ -51,23 +52,27 @@ def test_a_cell_may_be_long(write):
         (b"text,text\na,b\n", r"line 1: found the column names text, text; each may stand there once"),
         (b"text\na\nb\xff\n", r"line 3: found the byte 0xff"),
         (b"text\na\n\0\n", r"line 3: found a NUL character"),
-        (b"txt\na\n", r"line 2: found the columns: txt; needed: prompt \+ response, or text"),
+        (
+            b"txt\na\n",
+            r"line 2: found the columns: txt; "
+            r"needed: messages, or prompt \+ chosen, or prompt \+ response, or chosen \+ rejected, or text",
+        ),
         (b"text,stars\n,5\n", r"line 2: found the columns: text \(null\), stars"),
-        (b"text\n", r"rows.csv: found no rows"),
-        (b"", r"rows.csv: found no rows"),
+        (b"text\n", r"rows.csv: found no records"),
+        (b"", r"rows.csv: found no records"),
     ],
 )
 def test_mistakes_in_csv(write, content, message):
     with pytest.raises(UserError, match=message):
-        read_rows(write(content, "rows.csv"), SFT_COLUMNS)
+        rows_of(write(content, "rows.csv"), SFT)
 
 
 def test_parquet(tmp_path):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table({"text": ["a", None], "stars": [1, 2]}), path)
-    assert all_of(path) == [("row 1", {"text": "a", "stars": 1}), ("row 2", {"text": None, "stars": 2})]
-    with pytest.raises(UserError, match=r"rows.parquet, row 2: found the columns: text \(null\), stars"):
-        read_rows(path, SFT_COLUMNS)
+    assert all_of(path) == [("record 1", {"text": "a", "stars": 1}), ("record 2", {"text": None, "stars": 2})]
+    with pytest.raises(UserError, match=r"rows.parquet, record 2: found the columns: text \(null\), stars"):
+        rows_of(path, SFT)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"rows.parquet: found no Parquet that can be read \(.+\)\. Write it again"):
         read_records(path)
@@ -101,13 +106,13 @@ def test_the_fingerprint_is_of_the_content(tmp_path, name):
     assert saved("one", "a") == saved("two", "a") != saved("one", "b")
 
 
-# --- 2,000 broken rows ------------------------------------------------------------------------------------------------
+# --- 2,000 broken records ---------------------------------------------------------------------------------------------
 
 GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
 def broken_object(rng: random.Random) -> object:
-    """A JSON value that is no row of a pair."""
+    """A JSON value that is no record of a pair."""
     name = rng.choice(list(GOOD))
     kind = rng.randrange(6)
     if kind == 0:
@@ -159,7 +164,7 @@ def broken_cells(rng: random.Random) -> bytes:
     )
 
 
-def test_two_thousand_broken_rows_are_told_with_their_place(write):
+def test_two_thousand_broken_records_are_told_with_their_place(write):
     rng = random.Random(0)
     good = json.dumps(GOOD).encode()
     for number in range(2_000):
@@ -170,13 +175,13 @@ def test_two_thousand_broken_rows_are_told_with_their_place(write):
             place = f"line {before + 2}"
         elif kind == "list":
             path = write(json.dumps([GOOD] * before + [broken_object(rng), GOOD]).encode(), "rows.json")
-            place = f"row {before + 1}"
+            place = f"record {before + 1}"
         else:
             line = json.dumps(broken_object(rng)).encode() if kind == "object" else broken_bytes(rng)
             path = write((good + b"\n") * before + line + b"\n" + good, "rows.jsonl")
             place = f"line {before + 1}"
         with pytest.raises(UserError) as caught:
-            read_rows(path, PAIR_COLUMNS)
+            rows_of(path, PAIRS)
         message = str(caught.value)
         assert re.match(rf"{re.escape(str(path))}, {place}\b", message), (number, message)
         assert "found " in message and len(message) < len(str(path)) + 700, (number, message)
@@ -189,11 +194,11 @@ def test_huge_broken_lines_make_short_messages(write, megabytes):
         (json.dumps(GOOD | {"chosen": [huge]}), "rows.jsonl", "line 1, column chosen"),
         (json.dumps(GOOD)[:-1] + huge, "rows.jsonl", "line 1"),
         (json.dumps({huge: "a"}), "rows.jsonl", "line 1"),
-        (json.dumps([{"prompt": huge}]), "rows.json", "row 1"),
+        (json.dumps([{"prompt": huge}]), "rows.json", "record 1"),
         (f"prompt,chosen,rejected\n{huge},b\n", "rows.csv", "line 2"),
         (f'prompt,chosen,rejected\n"{huge},b\n', "rows.csv", "line 2"),
     ]:
         path = write(content.encode(), name)
         with pytest.raises(UserError, match=f"{re.escape(str(path))}, {place}") as caught:
-            read_rows(path, PAIR_COLUMNS)
+            rows_of(path, PAIRS)
         assert len(str(caught.value)) < len(str(path)) + 700

@@ -1,120 +1,200 @@
-"""Reading and splitting rows: what is accepted, and that each mistake is told with its file, line and remedy."""
+"""Which rows a step reads of several data sets: its part, what is held out, and how often each is seen."""
 
 import json
+from collections import Counter
 
+import numpy as np
 import pytest
 
 from engine.errors import UserError
-from training.data.rows import PAIR_COLUMNS, PROMPT_COLUMNS, SFT_COLUMNS, read_rows, split_held_out
-
-GOOD = b'{"prompt": "a"}\n'
+from tests.training.data.tiny_tokenizers import word_tokenizer
+from training.data.forms import PAIRS, PROMPTS, SFT, TEXTS
+from training.data.rows import load_rows, parse_split, split_held_out, split_part, weighted
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write(content: bytes | str, name: str = "rows.jsonl"):
+def data(tmp_path):
+    def write(name: str, count: int, start: int = 0) -> str:
         path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps({"text": f"t{n}"}) + "\n" for n in range(start, start + count)))
+        return str(path)
 
     return write
 
 
-def test_lines_are_read_in_order_and_blank_ones_passed_over(write):
-    content = '\ufeff{"prompt": "a b"}\r\n\n   \n{"prompt": "\u2028 \u00e9 \\ud83d\\ude00"}'  # no newline at the end
-    assert read_rows(write(content), PROMPT_COLUMNS) == [{"prompt": "a b"}, {"prompt": "\u2028 \u00e9 \U0001f600"}]
+def load(*paths, phase=1, seed=7, **options):
+    """(numbers of the training rows, numbers of the held-out rows)."""
+    both = load_rows(list(paths), SFT, word_tokenizer(), phase=phase, seed=seed, **options)
+    return tuple([int(row["text"][1:]) for row in rows] for rows in both)
 
 
-def test_a_json_file_is_a_list(write):
-    rows = [{"prompt": "p", "chosen": "c", "rejected": "r"}]
-    assert read_rows(write(json.dumps(rows, indent=2), "rows.json"), PAIR_COLUMNS) == rows
-    line = json.dumps(rows[0])  # or one object a line
-    assert read_rows(write(f"\n {line}\n\n{line}\n", "rows.json"), PAIR_COLUMNS) == rows * 2
+def test_one_file_is_read_in_its_order(data):
+    assert load(data("a.jsonl", 5)) == ([0, 1, 2, 3, 4], [])
 
 
-def test_the_first_alternative_that_a_row_has_is_taken_and_extra_columns_stay(write):
-    lines = [
-        '{"prompt": "p", "response": "r", "text": "t", "stars": 5}',
-        '{"prompt": "p", "response": null, "text": "t"}',
-    ]
-    assert read_rows(write("\n".join(lines)), SFT_COLUMNS) == [
-        {"prompt": "p", "response": "r", "stars": 5},
-        {"text": "t"},
-    ]
-
-
-def test_a_prompt_may_be_empty_only_where_something_follows_it(write):
-    assert read_rows(write('{"prompt": "", "response": "r"}'), SFT_COLUMNS) == [{"prompt": "", "response": "r"}]
-    with pytest.raises(UserError, match="line 1, column prompt: found ''; needed a text that is not blank"):
-        read_rows(write('{"prompt": ""}'), PROMPT_COLUMNS)
+def test_parts_of_the_steps_are_disjoint_and_cover_everything(data):
+    path = data("a.jsonl", 103)
+    parts = {phase: load(path, phase=phase, split="2,4,4")[0] for phase in (1, 2, 3)}
+    assert [len(part) for part in parts.values()] == [21, 41, 41]  # 20.6 | 61.8 | 103, rounded, are the borders
+    assert sorted(parts[1] + parts[2] + parts[3]) == list(range(103))
+    assert all(part == sorted(part) for part in parts.values()) and parts[1] != list(range(21))
+    assert load(path, split="2,4,4")[0] == parts[1] == load(path, split="20,40,40")[0]
+    assert load(path, split="2,4,4", seed=8)[0] != parts[1]
 
 
 @pytest.mark.parametrize(
-    "content, columns, message",
-    [
-        (b"", PROMPT_COLUMNS, r"rows.jsonl: found no rows; it needs at least one with prompt\."),
-        (b"\n \n", SFT_COLUMNS, r"found no rows; it needs at least one with prompt \+ response, or text\."),
-        (
-            GOOD + b"\n{'prompt': 'a'}",
-            PROMPT_COLUMNS,
-            r"rows.jsonl, line 3: found .*'prompt'.*no JSON .*column 2.*one JSON object a line",
-        ),
-        (
-            GOOD + b'{"prompt": "' + b"x" * 999,
-            PROMPT_COLUMNS,
-            r"line 2: found '\{\"prompt\": \"x{48}\.\.\.', which is no JSON",
-        ),
-        (GOOD + b'["a"]', PROMPT_COLUMNS, r"line 2: found a list \('\[\"a\"\]'\); a row is an object with prompt"),
-        (GOOD + b'"a"', PROMPT_COLUMNS, r"line 2: found a string"),
-        (b"{}", PROMPT_COLUMNS, r"line 1: found the columns: none; needed: prompt\."),
-        (
-            b'{"prompt": "a", "answer": "b", "response": null}',
-            SFT_COLUMNS,
-            r"line 1: found the columns: prompt, answer, response \(null\); "
-            r"needed: prompt \+ response, or text\. Rename",
-        ),
-        (b'{"text": 5}', SFT_COLUMNS, r"line 1, column text: found a number \('5'\); needed a string"),
-        (b'{"text": ["a"]}', SFT_COLUMNS, r"line 1, column text: found a list"),
-        (b'{"text": " \\n"}', SFT_COLUMNS, r"line 1, column text: found ' \\n'; needed a text that is not blank"),
-        (b'{"prompt": "a", "chosen": "b", "rejected": ""}', PAIR_COLUMNS, r"line 1, column rejected: found ''"),
-        (b'{"prompt": "a", "chosen": " ", "rejected": "b"}', PAIR_COLUMNS, r"line 1, column chosen: found ' '"),
-        (GOOD + b'{"prompt": "\xff"}', PROMPT_COLUMNS, r"line 2: found the byte 0xff, which is not UTF-8"),
-        (b"\xef\xbb\xbf" + GOOD + b'{"prompt": "\xfe"}', PROMPT_COLUMNS, r"line 2: found the byte 0xfe"),
-        (GOOD + b"\0" * 8, PROMPT_COLUMNS, r"line 2: found a NUL character"),
-        (b'{"prompt": "a\\u0000b"}', PROMPT_COLUMNS, r"line 1, column prompt: found a NUL character in 'a\\x00b'"),
-        (b'{"prompt": "a\\ud800b"}', PROMPT_COLUMNS, r"line 1, column prompt: found half a surrogate pair"),
-    ],
+    "size, shares", [(1, "1,1,1"), (2, "6,2,2"), (10, "1,0,0"), (999, "0.1,0.2,0.7"), (7, "0,0,5")]
 )
-def test_mistakes_in_lines(write, content, columns, message):
-    with pytest.raises(UserError, match=message):
-        read_rows(write(content), columns)
+def test_no_row_is_lost_in_rounding(size, shares):
+    parts = [split_part(size, parse_split(shares), phase, seed=1) for phase in (1, 2, 3)]
+    assert sorted(np.concatenate(parts).tolist()) == list(range(size))
 
 
 @pytest.mark.parametrize(
-    "content, message",
+    "split", ["", "1", "2,4", "2,4,4,1", "a,b,c", "2,4,", "-1,4,4", "0,0,0", "nan,1,1", "inf,1,1", "2;4;4"]
+)
+def test_strings_that_are_no_split(split):
+    with pytest.raises(UserError, match=f"--data_split {split!r}: give the shares of steps 1, 2 and 3 as three"):
+        parse_split(split)
+
+
+def test_a_step_without_a_share_is_told(data):
+    with pytest.raises(UserError, match=r"--data_split 1,0,0: of the 5 rows of .*a.jsonl, none is left for step 2"):
+        load(data("a.jsonl", 5), split="1,0,0", phase=2)
+
+
+def test_weights_say_how_often_a_data_set_is_seen(data):
+    paths = [data("a.jsonl", 10), data("b.jsonl", 10, 100), data("c.jsonl", 10, 200)]
+    rows = load(*paths, weights=[1, 0.5, 2.3])[0]
+    seen = Counter(rows)
+    assert sorted(n for n in seen if n < 100) == list(range(10)) and all(seen[n] == 1 for n in range(10))
+    assert len([n for n in seen if 100 <= n < 200]) == 5
+    assert Counter(seen[n] for n in range(200, 210)) == {2: 7, 3: 3}
+    assert load(*paths, weights=[1, 0.5, 2.3])[0] == rows != load(*paths, weights=[1, 0.5, 2.3], seed=8)[0]
+    assert load(*paths, weights=[])[0] == [*range(10), *range(100, 110), *range(200, 210)]
+
+
+@pytest.mark.parametrize(
+    "weights, message",
     [
-        (b" ", r"rows.json: found no rows"),
-        (b"[]", r"rows.json: found no rows"),
-        (b'"prompt"', r"rows.json, line 1: found a string .*Put the rows into \[ \]"),
-        (b'[{"prompt": "a"}]\n[]', r"rows.json, line 2: found '\[\]', which is no JSON here .*or one object a line"),
-        (GOOD + b'{\n"prompt": "a"}', r"rows.json, line 2: found '\{', which is no JSON .*one JSON object a line"),
-        (b'[{"prompt": "a"},\n\n oops]', r"rows.json, line 3: found ' oops\]'"),
-        (b'[{"prompt": "a"}, 7]', r"rows.json, row 2: found a number \('7'\); a row is an object with prompt"),
-        (b'[{"prompt": "a"}, {"promt": "b"}]', r"rows.json, row 2: found the columns: promt; needed: prompt"),
+        ([1], r"--data_weights 1: 1 weights for 2 data sets of --data_path\. Give one for each"),
+        ([1, 0], r"--data_weights 1 0: a weight says how often .* greater than 0"),
+        ([1, -0.5], "--data_weights 1 -0.5: a weight"),
+        ([1, float("nan")], "--data_weights 1 nan: a weight"),
+        ([1, 0.01], r"--data_weights 0.01: of the 4 rows of .*b.jsonl none is left"),
     ],
 )
-def test_mistakes_in_a_list(write, content, message):
+def test_weights_that_cannot_work(data, weights, message):
     with pytest.raises(UserError, match=message):
-        read_rows(write(content, "rows.json"), PROMPT_COLUMNS)
+        load(data("a.jsonl", 4), data("b.jsonl", 4, 100), weights=weights)
 
 
-def test_mistakes_in_the_path(write, tmp_path):
-    with pytest.raises(UserError, match=r"absent.jsonl: cannot be read \(No such file or directory\); check the path"):
-        read_rows(tmp_path / "absent.jsonl", PROMPT_COLUMNS)
-    with pytest.raises(UserError, match="found a directory; name one file in it"):
-        read_rows(tmp_path, PROMPT_COLUMNS)
-    with pytest.raises(UserError, match=r"rows.txt: found the ending '\.txt'"):
-        read_rows(write(GOOD, "rows.txt"), PROMPT_COLUMNS)
+def test_records_are_not_given_twice(data):
+    one, copy, other = data("a.jsonl", 9), data("copy.jsonl", 9), data("b.jsonl", 9, 100)
+    with pytest.raises(UserError, match=r"--data_path: .*copy.jsonl holds the same records as .*a.jsonl"):
+        load(one, copy)
+    with pytest.raises(UserError, match=r"--eval_data_path .*copy.jsonl: these records are trained on"):
+        load(one, other, eval_data_path=[copy])
+    assert len(load(one, eval_data_path=[other])[1]) == 9
+
+
+def test_the_halves_of_two_sets_of_one_size_are_drawn_without_order(data):
+    places = np.stack([np.zeros(100, int), np.arange(100)], axis=1)
+    half = weighted(places, 0.5, 3, "a")[:, 1].tolist()
+    assert len(set(half)) == 50 and half == sorted(half) and half != list(range(50))
+
+
+def test_held_out_rows_are_in_no_training_row_however_often_they_are_seen(data):
+    paths = [data("a.jsonl", 20), data("b.jsonl", 20, 100)]
+    training, held_out = load(*paths, weights=[2, 1], held_out=0.25)
+    assert len(held_out) == len(set(held_out)) == 10 and not set(training) & set(held_out)
+    assert sorted(set(training) | set(held_out)) == [*range(20), *range(100, 120)]
+    assert set(Counter(n for n in training if n < 100).values()) == {2}
+
+
+def test_the_held_out_rows_of_a_part_are_of_that_part(data):
+    path = data("a.jsonl", 100)
+    part = set(load(path, phase=2, split="1,1,2")[0])
+    training, held_out = load(path, phase=2, split="1,1,2", held_out=5)
+    assert len(held_out) == 5 and set(training) | set(held_out) == part
+
+
+def test_a_held_out_split_of_its_own_is_used(data, tmp_path):
+    data("set/train.jsonl", 10)
+    data("set/test.jsonl", 8, 50)
+    folder, other = str(tmp_path / "set"), data("b.jsonl", 10, 100)
+    assert load(folder, held_out=0.5) == (list(range(10)), list(range(50, 58)))
+    training, held_out = load(folder, other, held_out=3)
+    assert [n for n in held_out if n < 100] == list(range(50, 58)) and len(held_out) == 11
+    assert sorted(training + held_out) == [*range(10), *range(50, 58), *range(100, 110)]
+    parts = [load(folder, phase=phase, split="1,1,2", held_out=0.5)[1] for phase in (1, 2, 3)]
+    assert [len(part) for part in parts] == [2, 2, 4] and sorted(sum(parts, [])) == list(range(50, 58))
+    assert load(folder)[1] == []  # none are asked for
+
+
+def test_eval_data_path_goes_before_all(data, tmp_path):
+    data("set/train.jsonl", 10)
+    data("set/test.jsonl", 8, 50)
+    folder, other = str(tmp_path / "set"), data("b.jsonl", 6, 100)
+    options = {"held_out": 0.5, "split": "1,1,2"}
+    assert load(folder, eval_data_path=[other], **options)[1] == list(range(100, 106))
+    assert load(other, eval_data_path=folder, **options)[1] == list(range(50, 58))
+
+
+def test_a_limit_of_held_out_rows(data):
+    training, held_out = load(data("a.jsonl", 10), eval_data_path=data("b.jsonl", 100, 100), eval_limit=5)
+    assert len(training) == 10 and len(set(held_out)) == 5 and held_out == sorted(held_out)
+    assert held_out != list(range(100, 105))
+    assert load(data("a.jsonl", 10), eval_data_path=data("b.jsonl", 5, 100), eval_limit=5)[1] == list(range(100, 105))
+
+
+def test_too_few_rows_to_hold_any_out(data):
+    with pytest.raises(UserError, match=r"--data_path .*a.jsonl, --num_eval_prompts: cannot hold out 3 of 3 rows"):
+        load(data("a.jsonl", 3), held_out=3, held_out_flag="--num_eval_prompts")
+
+
+def test_empty_data_are_told(data):
+    with pytest.raises(UserError, match=r"b.jsonl: found no records; it needs at least one with messages, or prompt"):
+        load(data("a.jsonl", 3), data("b.jsonl", 0))
+
+
+def test_rows_are_checked_when_they_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "answer": 1}\n\n{"prompt": 2}\n')
+    rows, _ = load_rows(str(path), PROMPTS, word_tokenizer(), phase=3, seed=0)
+    assert len(rows) == 2 and rows[0] == {"prompt": "a", "answer": 1} and len(rows[:1]) == 1
+    with pytest.raises(UserError, match=r"a.jsonl, line 3, column prompt: found a number"):
+        list(rows)
+
+
+def test_sets_that_are_not_divided(data, tmp_path):
+    for name, start in (("divided", 0), ("whole", 100)):
+        data(f"{name}/train.jsonl", 10, start)
+        data(f"{name}/test.jsonl", 4, start + 50)
+    training, held_out = load(
+        str(tmp_path / "divided"), undivided=[str(tmp_path / "whole")], split="1,0,1", held_out=0.5
+    )
+    assert len(training) == 15 and training[5:] == list(range(100, 110))
+    assert len(held_out) == 6 and held_out[2:] == list(range(150, 154))
+
+
+def test_fingerprints_are_of_the_rows(data):
+    def fingerprint(path, form=SFT, **options):
+        return load_rows(path, form, word_tokenizer(), phase=1, seed=7, **options)[0].fingerprint
+
+    one, copy, other = data("a.jsonl", 9), data("copy.jsonl", 9), data("b.jsonl", 9, 1)
+    assert fingerprint(one) == fingerprint(copy)
+    different = [
+        fingerprint(one),
+        fingerprint(other),
+        fingerprint(one, PROMPTS),
+        fingerprint(one, split="1,1,1"),
+        fingerprint(one, weights=[2]),
+        fingerprint(one, held_out=2),
+        fingerprint([one, other]),
+    ]
+    assert len(set(different)) == len(different)
 
 
 @pytest.mark.parametrize(
@@ -137,3 +217,35 @@ def test_split_is_a_partition_in_file_order_drawn_by_the_seed():
     assert held_out != rows[:30] and held_out != rows[70:]
     assert split_held_out(rows, 0.3, seed=0) == (training, held_out)
     assert split_held_out(rows, 0.3, seed=1) != (training, held_out)
+
+
+PINNED = {  # of the training rows and the held-out ones, by form
+    "text": (
+        "61e5f1767caa425be516ff4ef6e92b061939776aa71a65722ac0396b97d30d99",
+        "1dbac80a115522d4ec04da000dd6f0309d3f7b7af5daffb6139b2cc03d6efa60",
+    ),
+    "pair": (
+        "ba8a25b4d6eb754c666c7be32e51d372ef144ba739bea6f4b4b9218f568b0e66",
+        "80902c211b16f47a62762d79658da08cdcb54f0a3e90e9d740df0396ea0a84d3",
+    ),
+    "prompt": (
+        "eb69b6c72a8fddad1ee83b9ba5b8ceae5e7611fd3419785a5cac80c480e14faf",
+        "67b3d6b0e87c26ab22be6f0c920328bcce41707f5e3137a6d529d9be06e94287",
+    ),
+    "pretraining text": (
+        "f9e5f176a82ada177eb8f886b3bcb12b7f5953899f7815df9efff9b51b61e2b2",
+        "b64efd9f836e1eef90f6c28b9c9cc6365c5bba65b49e249c176bac3860c47985",
+    ),
+}
+
+
+def test_order_and_fingerprints_stay_what_they_were(data):
+    """Restart points compare fingerprints: the same data, seed and flags have to give the same ones for ever."""
+    paths = [data("a.jsonl", 12), data("b.jsonl", 7, 100)]
+    options = {"phase": 3, "seed": 7, "weights": [1.5, 2], "split": "1,1,2", "held_out": 3}
+    assert load(*paths, **options) == ([2, 3, 4, 5, 9, 2, 4, 104, 104], [1, 105, 106])
+    found = {
+        form.name: tuple(rows.fingerprint for rows in load_rows(paths, form, word_tokenizer(), **options))
+        for form in (SFT, PAIRS, PROMPTS, TEXTS)
+    }
+    assert found == PINNED

@@ -8,8 +8,7 @@ import pytest
 
 from engine.errors import UserError
 from training.data import sources
-from training.data.known_sets import changes_of
-from training.data.sources import open_source
+from training.data.sources import known_change, open_source
 
 
 def lines(*texts: str) -> str:
@@ -63,7 +62,7 @@ def test_folders(folder, monkeypatch, tmp_path, files, training, held_out):
     assert (texts_of(source.training), texts_of(source.held_out)) == (training, held_out)
 
 
-def test_rows_of_a_folder_are_told_with_file_and_line(folder):
+def test_records_of_a_folder_are_told_with_file_and_line(folder):
     path = folder(train_jsonl=lines("a") + "oops\n")
     with pytest.raises(UserError, match=r"set/train.jsonl, line 2: found 'oops'"):
         texts_of(open_source(path).training)
@@ -76,7 +75,7 @@ def test_what_save_to_disk_wrote(tmp_path, with_test):
     (datasets.DatasetDict(train=part, test=part.select([1])) if with_test else part).save_to_disk(path)
     source = open_source(path)
     assert texts_of(source.training) == ["a", "b"] and texts_of(source.held_out) == ["b"] * with_test
-    assert source.training[0][1] == (f"{path}, split train, row 2", {"text": "b"})
+    assert source.training[0][1] == (f"{path}, split train, record 2", {"text": "b"})
     (tmp_path / "saved" / ("train" if with_test else "") / "state.json").write_text("{")
     with pytest.raises(UserError, match="saved: found a data set of save_to_disk that is broken"):
         open_source(path)
@@ -98,12 +97,12 @@ def test_the_local_files_of_deepspeed_chat(tmp_path, monkeypatch):
     (tmp_path / "data" / "train.json").write_text(json.dumps([{"prompt": "a", "chosen": "b", "rejected": None}]))
     (tmp_path / "data" / "eval.json").write_text(json.dumps([{"prompt": "d", "chosen": "e", "rejected": "f"}]))
     source = open_source("local/jsonfile")
-    assert source.training[0][0] == ("data/train.json, row 1", {"prompt": " a", "chosen": " b", "rejected": None})
-    assert source.held_out[0][0] == ("data/eval.json, row 1", {"prompt": " d", "chosen": " e", "rejected": " f"})
+    assert source.training[0][0] == ("data/train.json, record 1", {"prompt": " a", "chosen": " b", "rejected": None})
+    assert source.held_out[0][0] == ("data/eval.json, record 1", {"prompt": " d", "chosen": " e", "rejected": " f"})
 
 
 @pytest.mark.parametrize(
-    "name, row, expected",
+    "name, record, expected",
     [
         (
             "Dahoas/synthetic-instruct-gptj-pairwise",
@@ -132,12 +131,12 @@ def test_the_local_files_of_deepspeed_chat(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_sets_that_deepspeed_chat_knows(name, row, expected):
-    assert changes_of(name)(row).items() >= expected.items()
+def test_sets_that_deepspeed_chat_knows(name, record, expected):
+    assert known_change(name)(record).items() >= expected.items()
 
 
 def test_other_sets_are_taken_as_they_are():
-    assert changes_of("Dahoas/rm-static") is changes_of("my-stanfordnlp/SHP") is None
+    assert known_change("Dahoas/rm-static") is known_change("my-stanfordnlp/SHP") is None
 
 
 @pytest.mark.parametrize(
@@ -191,7 +190,7 @@ def test_names_of_the_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset", lambda name, config: loaded)
     source = open_source("owner/name")
-    assert source.training[0][1] == ("owner/name, split train, row 2", {"text": "b"})
+    assert source.training[0][1] == ("owner/name, split train, record 2", {"text": "b"})
     assert texts_of(source.held_out) == ["c"]
     assert source.training[0].fingerprint != source.held_out[0].fingerprint
     with pytest.raises(

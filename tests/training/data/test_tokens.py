@@ -7,8 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.errors import UserError
+from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import BOS, EOS, chat_tokenizer, merging_tokenizer, word_tokenizer
-from training.data.rows import PAIR_COLUMNS, read_rows
+from training.data.forms import PAIRS
 from training.data.tokens import (
     TextEncoder,
     encode_continuation,
@@ -80,7 +81,7 @@ def test_real_answers_are_tokenised_as_parts_of_the_whole(sentencepiece):
     path = SHARED / "data" / "reviews" / "pairs.jsonl"
     if not path.exists():
         pytest.skip("no preference pairs at ../shared/data/reviews")
-    for row in read_rows(path, PAIR_COLUMNS)[:100]:
+    for row in rows_of(path, PAIRS)[:100]:
         prompt, answer = row["prompt"], row["chosen"]
         parts = encode_prompt(sentencepiece, prompt) + encode_continuation(sentencepiece, prompt, answer)
         assert parts == encode_prompt(sentencepiece, prompt + answer)

@@ -186,11 +186,11 @@ def test_judge_compares_equal_numbers_of_responses(tmp_path, capsys):
     assert lines[-1] == "distinct bigrams of the first 1 responses, second file to first: 0.500"
 
 
-def test_judge_takes_empty_responses_and_names_the_row_without_one(tmp_path, capsys):
+def test_judge_takes_empty_responses_and_names_the_line_without_one(tmp_path, capsys):
     assert builtin_reviews.main(["judge", write(tmp_path / "empty.jsonl", ["", " a b"])]) == 0
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"prompt": PROMPT, "response": ""}) + "\n" + json.dumps({"prompt": PROMPT}) + "\n")
     assert builtin_reviews.main(["judge", str(bad)]) == 2
-    assert "row 2" in capsys.readouterr().err
-    with pytest.raises(UserError, match="row 2"):
+    assert "bad.jsonl, line 2: " in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"bad.jsonl, line 2: found the columns: prompt; needed: prompt \+ response"):
         builtin_reviews.read_samples(bad)

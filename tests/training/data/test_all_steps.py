@@ -1,0 +1,66 @@
+"""The same rows as the examples and prompts of all three steps."""
+
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from tests.training.data.reading import rows_of
+from tests.training.data.tiny_tokenizers import chat_tokenizer
+from training.data.forms import PAIRS, PROMPTS, SFT
+from training.data.order import PromptOrder
+from training.data.pair_examples import PairExamples, collate_pairs
+from training.data.prompts import Prompts, collate_prompts
+from training.data.rows import load_rows
+from training.data.sft_examples import SFTExamples, collate_sft
+
+SHARED = Path(__file__).resolve().parents[4] / "shared"
+CHATML = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> \n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
+)
+
+
+def test_messages_have_the_ids_that_the_template_gives_them(tmp_path):
+    """In all three steps, read from a Parquet file, whose messages are structs."""
+    tokenizer = chat_tokenizer(CHATML)
+    asked = [{"role": "user", "content": "a b"}]
+    chosen, rejected = (asked + [{"role": "assistant", "content": text}] for text in ("c d", "e"))
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"messages": [chosen], "chosen": [chosen], "rejected": [rejected]}), path)
+
+    def ids(messages, **options):
+        return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False, **options))["input_ids"]
+
+    def rows(form):
+        return load_rows(str(path), form, tokenizer, phase=1, seed=0)[0]
+
+    prompt = ids(asked, add_generation_prompt=True)
+    assert list(SFTExamples(rows(SFT), tokenizer, 99)) == [(ids(chosen), len(prompt))]
+    assert list(PairExamples(rows(PAIRS), tokenizer, 99)) == [(ids(chosen), ids(rejected))]
+    assert list(Prompts(rows(PROMPTS), tokenizer, 99)) == [prompt]
+    assert ids(chosen)[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")  # which ends the answer, no EOS behind it
+
+
+def test_real_rows_become_batches():
+    model, reviews = SHARED / "models" / "stories260K", SHARED / "data" / "reviews"
+    if not (model.exists() and reviews.exists()):
+        pytest.skip("no tokenizer and reviews at ../shared/models/stories260K and ../shared/data/reviews")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = {
+        name: rows_of(reviews / f"{name}.jsonl", form)[:32]
+        for name, form in (("sft", SFT), ("pairs", PAIRS), ("prompts", PROMPTS))
+    }
+    batch = collate_sft(list(SFTExamples(rows["sft"], tokenizer, 64)), tokenizer.pad_token_id)
+    assert batch.sequences.shape == (32, 64) and batch.loss_mask.sum() == batch.attention_mask[:, 1:].sum()
+    batch = collate_pairs(list(PairExamples(rows["pairs"], tokenizer, 64)), tokenizer.pad_token_id)
+    shared = len(tokenizer("Review :")["input_ids"])
+    assert batch.sequences.shape == (64, 64) and batch.first_difference.min() == shared
+    prompts = Prompts(rows["prompts"], tokenizer, 16)
+    indices, visits = PromptOrder(len(prompts), 4, seed=0).batch(0)
+    batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, visits, tokenizer.pad_token_id)
+    assert batch.input_ids.shape == (4, 16) and not batch.samples.any()
+    assert all(tokenizer.bos_token_id in prompt for prompt in batch.input_ids.tolist())

@@ -1,0 +1,51 @@
+"""Pairs of step 2 and their batches, on a tokenizer whose ids are known: "a" is 10, "b" 11, "c" 12, "d" 13, "e" 14."""
+
+import pytest
+import torch
+
+from engine.errors import UserError
+from tests.training.data.tiny_tokenizers import EOS, PAD, word_tokenizer
+from training.data.pair_examples import Pair, PairExamples, collate_pairs
+
+
+def pairs(*answers, max_length=8):
+    rows = [{"prompt": "a", "chosen": chosen, "rejected": rejected} for chosen, rejected in answers]
+    return PairExamples(rows, word_tokenizer(), max_length)
+
+
+def test_pairs_end_with_eos_unless_they_are_cut():
+    examples = pairs((" b", " c d e"), max_length=4)
+    assert list(examples) == [([10, 11, EOS], [10, 12, 13, 14])]
+    assert (examples.truncated, examples.dropped) == (1, 0)
+
+
+def test_pairs_without_a_difference_are_left_out():
+    examples = pairs((" b", "  b"), (" b c d", " b c e"), (" b", " c"), max_length=3)
+    assert list(examples) == [([10, 11, EOS], [10, 12, EOS])]
+    assert (examples.truncated, examples.dropped) == (0, 2)
+    with pytest.raises(UserError, match="none of the 1 pairs differs within max_length 8"):
+        pairs((" b", " b"))
+
+
+def test_pair_batch():
+    batch = collate_pairs(
+        [Pair([10, 11, EOS], [10, 12, 13, EOS]), Pair([10, 11], [10, 11, PAD]), Pair([14, EOS], [10, EOS])], pad_id=PAD
+    )
+    assert batch.sequences.tolist() == [
+        [10, 11, EOS, PAD],
+        [10, 11, PAD, PAD],
+        [14, EOS, PAD, PAD],
+        [10, 12, 13, EOS],
+        [10, 11, PAD, PAD],
+        [10, EOS, PAD, PAD],
+    ]
+    assert batch.attention_mask.tolist() == [
+        [1, 1, 1, 0],
+        [1, 1, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 1, 1],
+        [1, 1, 1, 0],
+        [1, 1, 0, 0],
+    ]
+    assert batch.first_difference.tolist() == [1, 2, 0]
+    assert batch.first_difference.dtype == batch.sequences.dtype == torch.int64

@@ -1,0 +1,126 @@
+"""Prompts: what step 3 answers, as token ids, and batches of them.
+
+rows, held_out = load_rows("reviews/prompts.jsonl", PROMPTS, tokenizer, phase=3, seed=0, held_out=128)
+prompts = Prompts(rows, tokenizer, max_prompt_length=256, cache=cache_folder(None))
+indices, visits = PromptOrder(len(prompts), batch_size=64, seed=0).batch(step)
+batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, visits, pad_id)
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow
+import torch
+from torch import Tensor
+
+from engine.algo.truncation import trim_query
+from engine.errors import UserError
+from engine.experience import PromptBatch
+from training.data.cache import IDS, cached_table, count_of, ids_at, table_of
+from training.data.padding import padded
+from training.data.tokens import TextEncoder, encode_prompt
+
+
+class Prompts(Sequence):
+    """The prompts of step 3, each a list of ids; `rows` are the rows of those that are kept, extra columns included.
+
+    overlong: what becomes of prompts of more than max_prompt_length tokens. "truncate" cuts them on the left, behind
+    the opening tokens, because what is to be answered stands at the end; "drop" leaves them out. `truncated` and
+    `dropped` count them. A prompt's index, by which its samples are keyed, is its index among those kept.
+
+    query_start, query_end: tokens between which the prompt stands in its text, if given (`trim_query`): what follows
+    the start, cut on the right to max_prompt_length and then behind the last end. Texts without them are dropped.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        tokenizer,
+        max_prompt_length: int,
+        overlong: str = "truncate",
+        cache: Path | None = None,
+        query_start: int | None = None,
+        query_end: int | None = None,
+    ):
+        if overlong not in ("truncate", "drop"):
+            raise UserError(f"overlong is {overlong!r}; choose 'truncate' or 'drop'.")
+        encoder, trimmed = TextEncoder(tokenizer), query_start is not None or query_end is not None
+        opening = encoder.opening
+        if max_prompt_length <= len(opening):
+            raise UserError(
+                f"max_prompt_length is {max_prompt_length}; it needs to be at least {len(opening) + 1} to hold "
+                "one token of a prompt and what the tokenizer puts before it."
+            )
+
+        def prompts(counts: Counter) -> Iterator[tuple[list[int], str]]:
+            for row in rows:
+                token_ids = encoder.prompt(row["prompt"])
+                if trimmed:
+                    room = max_prompt_length - len(opening)
+                    query = trim_query(token_ids[len(opening) :], room, query_start, query_end)
+                    token_ids = None if query is None else opening + query
+                if token_ids is None or (overlong == "drop" and len(token_ids) > max_prompt_length):
+                    counts["dropped"] += 1
+                    continue
+                excess = len(token_ids) - max_prompt_length
+                if excess > 0:
+                    counts["truncated"] += 1
+                    token_ids = opening + token_ids[len(opening) + excess :]
+                yield token_ids, json.dumps(row, default=str)
+
+        schema = pyarrow.schema({"token_ids": IDS, "row": pyarrow.large_string()})
+        settings = {"kind": "prompts", "max_length": max_prompt_length, "overlong": overlong}
+        settings |= {"query": [query_start, query_end]} if trimmed else {}
+        self.table = cached_table(lambda: table_of(schema, prompts), cache, rows, tokenizer, **settings)
+        self.truncated, self.dropped = count_of(self.table, "truncated"), count_of(self.table, "dropped")
+        self.rows = _JsonColumn(self.table["row"])
+        if not len(self):
+            raise UserError(
+                f"none of the {len(rows)} prompts has the dialect's query_start and query_end within "
+                f"{max_prompt_length} tokens. Raise that, or leave them out (--set query_start= query_end=)."
+                if trimmed
+                else f"none of the {len(rows)} prompts has at most {max_prompt_length} tokens; raise "
+                "max_prompt_length, or truncate long prompts instead of dropping them."
+            )
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> list[int]:
+        return ids_at(self.table, "token_ids", index)
+
+
+class _JsonColumn(Sequence):
+    """A column of JSON texts as what they stand for, parsed when asked for."""
+
+    def __init__(self, column: pyarrow.ChunkedArray):
+        self.column = column
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def __getitem__(self, index: int) -> dict:
+        return json.loads(self.column[index].as_py())
+
+
+def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tensor, pad_id: int) -> PromptBatch:
+    """The prompts of one batch, left-padded to the longest.
+
+    indices, visits: (B,) int64, as PromptOrder gives them. The visit stands in `samples`, without which a prompt would
+    be given the same responses in each epoch.
+    """
+    input_ids, attention_mask = padded(token_lists, pad_id, left=True)
+    return PromptBatch(input_ids=input_ids, attention_mask=attention_mask, indices=indices, samples=visits)
+
+
+def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
+    """Texts as one batch of prompts with the indices 0, 1, ...: for use from Python, without a data set.
+
+    visit: how often they were answered before. With the same number they are given the same responses again, as long as
+    the policy is the same.
+    """
+    indices = torch.arange(len(texts))
+    token_lists = [encode_prompt(tokenizer, text) for text in texts]
+    return collate_prompts(token_lists, indices, torch.full_like(indices, visit), tokenizer.pad_token_id)
