@@ -25,9 +25,8 @@ import torch
 from engine.algorithms import DIALECTS, get_dialect
 from engine.errors import UserError
 from training.reporting.compare_runs import evaluations
+from training.reporting.metrics_file import METRICS_FILE, read_metrics
 from training.reporting.run_record import RUN_FILE, read_run_record
-from training.reporting.sinks import METRICS_FILE
-from training.reporting.summary import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "dialects.md"

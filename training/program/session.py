@@ -12,10 +12,11 @@ from training.program.plan import Plan
 from training.program.saving import save_trained
 from training.reporting import views
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
+from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.reporting.plot import plot_curves
 from training.reporting.run_record import write_run_record
-from training.reporting.sinks import METRICS_FILE
 from training.reporting.step_metrics import distributions
-from training.reporting.summary import RunSummary, plot_curves, read_metrics, summary_text
+from training.reporting.summary import RunSummary, summary_text
 from training.restarts import checkpoint
 
 

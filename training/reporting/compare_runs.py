@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from engine.errors import UserError
-from training.reporting.sinks import METRICS_FILE
-from training.reporting.summary import read_metrics
+from training.reporting.metrics_file import METRICS_FILE, read_metrics
 
 COLUMNS = ("score", "kl", "response_length", "distinct_bigrams")
 

@@ -10,9 +10,6 @@ Every rank may hold a MetricWriter; on all but the main one it does nothing. `re
 when a run goes on from a checkpoint: what an earlier process logged beyond it is dropped, so no step counts twice.
 """
 
-import json
-import math
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,14 +17,12 @@ from pathlib import Path
 import torch
 
 from engine.distributed import is_main
-from engine.errors import UserError
+from training.reporting.metrics_file import METRICS_FILE, JsonlSink
 from training.reporting.progress import ProgressBar
 from training.reporting.sample_tables import MIN_WIDTH, samples_markdown, samples_table
 from training.reporting.tensorboard_sink import TensorBoardSink
 from training.reporting.views import PPO, View
 from training.reporting.wandb_sync import start_wandb
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class MetricWriter:
@@ -110,67 +105,3 @@ def run_name(output_dir: Path) -> str:
     """The run's name where several are compared: its folder's and the one's around it, which tell most runs apart."""
     folder = output_dir.resolve()
     return f"{folder.name} ({folder.parent.name})"
-
-
-class JsonlSink:
-    """One JSON object a line: `step`, `samples`, then the metrics. Each line is flushed: a killed run keeps its curves.
-
-    NaN and infinities are written as null, since JSON has no word for them and most readers refuse Python's.
-    """
-
-    def __init__(self, path: str | Path, *, resume_step: int | None = None):
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None:
-            truncate_after(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
-
-    def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
-        numbers = {name: float(value) for name, value in metrics.items()}
-        numbers = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self._file.write(json.dumps({"step": step, "samples": samples, **numbers}, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def read_lines(path: str | Path) -> list[tuple[str, dict]]:
-    """The lines of a metrics file, each with the object it holds.
-
-    A last line without its newline was being written when the run was killed, or is being written now: left out.
-
-    Raises:
-        UserError: a line is no JSON object with a step.
-    """
-    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: no JSON ({error}); remove the line") from error
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise UserError(f"{path}, line {number}: expected an object with a whole number as step; remove the line")
-        found.append((line, record))
-    return found
-
-
-def truncate_after(path: str | Path, step: int) -> None:
-    """Drop the lines of a metrics file whose step is greater than `step`; nothing to do where there is no file.
-
-    The kept lines are written to a second file that then takes the first one's place, so that a kill in between leaves
-    either the old file or the new one.
-    """
-    path = Path(path)
-    if not path.exists():
-        return
-    kept = [line for line, record in read_lines(path) if record["step"] <= step]
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from training.flags.rlhf_arguments import RLHFFlags
-from training.reporting import health as module
+from training.reporting import health as health_package
 from training.reporting.health import ALARM, FINE, LOOK, health
 
 STEPS = 40
@@ -215,6 +215,7 @@ def test_alarms_come_first():
 
 
 def test_every_flag_that_is_advised_exists():
-    advised = set(re.findall(r"--(\w+)", Path(module.__file__).read_text()))
+    files = Path(health_package.__file__).parent.glob("*.py")
+    advised = {flag for file in files for flag in re.findall(r"--(\w+)", file.read_text())}
     known = {field.name for field in dataclasses.fields(RLHFFlags)}
     assert len(advised) > 5 and advised <= known, advised - known

@@ -23,7 +23,13 @@ FAMILIES = {
     "eval/ema_{}": {f"eval/ema_{name}" for name in EVALUATED},
 }
 # They name metrics and write none.
-READERS = {"reporting/views.py", "reporting/summary.py", "reporting/health.py", "reporting/compare_runs.py"}
+READERS = {
+    "reporting/views.py",
+    "reporting/plot.py",
+    "reporting/summary.py",
+    "reporting/compare_runs.py",
+    *(f"reporting/health/{name}.py" for name in ("__init__", "optimization", "policy", "responses")),
+}
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 
 

@@ -11,8 +11,9 @@ import torch
 
 from engine.errors import UserError
 from tests.training.reporting.test_tensorboard_sink import events_in
-from training.reporting import sinks
-from training.reporting.sinks import JsonlSink, MetricWriter, read_lines, truncate_after
+from training.reporting import metrics_file, sinks
+from training.reporting.metrics_file import JsonlSink, read_lines, truncate_after
+from training.reporting.sinks import MetricWriter
 from training.reporting.wandb_sync import check_wandb
 
 
@@ -56,7 +57,7 @@ def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(sinks.os, "fsync", fail)
+    monkeypatch.setattr(metrics_file.os, "fsync", fail)
     with pytest.raises(OSError):
         truncate_after(path, 1)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from engine.errors import UserError
-from training.reporting import summary as report
+from training.reporting import plot
 from training.reporting.health import Finding
-from training.reporting.summary import RunSummary, plot_curves, read_metrics, smooth, summary_text
+from training.reporting.metrics_file import read_metrics
+from training.reporting.plot import plot_curves, smooth
+from training.reporting.summary import RunSummary, summary_text
 
 
 def _write(path: Path, *records: dict) -> Path:
@@ -205,7 +207,7 @@ def test_no_scatter_without_a_step_that_has_both(monkeypatch, tmp_path):
 
 
 def test_plot_of_a_whole_run_has_six_panels(monkeypatch, tmp_path):
-    metrics = {curve.metric for _, curves in report.PANELS for curve in curves}
+    metrics = {curve.metric for _, curves in plot.PANELS for curve in curves}
     rows = [{"step": step, "samples": 8 * step, **{name: float(step % 5) for name in metrics}} for step in range(40)]
     titles, curves, _ = _panels(monkeypatch, rows, tmp_path)
     assert titles == ["score", "KL to the reference", "score against KL", "response", "policy", "value"]

@@ -1,0 +1,150 @@
+"""Whether the optimizer steps do their work: finite numbers, moderate updates, a score that rises."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+
+from training.reporting.health.curves import FEWEST_STEPS, SHARE, column, having, mean, sustained
+from training.reporting.health.finding import ALARM, LOOK, Finding, at_steps
+
+CLIPPED = 0.3
+"""Share of tokens. The clip is for outliers, not for a third of all tokens."""
+APPROXKL_HIGH = 0.05
+"""(log ratio)^2 / 2 of 0.05 is a typical ratio of exp(0.32) = 1.37, well past the usual clip range of 0.2."""
+SPIKE = 10.0
+"""Times the median gradient norm. Clipping bounds such a step, but its direction is that of few samples."""
+SKIPPED = 0.05
+"""Share of steps without an update. fp16's loss scale is searched by overflowing: some at the start, few after."""
+NOISE = 2.0
+"""Standard errors by which the score must differ between start and end to count as changed."""
+FELL_BACK = 0.5
+"""Share of the highest rise in score that is lost again by the end."""
+
+
+def not_finite(rows: Sequence[Mapping]) -> Finding | None:
+    """NaN, which stands for anything that was not finite, in any metric."""
+    steps = [row["step"] for row in rows if not all(map(math.isfinite, row.values()))]
+    names = sorted({name for row in rows for name, value in row.items() if not math.isfinite(value)})
+    return (
+        None
+        if not names
+        else Finding(
+            ALARM,
+            f"not finite: {', '.join(names)}, {at_steps(steps)}. Lower the learning "
+            "rates; in fp16, use bf16 or fp32 if you can.",
+        )
+    )
+
+
+def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
+    """Start and end of the score, measured against its noise from step to step."""
+    present = having(rows, "objective/scores")
+    scores = column(present, "objective/scores")
+    if len(scores) < FEWEST_STEPS:
+        return None
+    window = max(2, int(SHARE * len(scores)))
+    noise = (fmean((b - a) ** 2 for a, b in itertools.pairwise(scores)) / 2) ** 0.5
+    error = NOISE * noise * (2 / window) ** 0.5
+    means = [fmean(scores[i : i + window]) for i in range(len(scores) - window + 1)]
+    first, highest, last = means[0], max(means), means[-1]
+    if last < first - error:
+        return Finding(
+            ALARM,
+            f"the score fell from {first:.3g} to {last:.3g}. Look at the KL penalty "
+            "(objective/non_score_reward) and at the clip fractions; lower the learning rates.",
+        )
+    if highest - last > max(FELL_BACK * (highest - first), 2 * error):
+        step = present[means.index(highest)]["step"]
+        return Finding(
+            ALARM,
+            f"the score rose from {first:.3g} to {highest:.3g} (step {step}) and fell back to "
+            f"{last:.3g}. Take an earlier restart point; lower --actor_learning_rate or raise "
+            "--kl_coef.",
+        )
+    if last <= first + error:
+        return Finding(
+            LOOK,
+            f"the score did not rise: {first:.3g} at the start, {last:.3g} at the end, with a noise "
+            f"of {noise:.2g} a step. Train longer, raise --actor_learning_rate, lower --kl_coef, or "
+            "make each step larger.",
+        )
+    return None
+
+
+def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
+    """The critic does not help."""
+    late = mean(rows, "value/explained_variance", 0.75, 1.0)
+    if late is None or late > 0:
+        return None
+    return Finding(
+        LOOK,
+        f"explained variance of the value was {late:.2g} over the last quarter: the critic does no "
+        "better than a constant. Raise --critic_learning_rate or --critic_warmup_steps, and look "
+        "whether value/clipfrac is high.",
+    )
+
+
+def too_much_clipped(rows: Sequence[Mapping]) -> Finding | None:
+    """Updates so large that the clip decides what is learned."""
+    return sustained(
+        rows,
+        "policy/clipfrac",
+        CLIPPED,
+        lambda value, steps: Finding(
+            LOOK,
+            f"the policy's clip fraction was {value:.2g} around {steps}: updates are too large. Lower "
+            "--actor_learning_rate or --ppo_epochs.",
+        ),
+    )
+
+
+def updates_too_far(rows: Sequence[Mapping]) -> Finding | None:
+    """Updates that move the policy far from the one that sampled."""
+    return sustained(
+        rows,
+        "policy/approxkl",
+        APPROXKL_HIGH,
+        lambda value, steps: Finding(
+            LOOK,
+            f"approximate KL of the updates was {value:.2g} around {steps}: the policy moved far from the one that "
+            "had sampled. Lower --actor_learning_rate or --ppo_epochs.",
+        ),
+    )
+
+
+def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
+    """Single steps whose gradient stands out."""
+    found = []
+    for name in ("policy/grad_norm", "value/grad_norm"):
+        norms = column(rows, name)
+        usual = median(norms) if norms else 0.0
+        steps = [row["step"] for row in rows if row.get(name, 0.0) > SPIKE * usual]
+        if usual and steps:
+            found.append(
+                f"{name} was up to {max(norms) / usual:.3g} times its median of {usual:.2g}, {at_steps(steps)}"
+            )
+    if not found:
+        return None
+    return Finding(
+        LOOK,
+        f"{'; '.join(found)}. Look at these steps' scores and lengths; lower --max_grad_norm or the "
+        "learning rate, or clip scores (--score_clip).",
+    )
+
+
+def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
+    """Steps none of whose updates were made: a loss, and no gradient norm."""
+    trained = [row for row in rows if "policy/loss" in row or "value/loss" in row]
+    steps = [
+        row["step"]
+        for row in trained
+        if any(f"{name}/loss" in row and f"{name}/grad_norm" not in row for name in ("policy", "value"))
+    ]
+    if len(steps) <= SKIPPED * len(trained):
+        return None
+    return Finding(
+        ALARM if steps[-1] == trained[-1]["step"] else LOOK,
+        f"{len(steps)} of {len(trained)} steps made no update, since gradients overflowed, {at_steps(steps)}. "
+        "Use bf16 or fp32 if you can; in fp16 look whether the loss scale recovers.",
+    )

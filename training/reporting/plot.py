@@ -1,0 +1,190 @@
+"""The picture of a run's curves, drawn from its metrics.jsonl alone: also of a run that was killed or still goes on.
+
+    plot_curves(output_dir / "metrics.jsonl", output_dir / "curves.png")
+
+The panels are one table, PANELS; what a run did not log is left out of it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from engine.errors import UserError
+from training.reporting.metrics_file import read_metrics
+
+SMOOTH_FROM = 24
+"""Curves with at least this many points are drawn faintly, with a running mean over them; shorter ones with dots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One metric of a panel. `dots`: measured now and then, never smoothed; `right`: on the right-hand axis."""
+
+    metric: str
+    label: str
+    color: str
+    dots: bool = False
+    right: bool = False
+
+
+BLUE, ORANGE, GREEN, RED, PURPLE = "#2f6db5", "#e07b1a", "#2e9257", "#c23b3b", "#7d55b0"
+
+PANELS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
+    (
+        "score",
+        (
+            Curve(metric="objective/scores", label="training prompts", color=BLUE),
+            Curve(metric="eval/score", label="held out", color=ORANGE, dots=True),
+            Curve(metric="eval/ema_score", label="held out, EMA", color=GREEN, dots=True),
+        ),
+    ),
+    (
+        "KL to the reference",
+        (
+            Curve(metric="objective/kl", label="training prompts", color=BLUE),
+            Curve(metric="eval/kl", label="held out", color=ORANGE, dots=True),
+            Curve(metric="eval/ema_kl", label="held out, EMA", color=GREEN, dots=True),
+            Curve(metric="objective/kl_coef", label="coefficient", color=PURPLE, right=True),
+        ),
+    ),
+    (
+        "response",
+        (
+            Curve(metric="rollout/response_length", label="length (tokens)", color=BLUE),
+            Curve(metric="rollout/eos_rate", label="EOS rate", color=ORANGE, right=True),
+        ),
+    ),
+    (
+        "policy",
+        (
+            Curve(metric="policy/loss", label="loss", color=BLUE),
+            Curve(metric="policy/clipfrac", label="clip fraction", color=ORANGE, right=True),
+            Curve(metric="policy/approxkl", label="approximate KL", color=GREEN, right=True),
+        ),
+    ),
+    (
+        "value",
+        (
+            Curve(metric="value/loss", label="loss", color=BLUE),
+            Curve(metric="value/explained_variance", label="explained variance", color=ORANGE, right=True),
+        ),
+    ),
+)
+SCATTER = ("objective/kl", "objective/scores")
+SCATTER_PLACE = 2
+"""The place of the score-against-KL panel in the grid, after score and KL."""
+
+
+def plot_curves(metrics_path: str | Path, png_path: str | Path) -> None:
+    """Draw the curves of a run, over the responses it had seen, into a PNG.
+
+    Raises:
+        UserError: the file is missing, or holds none of the metrics that are drawn.
+    """
+    # Without pyplot, so no window and no global state; imported here to spare every rank a second at its start.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = read_metrics(metrics_path)
+    drawers = [(title, _draw_curves, curves) for title, curves in PANELS if any(_has(rows, c.metric) for c in curves)]
+    if _has(rows, *SCATTER):
+        drawers.insert(SCATTER_PLACE, ("score against KL", _draw_scatter, SCATTER))
+    if not drawers:
+        raise UserError(f"{metrics_path}: holds no metrics to draw; has the run finished a step?")
+    figure = Figure(figsize=(15, 8), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
+    grid = figure.subplots(2, 3).flatten()
+    for axes, (title, draw, what) in zip(grid, drawers):
+        axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=22)
+        axes.grid(True, color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.tick_params(labelsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        draw(axes, rows, what)
+    for axes in grid[len(drawers) :]:
+        axes.set_axis_off()
+    figure.savefig(str(png_path), dpi=110)
+
+
+def _has(rows: Sequence[Mapping], *metrics: str) -> bool:
+    """Whether all of `metrics` are finite in at least one row."""
+    return any(all(math.isfinite(row.get(metric, math.nan)) for metric in metrics) for row in rows)
+
+
+def _series(rows: Sequence[Mapping], *metrics: str) -> list[np.ndarray]:
+    """The columns of `metrics` for the rows where all of them are finite."""
+    table = [[row.get(metric, math.nan) for metric in metrics] for row in rows]
+    table = np.array([line for line in table if all(map(math.isfinite, line))], dtype=float)
+    return list(table.T)
+
+
+def _draw_curves(axes, rows: Sequence[Mapping], curves: Sequence[Curve]) -> None:
+    present = [curve for curve in curves if _has(rows, curve.metric)]
+    right = axes.twinx() if any(c.right for c in present) and not all(c.right for c in present) else axes
+    handles = []
+    for curve in present:
+        x, y = _series(rows, "samples", curve.metric)
+        target = right if curve.right else axes
+        few = curve.dots or len(y) < SMOOTH_FROM
+        if not few:
+            target.plot(x, y, color=curve.color, linewidth=0.8, alpha=0.3)
+            y = smooth(y)
+        handles += target.plot(
+            x,
+            y,
+            "o-" if few else "-",
+            color=curve.color,
+            label=curve.label,
+            markersize=4,
+            linewidth=1.2 if few else 1.8,
+        )
+    axes.set_xlabel("responses", fontsize=9)
+    if right is not axes:
+        right.spines["top"].set_visible(False)
+        right.tick_params(labelsize=9)
+        left_curves = [curve for curve in present if not curve.right]
+        _label_axis(axes, left_curves if len(left_curves) == 1 else [])
+        _label_axis(right, [curve for curve in present if curve.right])
+    axes.margins(y=0.1)
+    axes.legend(
+        handles=handles,
+        fontsize=8.5,
+        frameon=False,
+        ncols=4,
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 0.995),
+        borderaxespad=0.2,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
+
+
+def _label_axis(axes, curves: Sequence[Curve]) -> None:
+    """Name what an axis measures, in the curve's colour where it is only one."""
+    axes.set_ylabel(
+        ", ".join(curve.label for curve in curves), fontsize=9, color=curves[0].color if len(curves) == 1 else "black"
+    )
+
+
+def _draw_scatter(axes, rows: Sequence[Mapping], metrics: tuple[str, str]) -> None:
+    """One dot a step: how much score the policy bought with its distance from the reference, and when."""
+    from matplotlib.ticker import MaxNLocator
+
+    step, kl, score = _series(rows, "step", *metrics)
+    dots = axes.scatter(kl, score, c=step, cmap="viridis", s=22, alpha=0.85, linewidths=0)
+    axes.set_xlabel("KL to the reference", fontsize=9)
+    axes.set_ylabel("score", fontsize=9)
+    bar = axes.figure.colorbar(dots, cax=axes.inset_axes([1.02, 0.0, 0.035, 1.0]), ticks=MaxNLocator(integer=True))
+    bar.set_label("step", fontsize=9)
+    bar.ax.tick_params(labelsize=9)
+    bar.outline.set_visible(False)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """The centred running mean over a tenth of the values; at the ends over those that exist, nothing is invented."""
+    half = len(values) // 20
+    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
