@@ -2,7 +2,7 @@
 
     deepspeed --num_gpus 8 training/step1_sft.py --model_name_or_path base --data_path sft.jsonl --output_dir out/sft
 
-Rows hold `text`, or a prompt and a response (docs/data.md has all forms); then the loss covers the response only,
+Records hold `text`, or a prompt and a response (docs/data.md has all forms); then the loss covers the response only,
 unless --loss_on all.
 """
 

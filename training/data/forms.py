@@ -107,7 +107,7 @@ def check_text(where: str, column: str, value: object, may_be_blank: bool = Fals
     elif "\0" in value:
         problem = f"found a NUL character in {shortened(value)}; needed a text without it"
     elif re.search("[\ud800-\udfff]", value):
-        problem = f"found half a surrogate pair in {shortened(value)}; needed whole characters"
+        problem = f"found half a surrogate pair in {shortened(value)}; needed complete characters"
     if problem:
         raise UserError(f"{where}, column {column}: {problem}. Mend the record or take it out.")
 
@@ -133,8 +133,8 @@ def _split_dialogues(where: str, record: dict) -> dict[str, str]:
 def _with_messages(record: dict) -> dict:
     """The record with messages on both sides where one side has them.
 
-    A text beside messages is what the user, or as an answer the assistant, says. Where answers are whole dialogues,
-    which hold the prompt, a prompt given as text is left out.
+    A text beside messages becomes one message: a prompt the user's, an answer the assistant's. Where the answers are
+    dialogues from their beginning, which hold the prompt, a prompt given as text is left out.
     """
     listed = [record[name] for name in ANSWERS if isinstance(record.get(name), list)]
     if listed and isinstance(record.get("prompt"), str):

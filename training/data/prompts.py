@@ -20,7 +20,7 @@ from engine.errors import UserError
 from engine.experience import PromptBatch
 from training.data.cache import IDS, cached_table, count_of, ids_at, table_of
 from training.data.padding import padded
-from training.data.tokens import TextEncoder, encode_prompt
+from training.data.tokens import TextEncoder
 
 
 class Prompts(Sequence):
@@ -121,6 +121,6 @@ def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
     visit: how often they were answered before. With the same number they are given the same responses again, as long as
     the policy is the same.
     """
-    indices = torch.arange(len(texts))
-    token_lists = [encode_prompt(tokenizer, text) for text in texts]
+    indices, encoder = torch.arange(len(texts)), TextEncoder(tokenizer)
+    token_lists = [encoder.prompt(text) for text in texts]
     return collate_prompts(token_lists, indices, torch.full_like(indices, visit), tokenizer.pad_token_id)

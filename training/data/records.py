@@ -236,7 +236,7 @@ def shortened(text: str, limit: int = 60) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """A parser's complaint in one short piece."""
+    """A parser's complaint, shortened."""
     if isinstance(error, RecursionError):
         return "brackets within brackets, too deep"
     if isinstance(error, json.JSONDecodeError):

@@ -20,6 +20,7 @@ from training.data.forms import Form, alternatives
 from training.data.records import Records
 from training.data.sources import Source, open_source
 
+EMPTY = np.empty((0, 2), np.int64)  # no places
 DIVIDE, DRAW, LIMIT = 1, 2, 3  # what the seed is used for, so that no two draws are the same
 
 
@@ -82,7 +83,7 @@ def load_rows(
     held_out_flag: what messages call `held_out`. undivided: data sets beside data_path that `split` does not divide.
     config_name: which configuration of data_path's sets on the Hub.
     tokenizer: whose chat template makes texts of messages.
-    Raises UserError for data sets that cannot be read, and for choices that leave no rows.
+    Raises UserError for data sets that cannot be read, and for flags that leave no rows.
     """
     divided, eval_paths = _listed(data_path), _listed(eval_data_path)
     proportions = parse_split(split)
@@ -112,9 +113,6 @@ def load_rows(
         apart = []
     training = [weighted(part, factor, seed, path) for part, factor, path in zip(parts, factors, paths)]
     return mixture.rows(training), mixture.rows([_limited(np.concatenate([EMPTY, *apart]), eval_limit, seed)])
-
-
-EMPTY = np.empty((0, 2), np.int64)
 
 
 class _Mixture:

@@ -1,7 +1,7 @@
 """How texts become token ids, and which ids end a response: the same in steps 1, 2 and 3.
 
-A prompt has the same ids in all steps, whatever follows it: those that the actor will be given in step 3. A response is
-tokenised as what follows its prompt, so that the SFT and the reward model learn on the ids that the actor will sample.
+A prompt has the same ids in all steps, whatever follows it: those that the actor is given in step 3. A response is
+tokenised as the continuation of its prompt, so that SFT and reward model learn on ids that the actor can sample.
 `tokenizer` is a Hugging Face tokenizer throughout.
 """
 
@@ -9,7 +9,11 @@ from engine.errors import UserError
 
 
 class TextEncoder:
-    """Texts to ids with one tokenizer; what has to be found out about the tokenizer is found out once."""
+    """Texts to ids with one tokenizer; what has to be tried out about the tokenizer is tried once.
+
+    opening: the ids that a sequence begins with (`opening_tokens`). end_of_turn: the id with which the chat template
+    ends an answer, or None.
+    """
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -17,63 +21,54 @@ class TextEncoder:
         self.end_of_turn = _end_of_turn(tokenizer)
 
     def prompt(self, text: str) -> list[int]:
-        """encode_prompt."""
+        """The ids of a text that begins a sequence: the opening tokens, once, and the text.
+
+        A text that spells its BOS out, as texts made with a chat template do, gets no second one.
+        """
         ids = _encode(self.tokenizer, text)
         return ids if ids[: len(self.opening)] == self.opening else self.opening + ids
+
+    def continuation(self, prompt: str, text: str) -> list[int]:
+        """The ids of `text` where it follows `prompt`, so that the ids of both spell prompt + text.
+
+        A SentencePiece tokenizer puts a space before whatever it is given. So `text` is encoded together with the
+        prompt, whose ids are then cut off. Where a token would span the border ("Review : " + "the" has the one token
+        " the"), the prompt's ids win, because step 3 generates from them: a newline takes the prompt's place, and where
+        that merges too, `text` is encoded alone.
+        """
+        for before in (prompt, "\n", ""):
+            head, both = _encode(self.tokenizer, before), _encode(self.tokenizer, before + text)
+            if both[: len(head)] == head:
+                break
+        return both[len(head) :]
 
     def answered(self, prompt: str, answer: str) -> tuple[list[int], int]:
         """The ids of prompt + answer + EOS, and the number of those that are the prompt's."""
         prompt_ids = self.prompt(prompt)
-        return self.ended(prompt_ids + encode_continuation(self.tokenizer, prompt, answer)), len(prompt_ids)
+        return self.ended(prompt_ids + self.continuation(prompt, answer)), len(prompt_ids)
 
     def ended(self, ids: list[int]) -> list[int]:
-        """with_eos; what ends as the chat template ends a turn has ended, for step 3 stops there too."""
-        return ids if ids and ids[-1] == self.end_of_turn else with_eos(self.tokenizer, ids)
+        """`ids` and EOS, unless they end with it, or with the end of a turn, at which step 3 stops too."""
+        eos = self.tokenizer.eos_token_id
+        if ids and ids[-1] == self.end_of_turn:
+            return ids
+        if eos is None:
+            raise UserError(
+                f"the tokenizer of {self.tokenizer.name_or_path or 'the model'} has no EOS token, so no text can be "
+                "shown to end; set eos_token in its tokenizer_config.json."
+            )
+        return ids if ids and ids[-1] == eos else ids + [eos]
 
 
 def opening_tokens(tokenizer) -> list[int]:
     """The special tokens that the tokenizer itself puts before a text, such as BOS; often none.
 
-    Seen by trying, because the settings that lead to them have other names in each family of tokenizers. Tokens that it
-    puts behind a text (EOS, SEP) are no part of this: the data sets decide where a text ends.
+    Found by trying, because each family of tokenizers has other settings for them. Tokens that it puts behind a text
+    (EOS, SEP) are not among them: the examples decide where a text ends.
     """
     added, bare = tokenizer("x")["input_ids"], _encode(tokenizer, "x")
     start = next(start for start in range(len(added) + 1) if added[start : start + len(bare)] == bare)
     return added[:start]
-
-
-def encode_prompt(tokenizer, text: str) -> list[int]:
-    """The ids of a text that begins a sequence: the opening tokens, once, and the text.
-
-    A text that spells its BOS out, as texts made with a chat template do, gets no second one.
-    """
-    return TextEncoder(tokenizer).prompt(text)
-
-
-def encode_continuation(tokenizer, prompt: str, text: str) -> list[int]:
-    """The ids of `text` where it follows `prompt`, so that encode_prompt(prompt) + these spell prompt + text.
-
-    A SentencePiece tokenizer puts a space before whatever it is given, so `text` is encoded behind something, whose ids
-    are then cut off: behind the prompt, which makes the whole equal to the encoding of prompt + text. Where a token
-    would span the border ("Review : " + "the" has the one token " the"), the prompt's ids win, because they are what
-    step 3 generates from; then a newline stands in for the prompt. Where that merges too, `text` is encoded alone.
-    """
-    for before in (prompt, "\n", ""):
-        head, whole = _encode(tokenizer, before), _encode(tokenizer, before + text)
-        if whole[: len(head)] == head:
-            break
-    return whole[len(head) :]
-
-
-def with_eos(tokenizer, ids: list[int]) -> list[int]:
-    """`ids` and the EOS token, which a text that spells it out has already."""
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise UserError(
-            f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no EOS token, so no text can be "
-            "shown to end; set eos_token in its tokenizer_config.json."
-        )
-    return ids if ids and ids[-1] == eos else ids + [eos]
 
 
 def stop_token_ids(tokenizer, generation_config, model_config) -> list[int]:
@@ -113,5 +108,5 @@ def _end_of_turn(tokenizer) -> int | None:
 
 
 def _encode(tokenizer, text: str) -> list[int]:
-    """The ids of the text alone; not verbose, because what is too long is cut and counted by the data sets."""
+    """The ids of the text alone; not verbose, because texts that are too long are cut and counted later."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

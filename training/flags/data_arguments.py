@@ -12,7 +12,7 @@ from training.flags.arguments import REQUIRED, RunFlags, flag
 
 @dataclass(kw_only=True)
 class DataFlags(RunFlags):
-    """Where rows come from, how often each data set is seen, and which part of it."""
+    """Which data sets are read, how often each is seen in a pass, and which part of it this step reads."""
 
     phase: ClassVar[int]  # the step: 1, 2 or 3
 
@@ -44,7 +44,7 @@ class DataFlags(RunFlags):
         return None if self.dry_run else cache_folder(self.data_output_path)
 
     def load_rows(self, form: Form, tokenizer, **held_out) -> tuple[Rows, Rows]:
-        """(training rows, held-out rows) of this step; `held_out` as load_rows of training.data.rows.py has it.
+        """(training rows, held-out rows) of this step; `held_out` as load_rows of training/data/rows.py has it.
 
         Raises: UserError for a data set that is not there or cannot be read.
         """

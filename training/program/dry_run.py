@@ -95,7 +95,7 @@ def _listed(value: str | list[str] | None) -> list[str]:
 def opened(data: Sequence[str], unseen: Sequence[str]) -> list[str]:
     """A line for each data set that is here; raises UserError for one that is not what it should be."""
     sources = [open_source(path) for path in dict.fromkeys(data) if path not in unseen]
-    return [f"data {source.name}: {sum(map(len, source.training))} rows" for source in sources]
+    return [f"data {source.name}: {sum(map(len, source.training))} records" for source in sources]
 
 
 def unseen_models(args, *paths: str | None) -> list[str]:

@@ -15,7 +15,7 @@ import re
 from functools import cache
 
 # One symbol a line, its equally likely alternatives between bars. A symbol with a sign has one line per sentiment.
-# `<x>` keeps the sentiment of the text around it and `<~x>` turns it over. There is no recursion, and but for the
+# `<x>` keeps the sentiment of the text it stands in and `<~x>` turns it over. There is no recursion, and but for the
 # sentiment every choice depends on its neighbours only: a small model can learn it.
 GRAMMAR = """
 prompt     = Review : <viewer> <watched> <this> <genre> | Review : <viewer> <watched> <this> <origin> <genre>

@@ -3,8 +3,8 @@
     python -m training.toy.model --data data/sft.jsonl data/pairs.jsonl --output_dir data/base
 
 A word is one token together with the space before it, so that a response of the built-in corpus is about 15 tokens,
-any text of known words comes back exactly, and the tokens of a prompt and of its response stand side by side in the
-tokens of the whole. Real models come with their own tokenizer; this file is for a run that downloads nothing.
+any text of known words comes back exactly, and prompt + response has the tokens of the prompt and then those of the
+response. Real models come with their own tokenizer; this file is for a run that downloads nothing.
 """
 
 import argparse
@@ -36,8 +36,8 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
 def train_tokenizer(texts: Iterable[str]):
     """A `PreTrainedTokenizerFast` whose tokens are the words of `texts`, each with the space before it.
 
-    It adds no special tokens of its own: where a text begins and ends is for the trainer to say, and a BOS in the
-    middle of prompt + response would break the equality of their tokens with those of the whole.
+    It adds no special tokens of its own: where a text begins and ends is for the trainer to say, and with a BOS before
+    the response, prompt + response would no longer have the tokens of the two.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -28,7 +28,7 @@ SAMPLES = Form("sample", (("prompt", "response"),), lambda record, texts: texts,
 
 @dataclass(frozen=True, slots=True)
 class Review:
-    """A text of the grammar: `prompt + response` is the whole of it, and the response begins with a space."""
+    """A text of the grammar: its words are `prompt + response`, and the response begins with a space."""
 
     prompt: str
     response: str

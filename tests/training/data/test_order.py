@@ -49,17 +49,17 @@ def test_a_batch_larger_than_the_data_is_refused():
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_global_batches_do_not_depend_on_the_number_of_ranks(world):
-    whole = epoch_permutation(11, 3, 1).tolist()
+    epoch = epoch_permutation(11, 3, 1).tolist()
     ranks = [epoch_batches(11, 4 // world, epoch=1, seed=3, rank=rank, world=world) for rank in range(world)]
-    assert [sum((batches[b] for batches in ranks), []) for b in range(2)] == [whole[:4], whole[4:8]]
+    assert [sum((batches[b] for batches in ranks), []) for b in range(2)] == [epoch[:4], epoch[4:8]]
     assert all([len(batch) for batch in batches] == [4 // world] * 2 for batches in ranks)
 
 
 def test_the_last_batch_may_be_short_but_all_ranks_have_it():
-    whole = epoch_permutation(11, 3, 1).tolist()
+    epoch = epoch_permutation(11, 3, 1).tolist()
     ranks = [epoch_batches(11, 1, epoch=1, seed=3, rank=rank, world=4, drop_last=False) for rank in range(4)]
     assert [len(batches) for batches in ranks] == [3] * 4
-    assert sum((batches[2] for batches in ranks), []) == whole[8:]
+    assert sum((batches[2] for batches in ranks), []) == epoch[8:]
     alone = epoch_batches(3, 4, epoch=0, seed=0, rank=0, world=1, drop_last=False)
     assert alone == [epoch_permutation(3, 0, 0).tolist()]
 

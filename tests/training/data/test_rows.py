@@ -169,11 +169,11 @@ def test_rows_are_checked_when_they_are_read(tmp_path):
 
 
 def test_sets_that_are_not_divided(data, tmp_path):
-    for name, start in (("divided", 0), ("whole", 100)):
+    for name, start in (("divided", 0), ("undivided", 100)):
         data(f"{name}/train.jsonl", 10, start)
         data(f"{name}/test.jsonl", 4, start + 50)
     training, held_out = load(
-        str(tmp_path / "divided"), undivided=[str(tmp_path / "whole")], split="1,0,1", held_out=0.5
+        str(tmp_path / "divided"), undivided=[str(tmp_path / "undivided")], split="1,0,1", held_out=0.5
     )
     assert len(training) == 15 and training[5:] == list(range(100, 110))
     assert len(held_out) == 6 and held_out[2:] == list(range(150, 154))

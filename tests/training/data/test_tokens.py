@@ -12,11 +12,8 @@ from tests.training.data.tiny_tokenizers import BOS, EOS, chat_tokenizer, mergin
 from training.data.forms import PAIRS
 from training.data.tokens import (
     TextEncoder,
-    encode_continuation,
-    encode_prompt,
     opening_tokens,
     stop_token_ids,
-    with_eos,
 )
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
@@ -38,20 +35,20 @@ def sentencepiece():
 def test_a_prompt_opens_as_the_tokenizer_has_it_and_never_closes(before, after, opening):
     tokenizer = word_tokenizer(before, after)
     assert opening_tokens(tokenizer) == opening
-    assert encode_prompt(tokenizer, "a b") == opening + [10, 11]
-    assert encode_prompt(tokenizer, "") == opening
-    assert encode_continuation(tokenizer, "a", " b") == [11]
+    assert TextEncoder(tokenizer).prompt("a b") == opening + [10, 11]
+    assert TextEncoder(tokenizer).prompt("") == opening
+    assert TextEncoder(tokenizer).continuation("a", " b") == [11]
 
 
 def test_a_bos_that_is_spelled_out_is_not_doubled():
-    assert encode_prompt(word_tokenizer("<s>"), "<s> a") == [BOS, 10]
+    assert TextEncoder(word_tokenizer("<s>")).prompt("<s> a") == [BOS, 10]
 
 
 def test_eos_is_added_once():
-    assert with_eos(word_tokenizer(), [10]) == [10, EOS]
-    assert with_eos(word_tokenizer(), [10, EOS]) == [10, EOS]
+    assert TextEncoder(word_tokenizer()).ended([10]) == [10, EOS]
+    assert TextEncoder(word_tokenizer()).ended([10, EOS]) == [10, EOS]
     with pytest.raises(UserError, match="has no EOS token"):
-        with_eos(word_tokenizer(eos_token=None), [10])
+        TextEncoder(word_tokenizer(eos_token=None)).ended([10])
 
 
 @pytest.mark.parametrize(
@@ -64,15 +61,16 @@ def test_eos_is_added_once():
     ],
 )
 def test_a_continuation_keeps_the_ids_of_its_prompt(prompt, text, ids):
-    assert encode_continuation(merging_tokenizer(), prompt, text) == ids
+    assert TextEncoder(merging_tokenizer()).continuation(prompt, text) == ids
 
 
 def test_a_continuation_gets_no_space_from_sentencepiece(sentencepiece):
+    encoder = TextEncoder(sentencepiece)
     the, space, _t, _h, _e = sentencepiece.convert_tokens_to_ids(["▁the", "▁", "t", "h", "e"])
-    assert encode_continuation(sentencepiece, "Review :", " the") == [the]
+    assert encoder.continuation("Review :", " the") == [the]
     # "Review : the" would merge the space into "the"; encoded alone, "the" would be given a second space.
-    assert encode_prompt(sentencepiece, "Review : ")[-1] == space
-    ids = encode_prompt(sentencepiece, "Review : ") + encode_continuation(sentencepiece, "Review : ", "the")
+    assert encoder.prompt("Review : ")[-1] == space
+    ids = encoder.prompt("Review : ") + encoder.continuation("Review : ", "the")
     assert the not in ids
     assert sentencepiece.decode(ids, skip_special_tokens=True) == "Review : the"
 
@@ -81,10 +79,11 @@ def test_real_answers_are_tokenised_as_parts_of_the_whole(sentencepiece):
     path = SHARED / "data" / "reviews" / "pairs.jsonl"
     if not path.exists():
         pytest.skip("no preference pairs at ../shared/data/reviews")
+    encoder = TextEncoder(sentencepiece)
     for row in rows_of(path, PAIRS)[:100]:
         prompt, answer = row["prompt"], row["chosen"]
-        parts = encode_prompt(sentencepiece, prompt) + encode_continuation(sentencepiece, prompt, answer)
-        assert parts == encode_prompt(sentencepiece, prompt + answer)
+        parts = encoder.prompt(prompt) + encoder.continuation(prompt, answer)
+        assert parts == encoder.prompt(prompt + answer)
 
 
 def test_an_answer_that_ends_its_turn_has_ended():

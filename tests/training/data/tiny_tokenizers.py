@@ -8,13 +8,13 @@ SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_t
 
 
 def word_tokenizer(before: str = "", after: str = "", **special) -> PreTrainedTokenizerFast:
-    """A word a token: "a" is 10, "b" 11, ... "z" 35. `before` and `after` are what it puts around a text by itself."""
+    """A word a token: "a" is 10, "b" 11, ... "z" 35. `before` and `after` are what it adds to a text by itself."""
     vocabulary = {"<pad>": PAD, "<s>": BOS, "</s>": EOS, "<unk>": UNK}
     vocabulary |= {letter: 10 + number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    around = [(token, vocabulary[token]) for token in (before, after) if token]
-    tokenizer.post_processor = processors.TemplateProcessing(f"{before} $A {after}".strip(), special_tokens=around)
+    added = [(token, vocabulary[token]) for token in (before, after) if token]
+    tokenizer.post_processor = processors.TemplateProcessing(f"{before} $A {after}".strip(), special_tokens=added)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **(SPECIAL | special))
 
 
