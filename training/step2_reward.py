@@ -3,9 +3,9 @@
     deepspeed --num_gpus 8 training/step2_reward.py --model_name_or_path out/sft --data_path pairs.jsonl \\
         --output_dir out/reward
 
-Records hold `prompt`, `chosen`, `rejected` (docs/data.md has all forms). After training, scores are normalised to mean 0
-and variance 1 on responses that the SFT model samples. What is saved opens with AutoModelForSequenceClassification; its
-score plus `score_offset` of config.json is ours.
+Records hold `prompt`, `chosen` and `rejected` (docs/data.md has all forms). After training, scores are normalised to
+mean 0 and variance 1 on responses that the SFT model samples. What is saved opens with
+AutoModelForSequenceClassification; its score plus `score_offset` of config.json is ours.
 """
 
 from dataclasses import dataclass
