@@ -7,8 +7,6 @@ unless --loss_on all.
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 from engine import distributed
 from engine.algo.masked import masked_sum
@@ -19,26 +17,14 @@ from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import wrap_trained
 from training.data.forms import SFT
 from training.data.sft_examples import SFTBatch, SFTExamples, collate_sft
-from training.flags.arguments import flag
+from training.flags.supervised_arguments import SFTFlags
 from training.program import dry_run
 from training.program.model_files import check_positions
 from training.program.saving import save_trained
 from training.program.startup import agreed, check_run, checked, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
-from training.supervised import SupervisedFlags, SupervisedTrainer
-
-
-@dataclass(kw_only=True)
-class SFTFlags(SupervisedFlags):
-    """Step 1."""
-
-    phase: ClassVar[int] = 1
-
-    sft_only_data_path: list[str] = flag(
-        [], "data sets that no other step reads: --data_split does not divide them", group="step 1"
-    )
-    loss_on: str = flag("response", "which tokens of prompt + response are learned", choices=("response", "all"))
+from training.supervised import SupervisedTrainer
 
 
 def main(args: SFTFlags) -> None:
@@ -50,7 +36,7 @@ def main(args: SFTFlags) -> None:
     tokenizer, examples, held_out = agreed(lambda: load_examples(args))
     ds_config = args.ds_settings()
     module = load_policy(args.model_name_or_path, DTYPES[args.dtype], ds_config, "--model_name_or_path", args.dropout)
-    model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
+    model = wrap_trained(module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing)
 
     def negative_log_likelihood(batch: SFTBatch):
         logprobs, _ = model(

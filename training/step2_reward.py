@@ -8,17 +8,13 @@ mean 0 and variance 1 on responses that the SFT model samples. What is saved ope
 AutoModelForSequenceClassification; its score plus `score_offset` of config.json is ours.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
 from engine import distributed
 from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
 from engine.algo.masked import mean_and_variance, moments
-from engine.algorithms import Dialect
-from engine.errors import RunStopped, UserError
+from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.models.checking import check_policy, check_trunk, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, new_scorer
@@ -32,74 +28,14 @@ from training.data.order import epoch_permutation
 from training.data.pair_examples import PairBatch, PairExamples, collate_pairs
 from training.data.prompts import Prompts, collate_prompts
 from training.data.rows import load_rows
-from training.flags.arguments import flag
+from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
 from training.program.model_files import check_positions, generation_stops
 from training.program.saving import save_trained
 from training.program.startup import agreed, check_run, checked, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
-from training.supervised import SupervisedFlags, SupervisedTrainer
-
-
-@dataclass(kw_only=True)
-class RewardFlags(SupervisedFlags):
-    """Step 2."""
-
-    phase: ClassVar[int] = 2
-
-    pairwise_loss: str = flag(
-        "last_token",
-        "compare the last tokens' scores, or every token's from the first that differs (DeepSpeed-Chat)",
-        choices=("last_token", "from_difference"),
-        group="step 2",
-    )
-    sft_model_name_or_path: str | None = flag(
-        None, "whose responses are scored 0 on average, with variance 1; by default --model_name_or_path"
-    )
-    normalization_data_path: list[str] = flag([], "prompts for these responses; by default those of --data_path")
-    normalization_samples: int = flag(512, "how many such responses; 0 for no normalisation")
-    normalize_before: bool = flag(
-        False,
-        "also scale the new head before training, so that these scores begin with variance 1 (lm-human-preferences)",
-    )
-    max_prompt_seq_len: int = flag(256, "longest prompt of these responses, in tokens")
-    max_answer_seq_len: int = flag(256, "longest of these responses, in tokens; use step 3's")
-    temperature: float = flag(Dialect().temperature, "of sampling them")
-
-    def validate(self) -> None:
-        """Raise UserError for values that cannot work."""
-        SupervisedFlags.validate(self)
-        self.at_least(0, "normalization_samples")
-        self.at_least(1, "max_prompt_seq_len", "max_answer_seq_len")
-        self.above(0, "temperature")
-        self.finite("temperature")
-        if self.normalize_before and not self.normalization_samples:
-            raise UserError(
-                "--normalize_before with --normalization_samples 0: there are no responses to be scored. "
-                "Give 2 or more, or leave --normalize_before out."
-            )
-
-    @property
-    def sft_path(self) -> str:
-        """The model whose responses normalise the scores."""
-        return self.sft_model_name_or_path or self.model_name_or_path
-
-    def sft_choice(self) -> EngineConfig:
-        """Its engine: partitioned where the reward model is."""
-        return EngineConfig("reference", 3 if self.choice().stage == 3 else 0)
-
-    def normalization_prompts(self, tokenizer) -> Prompts:
-        """The prompts whose responses normalise the scores; raises UserError with file and line."""
-        rows, _ = load_rows(
-            self.normalization_data_path or self.data_path,
-            PROMPTS,
-            tokenizer,
-            phase=self.phase,
-            seed=self.seed,
-            split=None if self.normalization_data_path else self.data_split,
-        )
-        return Prompts(rows, tokenizer, self.max_prompt_seq_len, cache=self.cache)
+from training.supervised import SupervisedTrainer
 
 
 def main(args: RewardFlags) -> None:
@@ -121,7 +57,7 @@ def main(args: RewardFlags) -> None:
         args.dropout,
         starting_scale(args, tokenizer, prompts, pad) if args.normalize_before else 1.0,
     )
-    model = wrap_trained(module, ds_config, args.choice(), args.optimizer(), args.gradient_checkpointing)
+    model = wrap_trained(module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing)
     trainer = RewardTrainer(model, args, examples, held_out, tokenizer.pad_token_id)
     if distributed.is_main():
         print(
@@ -217,7 +153,7 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
 
     spec = EngineSpec(actor_path="", critic_path=args.model_name_or_path, dtype=args.dtype)
     model = frozen_model(
-        load, args.model_name_or_path, EngineConfig("reward", 3 if args.choice().stage == 3 else 0), spec
+        load, args.model_name_or_path, EngineConfig("reward", 3 if args.engine_config().stage == 3 else 0), spec
     )
     mean, variance = score_statistics(args, model, tokenizer, prompts)
     if distributed.is_main():
@@ -238,7 +174,7 @@ def score_statistics(
     Raises: RunStopped if all scores are the same, which nothing can scale to variance 1.
     """
     spec = EngineSpec(actor_path=args.sft_path, critic_path="", dtype=args.dtype, actor_optimizer=OptimizerSpec(lr=0.0))
-    choice = args.sft_choice()
+    choice = args.sft_engine_config()
     policy = frozen_model(load_policy, args.sft_path, choice, spec)
     rollouts = build_rollouts(
         "auto",
@@ -290,7 +226,20 @@ def load_examples(args: RewardFlags) -> tuple:
         for rows in args.load_rows(PAIRS, tokenizer, held_out=args.held_out)
     )
     args.steps_per_epoch(len(examples))
-    return tokenizer, examples, held_out, args.normalization_prompts(tokenizer) if args.normalization_samples else None
+    return tokenizer, examples, held_out, normalization_prompts(args, tokenizer) if args.normalization_samples else None
+
+
+def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
+    """The prompts whose responses normalise the scores; raises UserError with file and line."""
+    rows, _ = load_rows(
+        args.normalization_data_path or args.data_path,
+        PROMPTS,
+        tokenizer,
+        phase=args.phase,
+        seed=args.seed,
+        split=None if args.normalization_data_path else args.data_split,
+    )
+    return Prompts(rows, tokenizer, args.max_prompt_seq_len, cache=args.cache)
 
 
 def check(args: RewardFlags) -> None:

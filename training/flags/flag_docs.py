@@ -11,8 +11,7 @@ from engine.algorithms import Dialect
 from training.flags.arguments import REQUIRED, RunFlags
 from training.flags.dialect_flags import DIALECT_FLAGS
 from training.flags.rlhf_arguments import RLHFFlags
-from training.step1_sft import SFTFlags
-from training.step2_reward import RewardFlags
+from training.flags.supervised_arguments import RewardFlags, SFTFlags
 
 HEAD = """# Flags
 

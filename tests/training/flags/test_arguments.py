@@ -11,8 +11,7 @@ from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, RunFlags, flag, parse_flags
 from training.flags.dialect_flags import DIALECT_FLAGS
 from training.flags.rlhf_arguments import RLHFFlags
-from training.step1_sft import SFTFlags
-from training.step2_reward import RewardFlags
+from training.flags.supervised_arguments import RewardFlags, SFTFlags
 
 SUPERVISED = ["--data_path", "d.jsonl", "--output_dir", "out", "--model_name_or_path", "m"]
 REQUIRED_FLAGS = {
