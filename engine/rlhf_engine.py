@@ -49,6 +49,7 @@ class EngineSpec:
     where none is to be built. reward_path: the critic's path unless given. with_reward_model: False where scores come
     from elsewhere, and no such model is loaded. hydra_layers: how many of the actor's last layers train; the reference
     is then copies of those in the actor's engine. 0: all train, and the reference is an engine of its own.
+    pad_token: the rule for the tokenizer's pad token (engine/models/pad_tokens.py).
     reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.
     ema_decay: None for no average; ema_device: "cpu" keeps it in host memory.
     """
@@ -59,6 +60,7 @@ class EngineSpec:
     with_critic: bool = True
     with_reward_model: bool = True
     hydra_layers: int = 0
+    pad_token: str = "tokenizer"
     dtype: str = "fp32"
     actor: EngineConfig = field(default_factory=lambda: EngineConfig("actor", 0))
     critic: EngineConfig = field(default_factory=lambda: EngineConfig("critic", 0))
@@ -123,7 +125,7 @@ class RLHFEngine:
     def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
         """Load the models and wrap each in an engine; joins the process group if that has not been done."""
         distributed.init()
-        tokenizer = read_tokenizer(spec.actor_path, "actor")
+        tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token)
         if spec.hydra_layers:
             check_hydra(spec.actor_path, spec.hydra_layers, "actor")
         choices = {choice.role: choice for choice in spec.choices}

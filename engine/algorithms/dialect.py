@@ -15,6 +15,7 @@ CHOICES = {
     "kl_update": ("step", "epoch"),
     "sampling": ("until_eos", "fixed", "without_eos"),
     "old_logprobs": ("auto", "forward", "sampler"),
+    "pad_token": ("tokenizer", "never_eos", "padding", "eos", "eos_unless_llama"),
     "length_rule": ("sampled", "before_pad", "not_pad", "row"),
     "reward_slots": ("response", "one_past", "all"),
     "score_slot": ("last", "after_last", "two_after"),
@@ -118,6 +119,10 @@ class Dialect:
     query_end: str = ""  # and ends with the last one
     truncate_token: str = ""  # what is scored ends with the first such token
     truncate_after: int = 0  # at or after this slot
+
+    pad_token: str = (
+        "tokenizer"  # which token pads, by a rule of engine/models/pad_tokens.py; changes nothing for "sampled"
+    )
 
     # Which slots count. What was sampled is what is learned, EOS included, or the model never learns to stop.
     length_rule: str = "sampled"  # "sampled" tokens, or those "before_pad", those "not_pad", the whole "row"

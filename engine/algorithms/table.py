@@ -15,6 +15,7 @@ DEEPSPEED_CHAT = Dialect(
     name="deepspeed_chat",
     temperature_in_logprobs=False,
     old_logprobs="forward",
+    pad_token="eos_unless_llama",
     length_rule="not_pad",  # its masks are `ids != pad`, so EOS counts only where pad is another token
     reward_slots="one_past",  # the first pad slot holds a KL term, the score, and a value
     value_slots="one_past",
@@ -79,6 +80,7 @@ SUMMARIZE = Dialect(
     temperature_offset=1e-7,  # against a division by 0
     old_logprobs="sampler",
     truncate_token="eos",
+    pad_token="never_eos",  # "[PAD]", which it adds
     length_rule="before_pad",  # of the text cut after EOS and padded
     score_slot="after_last",
     value_slots="one_past",
@@ -110,6 +112,7 @@ TRLX = Dialect(
     kl_update="epoch",
     temperature_in_logprobs=False,
     old_logprobs="forward",
+    pad_token="padding",
     length_rule="not_pad",  # its masks are `ids != pad`, and L their sum
     reward_slots="one_past",  # the mask of the state's token, and that of slot L is the last real one
     value_slots="two_past",

@@ -78,7 +78,8 @@ def check_vocabularies(actor_tokenizer: PreTrainedTokenizerBase, path: str, what
         )
     if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return
-    if read_tokenizer(path, what).get_vocab() != actor_tokenizer.get_vocab():
+    differing = read_tokenizer(path, what).get_vocab().items() ^ actor_tokenizer.get_vocab().items()
+    if differing - {(actor_tokenizer.pad_token, actor_tokenizer.pad_token_id)}:  # which the run may have added
         raise UserError(
             f"{what}: the tokenizer in {path} gives other ids than the actor's. The reward model must be "
             "trained with the actor's tokenizer."

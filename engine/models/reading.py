@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from engine.errors import UserError
+from engine.models.pad_tokens import set_pad_token
 from engine.models.places import one_line, require_model
 
 
@@ -20,8 +21,8 @@ def read_config(path: str, what: str):
         ) from None
 
 
-def read_tokenizer(path: str, what: str) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`, left-padding; a missing pad token becomes the EOS token.
+def read_tokenizer(path: str, what: str, pad_token: str = "tokenizer") -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`, left-padding, with the pad token that the rule `pad_token` gives it (`set_pad_token`).
 
     Raises: UserError, naming `what` (a flag), if there is none or it has neither pad nor EOS.
     """
@@ -30,10 +31,10 @@ def read_tokenizer(path: str, what: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     except Exception as error:  # whatever broken files lead transformers to
         raise UserError(f"{what}: no tokenizer at {path!r} ({one_line(error)}). Save one beside the model.") from None
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise UserError(f"{what}: the tokenizer at {path!r} has neither a pad nor an EOS token. Set one.")
-        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+        raise UserError(f"{what}: the tokenizer at {path!r} has neither a pad nor an EOS token. Set one.")
+    rows = read_config(path, what).get_text_config().vocab_size if pad_token != "tokenizer" else 0
+    set_pad_token(tokenizer, pad_token, path, room=vocabulary_size(tokenizer) < rows)
     return tokenizer
 
 

@@ -37,6 +37,7 @@ def engine_spec(args, dialect: Dialect) -> EngineSpec:
         reward_path=args.reward_path,
         with_reward_model=scored,
         hydra_layers=dialect.hydra_layers,
+        pad_token=dialect.pad_token,
         dtype=args.dtype,
         actor=EngineConfig("actor", args.stage("actor"), args.offload, args.actor_ds_config),
         critic=EngineConfig("critic", args.stage("critic"), args.offload, args.critic_ds_config),

@@ -54,7 +54,7 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     for name in names:
         path = getattr(args, name)
         if name == "actor_model_name_or_path":
-            tokenizer = read_tokenizer(path, f"--{name}")
+            tokenizer = read_tokenizer(path, f"--{name}", dialect.pad_token)
             check_policy(path, f"--{name}")
             check_attention(path, f"--{name}")
             if dialect.hydra_layers:

@@ -30,11 +30,12 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> str:
     if args.critic_model_name_or_path is not None and plan.dialect.critic_start != "reward_model":
         critic = "the SFT model with a new head" if plan.dialect.has_critic else "there is none"
         scorer = f"\n--critic_model_name_or_path names the reward model alone; the critic: {critic}"
+    pad_token = f"\n{plan.pad_token}" if plan.pad_token else ""
     return (
         f"{len(plan.prompts)} prompts ({plan.prompts.truncated} truncated, {plan.prompts.dropped} dropped), "
         f"{len(plan.held_out) if plan.held_out else 0} held out{blocks}; {plan.total_steps} steps of "
         f"{args.rows_per_rank * distributed.world_size()} responses on {distributed.world_size()} ranks\n"
-        f"ZeRO stages: {stages}; {args.dtype}{scorer}"
+        f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}"
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from engine import distributed
 from engine.algorithms import Dialect, end_token_id, token_id
 from engine.errors import UserError
+from engine.models.pad_tokens import pad_token_line
 from engine.models.reading import read_tokenizer, vocabulary_size
 from engine.rlhf_engine import EngineSpec
 from engine.rollout import SamplingConfig
@@ -25,7 +26,7 @@ class Plan:
     """All that is settled before a model is loaded.
 
     total_steps: of the whole run, by which learning rates fall; last_step: the one that it ends with. resume: what is
-    gone on from, if anything.
+    gone on from, if anything. pad_token: what is said of it.
     """
 
     dialect: Dialect
@@ -39,11 +40,12 @@ class Plan:
     last_step: int
     resume: ResumePoint | None
     conditions: Conditions
+    pad_token: str
 
 
 def make_plan(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> Plan:
     """What this rank reads for itself; raises UserError before any model is loaded."""
-    tokenizer = read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
+    tokenizer = read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path", dialect.pad_token)
     prompts, held_out, fingerprints = read_prompts(args, dialect, tokenizer)
     total_steps = count_steps(args, len(prompts))
     last_step = min(total_steps, args.test_stop_step or total_steps)
@@ -65,6 +67,7 @@ def make_plan(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> P
         last_step=last_step,
         resume=point,
         conditions=conditions,
+        pad_token=pad_token_line(tokenizer, dialect.pad_token, args.actor_model_name_or_path),
     )
 
 
