@@ -41,6 +41,11 @@ class OptimizerSpec:
     decay: str = "matrices"
 
 
+def frozen_stage(partner: EngineConfig) -> int:
+    """The ZeRO stage of a frozen model that is as large as a trained one: 3 where that one is at 3, else 0."""
+    return 3 if partner.stage == 3 else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """Which models, in which precision, under which DeepSpeed configurations.
@@ -86,10 +91,10 @@ class EngineSpec:
         """Of each engine that is built: the actor's, and if there are any the critic's, reference's, reward model's."""
         choices = [self.actor, *([self.critic] if self.with_critic else [])]
         if not self.hydra_layers:
-            choices.append(self.reference or EngineConfig("reference", 3 if self.actor.stage == 3 else 0))
+            choices.append(self.reference or EngineConfig("reference", frozen_stage(self.actor)))
         if self.with_reward_model:
             partner = self.critic if self.with_critic else self.actor
-            choices.append(self.reward or EngineConfig("reward", 3 if partner.stage == 3 else 0))
+            choices.append(self.reward or EngineConfig("reward", frozen_stage(partner)))
         return choices
 
 

@@ -101,9 +101,9 @@ def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSourc
             args.reward_function_weight,
         )
     (alone, weight), *others = sources.values()
-    if not others and weight == 1.0 and not args.length_penalty and not args.missing_eos_penalty:
+    if not others and weight == 1.0 and not args.length_penalty:
         return alone
-    return CombinedReward(sources, length_penalty=args.length_penalty, missing_eos_penalty=args.missing_eos_penalty)
+    return CombinedReward(sources, length_penalty=args.length_penalty)
 
 
 def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:

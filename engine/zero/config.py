@@ -59,6 +59,12 @@ class EngineConfig:
         return "--zero_stage" if self.role == "model" else f"--{self.role}_zero_stage"
 
 
+def check_stage(flag: str, stage: int) -> None:
+    """Raise UserError, naming the flag, for a stage that ZeRO does not have."""
+    if stage not in (0, 1, 2, 3):
+        raise UserError(f"{flag} {stage}: ZeRO has the stages 0, 1, 2 and 3.")
+
+
 def build_ds_config(
     choice: EngineConfig, *, dtype: str, micro_batch_size: int, gradient_clipping: float = 0.0, trained: bool = True
 ) -> dict:
@@ -72,8 +78,7 @@ def build_ds_config(
 
     Raises: UserError for a stage that is none, a missing or broken file, an unknown key, or a contradiction.
     """
-    if choice.stage not in (0, 1, 2, 3):
-        raise UserError(f"{choice.stage_flag} {choice.stage}: ZeRO has the stages 0, 1, 2 and 3.")
+    check_stage(choice.stage_flag, choice.stage)
     if not trained and choice.stage in (1, 2):
         raise UserError(
             f"DeepSpeed configuration of the {choice.role}: stage {choice.stage} partitions what an "

@@ -204,7 +204,7 @@ def values_of_flags(step: int) -> Iterator[Mistake]:
         wrong = {int: NO_WHOLE_NUMBERS, float: NO_NUMBERS, bool: NO_TRUTHS, str: NO_NAMES}[hint]
         spec = PROGRAMS[step][1].__dataclass_fields__[name]
         if spec.metadata["choices"]:
-            wrong = ("x", "", spec.metadata["choices"][0].upper() + " ")
+            wrong = ("x", "", next(iter(spec.metadata["choices"])).upper() + " ")
         if name == "stop":  # these are texts, of any length
             wrong = ("",)
         for value in wrong:

@@ -102,7 +102,19 @@ FLAGS = [
     ((3,), {"dialect": "deepspeed"}, ["--dialect", "'deepspeed'", "deepspeed_chat"]),
     ((3,), {"set": "kl_targt=3"}, ["'kl_targt'", "did you mean kl_target", "kl_coef, kl_estimator"]),
     ((3,), {"dialect": "trl_rloo", "num_samples_per_prompt": 1}, ["samples_per_prompt 1", "RLOO", "2 or more"]),
-    ((3,), {"dialect": "trl_rloo", "critic_learning_rate": 1e-5}, ["critic_lr 1e-05", "no critic", "0"]),
+    ((3,), {"dialect": "trl_rloo", "critic_learning_rate": 1e-5}, ["--critic_learning_rate 1e-05", "no critic", "0"]),
+    ((3,), {"kl_controller": "adaptive"}, ["--kl_controller", "Give --set kl_controller=adaptive."]),
+    ((3,), {"set": "ema_decay=0.5"}, ["--set ema_decay=0.5 needs --enable_ema."]),
+    (
+        (3,),
+        {"dialect": "deepspeed_chat_2023", "set": "missing_end_value=1"},
+        ["missing_end_value is given", "missing_end is 'none'", "Set missing_end"],
+    ),
+    (
+        (3,),
+        {"dialect": "deepspeed_chat_2023", "missing_eos_penalty": 1},
+        ["--missing_eos_penalty 1.0", "every end would be missing", "Give a truncate_token"],
+    ),
     ((3,), {"set": "hydra_layers=99"}, ["hydra_layers 99", "layers"]),
     (
         (3,),

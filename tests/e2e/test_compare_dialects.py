@@ -18,7 +18,7 @@ from scripts.compare_dialects import (
     step3_words,
     table,
 )
-from training.flags.arguments import parse_flags
+from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
 
 BEFORE = {

@@ -8,8 +8,8 @@ import types
 import typing
 
 from engine.algorithms import Dialect
+from training.flags.algorithm_flags import DIALECT_FLAGS
 from training.flags.arguments import REQUIRED, RunFlags
-from training.flags.dialect_flags import DIALECT_FLAGS
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import RewardFlags, SFTFlags
 

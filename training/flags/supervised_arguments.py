@@ -7,8 +7,8 @@ from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
-from engine.rlhf_engine import OptimizerSpec
-from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
+from engine.rlhf_engine import OptimizerSpec, frozen_stage
+from engine.zero.config import EngineConfig, build_ds_config, check_stage, stage_of_file
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
@@ -61,8 +61,7 @@ class SupervisedFlags(DataFlags):
         self.finite("held_out")
         if self.dropout >= 1:
             raise UserError(f"--dropout {self.dropout}: must be less than 1.")
-        if self.zero_stage not in (None, 0, 1, 2, 3):
-            raise UserError(f"--zero_stage {self.zero_stage}: ZeRO has the stages 0, 1, 2 and 3.")
+        check_stage("--zero_stage", self.engine_config().stage)
         if self.offload and self.ds_config is not None:
             raise UserError(
                 f"--offload and --ds_config {self.ds_config} contradict each other: say in the file what is offloaded."
@@ -169,4 +168,4 @@ class RewardFlags(SupervisedFlags):
 
     def sft_engine_config(self) -> EngineConfig:
         """Its engine: partitioned where the reward model is."""
-        return EngineConfig("reference", 3 if self.engine_config().stage == 3 else 0)
+        return EngineConfig("reference", frozen_stage(self.engine_config()))

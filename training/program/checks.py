@@ -6,7 +6,6 @@ from engine.models.checking import check_policy, check_scorer, check_trunk, chec
 from engine.models.hydra import check_hydra
 from engine.models.reading import read_config, read_tokenizer
 from engine.rollout.families import check_attention
-from training.flags.dialect_flags import given_fields
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function
 from training.program.model_files import check_positions
@@ -39,7 +38,7 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
         micro_batch_size=args.per_device_training_batch_size,
         ranks=distributed.world_size(),
         layers=layers,
-        given=given_fields(args),
+        given=args.given_fields(),
     )
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from engine.errors import RunStopped, UserError
-from training.flags.arguments import RunFlags, parse_flags
+from training.flags.arguments import RunFlags
+from training.flags.parsing import parse_flags
 from training.program.output_folder import check_output_dirs
 from training.reporting.wandb_sync import check_wandb
 

@@ -1,0 +1,181 @@
+"""Which values of flags are refused, alone and together."""
+
+import pytest
+
+from engine.algorithms import DIALECTS
+from engine.errors import UserError
+from tests.training.flags.command_lines import REQUIRED_FLAGS, parse, refusal, step3
+from training.flags.parsing import parse_flags
+from training.flags.rlhf_arguments import RLHFFlags
+from training.flags.supervised_arguments import RewardFlags, SFTFlags
+
+AT_LEAST = {  # flag: (the highest value that is refused, the lowest that is taken, what the message says)
+    RLHFFlags: {
+        **dict.fromkeys(
+            (
+                "max_prompt_seq_len",
+                "max_answer_seq_len",
+                "per_device_generation_batch_size",
+                "generation_batches",
+                "num_samples_per_prompt",
+                "per_device_training_batch_size",
+                "gradient_accumulation_steps",
+                "num_train_epochs",
+                "max_steps",
+                "ppo_epochs",
+            ),
+            (0, 1),
+        ),
+        **dict.fromkeys(
+            (
+                "seed",
+                "num_eval_prompts",
+                "critic_warmup_steps",
+                "num_warmup_steps",
+                "eval_steps",
+                "save_steps",
+                "print_answers_interval",
+            ),
+            (-1, 0),
+        ),
+        **dict.fromkeys(
+            (
+                "kl_coef",
+                "max_grad_norm",
+                "actor_weight_decay",
+                "critic_weight_decay",
+                "actor_learning_rate",
+                "critic_learning_rate",
+                "gamma",
+                "lam",
+                "ema_decay",
+                "unsup_coef",
+            ),
+            (-1e-6, 0.0),
+        ),
+        **dict.fromkeys(("temperature", "clip_range", "value_clip_range", "score_clip"), (0.0, 1e-6)),
+    },
+    SFTFlags: {
+        **dict.fromkeys(
+            (
+                "per_device_train_batch_size",
+                "per_device_eval_batch_size",
+                "gradient_accumulation_steps",
+                "num_train_epochs",
+            ),
+            (0, 1),
+        ),
+        "max_seq_len": (1, 2),
+        "seed": (-1, 0),
+        "num_warmup_steps": (-1, 0),
+        **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm"), (-1e-6, 0.0)),
+        "held_out": (0.0, 1e-6),
+    },
+    RewardFlags: {
+        "max_prompt_seq_len": (0, 1),
+        "max_answer_seq_len": (0, 1),
+        "normalization_samples": (-1, 0),
+        "temperature": (0.0, 1e-6),
+        "per_device_train_batch_size": (0, 1),
+        "learning_rate": (-1e-6, 0.0),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "flags_class, name, refused, taken",
+    [(flags_class, name, *bounds) for flags_class, flags in AT_LEAST.items() for name, bounds in flags.items()],
+)
+def test_lower_bounds(flags_class, name, refused, taken):
+    message = refusal(f"--{name}", str(refused), flags_class=flags_class)
+    assert message.startswith(f"--{name} {refused}: must be ")
+    assert getattr(parse(f"--{name}", str(taken), flags_class=flags_class), name) == taken
+
+
+@pytest.mark.parametrize("name", ("gamma", "lam", "ema_decay"))
+def test_upper_bounds(name):
+    assert refusal(f"--{name}", "1.001", flags_class=RLHFFlags) == f"--{name} 1.001: must be at most 1."
+    assert getattr(step3(**{name: 1}), name) == 1.0
+
+
+@pytest.mark.parametrize("name", ("kl_coef", "temperature", "gamma"))
+def test_nan_is_no_value(name):
+    assert refusal(f"--{name}", "nan", flags_class=RLHFFlags).startswith(f"--{name} nan: must be")
+
+
+@pytest.mark.parametrize(
+    "flags_class, name",
+    [
+        (RLHFFlags, "actor_zero_stage"),
+        (RLHFFlags, "critic_zero_stage"),
+        (SFTFlags, "zero_stage"),
+        (RewardFlags, "zero_stage"),
+    ],
+)
+def test_zero_stages(flags_class, name):
+    for stage in ("4", "-1"):
+        told = refusal(f"--{name}", stage, flags_class=flags_class)
+        assert told == f"--{name} {stage}: ZeRO has the stages 0, 1, 2 and 3."
+    for stage in range(4):
+        assert getattr(parse(f"--{name}", str(stage), flags_class=flags_class), name) == stage
+
+
+def test_offload_needs_something_to_offload():
+    assert refusal("--offload", flags_class=SFTFlags).startswith("--offload with --zero_stage 0")
+    told = refusal("--offload", "--ds_config", "x.json", flags_class=SFTFlags)
+    assert told.startswith("--offload and --ds_config x.json contradict each other")
+    default = DIALECTS["default"]  # which engines step 3 has is its dialect's affair
+    for given, told in (
+        (["--actor_zero_stage", "2"], "--offload with --critic_zero_stage 0"),
+        (["--actor_ds_config", "x.json"], "--offload and --actor_ds_config x.json contradict"),
+    ):
+        with pytest.raises(UserError, match=told):
+            parse("--offload", *given, flags_class=RLHFFlags).engine_spec(default)
+    args = parse("--offload", "--actor_zero_stage", "2", "--critic_zero_stage", "3", flags_class=RLHFFlags)
+    assert args.engine_spec(default).critic.offload
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--ema_decay", "0.5"), "--ema_decay 0.5 needs --enable_ema."),
+        (("--stop", ""), "--stop '': an empty string"),
+        (("--actor_dropout", "0.1"), "--actor_dropout 0.1: PPO compares"),
+        (("--data_weights", "1", "2"), "--data_weights 1 2: 2 weights for 1 data sets"),
+        (("--data_weights", "0"), "--data_weights 0: a weight says how often"),
+        (("--enable_test_mode",), "--enable_test_mode and --test_stop_step N (1 or more) go together"),
+        (("--test_stop_step", "3"), "--enable_test_mode and --test_stop_step N (1 or more) go together"),
+        (("--unsupervised_dataset_config_name", "x"), "--unsupervised_dataset_config_name x needs"),
+        (("--reward_function_weight", "2"), "--reward_function_weight 2.0 needs --reward_function."),
+        (
+            ("--reward_function", "m:f", "--reward_model_weight", "2"),
+            "--reward_model_weight 2.0: there is no reward model",
+        ),
+        (
+            ("--reward_function", "m:f", "--offload_reward_model"),
+            "--offload_reward_model is given, but there is no reward",
+        ),
+        (("--missing_eos_penalty", "nan"), "--missing_eos_penalty nan: must be finite."),
+        (("--wandb_project", "p", "--enable_tensorboard", "false"), "--wandb_project needs --enable_tensorboard true"),
+        (("--tensorboard_path", " "), "--tensorboard_path ' ': no name of a file or folder."),
+        (("--actor_learning_rate", "inf"), "--actor_learning_rate inf: must be finite."),
+        (("--seed", str(2**31)), f"--seed {2**31}: must be at most {2**31 - 1}."),
+        (
+            ("--offload_reward_model", "--reward_ds_config", "x.json"),
+            "--offload_reward_model and --reward_ds_config x.json",
+        ),
+    ],
+)
+def test_flags_that_would_do_nothing_or_harm_are_refused(words, message):
+    with pytest.raises(UserError) as caught:
+        parse_flags(RLHFFlags, [*REQUIRED_FLAGS[RLHFFlags], *words], "a program")
+    assert str(caught.value).startswith(message)
+
+
+def test_steps_of_a_supervised_run():
+    words = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_train_epochs", "3"]
+    args = parse(*words, flags_class=SFTFlags)
+    assert (args.steps_per_epoch(17), args.total_steps(17)) == (2, 6)  # 17 examples: two times 8, one left over
+    assert parse(*words, "--max_steps", "5", flags_class=SFTFlags).total_steps(17) == 5
+    with pytest.raises(UserError, match="7 examples are too few for one optimizer step"):
+        args.total_steps(7)

@@ -1,0 +1,217 @@
+"""The flags that say which models there are, what scores responses, and how DeepSpeed runs each model."""
+
+from dataclasses import dataclass
+
+from engine.algorithms import Dialect
+from engine.errors import UserError
+from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_stage
+from engine.zero.config import EngineConfig, build_ds_config, check_stage, stage_of_file
+from training.flags.algorithm_flags import AlgorithmFlags
+from training.flags.arguments import REQUIRED, flag
+
+
+@dataclass(kw_only=True)
+class ModelFlags(AlgorithmFlags):
+    """The models of step 3 and their engines."""
+
+    actor_model_name_or_path: str = flag(
+        REQUIRED, "the SFT model that the actor and the reference start from", group="models"
+    )
+    critic_model_name_or_path: str | None = flag(
+        None,
+        "the reward model that the critic starts from; with --reward_function it may be left out, and the critic "
+        "is then the SFT model with a new head; in dialects without such a critic it names the reward model alone",
+    )
+    reward_model_name_or_path: str | None = flag(
+        None, "the reward model; by default the critic's path, or none with --reward_function"
+    )
+    actor_dropout: float | None = flag(None, "0, as it is anyway: responses are learned by the function that gave them")
+    critic_dropout: float | None = flag(None, "0, as it is anyway")
+
+    reward_function: str | None = flag(
+        None,
+        "a function of your own, module:function or file.py:function, that is given prompts and responses as "
+        "texts and returns a number for each",
+        group="rewards",
+    )
+    reward_function_weight: float = flag(1.0, "its weight in the score")
+    reward_model_weight: float = flag(1.0, "the reward model's weight in the score")
+    length_penalty: float = flag(0.0, "subtracted from the score for each token of the response")
+
+    actor_zero_stage: int | None = flag(
+        None, "ZeRO stage of the actor, and 3 or 0 of the reference (default 0)", group="engines"
+    )
+    critic_zero_stage: int | None = flag(None, "ZeRO stage of the critic, and 3 or 0 of the reward (default 0)")
+    offload: bool = flag(False, "optimizer states (stage 3: parameters too) of actor and critic in host memory")
+    offload_reference_model: bool = flag(False, "the reference in host memory while it is not used")
+    offload_reward_model: bool = flag(False, "the reward model in host memory while it is not used")
+    actor_ds_config: str | None = flag(None, "DeepSpeed JSON of the actor, instead of one of configs/ds")
+    critic_ds_config: str | None = flag(None, "DeepSpeed JSON of the critic")
+    reference_ds_config: str | None = flag(None, "DeepSpeed JSON of the reference")
+    reward_ds_config: str | None = flag(None, "DeepSpeed JSON of the reward model")
+    actor_gradient_checkpointing: bool = flag(False, "compute the actor's activations again in backward passes")
+    critic_gradient_checkpointing: bool = flag(False, "compute the critic's activations again in backward passes")
+
+    enable_ema: bool = flag(
+        False, "keep a moving average of the actor's weights; saved beside the actor", group="average of the actor"
+    )
+    ema_device: str | None = flag(None, "where it is kept; by default beside the master weights", choices=("cpu",))
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        AlgorithmFlags.validate(self)
+        self.finite("reward_function_weight", "reward_model_weight", "length_penalty")
+        for role in ("actor", "critic"):
+            check_stage(f"--{role}_zero_stage", self.stage(role))
+        self._validate_rewards(self.resolved_dialect()[0])
+        for name in ("actor_dropout", "critic_dropout"):
+            if getattr(self, name):
+                raise UserError(
+                    f"--{name} {getattr(self, name)}: PPO compares the probabilities that a response had "
+                    "when it was sampled with those that it has now, and dropout would change them by "
+                    "itself. Leave it out, or give 0."
+                )
+        if self.ema_device is not None and not self.enable_ema:
+            raise UserError(f"--ema_device {self.ema_device} needs --enable_ema.")
+        if "ema_decay" in self.given_fields() and not self.enable_ema:
+            given = "--set ema_decay=" if self.ema_decay is None else "--ema_decay "
+            raise UserError(f"{given}{self.given_fields()['ema_decay']} needs --enable_ema.")
+        for role in ("reference", "reward"):
+            path = getattr(self, f"{role}_ds_config")
+            if path is not None and getattr(self, f"offload_{role}_model"):
+                raise UserError(
+                    f"--offload_{role}_model and --{role}_ds_config {path} contradict each other: say in "
+                    "the file what is offloaded."
+                )
+
+    def _validate_rewards(self, dialect: Dialect) -> None:
+        role = "critic" if dialect.critic_start == "reward_model" else "reward"
+        given = self.critic_model_name_or_path if role == "critic" else self.reward_path
+        if self.reward_function is None and given is None:
+            raise UserError(
+                f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
+                "your own with --reward_function."
+            )
+        if self.reward_function is None and self.reward_function_weight != 1.0:
+            raise UserError(f"--reward_function_weight {self.reward_function_weight} needs --reward_function.")
+        if self.reward_path is None:
+            for name in ("reward_ds_config", "offload_reward_model"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"--{name} is given, but there is no reward model beside --reward_function. Name "
+                        "one with --reward_model_name_or_path."
+                    )
+            if self.reward_model_weight != 1.0:
+                raise UserError(
+                    f"--reward_model_weight {self.reward_model_weight}: there is no reward model beside "
+                    "--reward_function. Name one with --reward_model_name_or_path."
+                )
+
+    @property
+    def reward_path(self) -> str | None:
+        """The reward model's path; None where a function alone gives the scores."""
+        if self.reward_model_name_or_path is not None or self.reward_function is not None:
+            return self.reward_model_name_or_path
+        return self.critic_model_name_or_path
+
+    def stage(self, role: str) -> int:
+        """The ZeRO stage of the actor or the critic."""
+        given, path = getattr(self, f"{role}_zero_stage"), getattr(self, f"{role}_ds_config")
+        if given is None and path is not None:
+            given = stage_of_file(path, role)
+        return given or 0
+
+    def engine_spec(self, dialect: Dialect) -> EngineSpec:
+        """Which engines are to be built; raises UserError where flags contradict the dialect or a DeepSpeed file."""
+        self._check(dialect)
+
+        def optimizer(lr: float, weight_decay: float) -> OptimizerSpec:
+            return OptimizerSpec(
+                lr=lr,
+                betas=dialect.betas,
+                eps=dialect.eps,
+                weight_decay=weight_decay,
+                max_grad_norm=dialect.max_grad_norm,
+                form=dialect.optimizer,
+                decay=dialect.decay,
+            )
+
+        def frozen(role: str, partner: EngineConfig, offload: bool) -> EngineConfig:
+            path = getattr(self, f"{role}_ds_config")
+            stage = stage_of_file(path, role) if path else None
+            return EngineConfig(role, frozen_stage(partner) if stage is None else stage, offload, path)
+
+        actor, critic = (
+            EngineConfig(role, self.stage(role), self.offload, getattr(self, f"{role}_ds_config"))
+            for role in ("actor", "critic")
+        )
+        scored = self.reward_path is not None
+        return EngineSpec(
+            actor_path=self.actor_model_name_or_path,
+            with_critic=dialect.has_critic,
+            critic_path=self.critic_model_name_or_path if dialect.critic_start == "reward_model" else None,
+            reward_path=self.reward_path,
+            with_reward_model=scored,
+            hydra_layers=dialect.hydra_layers,
+            pad_token=dialect.pad_token,
+            dtype=self.dtype,
+            actor=actor,
+            critic=critic,
+            reference=None if dialect.hydra_layers else frozen("reference", actor, self.offload_reference_model),
+            reward=frozen("reward", critic if dialect.has_critic else actor, self.offload_reward_model)
+            if scored
+            else None,
+            actor_optimizer=optimizer(dialect.actor_lr, dialect.actor_weight_decay),
+            critic_optimizer=optimizer(dialect.critic_lr, dialect.critic_weight_decay),
+            micro_batch_size=self.per_device_training_batch_size,
+            actor_gradient_checkpointing=self.actor_gradient_checkpointing,
+            critic_gradient_checkpointing=self.critic_gradient_checkpointing,
+            ema_decay=dialect.ema_decay if self.enable_ema else None,
+            ema_device=self.ema_device,
+        )
+
+    def engine_configs(self, dialect: Dialect) -> dict[str, dict]:
+        """Each engine's whole DeepSpeed configuration; raises UserError for a contradiction."""
+        configs = {}
+        for config in self.engine_spec(dialect).choices:
+            trained = config.role in ("actor", "critic")
+            configs[config.role] = build_ds_config(
+                config,
+                dtype=self.dtype,
+                micro_batch_size=self.per_device_training_batch_size,
+                trained=trained,
+                gradient_clipping=dialect.max_grad_norm if trained else 0.0,
+            )
+        return configs
+
+    def _check(self, dialect: Dialect) -> None:
+        """Raise UserError for flags of engines that this dialect does not have, and for offload of what has nothing."""
+        for name in ("reference_ds_config", "offload_reference_model"):
+            if dialect.hydra_layers and getattr(self, name):
+                raise UserError(
+                    f"--{name} with hydra_layers {dialect.hydra_layers} (dialect {dialect.name}): the "
+                    "reference is a few layers within the actor's engine. Leave it out, or set hydra_layers to "
+                    "0."
+                )
+        for name in ("critic_zero_stage", "critic_ds_config", "critic_gradient_checkpointing", "critic_warmup_steps"):
+            if not dialect.has_critic and getattr(self, name):
+                value = "" if getattr(self, name) is True else f" {getattr(self, name)}"
+                raise UserError(f"--{name}{value}: the dialect {dialect.name} has no critic. Leave it out.")
+        path = self.critic_model_name_or_path
+        if dialect.critic_start != "reward_model" and path is not None and path != self.reward_path:
+            start = "starts with a new head on the SFT model" if dialect.has_critic else "does not exist"
+            raise UserError(
+                f"--critic_model_name_or_path {path}: in the dialect {dialect.name} the critic {start}, and "
+                "the scores come from elsewhere. Leave it out."
+            )
+        for role in ("actor", "critic") if dialect.has_critic else ("actor",):
+            path = getattr(self, f"{role}_ds_config")
+            if self.offload and path is not None:
+                raise UserError(
+                    f"--offload and --{role}_ds_config {path} contradict each other: say in the file what is offloaded."
+                )
+            if self.offload and self.stage(role) == 0:
+                raise UserError(
+                    f"--offload with --{role}_zero_stage 0: there is nothing that could be offloaded. Offload "
+                    "needs stage 1, 2 or 3."
+                )

@@ -1,0 +1,197 @@
+"""A command line, and the YAML file that it names, as a dataclass of flags."""
+
+import argparse
+import dataclasses
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Sequence
+
+from engine.errors import UserError, nearest
+from training.flags.arguments import REQUIRED, OldFlag, RunFlags, check_name
+from training.flags.yaml_file import read_yaml
+from training.reporting.sample_tables import visible
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"{_shortened(message)}. --help lists the flags.")
+
+
+def parse_flags(
+    arguments_class: type[RunFlags],
+    argv: Sequence[str],
+    description: str,
+    say: Callable[[str], None] = lambda line: None,
+):
+    """The dataclass filled from a command line, and from the YAML file that it names, and validated.
+
+    say: is given one line for each flag that has nothing left to do. Raises: UserError for an unknown flag or key
+    (naming the nearest known one), a missing one, a value of the wrong type, or one that asks for what is not there.
+    """
+    parser = _parser(arguments_class, description)
+    known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)
+    _refuse_unknown(arguments_class, argv, [*known, "local_rank", "help"])
+    argv = _negative_numbers_joined(argv)
+    words = [*_file_words(arguments_class, argv, known), *argv]
+    found, stray = parser.parse_known_args(words)
+    if stray:
+        raise UserError(f"{stray[0]!r} belongs to no flag. --help lists the flags.")
+    values = vars(found)
+    del values["local_rank"]
+    old = {name: values.pop(name) for name in arguments_class.old_flags}
+    for name, value in old.items():
+        _tell_old(arguments_class.old_flags[name], name, value, say)
+    args = arguments_class(**values)
+    args.validate()
+    return args
+
+
+def _parser(arguments_class: type[RunFlags], description: str, defaults: bool = True) -> _Parser:
+    """defaults: whether flags that are not given have their default, or are missing where they are required."""
+    parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=defaults)
+    parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the launcher's
+    hints = typing.get_type_hints(arguments_class)
+    group = parser
+    for spec in dataclasses.fields(arguments_class):
+        if spec.metadata["group"]:
+            group = parser.add_argument_group(spec.metadata["group"])
+        group.add_argument(f"--{spec.name}", **_argparse_options(spec, hints[spec.name], defaults))
+    if arguments_class.old_flags:
+        group = parser.add_argument_group("DeepSpeed-Chat's flags that have nothing left to do")
+    for name, old in arguments_class.old_flags.items():
+        options = (
+            {"nargs": "?", "const": True, "type": _truth, "metavar": "true|false"}
+            if old.kind is bool
+            else {"type": old.kind}
+        )
+        group.add_argument(
+            f"--{name}", default=None if defaults else argparse.SUPPRESS, help=old.instead.replace("%", "%%"), **options
+        )
+    return parser
+
+
+def _tell_old(old: OldFlag, name: str, value, say: Callable[[str], None]) -> None:
+    if value is None or value is False:
+        return
+    given = f"--{name}" if value is True else f"--{name} {value}"
+    if old.allowed is not None and value not in old.allowed:
+        raise UserError(f"{given}: {old.instead}")
+    if old.allowed is None:
+        say(f"{given}: {old.instead}")
+
+
+def _shortened(text: str) -> str:
+    """The text in one line that can be read, without what a terminal would take for a command."""
+    line = visible(text)
+    return line if len(line) <= 400 else f"{line[:300]} ... {line[-97:]}"
+
+
+def _refuse_unknown(arguments_class: type[RunFlags], argv: Sequence[str], names: Sequence[str]) -> None:
+    for place, word in enumerate(argv):
+        name, sign, value = word.partition("=")
+        if name.startswith("--") and name[2:] not in names:
+            following = argv[place + 1] if place + 1 < len(argv) else "--"
+            value = value if sign else "VALUE" if following.startswith("--") else following
+            raise UserError(f"unknown flag {_shortened(name)}.{_hint(arguments_class, name[2:], value, names, '--')}")
+        if name.startswith("--") and value == "--":  # argparse would make an empty list of it
+            raise UserError(f"{word}: -- is no value. --help lists the flags.")
+
+
+def _hint(arguments_class: type[RunFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
+    """What is to be done about an unknown flag or key."""
+    sentence, near = arguments_class.no_flag(name, _shortened(value)), nearest(name, names)
+    if sentence:
+        return f" {sentence}"
+    return f" Did you mean {dashes}{near}?" if near else " --help lists the flags."
+
+
+def _file_words(arguments_class: type[RunFlags], argv: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The YAML file's settings as words of a command line, each tried on its own so that a mistake names its key."""
+    parser = _parser(arguments_class, "", defaults=False)
+    given = vars(parser.parse_known_args(argv)[0])
+    path = given.get("config")
+    if path is None:
+        return []
+    check_name("config", path)
+    settings = read_yaml(path)
+    for key, value in settings.items():
+        if key == "config" or key not in known:
+            text = value if isinstance(value, str) else reprlib.repr(value)
+            raise UserError(
+                f"{path}: unknown key {_shortened(str(key))}.{_hint(arguments_class, str(key), text, known, '')}"
+            )
+        try:
+            stray = parser.parse_known_args(_words(path, key, value))[1]
+        except UserError as error:
+            raise UserError(f"{path}, key {key}: {error}") from None
+        if stray:
+            raise UserError(f"{path}, key {key}: {reprlib.repr(value)} is more than one value. --help lists the flags.")
+    kept = arguments_class.not_overridden(settings, given)
+    return [word for key, value in kept.items() for word in _words(path, key, value)]
+
+
+def _words(path: str, key: str, value) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        if not isinstance(item, (str, int, float, bool, type(None))) or (item is None and isinstance(value, list)):
+            raise UserError(
+                f"{path}, key {key}: {reprlib.repr(value)} is no text, number, truth value or list of these."
+            )
+    if value is None:
+        return []
+    texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
+    if len(texts) == 1 and texts != ["--"]:
+        return [f"--{key}={texts[0]}"]
+    if any(text.startswith("--") for text in texts):
+        raise UserError(f"{path}, key {key}: a value that begins with -- cannot stand in a list.")
+    return [f"--{key}", *texts]
+
+
+def _negative_numbers_joined(argv: Sequence[str]) -> list[str]:
+    """`--flag -1e-5` as `--flag=-1e-5`: argparse takes a negative number with an exponent for a flag of its own."""
+    words = []
+    for word in argv:
+        if words and words[-1].startswith("--") and "=" not in words[-1] and _is_negative_number(word):
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    return words
+
+
+def _is_negative_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return word.startswith("-")
+
+
+def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
+    default = spec.default if spec.default is not REQUIRED else None
+    if spec.default_factory is not REQUIRED:
+        default = spec.default_factory()
+    shown = "" if default in (None, [], False) else f" (default: {default})"
+    options = {
+        "help": (spec.metadata["help"] + shown).replace("%", "%%"),
+        "default": default if defaults else argparse.SUPPRESS,
+        "required": defaults and spec.default is REQUIRED and spec.default_factory is REQUIRED,
+    }
+    if isinstance(hint, types.UnionType):
+        hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    if hint is bool:
+        # Bare for yes; a value takes back what a file or a script before it said.
+        return options | {"type": _truth, "metavar": "true|false", "nargs": "?", "const": True}
+    if typing.get_origin(hint) is list:
+        return options | {
+            "type": typing.get_args(hint)[0],
+            "nargs": "+",
+            "action": "extend" if spec.metadata["adds_up"] else "store",
+        }
+    return options | {"type": hint, "choices": spec.metadata["choices"]}
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
