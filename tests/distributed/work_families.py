@@ -22,7 +22,7 @@ SEED = 11
 
 def own_prompts() -> PromptBatch:
     """This rank's share of PROMPTS, left-padded."""
-    rows = torch.arange(len(PROMPTS)).chunk(distributed.world_size())[distributed.rank()].tolist()
+    rows = range(len(PROMPTS))[distributed.rank_share(len(PROMPTS))]
     width = max(len(PROMPTS[row]) for row in rows)
     ids = torch.tensor([[PAD] * (width - len(PROMPTS[row])) + PROMPTS[row] for row in rows])
     return PromptBatch(
