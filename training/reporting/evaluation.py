@@ -1,7 +1,6 @@
 """Held-out prompts: what the actor answers, how it scores, how far it is from the reference."""
 
 import dataclasses
-import itertools
 import json
 import math
 from pathlib import Path
@@ -15,6 +14,7 @@ from engine.experience_maker import ExperienceMaker
 from engine.reward.texts import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.data.prompts import Prompts, collate_prompts
+from training.reporting.bigrams import distinct_bigrams
 
 EVAL_SEED = 0x5EED  # mixed into the run's seed: held-out samples share no random numbers with training
 
@@ -98,12 +98,6 @@ def sample_rows(rollout: Rollout, scores: torch.Tensor, kl: torch.Tensor, tokeni
     prompts, responses = decoded(rollout, tokenizer)
     columns = zip(prompts, responses, scores.tolist(), kl.tolist(), rollout.response_mask.sum(-1).tolist())
     return [dict(zip(("prompt", "response", "score", "kl", "tokens"), row)) for row in columns]
-
-
-def distinct_bigrams(texts: list[str]) -> int:
-    """How many different pairs of neighbouring words the texts hold: falls when answers become alike."""
-    words = (text.split() for text in texts)
-    return len({pair for line in words for pair in itertools.pairwise(line)})
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:

@@ -13,14 +13,14 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from engine.errors import UserError
 from training.data.forms import Form
 from training.data.rows import load_rows
+from training.reporting.bigrams import distinct_bigrams
 from training.toy.grammar import EITHER, derive, pattern
 
 SAMPLES = Form("sample", (("prompt", "response"),), lambda record, texts: texts, may_be_blank=True)
@@ -75,14 +75,6 @@ def judge(prompt: str, response: str) -> Verdict:
     return Verdict(grammatical, positive=opinions == {"positive"}, negative=opinions == {"negative"})
 
 
-def distinct_bigrams(responses: Iterable[str]) -> int:
-    """How many different pairs of neighbouring words the responses hold, pairs within one response only.
-
-    It grows with the number of responses: compare equal numbers.
-    """
-    return len({pair for response in responses for pair in pairwise(response.split())})
-
-
 def summarize_responses(prompts: Sequence[str], responses: Sequence[str]) -> dict[str, float]:
     """The fractions of positive, negative and grammatical responses, and their distinct bigrams."""
     if not responses or len(prompts) != len(responses):
@@ -96,7 +88,7 @@ def summarize_responses(prompts: Sequence[str], responses: Sequence[str]) -> dic
 
 
 def make_corpus(seed: int, sft: int, pairs: int, prompts: int, eval_prompts: int) -> dict[str, list[dict[str, str]]]:
-    """The rows of each file; the arguments after the seed say how many. No two files share a random stream."""
+    """The records of each file; the arguments after the seed say how many. No two files share a random stream."""
     streams = {name: random.Random(f"{seed} {name}") for name in ("sft", "pairs", "prompts", "eval_prompts")}
 
     def reviews(name: str, count: int) -> list[Review]:
@@ -134,9 +126,10 @@ def run_make(args: argparse.Namespace) -> None:
     """Write the four files of the corpus."""
     refuse_non_empty(args.output_dir, args.overwrite)
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for name, rows in make_corpus(args.seed, args.sft, args.pairs, args.prompts, args.eval_prompts).items():
-        (args.output_dir / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        print(f"{args.output_dir / name}: {len(rows)} rows")
+    for name, records in make_corpus(args.seed, args.sft, args.pairs, args.prompts, args.eval_prompts).items():
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (args.output_dir / name).write_text(lines, encoding="utf-8")
+        print(f"{args.output_dir / name}: {len(records)} records")
 
 
 def read_samples(path: Path) -> list[dict]:
@@ -173,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make.add_argument("--seed", type=int, default=0)
     make.add_argument("--overwrite", action="store_true", help="write even into a folder that is not empty")
     for name, count in (("sft", 8000), ("pairs", 3000), ("prompts", 4000), ("eval_prompts", 512)):
-        make.add_argument(f"--{name}", type=int, default=count, help=f"rows of {name}.jsonl (default %(default)s)")
+        make.add_argument(f"--{name}", type=int, default=count, help=f"records of {name}.jsonl (default %(default)s)")
     make.set_defaults(run=run_make)
     judge_parser = commands.add_parser("judge", help="count positive, negative and grammatical responses")
     judge_parser.add_argument("files", type=Path, nargs="+", help="JSON lines with prompt and response")
