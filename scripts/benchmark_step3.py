@@ -20,8 +20,9 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for scripts/, which is not installed
 
+from training.program.agreement import checked
 from training.program.model_files import check_positions
-from training.program.startup import USER_ERROR, checked, leave, quiet_libraries
+from training.program.startup import USER_ERROR, leave, quiet_libraries
 
 quiet_libraries()  # before they are imported
 

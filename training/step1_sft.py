@@ -19,9 +19,10 @@ from training.data.forms import SFT
 from training.data.sft_examples import SFTBatch, SFTExamples, collate_sft
 from training.flags.supervised_arguments import SFTFlags
 from training.program import dry_run
+from training.program.agreement import agreed, checked
 from training.program.model_files import check_positions
 from training.program.saving import save_trained
-from training.program.startup import agreed, check_run, checked, leave, run
+from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
 from training.supervised import SupervisedTrainer

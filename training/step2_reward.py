@@ -30,9 +30,10 @@ from training.data.prompts import Prompts, collate_prompts
 from training.data.rows import load_rows
 from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
+from training.program.agreement import agreed, checked
 from training.program.model_files import check_positions, generation_stops
 from training.program.saving import save_trained
-from training.program.startup import agreed, check_run, checked, leave, run
+from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
 from training.supervised import SupervisedTrainer

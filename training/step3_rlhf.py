@@ -23,12 +23,13 @@ from training.data.feeds import ShuffledPrompts, ShuffledTexts
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import dry_run
+from training.program.agreement import agreed, checked
 from training.program.checks import check_files
 from training.program.first_lines import first_lines
 from training.program.output_folder import clear_output_dir
 from training.program.plan import Plan, make_plan
 from training.program.session import Session
-from training.program.startup import agreed, checked, leave, run
+from training.program.startup import leave, run
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
 from training.restarts import checkpoint

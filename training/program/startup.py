@@ -1,4 +1,4 @@
-"""How the three programs start and end: flags parsed, mistakes told once, exit codes the launcher understands."""
+"""How the three programs start and end: flags parsed, mistakes reported once, exit codes the launcher understands."""
 
 import logging
 import os
@@ -11,6 +11,7 @@ from typing import NoReturn
 from engine.errors import RunStopped, UserError
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
+from training.program.agreement import SharedError
 from training.program.output_folder import check_output_dirs
 from training.reporting.wandb_sync import check_wandb
 
@@ -26,7 +27,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
     try:
         quiet_libraries()
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
-        from engine import distributed  # seconds of imports: a mistyped flag is told before them
+        from engine import distributed  # seconds of imports: a mistyped flag is reported before them
 
         _quiet_transformers()
         args.dtype = args.dtype or distributed.natural_dtype()
@@ -43,10 +44,6 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         return _end(f"error: {error}", USER_ERROR, everywhere=isinstance(error, SharedError))
     except RunStopped as stop:
         return _end(f"stopped: {stop}", STOPPED, everywhere=True)
-
-
-class SharedError(UserError):
-    """A UserError that all ranks raise together."""
 
 
 def _parse(arguments_class: type, argv: Sequence[str], description: str):
@@ -79,47 +76,6 @@ def leave(code: int) -> NoReturn:
     if code:
         os._exit(code)
     sys.exit(0)
-
-
-def checked(check: Callable):
-    """Rank 0's `check()`, for all ranks; where it raises UserError, all ranks do.
-
-    For checks that read files: one process looks, and none goes on before the verdict is known.
-    """
-    from engine import distributed
-
-    result = message = None
-    if distributed.is_main():
-        try:
-            result = check()
-        except UserError as error:
-            message = str(error)
-    message = distributed.broadcast_object(message)
-    if message is not None:
-        raise SharedError(message)
-    return distributed.broadcast_object(result)
-
-
-def agreed(load: Callable):
-    """This rank's own `load()`; where it raises UserError on any rank, all ranks raise the first one's.
-
-    For what every rank reads for itself: a file that one node lacks ends the run on all, with its message. One rank of
-    each node goes first, so that the others find what it has put into the cache.
-    """
-    from engine import distributed
-
-    result = None
-    for turn in (True, False):
-        message = None
-        if (distributed.local_rank() == 0) == turn:
-            try:
-                result = load()
-            except UserError as error:
-                message = str(error)
-        told = [text for text in distributed.all_gather_objects(message) if text is not None]
-        if told:
-            raise SharedError(told[0])
-    return result
 
 
 def quiet_libraries() -> None:

@@ -1,0 +1,68 @@
+"""What step 3 makes of its flags before it trains: the reward, and a script's own dialect."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from engine.reward.combined import CombinedReward
+from engine.reward.function import FunctionReward
+from tests.training.flags.command_lines import step3
+from training.step3_rlhf import build_reward
+
+
+def score(prompts, responses):
+    return [0.0] * len(responses)
+
+
+def reward_of(model=None, function=None, **flags):
+    plan = SimpleNamespace(reward_function=function, prompts=SimpleNamespace(rows=[{}]), held_out=None)
+    return build_reward(step3(**flags), plan, SimpleNamespace(reward=model, tokenizer=None))
+
+
+def test_a_source_alone_is_the_reward_itself():
+    model = object()
+    assert reward_of(model) is model
+    assert isinstance(reward_of(function=score), FunctionReward)
+
+
+@pytest.mark.parametrize(
+    "flags, sources",
+    [
+        ({"reward_model_weight": 2}, {"model"}),
+        ({"length_penalty": 0.5}, {"model"}),
+        ({"reward_function": "m:f"}, {"model", "function"}),
+    ],
+)
+def test_weights_penalties_and_two_sources_are_combined(flags, sources):
+    reward = reward_of(object(), score if "reward_function" in flags else None, **flags)
+    assert isinstance(reward, CombinedReward) and set(reward.sources) == sources
+    assert reward.length_penalty == flags.get("length_penalty", 0.0)
+
+
+OWN_PROGRAM = """
+from engine.algorithms import DIALECTS
+from training import step3_rlhf
+
+DIALECTS["mine"] = DIALECTS["default"].override(name="mine", lam=0.5)
+step3_rlhf.program()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_adds_a_dialect_and_runs_the_program(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_PROGRAM)
+    flags = {
+        "dialect": "mine",
+        "kl_coef": "0.25",
+        "data_path": "nobody/prompts",
+        "output_dir": "out",
+        "actor_model_name_or_path": "absent",
+        "critic_model_name_or_path": "absent",
+    }
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    command = [sys.executable, str(tmp_path / "own.py"), *words, "--dry_run"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "dialect mine\n  kl_coef = 0.25 (given; the dialect's is 0.1)" in ended.stdout

@@ -1,0 +1,53 @@
+"""Verdicts that all ranks share: what one rank finds wrong, all of them raise."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from engine.errors import UserError
+
+Result = TypeVar("Result")
+
+
+class SharedError(UserError):
+    """A UserError that all ranks raise together."""
+
+
+def checked(check: Callable[[], Result]) -> Result:
+    """Rank 0's `check()`, for all ranks; where it raises UserError, all ranks do.
+
+    For checks that read files: one process looks, and none goes on before the verdict is known.
+    """
+    from engine import distributed  # here, so that a program can quiet libraries before they are imported
+
+    result = message = None
+    if distributed.is_main():
+        try:
+            result = check()
+        except UserError as error:
+            message = str(error)
+    message = distributed.broadcast_object(message)
+    if message is not None:
+        raise SharedError(message)
+    return distributed.broadcast_object(result)
+
+
+def agreed(load: Callable[[], Result]) -> Result:
+    """This rank's own `load()`; where it raises UserError on any rank, all ranks raise the first one's.
+
+    For what every rank reads for itself: a file that one node lacks ends the run on all, with its message. One rank of
+    each node goes first, so that the others find what it has put into the cache.
+    """
+    from engine import distributed
+
+    result = None
+    for turn in (True, False):
+        message = None
+        if (distributed.local_rank() == 0) == turn:
+            try:
+                result = load()
+            except UserError as error:
+                message = str(error)
+        messages = [text for text in distributed.all_gather_objects(message) if text is not None]
+        if messages:
+            raise SharedError(messages[0])
+    return result
