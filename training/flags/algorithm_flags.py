@@ -74,8 +74,8 @@ class AlgorithmFlags(DataFlags):
     set: list[str] = flag(
         [],
         "any field of the dialect as FIELD=VALUE, such as kl_controller=adaptive kl_target=6; "
-        "`python -m engine.algorithms` lists the fields; given again, or in a YAML file too, it "
-        "adds to what was set",
+        "`python -m engine.algorithms` lists the fields; given again, it adds to what was set, and a field "
+        "that the command line gives wins over a YAML file's",
         adds_up=True,
     )
 
