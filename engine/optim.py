@@ -5,8 +5,9 @@ import math
 import torch
 from torch import nn
 
-from engine import distributed
 from engine.algorithms.dialect import CHOICES
+from engine.zero.accelerator import offloaded_adamw, on_gpu
+from engine.zero.gathering import full_shape
 
 # transformers' names; "constant_with_warmup" and "cosine_with_restarts" (of one cycle) are what they are there, and
 # "constant" warms up too if steps of warm-up are given.
@@ -97,7 +98,7 @@ def build_optimizer(
     def decays(name: str, parameter: nn.Parameter) -> bool:
         if decay == "deepspeed_chat":
             return not any(part in name.lower() for part in NOT_DECAYED_BY_DEEPSPEED_CHAT)
-        return len(getattr(parameter, "ds_shape", parameter.shape)) > 1
+        return len(full_shape(parameter)) > 1
 
     groups = [
         {"params": [p for n, p in trained.items() if decays(n, p)], "weight_decay": weight_decay},
@@ -107,11 +108,8 @@ def build_optimizer(
         },
     ]
     groups = [group for group in groups if group["params"]]
-    if offload and torch.cuda.is_available():
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        distributed.load_extension("CPUAdamBuilder")
-        return DeepSpeedCPUAdam(groups, lr=lr, betas=betas, eps=eps, adamw_mode=True)
+    if offload and on_gpu():
+        return offloaded_adamw(groups, lr=lr, betas=betas, eps=eps)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
 

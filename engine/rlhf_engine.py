@@ -21,6 +21,7 @@ from engine.models.reading import read_tokenizer
 from engine.optim import build_optimizer
 from engine.reference import EngineReference, HydraReference, Reference
 from engine.reward.model import RewardModel
+from engine.zero.communication import init
 from engine.zero.config import EngineConfig, build_ds_config
 from engine.zero.engines import FrozenModel, TrainedModel
 
@@ -129,7 +130,7 @@ class RLHFEngine:
     @classmethod
     def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
         """Load the models and wrap each in an engine; joins the process group if that has not been done."""
-        distributed.init()
+        init()
         tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token)
         if spec.hydra_layers:
             check_hydra(spec.actor_path, spec.hydra_layers, "actor")
@@ -202,14 +203,14 @@ def wrap_trained(
         optimizer.form,
         optimizer.decay,
     )
-    return _probed(TrainedModel(module, ds_config, adam))
+    return _probed(TrainedModel(module, ds_config, adam, choice.role))
 
 
 def frozen_model(load, path: str, choice: EngineConfig, spec: EngineSpec) -> FrozenModel:
     """An engine without optimizer around what `load` makes of `path`."""
     ds_config = build_ds_config(choice, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)
     module = load(path, DTYPES[spec.dtype], ds_config, what=f"{choice.role} model")
-    return _probed(FrozenModel(module, ds_config, choice.offload))
+    return _probed(FrozenModel(module, ds_config, choice.offload, choice.role))
 
 
 def _probed(model: TrainedModel | FrozenModel) -> TrainedModel | FrozenModel:

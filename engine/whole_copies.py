@@ -1,16 +1,21 @@
 """Plain copies of partitioned models, to compute with where no gradient is wanted."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from engine import distributed
 from engine.models.loading import empty_like
+from engine.zero.accelerator import on_gpu
 from engine.zero.engines import FrozenModel, TrainedModel
-from engine.zero.gathering import copy_weights, full_numel
+from engine.zero.gathering import copy_weights, full_numel, full_shape
+
+Model = TrainedModel | FrozenModel
 
 
-class Replicas:
-    """Lends modules without ZeRO's hooks. At stages 0 to 2 a model's own module is lent.
+class WholeCopies:
+    """Modules without ZeRO's hooks, which hold the gathered weights of models at stage 3 and compute in their place.
 
     A module is filled, bucket by bucket and in the compute dtype, when a model asks for it that it does not hold, or
     whose weights have changed since; otherwise nothing is gathered. What is frozen has not changed.
@@ -24,16 +29,15 @@ class Replicas:
 
     def __init__(self, between_steps: str = "keep", shared: bool = True):
         self.between_steps, self.shared = between_steps, shared
-        self.fills = 0  # how often a module was filled
         self._keys: dict[int, object] = {}
         self._modules: dict[object, nn.Module] = {}
         self._held: dict[object, tuple[int, int]] = {}  # which model, at which version of its weights
         self._away = False
 
-    def of(self, model: TrainedModel | FrozenModel) -> nn.Module:
+    def of(self, model: Model) -> nn.Module:
         """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
 
-        It is the caller's until the next call.
+        At stages 0 to 2 that is the model's own. It is the caller's until the next call.
         """
         if model.stage < 3:
             return model.module
@@ -50,7 +54,6 @@ class Replicas:
             copy_weights(model.module, module, trained_only=held is not None and held[0] == id(model))
             module.take_settings_of(model.module)
             self._held[key] = wanted
-            self.fills += 1
         return module
 
     def release_memory(self) -> None:
@@ -60,7 +63,7 @@ class Replicas:
             self._held.clear()
         elif self.between_steps == "host":
             self._move(torch.device("cpu"))
-        if self.between_steps != "keep" and torch.cuda.is_available():
+        if self.between_steps != "keep" and on_gpu():
             torch.cuda.empty_cache()
 
     def _move(self, device: torch.device) -> None:
@@ -75,12 +78,12 @@ _NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id")
 
 def _architecture(module: nn.Module) -> object:
     """Equal for modules that can hold each other's weights and then compute the same."""
-    shapes = tuple((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in module.named_parameters())
+    shapes = tuple((name, tuple(full_shape(p))) for name, p in module.named_parameters())
     config = {name: value for name, value in module.model.config.to_diff_dict().items() if name not in _NO_MATTER}
     return type(module), type(module.model), getattr(module, "direct_head", None), shapes, str(config)
 
 
-def replica_bytes(models: list[TrainedModel | FrozenModel], shared: bool = True) -> int:
+def copy_bytes(models: Sequence[Model], shared: bool = True) -> int:
     """Memory on each rank for these models' copies."""
     sizes = {}
     for model in models:
@@ -91,7 +94,7 @@ def replica_bytes(models: list[TrainedModel | FrozenModel], shared: bool = True)
     return sum(sizes.values())
 
 
-def gradient_bytes(model: TrainedModel | FrozenModel) -> int:
+def gradient_bytes(model: Model) -> int:
     """Memory on each rank for the model's gradients while it trains; stages 2 and 3 divide them."""
     size = sum(full_numel(p) * p.element_size() for p in model.module.parameters() if p.requires_grad)
     return size // (distributed.world_size() if model.stage >= 2 else 1)

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from engine import distributed
+from engine.zero.accelerator import on_gpu
 
 
 def now() -> float:
     """Seconds of wall-clock time, with the device's queue emptied."""
-    if torch.cuda.is_available():
+    if on_gpu():
         torch.cuda.synchronize()
     return time.perf_counter()
 
@@ -32,7 +33,7 @@ def slowest(value: float) -> float:
 
 def reset_peak_memory() -> None:
     """Begin to look for the most memory anew."""
-    if torch.cuda.is_available():
+    if on_gpu():
         torch.cuda.reset_peak_memory_stats()
     else:
         with contextlib.suppress(OSError):  # some containers forbid it: the peak is then that since the process began
@@ -41,7 +42,7 @@ def reset_peak_memory() -> None:
 
 def peak_memory() -> int:
     """The most bytes held since: of the GPU if there is one, else of the process."""
-    if torch.cuda.is_available():
+    if on_gpu():
         return torch.cuda.max_memory_allocated()
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

@@ -38,6 +38,8 @@ from engine.models.loading import DTYPES
 from engine.models.reading import read_config
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, RolloutBackend, SamplingConfig, build_rollouts
+from engine.zero.accelerator import natural_dtype
+from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from scripts.benchmark_clock import now, peak_memory, reset_peak_memory, slowest, timed
 from scripts.benchmark_floor import Rates, Shape, Work, floor
@@ -348,7 +350,7 @@ def main(args: argparse.Namespace) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if args.dtype == "auto":  # fp16 is left out: it needs a loss scale, which the plain step has not
-        args.dtype = "bf16" if distributed.natural_dtype() == "bf16" else "fp32"
+        args.dtype = "bf16" if natural_dtype() == "bf16" else "fp32"
     with tempfile.TemporaryDirectory() as own:
         folder = Path(distributed.broadcast_object(own))
         reports = []
@@ -368,7 +370,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     try:
         arguments = parse_arguments()
-        distributed.init()
+        init()
         main(arguments)
         distributed.shutdown()
         code = 0

@@ -134,10 +134,10 @@ class Worker:
 
 def _serve(pipe) -> None:
     """Run what comes through the pipe, with stdout and stderr caught, whoever writes to them."""
-    from engine import distributed
+    from engine.zero.communication import init
     from tests.e2e.programs import Result, run_words
 
-    distributed.init()
+    init()
     pipe.send("ready")
     while True:
         try:

@@ -1,7 +1,7 @@
 """Ways to draw responses from the actor, behind one Protocol."""
 
 from engine.rollout.base import RolloutBackend, SamplingConfig
-from engine.rollout.choice import ROLLOUT_BACKENDS, build_rollouts, check_backend
+from engine.rollout.choice import ROLLOUT_BACKENDS, build_rollouts
 from engine.rollout.partitions import Zero3Rollouts
 from engine.rollout.passes import DECODING
 from engine.rollout.whole_copy import ReplicaRollouts
@@ -14,5 +14,4 @@ __all__ = [
     "SamplingConfig",
     "Zero3Rollouts",
     "build_rollouts",
-    "check_backend",
 ]

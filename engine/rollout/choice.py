@@ -1,39 +1,37 @@
-"""Which rollout backend a run has, and why."""
+"""Which models compute through a whole copy of their weights, and by which backend the actor generates, and why."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from engine import distributed
-from engine.errors import UserError
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.rollout.partitions import Zero3Rollouts
 from engine.rollout.whole_copy import ReplicaRollouts
-from engine.whole_copies import Replicas, gradient_bytes, replica_bytes
-from engine.zero.engines import FrozenModel, TrainedModel
+from engine.whole_copies import Model, WholeCopies, copy_bytes, gradient_bytes
+from engine.zero import accelerator
 
-ROLLOUT_BACKENDS = ("auto", "replica", "zero3", "hybrid")
+ROLLOUT_BACKENDS = ("auto", "replica", "zero3")
 # Of the free memory: for a copy of each model, for copies that models share, for shared ones given back in training.
 OWN_SHARE, KEPT_SHARE, FREED_SHARE = 0.2, 0.4, 0.8
 
 
-def check_backend(name: str) -> None:
-    """Raise UserError for a backend that cannot work here."""
-    if name == "hybrid":
-        raise UserError(
-            "--rollout_backend hybrid: DeepSpeed's hybrid engine cannot generate with this version of transformers. "
-            "Its fused layers keep keys and values in an argument `layer_past`, which transformers 5 no longer gives "
-            "(models share one cache, `past_key_values`), and they are CUDA kernels. Take auto or replica, which "
-            "gathers the weights once per update too."
-        )
+@dataclass(frozen=True)
+class Placement:
+    """Which models compute through copies (at stages 0 to 2 their own modules), and why these."""
+
+    why: str
+    models: Sequence[Model] = ()
+    copies: WholeCopies = field(default_factory=WholeCopies)
 
 
 def build_rollouts(
     name: str,
-    actor: TrainedModel | FrozenModel,
+    actor: Model,
     tokenizer,
     *,
-    others: Sequence[TrainedModel | FrozenModel] = (),
+    others: Sequence[Model] = (),
     rows_at_once: int | None = None,
     row_length: int = 0,
     between_steps: str = "keep",
@@ -42,54 +40,80 @@ def build_rollouts(
     """The backend of this name; "auto" takes the fastest that fits in memory. Its `why` says what was taken and why.
 
     Args:
-        others: models that are to make experience with plain copies too, where the backend has them.
+        others: models that are to make experience through whole copies too, each where there is room for its own.
         rows_at_once, row_length: responses decoded side by side, and tokens of prompt and response, for the cache.
-        between_steps: as in Replicas. decoding: as in Sampler; zero3 has no use for it.
+        between_steps: as in WholeCopies. decoding: as in Sampler; zero3 has no use for it.
 
-    Raises: UserError for a backend that cannot work here, KeyError for an unknown one.
+    Raises: KeyError for an unknown backend.
     """
-    check_backend(name)
     if name not in ROLLOUT_BACKENDS:
         raise KeyError(name)
     models = [actor, *(model for model in others if model is not actor)]
-    replicas, why = Replicas(between_steps), "as asked"
     if name == "auto":
         slots = (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True)
-        replicas, why = _fastest(models, cache_bytes(actor.module.model, slots), between_steps)
-    if name == "zero3":
-        replicas = None
-    for model in models:
-        model.lender = replicas
-    if replicas is None:
-        rollouts, plain = Zero3Rollouts(actor, tokenizer, rows_at_once, between_steps), "ZeRO's hooks"
+        placed = _placement(models, cache_bytes(actor.module.model, slots), between_steps)
     else:
-        plain = "copies do not stay between steps" if replicas.between_steps != "keep" else ""
-        rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, replicas, "plain" if plain else decoding)
+        placed = Placement("as asked", models if name == "replica" else (), WholeCopies(between_steps))
+    for model in models:
+        model.copies = placed.copies if _among(model, placed.models) else None
+    why, copies = placed.why, placed.copies
+    if actor.copies is None:
+        rollouts, plain = Zero3Rollouts(actor, tokenizer, rows_at_once, copies), "ZeRO's hooks"
+    else:
+        plain = "copies do not stay between steps" if copies.between_steps != "keep" else ""
+        rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, copies, "plain" if plain else decoding)
     if plain and decoding in ("recorded", "compiled"):
         why = f"{why}; tokens are not {decoding}: {plain}"
-    rollouts.why = f"rollouts by {'replica' if isinstance(rollouts, ReplicaRollouts) else 'zero3'}: {why}"
+    rollouts.why = f"rollouts by {'zero3' if actor.copies is None else 'replica'}: {why}"
     return rollouts
 
 
-def _fastest(models: list[TrainedModel | FrozenModel], cache: int, between_steps: str) -> tuple[Replicas | None, str]:
-    """Whole copies of the models, or None where they would not fit, and why; the same on all ranks.
+def _placement(models: Sequence[Model], cache: int, between_steps: str) -> Placement:
+    """Copies of as many models as fit, the same on all ranks. The first is the actor, which a copy helps most.
 
     cache: bytes of keys and values.
     """
     if all(model.stage < 3 for model in models):
-        return Replicas(between_steps), "no weights are partitioned, so the models' own modules compute"
+        why = "no weights are partitioned, so the models' own modules compute"
+        return Placement(why, models, WholeCopies(between_steps))
     # Optimizers have their states by now; gradients come with the first step.
     later = cache + sum(gradient_bytes(model) for model in models)
-    own, shared = (replica_bytes(models, shared) + later for shared in (False, True))
-    free = -distributed.largest(-distributed.free_memory())
+    free = -distributed.largest(-accelerator.free_memory())
     room = f"with keys, values and gradients, of {free / 1e9:.1f} GB free on each rank"
-    if own <= OWN_SHARE * free:
-        return Replicas(between_steps, shared=False), f"a whole copy of each model takes {own / 1e9:.2f} GB {room}"
-    if shared <= KEPT_SHARE * free:
-        return Replicas(between_steps), f"a whole copy for models of one shape takes {shared / 1e9:.2f} GB {room}"
-    if shared <= FREED_SHARE * free:
-        kept = "free" if between_steps == "keep" else between_steps
-        return Replicas(kept), (
-            f"a whole copy for models of one shape takes {shared / 1e9:.2f} GB {room}, and is given back while training"
+    fitting: list[Model] = []
+    for model in models:
+        if copy_bytes([*fitting, model], shared=True) + later <= FREED_SHARE * free:
+            fitting.append(model)
+    left = [model for model in models if not _among(model, fitting)]
+    copied = [model for model in fitting if model.stage == 3]
+    everything = f"{(copy_bytes(models, shared=True) + later) / 1e9:.2f} GB"
+    if not copied:
+        return Placement(f"whole copies would take {everything} {room}", fitting, WholeCopies(between_steps))
+    copies, size, note = _kept(fitting, later, free, between_steps)
+    whose = "each model" if not copies.shared else "models of one shape"
+    why = f"a whole copy {'of' if not copies.shared else 'for'} {whose} takes {size / 1e9:.2f} GB {room}{note}"
+    if left:
+        why += (
+            f"; so it is with {_roles(copied)}, while {_roles(left)} compute through partitions: with all models it "
+            f"would be {everything}"
         )
-    return None, f"whole copies would take {shared / 1e9:.2f} GB {room}"
+    return Placement(why, fitting, copies)
+
+
+def _kept(models: Sequence[Model], later: int, free: int, between_steps: str) -> tuple[WholeCopies, int, str]:
+    """The fastest kind of copies for which there is room, the bytes that they take with `later`, and a note on them."""
+    own, shared = (copy_bytes(models, shared=shared) + later for shared in (False, True))
+    if own <= OWN_SHARE * free:
+        return WholeCopies(between_steps, shared=False), own, ""
+    if shared <= KEPT_SHARE * free:
+        return WholeCopies(between_steps), shared, ""
+    given_back = "free" if between_steps == "keep" else between_steps
+    return WholeCopies(given_back), shared, ", and is given back while training"
+
+
+def _among(model: Model, models: Sequence[Model]) -> bool:
+    return any(model is one for one in models)
+
+
+def _roles(models: Sequence[Model]) -> str:
+    return " and ".join(model.role for model in models)

@@ -48,8 +48,16 @@ class Sampler:
     def responses(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row, in the rows' order.
 
-        model: a Hugging Face causal language model in eval mode, with or without ZeRO's hooks.
+        model: a Hugging Face causal language model, with or without ZeRO's hooks; it is in eval mode meanwhile.
         """
+        training = model.training
+        model.eval()
+        try:
+            return self._responses(model, prompts, sampling)
+        finally:
+            model.train(training)
+
+    def _responses(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         with self.context():
             if self._slot_masks is None:
                 self._slot_masks = takes_slot_masks(model)

@@ -4,31 +4,27 @@ from engine import distributed
 from engine.experience import PromptBatch, Rollout
 from engine.rollout.base import SamplingConfig
 from engine.rollout.decode import Sampler
-from engine.zero.engines import TrainedModel
+from engine.whole_copies import Model, WholeCopies
 
 
 class Zero3Rollouts:
     """Generates with the actor's own module, under ZeRO's hooks. Slow; for actors that fit no device as a whole.
 
-    between_steps: "keep" the memory of keys and values, or give it back ("free", "host").
+    copies: through which other models compute; what becomes of them between steps, becomes of keys and values too.
     """
 
     why = ""  # what a choice among backends went by
 
-    def __init__(self, actor: TrainedModel, tokenizer, rows_at_once: int | None = None, between_steps: str = "keep"):
-        self.actor, self.between_steps = actor, between_steps
+    def __init__(self, actor: Model, tokenizer, rows_at_once: int | None = None, copies: WholeCopies | None = None):
+        self.actor, self.copies = actor, copies or WholeCopies()
         self.sampler = Sampler(tokenizer, rows_at_once, agree=distributed.largest)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row; ranks go on together until the last row of all has ended."""
-        learning = self.actor.engine.training
-        self.actor.engine.eval()
-        try:
-            return self.sampler.responses(self.actor.module.model, prompts, sampling)
-        finally:
-            self.actor.engine.train(learning)
+        return self.sampler.responses(self.actor.module.model, prompts, sampling)
 
     def release_memory(self) -> None:
-        """Give back the memory that is not needed until the next call, if it is to be."""
-        if self.between_steps != "keep":
+        """Give back the memory that is not needed until the next call, as far as `copies` are to."""
+        if self.copies.between_steps != "keep":
             self.sampler.release_memory()
+        self.copies.release_memory()

@@ -97,8 +97,9 @@ def _free_port() -> int:
 def _main(target: str, folder: str) -> None:
     """One rank: join the group, call the function, leave its result in a file."""
     from engine import distributed
+    from engine.zero.communication import init
 
-    distributed.init(timeout_minutes=TIMEOUT / 60)
+    init(timeout_minutes=TIMEOUT / 60)
     module, name = target.split(":")
     function = getattr(importlib.import_module(module), name)
     gc.freeze()  # the engines collect garbage as they are built, which need not walk through all of torch each time

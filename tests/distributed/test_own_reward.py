@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine import distributed
 from engine.experience import Experience
 from engine.rlhf_engine import EngineSpec
+from engine.zero.communication import init
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_own_reward import HELD_OUT, PENALTY, PER_STEP, run
 from tests.tiny_models import BOS, EOS, PAD, UNK
@@ -17,7 +17,7 @@ KINDS = ("stage 0", "stage 3")
 @pytest.fixture(scope="module")
 def runs(folder) -> dict[str, list[dict]]:
     """What each rank found."""
-    distributed.init()
+    init()
     actor = f"{folder}/actor"
     return {
         "stage 0": [run(actor, 0)],

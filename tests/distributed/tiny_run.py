@@ -2,11 +2,7 @@
 
 from pathlib import Path
 
-import deepspeed
 import torch
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-from torch import Tensor
 
 from engine import distributed
 from engine.algorithms import Dialect
@@ -14,7 +10,6 @@ from engine.experience import PromptBatch
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
-from engine.zero.engines import FrozenModel, TrainedModel
 from tests.tiny_models import PAD, VOCABULARY
 from training.data.prompts import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
@@ -89,51 +84,6 @@ def prompt_batch(indices: list[int]) -> PromptBatch:
         torch.zeros(len(indices), dtype=torch.int64),
         PAD,
     )
-
-
-def weights(model: TrainedModel | FrozenModel) -> dict[str, Tensor]:
-    """Copies of the module's full weights, in its own dtype, by Hugging Face's names (all ranks call this)."""
-    named = dict(model.module.model.named_parameters())
-    away = [p for p in named.values() if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
-    with deepspeed.zero.GatheredParameters(away, enabled=bool(away)):
-        return {name: parameter.detach().clone() for name, parameter in named.items()}
-
-
-def masters(model: TrainedModel) -> dict[str, Tensor]:
-    """Copies of the full float32 weights that the optimizer updates (all ranks call this)."""
-    named = model.module.model.named_parameters()
-    if model.stage > 0:
-        return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in named}
-    return {name: _master(model, parameter).detach().clone() for name, parameter in named}
-
-
-def momenta(model: TrainedModel) -> dict[str, Tensor]:
-    """Copies of Adam's full first moments (all ranks call this)."""
-    named = model.module.model.named_parameters()
-    if model.stage in (1, 2):  # DeepSpeed links them when the first group has been stepped, and the others have none
-        model.engine.optimizer._hp_optimizer_states_linked = False
-        model.engine.optimizer._lazy_init_hp_params_optimizer_state()
-    if model.stage > 0:
-        return {name: safe_get_full_optimizer_state(parameter, "exp_avg").clone() for name, parameter in named}
-    state = model.engine.optimizer.state
-    return {name: state[_master(model, parameter)]["exp_avg"].clone() for name, parameter in named}
-
-
-def _master(model: TrainedModel, parameter: Tensor) -> Tensor:
-    """At stage 0: the float32 copy that the optimizer holds of a parameter, or the parameter itself."""
-    optimizer = model.engine.optimizer
-    halves = [p for group in getattr(optimizer, "fp16_groups", []) for p in group]
-    wholes = [p for group in getattr(optimizer, "fp32_groups", []) for p in group]
-    return next((whole for half, whole in zip(halves, wholes, strict=True) if half is parameter), parameter)
-
-
-def gradients(model: TrainedModel) -> dict[str, Tensor]:
-    """Copies of the full gradients between the last backward and the step (all ranks call this)."""
-
-    def read(parameter):
-        return parameter.grad if model.stage == 0 else safe_get_full_grad(parameter)
-
-    return {name: read(parameter).detach().clone() for name, parameter in model.module.model.named_parameters()}
 
 
 def timeless(metrics: dict[str, float]) -> dict[str, float]:

@@ -6,16 +6,18 @@ import weakref
 from engine.experience import Rollout
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
-from engine.whole_copies import Replicas
-from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, engine_spec, masters
+from engine.whole_copies import WholeCopies
+from tests.distributed.fills import counted_fills
+from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, engine_spec
 from tests.distributed.work_rollouts import _by_key
+from tests.engine.zero.inspecting import masters
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
 MODES = ("keep", "free", "host")
 
 
 def between_steps(folder: str, stage: int, config: str) -> dict[str, dict]:
-    """For each mode of Replicas, one after the other with the same engines: what happened in two steps and around
+    """For each mode of WholeCopies, one after the other with the same engines: what happened in two steps and around
     them."""
     engine = RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config))
     return {mode: _events(engine, mode) for mode in MODES}
@@ -32,12 +34,12 @@ def _events(engine: RLHFEngine, mode: str) -> dict:
     )
     feed, fills, answers = TinyPrompts(8), {}, {}
     prompts = feed.prompts(0)
-    own = _judged_without_copies(engine, trainer, rollouts.generate(prompts, SAMPLING), rollouts.replicas)
+    own = _judged_without_copies(engine, trainer, rollouts.generate(prompts, SAMPLING), rollouts.copies)
 
     def counted(event: str, act):
-        before = rollouts.replicas.fills
-        result = act()
-        fills[event] = rollouts.replicas.fills - before
+        with counted_fills() as count:
+            result = act()
+        fills[event] = len(count)
         return result
 
     def generate() -> Rollout:
@@ -64,14 +66,14 @@ def _events(engine: RLHFEngine, mode: str) -> dict:
     }
 
 
-def _judged_without_copies(engine: RLHFEngine, trainer: PPOTrainer, rollout: Rollout, replicas: Replicas) -> dict:
+def _judged_without_copies(engine: RLHFEngine, trainer: PPOTrainer, rollout: Rollout, copies: WholeCopies) -> dict:
     """What copies say of a rollout, and what the engines themselves do, by the names of Judged's fields."""
     lent = trainer.maker.judge(rollout)
     for model in engine.models:
-        model.lender = None
+        model.copies = None
     own = trainer.maker.judge(rollout)
     for model in engine.models:
-        model.lender = replicas
+        model.copies = copies
     return {
         name: (getattr(lent, name), getattr(own, name))
         for name in ("logprobs", "entropy", "ref_logprobs", "values", "scores")
@@ -80,7 +82,7 @@ def _judged_without_copies(engine: RLHFEngine, trainer: PPOTrainer, rollout: Rol
 
 def _rest(rollouts) -> dict:
     """Bytes of the copies before and after a rest, and how many layers the cache has memory for then."""
-    parameters = [weakref.ref(p) for module in rollouts.replicas._modules.values() for p in module.parameters()]
+    parameters = [weakref.ref(p) for module in rollouts.copies._modules.values() for p in module.parameters()]
 
     def alive() -> int:
         found = [parameter() for parameter in parameters]

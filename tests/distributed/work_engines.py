@@ -13,8 +13,9 @@ from engine.reference import EngineReference, HydraReference
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
-from tests.distributed.tiny_run import engine_spec, prompt_batch, weights
+from tests.distributed.tiny_run import engine_spec, prompt_batch
 from tests.distributed.work_hydra import local_bytes
+from tests.engine.zero.inspecting import weights
 from training.program.saving import save_trained
 from training.restarts import checkpoint
 from training.restarts.conditions import Conditions

@@ -7,7 +7,8 @@ import torch
 from engine import distributed
 from engine.experience import Experience
 from engine.zero.engines import TrainedModel
-from tests.distributed.tiny_run import DIALECT, build_trainer, engine_spec, gradients, weights
+from tests.distributed.tiny_run import DIALECT, build_trainer, engine_spec
+from tests.engine.zero.inspecting import gradients, weights
 from training.learner import Learner
 from training.ppo_trainer import PPOTrainer
 from training.reporting.metrics import Accumulator

@@ -6,7 +6,8 @@ import torch
 
 from engine import distributed
 from engine.algorithms import Dialect
-from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, masters, momenta
+from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec
+from tests.engine.zero.inspecting import masters, momenta
 from training.ppo_trainer import PPOTrainer
 from training.reporting.metrics import Accumulator
 

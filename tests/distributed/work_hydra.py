@@ -4,15 +4,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from engine.experience import Rollout
 from engine.models.loading import load_policy
 from engine.reference import EngineReference
 from engine.rlhf_engine import EngineSpec, RLHFEngine, frozen_model
 from engine.zero.config import EngineConfig
-from engine.zero.engines import FrozenModel, TrainedModel
-from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, timeless, weights
+from engine.zero.engines import TrainedModel
+from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, timeless
+from tests.engine.zero.inspecting import parameter_bytes, pretend_cpus_have_fp16, weights
 from training.ppo_trainer import PPOTrainer
 from training.program.saving import save_trained
 from training.restarts import checkpoint
@@ -26,7 +26,7 @@ TEMPERATURE = 0.8
 
 def all_runs(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
     """`one_run` of each set of arguments, by the same names."""
-    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs, where it is slow but right
+    pretend_cpus_have_fp16()
     return {name: one_run(folder, f"{output}/{name}", **arguments) for name, arguments in runs.items()}
 
 
@@ -122,11 +122,6 @@ def judged(engine: RLHFEngine, own: EngineReference, rollout: Rollout) -> dict:
 def branch(actor: TrainedModel) -> dict:
     """Copies of the full weights of the frozen copies, by number of the copy and name within it."""
     return weights(SimpleNamespace(module=SimpleNamespace(model=actor.module.branch)))
-
-
-def parameter_bytes(model: TrainedModel | FrozenModel) -> int:
-    """Of this rank's parameters: its shards where they are partitioned."""
-    return sum(getattr(p, "ds_tensor", p).numel() * p.element_size() for p in model.module.parameters())
 
 
 def local_bytes(engine: RLHFEngine) -> dict[str, int]:

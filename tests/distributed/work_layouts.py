@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from engine import distributed
-from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless, weights
+from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
+from tests.engine.zero.inspecting import weights
 
 ROWS = 8  # responses of one forward pass over all ranks
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from engine import distributed
 from engine.experience import position_ids
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.rlhf_engine import EngineSpec, frozen_model
+from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from engine.zero.gathering import full_state
 from tests.tiny_models import PAD, make_tokenizer
@@ -27,7 +27,7 @@ def what_they_say(
 
     fresh: (language model, folder): a new reward model is made of the one and saved in the other.
     """
-    distributed.init()
+    init()
     spec, choice = EngineSpec(actor_path="", critic_path=""), EngineConfig("reward", stage)
     inputs, said = (sequences, attention_mask, position_ids(attention_mask)), {}
     for name, path in scorers.items():

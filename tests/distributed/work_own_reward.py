@@ -7,7 +7,8 @@ from engine.reward.function import FunctionReward
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import build_rollouts
 from engine.zero.config import EngineConfig
-from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, prompt_tokens, weights
+from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, prompt_tokens
+from tests.engine.zero.inspecting import weights
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.reporting.evaluation import Evaluator
 

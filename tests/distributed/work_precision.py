@@ -2,21 +2,11 @@
 
 import contextlib
 
-from deepspeed.accelerator import get_accelerator
-
 from engine import distributed
 from engine.rlhf_engine import OptimizerSpec
 from engine.zero.engines import TrainedModel
-from tests.distributed.tiny_run import (
-    DIALECT,
-    TinyPrompts,
-    build_trainer,
-    engine_spec,
-    masters,
-    momenta,
-    timeless,
-    weights,
-)
+from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
+from tests.engine.zero.inspecting import masters, momenta, pretend_cpus_have_fp16, weights
 from training.ppo_trainer import PPOTrainer
 from training.reporting.metrics import Accumulator
 
@@ -27,7 +17,7 @@ ROUNDS = 6
 
 def all_stages(folder: str, dtype: str, stages: tuple[int, ...]) -> dict[int, dict]:
     """What the functions below return, by stage."""
-    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs, where it is slow but right
+    pretend_cpus_have_fp16()
     return {
         stage: training(folder, dtype, stage)
         | repeated_gradient(folder, dtype, stage)

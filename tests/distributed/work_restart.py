@@ -3,9 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from deepspeed.accelerator import get_accelerator
-
-from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, masters, timeless, weights
+from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
+from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16, weights
 from training.ppo_trainer import PPOTrainer
 from training.restarts import checkpoint
 from training.restarts.conditions import Conditions
@@ -46,7 +45,7 @@ def resumed(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
 
 def new_trainer(folder: str, stage: int, config: str, dtype: str, changed: dict | None = None) -> PPOTrainer:
     """Two epochs of two mini-batches a step, with an EMA; `changed`: fields of the dialect."""
-    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs, where it is slow but right
+    pretend_cpus_have_fp16()
     dialect = DIALECT.override(**{"ppo_epochs": 2, "mini_batches": 2, **(changed or {})})
     spec = engine_spec(folder, stage, config=config, dtype=dtype, ema_decay=0.9)
     if not dialect.has_critic:

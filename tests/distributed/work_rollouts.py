@@ -8,7 +8,9 @@ from engine.experience import Rollout
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
 from engine.rollout.base import SamplingConfig
-from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, masters, prompt_batch, timeless
+from tests.distributed.fills import counted_fills
+from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, prompt_batch, timeless
+from tests.engine.zero.inspecting import masters
 
 BACKENDS = {"replica": ReplicaRollouts, "zero3": Zero3Rollouts}
 ORDERS = {"in order": [[0, 1, 2, 3, 4, 5, 6, 7]], "shuffled, in two batches": [[6, 1, 4, 3], [0, 7, 2, 5]]}
@@ -56,9 +58,9 @@ def _answers(engine: RLHFEngine, samplings: dict[str, SamplingConfig]) -> dict:
 def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: int) -> dict[str, dict]:
     """What "auto" takes where only rank 1 has little memory free, and what it answers."""
     found = {}
-    for name, free in {"much": needed / 0.3, "middling": needed / 0.6, "little": needed / 0.9}.items():
+    for name, free in {"much": needed / 0.3, "middling": needed / 0.6, "little": needed / 2}.items():
         own = int(free) if distributed.rank() == 1 else 10**12
-        with mock.patch("engine.distributed.free_memory", lambda: own):
+        with mock.patch("engine.zero.accelerator.free_memory", lambda: own):
             rollouts = build_rollouts(
                 "auto",
                 engine.actor,
@@ -71,7 +73,7 @@ def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: int) -> dict[
         found[name] = {
             "backend": type(rollouts).__name__,
             "why": rollouts.why,
-            "between_steps": rollouts.replicas.between_steps if name != "little" else None,
+            "between_steps": rollouts.copies.between_steps if name != "little" else None,
             "answers": dict(_by_key(rollouts.generate(prompt_batch(_share(list(range(8)))), sampling))),
         }
     return found
@@ -95,9 +97,9 @@ def gathers(folder: str, stage: int, config: str, sampling: SamplingConfig) -> d
     prompts = prompt_batch(_share(list(range(8))))
 
     def counted(event: str, act) -> None:
-        before = replica.replicas.fills
-        act()
-        counts[event] = replica.replicas.fills - before
+        with counted_fills() as fills:
+            act()
+        counts[event] = len(fills)
 
     def generate(backend, event: str) -> None:
         counted(event, lambda: found.update({event: dict(_by_key(backend.generate(prompts, sampling)))}))

@@ -7,7 +7,8 @@ import torch
 from engine import distributed
 from engine.errors import RunStopped
 from engine.experience import Rollout
-from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, masters
+from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec
+from tests.engine.zero.inspecting import masters
 from training.ppo_trainer import PPOTrainer
 
 BAD_ROW = 2  # of the last rank, in the second step

@@ -10,7 +10,8 @@ from engine.reward.combined import CombinedReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.engines import TrainedModel
-from tests.distributed.tiny_run import SAMPLING, TinyPrompts, engine_spec, gradients
+from tests.distributed.tiny_run import SAMPLING, TinyPrompts, engine_spec
+from tests.engine.zero.inspecting import gradients
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
 MICRO_BATCH = 2

@@ -1,12 +1,11 @@
 """Run by ranks: TensorFlow's Adam in engines of every ZeRO stage, precision and place, on gradients that are given."""
 
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from engine.models.loading import DTYPES
 from engine.rlhf_engine import OptimizerSpec, wrap_trained
 from engine.zero.config import EngineConfig, build_ds_config
-from tests.distributed.tiny_run import masters
+from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16
 
 BETAS, EPS = (0.9, 0.999), 1e-5
 
@@ -37,7 +36,7 @@ class Wrapped(nn.Module):
 
 def all_runs(folder: str, runs: dict[str, dict], weights: dict, gradients: list, rates: list) -> dict:
     """`trained` of each set of arguments, by the same names; every rank adds half of each gradient."""
-    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs, where it is slow but right
+    pretend_cpus_have_fp16()
     return {
         name: trained(folder, weights=weights, gradients=gradients, rates=rates, **run) for name, run in runs.items()
     }

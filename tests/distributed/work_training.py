@@ -1,11 +1,11 @@
 """Run by ranks: three training steps, and what the weights of all engines were before, during and after them."""
 
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from engine.ema import EMA
-from engine.zero.engines import FrozenModel, TrainedModel
-from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, masters, prompt_batch, timeless, weights
+from engine.zero.engines import TrainedModel
+from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, prompt_batch, timeless
+from tests.engine.zero.inspecting import masters, partitioned, weights
 
 EMA_DECAY = 0.9
 
@@ -31,9 +31,9 @@ def one_run(folder: str, stage: int, config: str, dtype: str = "fp32") -> dict:
     result["experience"] = reports[0].experience
     result["after"] = {name: weights(model) for name, model in frozen.items()}
     everyone = {"actor": engine.actor, "critic": engine.critic, **frozen}
-    result["at_rest"] = {name: at_rest(model) for name, model in everyone.items()}
+    result["at_rest"] = {name: partitioned(model) for name, model in everyone.items()}
     result |= swapped(engine.actor, engine.ema)
-    result["at_rest_after_swap"] = at_rest(engine.actor)
+    result["at_rest_after_swap"] = partitioned(engine.actor)
     return result
 
 
@@ -43,20 +43,6 @@ def _watch_updates(ema: EMA, log: list) -> None:
         log.append(masters(ema.actor))
 
     ema.update = update
-
-
-def at_rest(model: TrainedModel | FrozenModel) -> list[tuple[str, bool, int, int]]:
-    """(name, whether it stands partitioned, elements here, elements in all) of each parameter; stage 3 only."""
-    return [
-        (
-            name,
-            parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE and parameter.numel() == 0,
-            parameter.ds_tensor.numel(),
-            parameter.ds_numel,
-        )
-        for name, parameter in model.module.named_parameters()
-        if hasattr(parameter, "ds_id")
-    ]
 
 
 def swapped(actor: TrainedModel, ema: EMA) -> dict:

@@ -4,14 +4,14 @@ import os
 
 import pytest
 
-from engine import distributed
+from engine.zero.communication import init
 from tests.e2e.programs import Tiny
 
 
 @pytest.fixture(scope="session", autouse=True)
 def process_group() -> None:
     """What DeepSpeed prints when it starts belongs to no test's output."""
-    distributed.init()
+    init()
 
 
 @pytest.fixture(scope="session", autouse=True)

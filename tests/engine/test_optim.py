@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from engine.algo.logprobs import token_logprobs
 from engine.algo.losses import policy_loss
 from engine.optim import TensorFlowAdam, build_optimizer, lr_factor
+from engine.zero.gathering import full_shape
+from tests.engine.zero.inspecting import partition_away
 from tests.tiny_models import make_config
 
 
@@ -88,10 +90,9 @@ def test_matrices_are_decayed_and_vectors_are_not():
 def test_a_partitioned_parameter_counts_by_its_whole_shape():
     module = nn.Linear(2, 4)
     for parameter in module.parameters():
-        parameter.ds_shape = parameter.shape
-        parameter.data = torch.empty(0)  # as ZeRO-3 leaves it between uses
+        partition_away(parameter)
     groups = build(module).param_groups
-    assert [(group["weight_decay"], [tuple(p.ds_shape) for p in group["params"]]) for group in groups] == [
+    assert [(group["weight_decay"], [tuple(full_shape(p)) for p in group["params"]]) for group in groups] == [
         (0.5, [(4, 2)]),
         (0.0, [(4,)]),
     ]

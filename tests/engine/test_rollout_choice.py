@@ -6,13 +6,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from engine.errors import UserError
 from engine.models.policy import Policy
 from engine.models.scorer import Scorer
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
-from engine.rollout.choice import check_backend
 from tests.tiny_models import make_tokenizer
 
+ROLES = ("actor", "critic", "reference", "reward model")
 WIDTH, VOCABULARY, LAYERS, HEADS, KEPT_HEADS = 16, 100, 2, 4, 2
 # By hand: a layer has four projections (keys and values half as wide), three of the MLP, two norms.
 LAYER = 2 * WIDTH * WIDTH + 2 * WIDTH * WIDTH // 2 + 3 * WIDTH * 24 + 2 * WIDTH
@@ -46,11 +45,14 @@ def engines(stage: int) -> list[SimpleNamespace]:
     )
     for module in frozen:
         module.requires_grad_(False)
-    return [SimpleNamespace(stage=stage, module=module, lender=None) for module in (*learning, *frozen)]
+    return [
+        SimpleNamespace(stage=stage, module=module, role=role, copies=None)
+        for role, module in zip(ROLES, (*learning, *frozen), strict=True)
+    ]
 
 
 def chosen(models: list, free: float, monkeypatch, **how):
-    monkeypatch.setattr("engine.distributed.free_memory", lambda: int(free))
+    monkeypatch.setattr("engine.zero.accelerator.free_memory", lambda: int(free))
     return build_rollouts(
         "auto", models[0], make_tokenizer(), others=models, rows_at_once=ROWS, row_length=LENGTH, **how
     )
@@ -59,31 +61,35 @@ def chosen(models: list, free: float, monkeypatch, **how):
 @pytest.mark.parametrize("stage", (0, 1, 2))
 def test_whole_weights_generate_as_they_are(monkeypatch, stage):
     rollouts = chosen(engines(stage), 1, monkeypatch)  # free memory does not matter
-    assert type(rollouts) is ReplicaRollouts and rollouts.replicas.between_steps == "keep"
+    assert type(rollouts) is ReplicaRollouts and rollouts.copies.between_steps == "keep"
     assert rollouts.why == "rollouts by replica: no weights are partitioned, so the models' own modules compute"
 
 
 @pytest.mark.parametrize("between_steps, when_tight", [("keep", "free"), ("free", "free"), ("host", "host")])
 def test_free_memory_decides_over_copies_of_partitioned_weights(monkeypatch, between_steps, when_tight):
     """Copies, cache and gradients may take 0.2 of it if each model has its own copy, 0.4 if models share them and they
-    stay while training, 0.8 if they do not stay."""
+    stay while training, 0.8 if they do not stay; with less than that for all, some have none."""
     needed, models = COPIES + LATER, engines(3)
 
     def choice(free):
         rollouts = chosen(models, free, monkeypatch, between_steps=between_steps)
         assert rollouts.sampler.rows_at_once == ROWS
-        replicas = getattr(rollouts, "replicas", None)
-        return type(rollouts), replicas and replicas.between_steps, replicas and replicas.shared
+        if all(model.copies is None for model in models):
+            return type(rollouts), None, None
+        return type(rollouts), rollouts.copies.between_steps, rollouts.copies.shared
 
     assert choice(100 * needed) == choice((OWN + LATER) / 0.2 + 8) == (ReplicaRollouts, between_steps, False)
     assert choice((OWN + LATER) / 0.2 - 8) == choice(needed / 0.4 + 4) == (ReplicaRollouts, between_steps, True)
     assert choice(needed / 0.4 - 4) == choice(needed / 0.8 + 4) == (ReplicaRollouts, when_tight, True)
-    assert choice(needed / 0.8 - 4) == choice(0) == (Zero3Rollouts, None, None)
+    choice(needed / 0.8 - 4)
+    assert 0 < sum(model.copies is not None for model in models) < len(models)
+    smallest = 4 * SCORER + LATER
+    assert choice(smallest / 0.8 - 4) == choice(0) == (Zero3Rollouts, None, None)
 
 
 def test_the_reason_names_the_sizes(monkeypatch):
     models = engines(3)
-    monkeypatch.setattr("engine.rollout.choice.replica_bytes", lambda models, shared: 3_000_000_000 * (2 - shared))
+    monkeypatch.setattr("engine.rollout.choice.copy_bytes", lambda models, shared: 3_000_000_000 * (2 - shared))
     monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 1_000_000_000)
     monkeypatch.setattr("engine.rollout.choice.gradient_bytes", lambda model: 0)
     room = "with keys, values and gradients, of {} GB free on each rank"
@@ -101,17 +107,17 @@ def test_the_reason_names_the_sizes(monkeypatch):
         assert chosen(models, free, monkeypatch).why == f"rollouts by {why}"
 
 
-def test_copies_are_lent_to_all_models_and_by_zero3_to_none(monkeypatch):
+def test_copies_are_for_all_models_and_by_zero3_for_none(monkeypatch):
     models = engines(3)
     rollouts = chosen(models, 1e12, monkeypatch)
-    assert all(model.lender is rollouts.replicas for model in models)
+    assert all(model.copies is rollouts.copies for model in models)
     models = engines(3)
     chosen(models, 1, monkeypatch)
-    assert all(model.lender is None for model in models)
+    assert all(model.copies is None for model in models)
 
 
 def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
-    monkeypatch.setattr("engine.distributed.free_memory", lambda: 1)
+    monkeypatch.setattr("engine.zero.accelerator.free_memory", lambda: 1)
     for name, kind in (("replica", ReplicaRollouts), ("zero3", Zero3Rollouts)):
         rollouts = build_rollouts(name, engines(3)[0], make_tokenizer(), between_steps="host")
         assert type(rollouts) is kind and rollouts.why == f"rollouts by {name}: as asked"
@@ -119,16 +125,73 @@ def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
         build_rollouts("vllm", engines(3)[0], make_tokenizer())
 
 
-def test_hybrid_is_refused_with_one_message():
-    messages = []
-    for refused in (lambda: check_backend("hybrid"), lambda: build_rollouts("hybrid", engines(3)[0], make_tokenizer())):
-        with pytest.raises(UserError) as error:
-            refused()
-        messages.append(str(error.value))
-    assert messages[0] == messages[1] and messages[0].startswith("--rollout_backend hybrid: ")
-    assert "auto or replica" in messages[0] and "\n" not in messages[0]
-    for name in ("auto", "replica", "zero3"):
-        check_backend(name)
+BIG, SMALL = ["actor", "reference"], ["critic", "reward model"]
+
+
+@pytest.mark.parametrize(
+    "free, copied, between_steps, why",
+    [
+        (250e9, BIG + SMALL, "free", "replica: {one} takes 172.00 GB {room}, and is given back while training"),
+        (
+            200e9,
+            BIG,
+            "free",
+            "replica: {one} takes 158.00 GB {room}, and is given back while training; so it is with actor and "
+            "reference, while critic and reward model compute through partitions: with all models it would be "
+            "172.00 GB",
+        ),
+        (
+            190e9,
+            SMALL,
+            "keep",
+            "zero3: {one} takes 32.00 GB {room}; so it is with critic and reward model, while actor and "
+            "reference compute through partitions: with all models it would be 172.00 GB",
+        ),
+        (
+            64e9,
+            SMALL,
+            "free",
+            "zero3: {one} takes 32.00 GB {room}, and is given back while training; so it is with critic and reward "
+            "model, while actor and reference compute through partitions: with all models it would be 172.00 GB",
+        ),
+        (39e9, [], "keep", "zero3: whole copies would take 172.00 GB {room}"),
+    ],
+)
+def test_a_model_too_large_for_a_copy_denies_no_other_its_own(monkeypatch, free, copied, between_steps, why):
+    """Actor and reference of 70B in 16 bits, critic and reward model of 7B; 2 GB of keys and values, 4 of gradients for
+    each. By hand: 0.8 of free memory must hold 140 + 18 for the large ones' copy, 14 + 18 for the small ones', 172 for
+    both."""
+    sizes = dict.fromkeys(BIG, 140_000_000_000) | dict.fromkeys(SMALL, 14_000_000_000)
+    monkeypatch.setattr(
+        "engine.rollout.choice.copy_bytes",
+        lambda models, shared: (
+            sum({model.role: sizes[model.role] for model in models}.values())
+            if not shared
+            else sum({sizes[model.role] for model in models})
+        ),
+    )
+    monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 2_000_000_000)
+    monkeypatch.setattr("engine.rollout.choice.gradient_bytes", lambda model: 4_000_000_000)
+    models = engines(3)
+    rollouts = chosen(models, free, monkeypatch)
+    assert {model.role for model in models if model.copies is rollouts.copies} == set(copied)
+    assert all(model.copies is None for model in models if model.role not in copied)
+    assert type(rollouts) is (ReplicaRollouts if "actor" in copied else Zero3Rollouts)
+    assert rollouts.copies.between_steps == between_steps
+    words = {
+        "one": "a whole copy for models of one shape",
+        "room": f"with keys, values and gradients, of {free / 1e9:.1f} GB free on each rank",
+    }
+    assert rollouts.why == "rollouts by " + why.format(**words)
+
+
+def test_copies_of_small_models_are_released_by_a_backend_without_one(monkeypatch):
+    """The trainer tells the backend alone."""
+    rollouts = build_rollouts("zero3", engines(3)[0], make_tokenizer())
+    released = []
+    monkeypatch.setattr(rollouts.copies, "release_memory", lambda: released.append(True))
+    rollouts.release_memory()
+    assert released == [True]
 
 
 def test_the_size_of_copies_is_that_of_their_parameters():

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import distributed
 from engine.algo.sampling import keyed_uniforms
 from engine.experience import PromptBatch
 from engine.models.loading import load_policy
 from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.rollout import ReplicaRollouts, SamplingConfig
+from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from tests.tiny_models import EOS, PAD, make_causal_lm, make_tokenizer
 from training.program.model_files import generation_stops
@@ -74,7 +74,7 @@ def edit(folder, name, **settings):
 
 def responses(folder, stops=None, strings=()):
     """What our rollouts give for PROMPTS, without padding, and which of them ended."""
-    distributed.init()
+    init()
     tokenizer = read_tokenizer(folder, "actor")
     actor = frozen_model(load_policy, folder, EngineConfig("reference", 0), EngineSpec(actor_path="", critic_path=""))
     width = max(map(len, PROMPTS))

@@ -15,14 +15,21 @@ from engine.errors import UserError
 REQUIRED = dataclasses.MISSING
 
 
-def flag(default, help: str, choices: Collection[str] | None = None, group: str = "", adds_up: bool = False):
+def flag(
+    default,
+    help: str,
+    choices: Collection[str] | None = None,
+    group: str = "",
+    adds_up: bool = False,
+    old_values: Mapping[str, str] | None = None,
+):
     """A dataclass field that is a flag; `default` REQUIRED for one that must be given.
 
     choices: looked at when flags are parsed, so that all is known that a table holds by then. group: the heading that
     it stands under, and those after it until the next heading. adds_up: a list that grows each time the flag is given,
-    where otherwise the last one counts.
+    where otherwise the last one counts. old_values: values that are none any more, and what to do instead.
     """
-    metadata = {"help": help, "choices": choices, "group": group, "adds_up": adds_up}
+    metadata = {"help": help, "choices": choices, "group": group, "adds_up": adds_up, "old_values": old_values or {}}
     if isinstance(default, (list, tuple)):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(metadata=metadata) if default is REQUIRED else field(default=default, metadata=metadata)

@@ -27,6 +27,13 @@ ALL_STEPS = {
     "only_optimize_lora": OldFlag(bool, _LORA, allowed=()),
 }
 
+OLD_BACKENDS = {
+    "hybrid": "DeepSpeed's hybrid engine cannot generate with this version of transformers. Its fused layers keep "
+    "keys and values in an argument `layer_past`, which transformers 5 no longer gives (models share one cache, "
+    "`past_key_values`), and they are CUDA kernels. Take auto or replica, which gathers the weights once per update "
+    "too."
+}
+
 SUPERVISED = {
     **ALL_STEPS,
     "lora_dim": OldFlag(int, _LORA, allowed=(0,)),

@@ -5,7 +5,8 @@ import dataclasses
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from engine.errors import UserError, nearest
 from training.flags.arguments import REQUIRED, OldFlag, RunFlags, check_name
@@ -188,7 +189,15 @@ def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
             "nargs": "+",
             "action": "extend" if spec.metadata["adds_up"] else "store",
         }
+    if spec.metadata["old_values"]:
+        hint = partial(_current_value, spec.name, spec.metadata["old_values"])
     return options | {"type": hint, "choices": spec.metadata["choices"]}
+
+
+def _current_value(name: str, old_values: Mapping[str, str], value: str) -> str:
+    if value in old_values:
+        raise UserError(f"--{name} {value}: {old_values[value]}")
+    return value
 
 
 def _truth(text: str) -> bool:

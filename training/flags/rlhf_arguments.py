@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from engine.algorithms import Dialect
 from engine.errors import UserError
-from engine.rollout import DECODING, ROLLOUT_BACKENDS, check_backend
+from engine.rollout import DECODING, ROLLOUT_BACKENDS
 from training.flags import deepspeed_chat
 from training.flags.arguments import OldFlag, flag
 from training.flags.model_flags import ModelFlags
@@ -37,6 +37,7 @@ class RLHFFlags(ModelFlags):
         "(replica), or through its ZeRO-3 partitions (zero3); auto takes the copy where it fits in memory",
         choices=ROLLOUT_BACKENDS,
         group="rollouts",
+        old_values=deepspeed_chat.OLD_BACKENDS,
     )
     decoding: str = flag(
         "auto",
@@ -89,7 +90,6 @@ class RLHFFlags(ModelFlags):
         )
         if any(step < 1 for step in self.profile_steps):
             raise UserError(f"--profile_steps {min(self.profile_steps)}: steps are counted from 1.")
-        check_backend(self.rollout_backend)
         self._validate_decoding()
         self._validate_ends(self.resolved_dialect()[0])
         if self.unsupervised_dataset_config_name is not None and self.unsupervised_dataset_name is None:

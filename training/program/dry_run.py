@@ -149,7 +149,7 @@ def _count(name: str, value: str | None) -> int | None:
 
 def _slots(hostfile: str) -> list[int]:
     """The slots of each node; raises UserError for a file that is not there or cannot be read."""
-    from deepspeed.launcher.runner import fetch_hostfile
+    from engine.zero.hostfile import slots_by_host
 
     if not Path(hostfile).is_file():
         raise UserError(
@@ -158,7 +158,7 @@ def _slots(hostfile: str) -> list[int]:
         )
     logging.disable()  # it says the same in words of its own
     try:
-        return list(fetch_hostfile(hostfile).values())
+        return list(slots_by_host(hostfile).values())
     except (OSError, ValueError) as error:
         raise UserError(f"--hostfile {hostfile}: {error}. Write lines like `node1 slots=8`.") from None
     finally:

@@ -28,14 +28,16 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         quiet_libraries()
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
         from engine import distributed  # seconds of imports: a mistyped flag is reported before them
+        from engine.zero.accelerator import natural_dtype
+        from engine.zero.communication import init
 
         _quiet_transformers()
-        args.dtype = args.dtype or distributed.natural_dtype()
+        args.dtype = args.dtype or natural_dtype()
         if args.dry_run:
             if distributed.is_main():
                 main(args)
             return 0
-        distributed.init()
+        init()
         main(args)
         distributed.barrier()
         distributed.shutdown()
@@ -122,16 +124,8 @@ def check_run(args: RunFlags, resumed: bool = False) -> None:
 
 def check_precision(dtype: str) -> None:
     """Raise UserError where the machine cannot train in this dtype."""
-    import torch
-    from deepspeed.accelerator import get_accelerator
+    from engine.zero.accelerator import why_not
 
-    accelerator = get_accelerator()
-    if dtype == "fp16" and not accelerator.is_fp16_supported():
-        raise UserError(
-            f"--dtype fp16: this machine's {accelerator.device_name()} has no fp16 training in DeepSpeed. "
-            "Use fp32, or bf16."
-        )
-    if dtype == "bf16" and not accelerator.is_bf16_supported():
-        raise UserError(f"--dtype bf16: this machine's {accelerator.device_name()} has no bf16. Use fp16 or fp32.")
-    if dtype == "bf16" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise UserError(f"--dtype bf16: {torch.cuda.get_device_name()} only emulates bf16, slowly. Use fp16 or fp32.")
+    reason = why_not(dtype)
+    if reason is not None:
+        raise UserError(f"--dtype {dtype}: {reason}")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from engine import distributed
+from engine.zero.accelerator import on_gpu
 from training.reporting.metrics import Accumulator
 
 
@@ -28,7 +29,7 @@ class PhaseClock:
 
     @staticmethod
     def _now() -> float:
-        if torch.cuda.is_available():
+        if on_gpu():
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -42,6 +43,6 @@ class PhaseClock:
 
 def peak_memory_gb() -> float:
     """The most memory this process has held, in 10^9 bytes: of the GPU if there is one, else of the host."""
-    if torch.cuda.is_available():
+    if on_gpu():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -21,6 +21,7 @@ from engine.models.policy import Policy
 from engine.models.scorer import Scorer
 from engine.reward.combined import CombinedReward
 from engine.rollout.passes import CompiledPasses, Passes, RecordedPasses
+from engine.zero.accelerator import on_gpu
 from training.ppo_trainer import PPOTrainer
 from training.program.output_folder import PROFILE
 
@@ -41,7 +42,7 @@ class Profiler:
         if step not in self.steps:
             yield
             return
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu()
         with torch.profiler.profile(activities=activities) as profile, marked(self.trainer):
             yield
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ import torch
 
 from engine import distributed
 from engine.errors import UserError
+from engine.zero.accelerator import on_gpu
 
 RUN_FILE = "run.json"
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "four-engine-rlhf")
@@ -130,5 +131,5 @@ def git_state(folder: Path) -> dict | None:
 
 def machine() -> dict[str, str | int]:
     """The main rank's host, the number of ranks, and the accelerator that they compute on."""
-    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else distributed.device().type
+    accelerator = torch.cuda.get_device_name() if on_gpu() else distributed.device().type
     return {"host": socket.gethostname(), "world_size": distributed.world_size(), "accelerator": accelerator}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine import distributed
 from engine.models.loading import load_policy
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, trained_model
+from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from tests.tiny_models import make_causal_lm
 
@@ -14,7 +14,7 @@ LR = 1e-2
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    distributed.init()
+    init()
     return make_causal_lm(tmp_path_factory.mktemp("actor"))
 
 

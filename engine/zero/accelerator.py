@@ -1,0 +1,95 @@
+"""What this process computes on, as DeepSpeed has it: the device, its memory and dtypes; DeepSpeed's extensions."""
+
+import fcntl
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+
+def device() -> torch.device:
+    """The device that this rank computes on."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
+
+
+def on_gpu() -> bool:
+    """Whether this run computes on CUDA GPUs: not wherever there are some, DS_ACCELERATOR=cpu leaves them alone."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().device_name() == "cuda"
+
+
+def ranks_of_this_machine() -> int:
+    """How many processes of the run share this machine, as the launcher says (deepspeed, torchrun); all without one."""
+    names = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 1)
+
+
+def free_memory() -> int:
+    """Bytes that this rank may still take: of its GPU, or its share of the host's."""
+    if on_gpu():
+        free, _ = torch.cuda.mem_get_info()
+        return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return psutil.virtual_memory().available // ranks_of_this_machine()
+
+
+def natural_dtype() -> str:
+    """What this machine trains in best: "bf16" on GPUs that have it, "fp16" on others, "fp32" on CPUs."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return "fp32"
+    if on_gpu():
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if accelerator.is_bf16_supported() else "fp16"
+
+
+def why_not(dtype: str) -> str | None:
+    """Why this machine cannot train in "fp16" or "bf16", and what to use instead; None where it can."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if dtype == "fp16" and not accelerator.is_fp16_supported():
+        return f"this machine's {accelerator.device_name()} has no fp16 training in DeepSpeed. Use fp32, or bf16."
+    if dtype == "bf16" and not accelerator.is_bf16_supported():
+        return f"this machine's {accelerator.device_name()} has no bf16. Use fp16 or fp32."
+    if dtype == "bf16" and on_gpu() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return f"{torch.cuda.get_device_name()} only emulates bf16, slowly. Use fp16 or fp32."
+    return None
+
+
+def load_extension(builder: str) -> None:
+    """Build (once) or load an extension of DeepSpeed's, one process of this machine at a time.
+
+    torch marks a build by a file, which a killed process leaves behind for everyone to wait for. The lock taken here
+    goes with its process, so a mark found while it is held is such a leftover.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.cpp_extension import get_default_build_root
+
+    if sys.prefix != sys.base_prefix:  # the build belongs to this environment's DeepSpeed; others would build it anew
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / "four_engine_rlhf.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for mark in root.glob("**/lock"):
+            mark.unlink(missing_ok=True)
+        found = get_accelerator().create_op_builder(builder)
+        if found is not None and found.is_compatible():
+            if not any(root.glob(f"**/{found.NAME}*.so")):
+                print(f"building DeepSpeed's extension {found.NAME}, once; this takes about a minute", flush=True)
+            found.load()
+
+
+def offloaded_adamw(groups: list[dict], **settings) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW in C++, for an optimizer state in host memory beside a GPU."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    load_extension("CPUAdamBuilder")
+    return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)

@@ -1,0 +1,58 @@
+"""The process group, started with DeepSpeed so that ZeRO and `engine.distributed` talk through the same one."""
+
+import contextlib
+import ctypes
+import io
+import os
+from datetime import timedelta
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from engine import distributed
+from engine.zero.accelerator import load_extension, ranks_of_this_machine
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def init(timeout_minutes: float = 30.0) -> torch.device:
+    """Join the process group (NCCL on GPUs, gloo on CPUs), once, and return the device of this rank."""
+    if not distributed.is_initialized():
+        defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        for name, value in defaults.items():
+            os.environ.setdefault(name, value)
+        accelerator = get_accelerator()
+        on_cpu = accelerator.device_name() == "cpu"
+        if not on_cpu:
+            accelerator.set_device(distributed.local_rank())
+        else:
+            if "OMP_NUM_THREADS" not in os.environ:
+                # Ranks of one node share its cores; each of them taking all makes everything many times slower.
+                torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_of_this_machine()))
+            _keep_memory()
+            load_extension("ShareMemCommBuilder")  # which gloo's ranks reduce through
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints which extension it has loaded
+            deepspeed.init_distributed(
+                dist_backend="gloo" if on_cpu else accelerator.communication_backend_name(),
+                auto_mpi_discovery=False,
+                verbose=False,
+                timeout=timedelta(minutes=timeout_minutes),
+            )
+        if on_cpu:
+            backend = deepspeed.comm.comm.cdb  # what ZeRO gathers weights and sums gradients with
+            backend.all_gather_function = distributed.gather_by_broadcasts
+            backend.reduce_scatter_function = distributed.scatter_by_all_reduce
+    return distributed.device()
+
+
+def _keep_memory() -> None:
+    """Have the C library keep freed memory for the next tensor, as torch does on GPUs.
+
+    Otherwise each large tensor is new memory from the system, whose pages are cleared one by one as they are written:
+    a twentieth of a forward pass, and more of a backward pass.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc's
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)

@@ -1,0 +1,125 @@
+"""Names of DeepSpeed's that are no part of its documented interface, and that engine/zero uses all the same.
+
+When a new version moves one, tests/engine/zero/test_private_names.py fails with a sentence that names it. Everything
+else that engine/zero calls is documented: initialize, init_distributed, the engine's own methods, zero.Init and
+zero.GatheredParameters, set_z3_leaf_modules, get_accelerator, DeepSpeedCPUAdam; HfDeepSpeedConfig of transformers.
+"""
+
+from dataclasses import dataclass
+
+_ZERO3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_ZERO12 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
+_MASTERS = "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer"
+_PARTITIONS = "deepspeed.runtime.zero.partition_parameters"
+_BACKEND = "deepspeed.comm.torch.TorchBackend"
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """owner: the import path of a module or class that has the name, or whose code sets it as an attribute.
+
+    use: what it is needed for. public: the documented call that would do, or why none does.
+    """
+
+    owner: str
+    name: str
+    use: str
+    public: str
+
+
+PRIVATE_NAMES = (
+    # engine/zero/gathering.py
+    PrivateName(
+        _PARTITIONS, "ds_id", "telling a partitioned parameter", "none says whether a parameter is partitioned"
+    ),
+    PrivateName(_PARTITIONS, "ds_shape", "the full shape of a partitioned parameter", "none without gathering it"),
+    PrivateName(_PARTITIONS, "ds_numel", "the full size of a partitioned parameter", "none without gathering it"),
+    PrivateName(
+        _PARTITIONS,
+        "ds_status",
+        "gathering only what is away",
+        "GatheredParameters partitions what already stood gathered when it ends",
+    ),
+    PrivateName(f"{_PARTITIONS}.ZeroParamStatus", "NOT_AVAILABLE", "the status of what is away", "as for ds_status"),
+    PrivateName(
+        _PARTITIONS,
+        "ds_tensor",
+        "filling whole copies with one collective call a bucket",
+        "GatheredParameters, which has all ranks compare notes on each parameter first",
+    ),
+    # engine/zero/stages.py, stage 3
+    PrivateName(
+        _ZERO3,
+        "fp32_partitioned_groups_flat",
+        "this rank's master weights, in place",
+        "safe_get_local_fp32_param, which copies each to the GPU where the optimizer is offloaded, in every update of "
+        "the moving average",
+    ),
+    PrivateName(
+        _ZERO3,
+        "_reassign_or_swap_out_partitioned_parameters",
+        "the weights that the masters hold",
+        "safe_set_local_fp32_param, which changes the master alone, and the weights at the next optimizer step",
+    ),
+    PrivateName(
+        _ZERO3, "checkpoint_event_prologue", "partitioning what stands gathered", "save_checkpoint, which writes files"
+    ),
+    PrivateName(
+        _ZERO3,
+        "checkpoint_event_epilogue",
+        "gathering what is never partitioned",
+        "save_checkpoint, which writes files",
+    ),
+    PrivateName(_ZERO3, "has_overflow", "looking at gradients before the step", "none tells before the step"),
+    PrivateName(_ZERO3, "override_loss_scale", "a step that divides by the scale it was multiplied by", "none"),
+    PrivateName(_ZERO3, "custom_loss_scaler", "taking the overriding scale away again", "none takes it away"),
+    # stages 1 and 2
+    PrivateName(
+        _ZERO12,
+        "single_partition_of_fp32_groups",
+        "this rank's master weights, in place",
+        "safe_get_full_fp32_param, which gathers each parameter; local ones are for stage 3 alone",
+    ),
+    PrivateName(
+        _ZERO12,
+        "update_lp_params",
+        "the weights that the masters hold",
+        "safe_set_full_fp32_param, which changes the master alone",
+    ),
+    PrivateName(_ZERO12, "has_overflow", "looking at gradients before the step", "none tells before the step"),
+    PrivateName(_ZERO12, "override_loss_scale", "a step that divides by the scale it was multiplied by", "none"),
+    PrivateName(_ZERO12, "custom_loss_scaler", "taking the overriding scale away again", "none takes it away"),
+    # stage 0 in 16 bits
+    PrivateName(_MASTERS, "fp16_groups", "the weights that belong to the masters", "none at stage 0"),
+    PrivateName(_MASTERS, "fp32_groups", "the master weights", "safe_get_full_fp32_param is for stages 1 to 3"),
+    PrivateName(_MASTERS, "refresh_fp32_params", "masters as loaded, undecayed", "load_checkpoint, which reads files"),
+    PrivateName(_MASTERS, "loss_scale_config", "the loss scale's state", "the engine's loss scale is the number alone"),
+    PrivateName(
+        "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig", "dynamic_loss_scale", "keeping the scale", "none"
+    ),
+    PrivateName("deepspeed.runtime.fp16.loss_scaler.LossScaleConfig", "cur_iter", "counting a step once", "none"),
+    PrivateName(_MASTERS, "_update_scale", "changing the scale after the step and not within", "none"),
+    # engine/zero/communication.py
+    PrivateName("deepspeed.comm.comm", "cdb", "the backend that ZeRO calls", "none gives it"),
+    PrivateName(_BACKEND, "all_gather_function", "gathering by broadcasts with gloo, four times as fast", "none"),
+    PrivateName(_BACKEND, "reduce_scatter_function", "reducing in place with gloo, which is faster", "none"),
+    # engine/zero/partitioned_loading.py, hostfile.py, accelerator.py, config.py
+    PrivateName(
+        "deepspeed.runtime.zero.linear",
+        "zero3_linear_wrap",
+        "taking back torch's linear function, which it replaces for the whole process",
+        "none switches it off",
+    ),
+    PrivateName("deepspeed.launcher.runner", "fetch_hostfile", "counting a dry run's processes", "the launcher itself"),
+    PrivateName(
+        "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator",
+        "create_op_builder",
+        "building an extension one process at a time",
+        "DS_BUILD_OPS when DeepSpeed is installed",
+    ),
+    PrivateName(
+        "deepspeed.runtime.zero.config", "DeepSpeedZeroConfig", "checking a user's JSON early", "initialize, late"
+    ),
+    PrivateName("deepspeed.runtime.precision_config", "DeepSpeedFP16Config", "the same for fp16", "initialize, late"),
+    PrivateName("deepspeed.runtime.precision_config", "DeepSpeedBF16Config", "the same for bf16", "initialize, late"),
+)

@@ -1,0 +1,212 @@
+"""What differs between the ZeRO stages, behind the same few verbs: one adapter for each of DeepSpeed's optimizers.
+
+stage 0, fp32           the optimizer as it was given, and gradients in `parameter.grad`
+stage 0, fp16 or bf16   the same with float32 master weights beside the model's
+stages 1 and 2          master weights, moments and (2) gradients in one flat shard for each group
+stage 3                 the model's weights too
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine import distributed
+
+
+class Stage(Protocol):
+    """A DeepSpeed optimizer between the last backward pass of an optimizer step and the weights that come of it."""
+
+    loss_factor: float  # what a loss is to be multiplied by, beside the loss scale that DeepSpeed applies itself
+
+    def overflowed(self) -> bool:
+        """Whether a gradient is infinite or NaN on any rank. All ranks call this together."""
+        ...
+
+    def step(self, overflow: bool) -> float:
+        """Let DeepSpeed update the weights, or lower the loss scale where fp16's gradients have overflowed.
+
+        Returns: the gradient norm before clipping; of no meaning after an overflow.
+        """
+        ...
+
+    def drop(self) -> None:
+        """A step that changes neither weights nor moments, and after which there are no gradients."""
+        ...
+
+    def master_shards(self) -> list[Tensor]:
+        """This rank's float32 weights: the tensors that the optimizer updates."""
+        ...
+
+    def refresh_from_masters(self) -> None:
+        """Give the module the weights that its float32 masters hold. All ranks call this together."""
+        ...
+
+
+def stage_of(ds_engine) -> Stage:
+    """The adapter for a DeepSpeed engine that has an optimizer."""
+    number = ds_engine.zero_optimization_stage()
+    if number == 3:
+        return Stage3(ds_engine)
+    if number in (1, 2):
+        return Stage1And2(ds_engine)
+    if ds_engine.fp16_enabled() or ds_engine.bfloat16_enabled():
+        return Stage0WithMasters(ds_engine)
+    return Stage0(ds_engine)
+
+
+class Stage0:
+    """Whole float32 weights and gradients on each rank."""
+
+    loss_factor = 1.0
+
+    def __init__(self, ds_engine):
+        self.ds_engine, self.optimizer = ds_engine, ds_engine.optimizer
+
+    def overflowed(self) -> bool:
+        return distributed.any_rank(any(not torch.isfinite(gradient).all() for gradient in self._gradients()))
+
+    def step(self, overflow: bool) -> float:
+        squares = [gradient.double().pow(2).sum() for gradient in self._gradients()]
+        norm = torch.stack(squares).sum().sqrt().item()  # DeepSpeed gives none here
+        self.ds_engine.step()
+        return norm
+
+    def drop(self) -> None:
+        with _without_gradients(self.optimizer):
+            self.ds_engine.step()
+
+    def master_shards(self) -> list[Tensor]:
+        return [p.data for group in self.optimizer.param_groups for p in group["params"]]
+
+    def refresh_from_masters(self) -> None:
+        """The masters are the module's own weights."""
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.ds_engine.module.parameters() if p.grad is not None]
+
+
+class Stage0WithMasters(Stage0):
+    """16-bit weights and gradients on each rank, and float32 master weights. Scales the loss in fp16.
+
+    DeepSpeed (0.19.8) divides gradients by the loss scale, but neither multiplies the loss by it nor takes it out of
+    the gradient norm: `loss_factor` does the one and `step` the other.
+    """
+
+    def __init__(self, ds_engine):
+        super().__init__(ds_engine)
+        # DeepSpeed allocates Adam's moments by a step on zero gradients. It counts as one, and decays the masters:
+        # undo both.
+        self.optimizer.optimizer.state.clear()
+        self.optimizer.refresh_fp32_params()
+
+    @property
+    def loss_factor(self) -> float:
+        return float(self.optimizer.loss_scale)
+
+    def step(self, overflow: bool) -> float:
+        with self._loss_scale_kept(overflow):
+            self.ds_engine.step()
+            return float(self.ds_engine.get_global_grad_norm() or 0.0) / self.loss_factor
+
+    def drop(self) -> None:
+        with self._loss_scale_kept(overflow=False), _without_gradients(self.optimizer.optimizer):
+            self.ds_engine.step()
+
+    def master_shards(self) -> list[Tensor]:
+        return [p.data for group in self.optimizer.fp32_groups for p in group]
+
+    def refresh_from_masters(self) -> None:
+        for group, masters in zip(self.optimizer.fp16_groups, self.optimizer.fp32_groups, strict=True):
+            for parameter, master in zip(group, masters, strict=True):
+                parameter.data.copy_(master.data)
+
+    @contextlib.contextmanager
+    def _loss_scale_kept(self, overflow: bool) -> Iterator[None]:
+        """Within this context a step does not change the loss scale; it is changed at the end.
+
+        DeepSpeed changes it before it divides the step's gradients by it. One that is not dynamic stays, and a step
+        counts all the same.
+        """
+        scale = self.optimizer.loss_scale_config
+        dynamic, scale.dynamic_loss_scale = scale.dynamic_loss_scale, False
+        steps = scale.cur_iter
+        try:
+            yield
+        finally:
+            scale.dynamic_loss_scale, scale.cur_iter = dynamic, steps
+        self.optimizer._update_scale(overflow)
+
+
+class Stage1And2:
+    """Shards of the float32 masters and of Adam's moments; at stage 2 of the gradients too."""
+
+    loss_factor = 1.0
+
+    def __init__(self, ds_engine):
+        self.ds_engine, self.optimizer = ds_engine, ds_engine.optimizer
+
+    def overflowed(self) -> bool:
+        return self.optimizer.has_overflow()
+
+    def step(self, overflow: bool) -> float:
+        with self._loss_scale_kept():
+            self.ds_engine.step()
+        return float(self.ds_engine.get_global_grad_norm() or 0.0)
+
+    def drop(self) -> None:
+        with self._loss_scale_kept(), _without_gradients(self.optimizer.optimizer):
+            self.ds_engine.step()
+
+    def master_shards(self) -> list[Tensor]:
+        return [shard.data for shard in self.optimizer.single_partition_of_fp32_groups]
+
+    def refresh_from_masters(self) -> None:
+        self.optimizer.update_lp_params()
+
+    @contextlib.contextmanager
+    def _loss_scale_kept(self) -> Iterator[None]:
+        """Within this context a step divides its gradients by the loss scale that its loss was multiplied by, though
+        DeepSpeed changes the scale first; the change counts from the end on."""
+        if not self.ds_engine.fp16_enabled():
+            yield
+            return
+        self.optimizer.override_loss_scale(self.optimizer.loss_scale)
+        try:
+            yield
+        finally:
+            self.optimizer.custom_loss_scaler = False
+
+
+class Stage3(Stage1And2):
+    """Shards of the weights too, which are gathered layer by layer where they are computed with."""
+
+    def master_shards(self) -> list[Tensor]:
+        return [shard.data for shard in self.optimizer.fp32_partitioned_groups_flat]
+
+    def refresh_from_masters(self) -> None:
+        self.optimizer.checkpoint_event_prologue()  # some may still stand gathered, with what they held before
+        for index in range(len(self.optimizer.fp32_partitioned_groups_flat)):
+            self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        self.optimizer.checkpoint_event_epilogue()  # gathers what is never partitioned between uses
+
+
+@contextlib.contextmanager
+def _without_gradients(adam: torch.optim.Optimizer) -> Iterator[None]:
+    """Within this context an optimizer finds no gradients in its steps, and so leaves weights and moments bit by bit.
+
+    So DeepSpeed goes through a step of its own, with all that belongs to one: its counters, its buffers.
+    """
+
+    def forget(optimizer: torch.optim.Optimizer, *_) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    hook = adam.register_step_pre_hook(forget)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,84 @@
+"""What engines hold, for tests: full weights, float32 masters, Adam's moments, gradients, what stands partitioned."""
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+from torch import Tensor
+
+from engine.zero.engines import FrozenModel, TrainedModel
+
+
+def pretend_cpus_have_fp16() -> None:
+    """DeepSpeed refuses fp16 on CPUs, where it is slow but right."""
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def weights(model: TrainedModel | FrozenModel) -> dict[str, Tensor]:
+    """Copies of the module's full weights, in its own dtype, by Hugging Face's names (all ranks call this)."""
+    named = dict(model.module.model.named_parameters())
+    away = [p for p in named.values() if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
+    with deepspeed.zero.GatheredParameters(away, enabled=bool(away)):
+        return {name: parameter.detach().clone() for name, parameter in named.items()}
+
+
+def masters(model: TrainedModel) -> dict[str, Tensor]:
+    """Copies of the full float32 weights that the optimizer updates (all ranks call this)."""
+    named = model.module.model.named_parameters()
+    if model.stage > 0:
+        return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in named}
+    return {name: _master(model, parameter).detach().clone() for name, parameter in named}
+
+
+def momenta(model: TrainedModel) -> dict[str, Tensor]:
+    """Copies of Adam's full first moments (all ranks call this)."""
+    named = model.module.model.named_parameters()
+    if model.stage in (1, 2):  # DeepSpeed links them when the first group has been stepped, and the others have none
+        model.ds_engine.optimizer._hp_optimizer_states_linked = False
+        model.ds_engine.optimizer._lazy_init_hp_params_optimizer_state()
+    if model.stage > 0:
+        return {name: safe_get_full_optimizer_state(parameter, "exp_avg").clone() for name, parameter in named}
+    state = model.ds_engine.optimizer.state
+    return {name: state[_master(model, parameter)]["exp_avg"].clone() for name, parameter in named}
+
+
+def _master(model: TrainedModel, parameter: Tensor) -> Tensor:
+    """At stage 0: the float32 copy that the optimizer holds of a parameter, or the parameter itself."""
+    optimizer = model.ds_engine.optimizer
+    halves = [p for group in getattr(optimizer, "fp16_groups", []) for p in group]
+    masters = [p for group in getattr(optimizer, "fp32_groups", []) for p in group]
+    return next((master for half, master in zip(halves, masters, strict=True) if half is parameter), parameter)
+
+
+def gradients(model: TrainedModel) -> dict[str, Tensor]:
+    """Copies of the full gradients between the last backward and the step (all ranks call this)."""
+
+    def read(parameter):
+        return parameter.grad if model.stage == 0 else safe_get_full_grad(parameter)
+
+    return {name: read(parameter).detach().clone() for name, parameter in model.module.model.named_parameters()}
+
+
+def partitioned(model: TrainedModel | FrozenModel) -> list[tuple[str, bool, int, int]]:
+    """(name, whether it stands partitioned, elements here, elements in all) of each parameter; stage 3 only."""
+    return [
+        (
+            name,
+            parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE and parameter.numel() == 0,
+            parameter.ds_tensor.numel(),
+            parameter.ds_numel,
+        )
+        for name, parameter in model.module.named_parameters()
+        if hasattr(parameter, "ds_id")
+    ]
+
+
+def parameter_bytes(model: TrainedModel | FrozenModel) -> int:
+    """Of this rank's parameters: its shards where they are partitioned."""
+    return sum(getattr(p, "ds_tensor", p).numel() * p.element_size() for p in model.module.parameters())
+
+
+def partition_away(parameter: Tensor) -> None:
+    """Leave a parameter as ZeRO-3 does between uses: without its numbers, and with its full shape beside it."""
+    parameter.ds_shape = parameter.shape
+    parameter.data = parameter.data.new_empty(0)

@@ -1,0 +1,109 @@
+"""Every private name of DeepSpeed's that engine/zero uses is where the table has it; what has moved is named."""
+
+import importlib
+import inspect
+import re
+from dataclasses import replace
+
+import deepspeed
+import pytest
+
+from engine.zero.private_names import PRIVATE_NAMES, PrivateName
+from tests.distributed.harness import run_ranks
+
+
+def moved(entry: PrivateName) -> str | None:
+    """A sentence about a name that is not where the table has it; None if it is there."""
+    owner = _imported(entry.owner)
+    if owner is not None:
+        kinds = inspect.getmro(owner)[:-1] if inspect.isclass(owner) else [owner]
+        set_as_attribute = re.compile(rf"\.{entry.name}\b\s*(:[^=\n]+)?=[^=]")
+        if hasattr(owner, entry.name) or any(set_as_attribute.search(_source(kind)) for kind in kinds):
+            return None
+        if inspect.isclass(owner) and entry.name in getattr(owner, "__annotations__", {}):
+            return None
+    return (
+        f"{entry.owner}.{entry.name} has moved in deepspeed {deepspeed.__version__}. engine/zero needs it for: "
+        f"{entry.use}. Public instead: {entry.public}."
+    )
+
+
+def _imported(path: str):
+    module, _, name = path.rpartition(".")
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        pass
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError:
+        return None
+
+
+def _source(kind) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
+
+
+@pytest.mark.parametrize("entry", PRIVATE_NAMES, ids=lambda entry: f"{entry.owner.rpartition('.')[2]}.{entry.name}")
+def test_it_is_there(entry):
+    assert moved(entry) is None, moved(entry)
+
+
+STAND_IN = '''
+class Optimizer:
+    """Once had self.old_shards"""
+
+    def __init__(self):
+        self.new_shards: list = []
+        assert self.new_shards == []
+
+    def _step(self):
+        return self.old_shards == self.new_shards
+'''
+
+
+@pytest.mark.parametrize(
+    "owner, name, found",
+    [
+        ("stand_in.Optimizer", "new_shards", True),
+        ("stand_in.Optimizer", "old_shards", False),  # read and compared, and nowhere set
+        ("stand_in.Optimizer", "_step", True),
+        ("stand_in.Optimizer", "_steps", False),
+        ("stand_in", "Optimizer", True),
+        ("stand_in", "Optimiser", False),
+        ("stand_in.Elsewhere", "_step", False),
+        ("no_stand_in.Optimizer", "_step", False),
+    ],
+)
+def test_what_has_moved_is_named_with_its_use(owner, name, found, tmp_path, monkeypatch):
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    sentence = moved(PrivateName(owner, name, "the sharded masters", "safe_get_local_fp32_param"))
+    expected = (
+        f"{owner}.{name} has moved in deepspeed {deepspeed.__version__}. engine/zero needs it for: the sharded "
+        "masters. Public instead: safe_get_local_fp32_param."
+    )
+    assert sentence == (None if found else expected)
+
+
+@pytest.mark.parametrize("entry", [entry for entry in PRIVATE_NAMES if entry.name.startswith("_")], ids=str)
+def test_a_method_that_deepspeed_takes_away_is_noticed(entry, monkeypatch):
+    monkeypatch.delattr(_imported(entry.owner), entry.name)
+    assert entry.name in moved(entry) and entry.use in moved(entry)
+    assert moved(replace(entry, name="step")) is None
+
+
+def test_how_shards_lie(tmp_path):
+    """Rank r holds the r-th run of the flattened weight, all runs of one length, the last one padded with anything.
+
+    By hand: 15 numbers on 2 ranks are runs of 8, of which the last has 7; 1 number is a run of 1 and one of padding.
+    """
+    one, other = run_ranks("tests.engine.zero.work_shards:shards", folder=str(tmp_path))
+    assert one["matrix"].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert other["matrix"].tolist()[:7] == [8, 9, 10, 11, 12, 13, 14] and len(other["matrix"]) == 8
+    assert one["number"].tolist() == [7.0] and len(other["number"]) == 1
+    assert one["masters"] == other["masters"] == [("float32", 9)]
+    assert one["refreshed"] == other["refreshed"] == [float(2 * n) for n in range(15)]
