@@ -1,7 +1,8 @@
 """Data: from what `--data_path` names to token ids.
 
 record   what stands in a file, as it was read: any JSON value, with its place, which messages name      records.py
-row      a dict of checked texts, made of one record by the form that a step reads                       forms.py
+row      a dict of checked texts, made of one record by the form that a step reads; those of step 3
+         keep the record's other columns, for reward functions                                           forms.py
 example  a row as token ids to learn from: a text of step 1, a pair of step 2        sft_examples.py, pair_examples.py
 prompt   a row as token ids to be answered                                                               prompts.py
 

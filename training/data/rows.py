@@ -75,6 +75,7 @@ def load_rows(
 ) -> tuple[Rows, Rows]:
     """(training rows, held-out rows) of the data sets; no row of one is in the other.
 
+    tokenizer: whose chat template makes texts of messages.
     phase: 1, 2 or 3, whose part of `split` ("2,4,4") is read; without `split` everything is.
     weights: how often each data set is seen in one pass; a fraction is drawn by the seed.
     Held out are the rows of eval_data_path; or the data sets' own held-out splits, and of the sets that have none
@@ -82,7 +83,6 @@ def load_rows(
     eval_limit: at most so many held-out rows, drawn by the seed.
     held_out_flag: what messages call `held_out`. undivided: data sets beside data_path that `split` does not divide.
     config_name: which configuration of data_path's sets on the Hub.
-    tokenizer: whose chat template makes texts of messages.
     Raises UserError for data sets that cannot be read, and for flags that leave no rows.
     """
     divided, eval_paths = _listed(data_path), _listed(eval_data_path)
