@@ -1,6 +1,6 @@
 """What flows through a step: prompts, rollouts, experience. Frozen, and sure of their shapes."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -130,9 +130,11 @@ class Rollout:
         """The same rows with all slots but the first as their responses: log-probs of prompts can then be asked for."""
         return replace(self, response_mask=self.attention_mask[:, 1:].bool(), logprobs=None, entropy=None)
 
-    def select(self, rows: Tensor | slice, beyond: int | None = 0) -> "Rollout":
-        """The given rows, without the slots that are padding in all of them but `beyond` after the longest response;
-        None keeps all slots of responses."""
+    def select(self, rows: Tensor | slice, slots_after: int | None = 0) -> "Rollout":
+        """The given rows, without the slots that are padding in all of them.
+
+        slots_after: how many are kept behind the longest response; None for all.
+        """
         picked = {
             field.name: getattr(self, field.name)[rows]
             for field in fields(self)
@@ -140,28 +142,89 @@ class Rollout:
         }
         prompt, mask, response_mask = self.prompt_length, picked["attention_mask"], picked["response_mask"]
         response = self.response_length
-        if beyond is not None:
-            response = (response_mask.any(0).sum() + beyond).clamp(1, response).item()
+        if slots_after is not None:
+            response = (response_mask.any(0).sum() + slots_after).clamp(1, response).item()
         left = (prompt - mask[:, :prompt].any(0).sum()).clamp(max=prompt - 1).item()
         cuts = {"sequences": slice(left, prompt + response), "attention_mask": slice(left, prompt + response)}
         cuts |= {name: slice(response) for name in ("response_mask", "logprobs", "entropy")}
         return Rollout(**{name: tensor[:, cuts[name]] if name in cuts else tensor for name, tensor in picked.items()})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """A rollout and all that PPO learns from it. Slot t belongs to response token t.
+    """What the models say of a rollout, which is all that a step's forward passes give. Slot t belongs to token t.
 
-    rollout: its response mask holds the tokens that are learned; what follows a dialect's end is padding
-    old policy:   logprobs (B, T) float32, entropy (B, T) float32
-    reference:    ref_logprobs (B, T) float32
-    old critic:   values (B, T) float32, with what the dialect has after the end; zeros without a critic
-    reward model: scores (B,) float32, as it gave them; shaped_scores (B,) float32, as they stand in the rewards
-    kl (B, T) float32, log-prob minus reference log-prob of each token of a response: what is reported, whatever the
-        penalty; measured_kl (B,) float32, nats, what the coefficient is steered by; kl_coef, the coefficient
-    rewards (B, T) float32, before any whitening
-    advantages, returns: (B, T) float32; estimated anew where the dialect does so in each mini-batch
-    policy_mask, value_mask: (B, T) bool, the slots that each loss is summed over; state_mask, where values count
+    rollout: its response mask holds the tokens that are learned; what follows a dialect's end is padding.
+    scored_mask: (B, T) bool, what of it the reward source was given.
+    logprobs, entropy: (B, T) float32, of the policy that sampled. ref_logprobs: (B, T) float32, of the reference.
+    values: (B, T) float32, the critic's; None without one. scores: (B,) float32, as the reward source gave them.
+    prompt_kl: (B,) float32, the prompts' part of the KL that steers the coefficient; zeros where only responses count.
+    score_parts: name -> (B,) float32, what adds up to the scores where that is more than one thing, else empty.
+    logprob_gaps: (N,) float32, absolute differences between the sampler's log-probs and those of a forward pass, of the
+        tokens of the longest row; None where all log-probs are a forward pass's.
+    """
+
+    rollout: Rollout
+    scored_mask: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+    ref_logprobs: Tensor
+    values: Tensor | None
+    scores: Tensor
+    prompt_kl: Tensor
+    score_parts: dict[str, Tensor] = field(default_factory=dict)
+    logprob_gaps: Tensor | None = None
+
+    def __post_init__(self):
+        shape = tuple(self.rollout.response_mask.shape)
+        for name in ("logprobs", "entropy", "ref_logprobs", *(["values"] if self.values is not None else [])):
+            _check(name, getattr(self, name), shape, torch.float32)
+        _check("scored_mask", self.scored_mask, shape, torch.bool)
+        for name in ("scores", "prompt_kl"):
+            _check(name, getattr(self, name), shape[:1], torch.float32)
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+    @property
+    def kl(self) -> Tensor:
+        """(B, T) float32, log-prob minus reference log-prob of each token of a response: what is reported."""
+        return torch.where(
+            self.rollout.response_mask, self.logprobs - self.ref_logprobs, torch.zeros_like(self.logprobs)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """(B, T) bool each: the slots of the policy's loss, those of the critic's, and those whose values are kept."""
+
+    policy: Tensor
+    value: Tensor
+    state: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Which slots count for what: lengths (B,) int64, L; score (B,) int64; kl (B, T) bool; masks."""
+
+    lengths: Tensor
+    score: Tensor
+    kl: Tensor
+    masks: Masks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingBatch:
+    """Rows of an experience with all that the optimizer steps learn from. Slot t belongs to response token t.
+
+    rollout, logprobs, entropy, ref_logprobs, scores: as in Experience; the log-probs are the old policy's.
+    values: (B, T) float32, the old critic's with what the dialect has after the end; zeros without a critic.
+    processed_scores: (B,) float32, as they stand in the rewards.
+    kl: (B, T) float32, as in Experience; measured_kl (B,) float32, nats, what the coefficient is steered by; kl_coef,
+        the coefficient.
+    rewards: (B, T) float32, before any whitening.
+    advantages, returns: (B, T) float32; estimated anew where the dialect does so in each mini-batch.
+    policy_mask, value_mask: (B, T) bool, the slots that each loss is summed over; state_mask, where values count.
     """
 
     rollout: Rollout
@@ -170,7 +233,7 @@ class Experience:
     ref_logprobs: Tensor
     values: Tensor
     scores: Tensor
-    shaped_scores: Tensor
+    processed_scores: Tensor
     kl: Tensor
     measured_kl: Tensor
     kl_coef: float
@@ -181,21 +244,33 @@ class Experience:
     value_mask: Tensor
     state_mask: Tensor
 
+    @classmethod
+    def of(cls, experience: Experience, masks: Masks, **made) -> "TrainingBatch":
+        """The experience's rows with what was `made` of them: the fields that an experience lacks, and `values`."""
+        kept = ("rollout", "logprobs", "entropy", "ref_logprobs", "scores", "kl")
+        made |= {"policy_mask": masks.policy, "value_mask": masks.value, "state_mask": masks.state}
+        return cls(**{name: getattr(experience, name) for name in kept}, **made)
+
+    @property
+    def masks(self) -> Masks:
+        """The three masks."""
+        return Masks(self.policy_mask, self.value_mask, self.state_mask)
+
     def __post_init__(self):
         shape = tuple(self.rollout.response_mask.shape)
         for name in ("logprobs", "entropy", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns"):
             _check(name, getattr(self, name), shape, torch.float32)
         for name in ("policy_mask", "value_mask", "state_mask"):
             _check(name, getattr(self, name), shape, torch.bool)
-        for name in ("scores", "shaped_scores", "measured_kl"):
+        for name in ("scores", "processed_scores", "measured_kl"):
             _check(name, getattr(self, name), shape[:1], torch.float32)
 
     def __len__(self) -> int:
         return len(self.rollout)
 
-    def select(self, rows: Tensor | slice, beyond: int | None = 0) -> "Experience":
+    def select(self, rows: Tensor | slice, slots_after: int | None = 0) -> "TrainingBatch":
         """The given rows, without the slots that are padding in all of them, as `Rollout.select` has it."""
-        rollout = self.rollout.select(rows, beyond)
+        rollout = self.rollout.select(rows, slots_after)
         picked = {
             field.name: getattr(self, field.name)[rows]
             for field in fields(self)

@@ -5,14 +5,14 @@ import math
 import torch
 from torch import nn
 
-from engine.algorithms.dialect import CHOICES
+from engine.algorithms.values import VALUES
 from engine.zero.accelerator import offloaded_adamw, on_gpu
 from engine.zero.gathering import full_shape
 
 # transformers' names; "constant_with_warmup" and "cosine_with_restarts" (of one cycle) are what they are there, and
 # "constant" warms up too if steps of warm-up are given.
-LR_SCHEDULES = CHOICES["lr_schedule"]
-OPTIMIZERS = CHOICES["optimizer"]
+LR_SCHEDULES = VALUES["lr_schedule"]
+OPTIMIZERS = VALUES["optimizer"]
 # DeepSpeed-Chat decays all weights but those with one of these in their names, so GPT-2's ln_1 and ln_2 too. Source:
 # microsoft/DeepSpeedExamples 83757d9c, dschat/utils/utils.py, get_optimizer_grouped_parameters.
 NOT_DECAYED_BY_DEEPSPEED_CHAT = ("bias", "layer_norm.weight", "layernorm.weight", "norm.weight", "ln_f.weight")
@@ -88,8 +88,8 @@ def build_optimizer(
     """
     if form not in OPTIMIZERS:
         raise ValueError(f"optimizer {form!r}: known are {', '.join(OPTIMIZERS)}")
-    if decay not in CHOICES["decay"]:
-        raise ValueError(f"decay {decay!r}: known are {', '.join(CHOICES['decay'])}")
+    if decay not in VALUES["decay"]:
+        raise ValueError(f"decay {decay!r}: known are {', '.join(VALUES['decay'])}")
     assert form == "adamw" or not weight_decay, f"weight decay {weight_decay} with {form}, which has none"
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if form == "tf_adam":

@@ -88,7 +88,7 @@ class EngineSpec:
         assert not self.hydra_layers or self.reference is None, "a hydra's reference has no engine of its own"
 
     @property
-    def choices(self) -> list[EngineConfig]:
+    def engine_configs(self) -> list[EngineConfig]:
         """Of each engine that is built: the actor's, and if there are any the critic's, reference's, reward model's."""
         choices = [self.actor, *([self.critic] if self.with_critic else [])]
         if not self.hydra_layers:
@@ -118,7 +118,7 @@ class RLHFEngine:
         self.ema, self.tokenizer = ema, tokenizer
 
     @property
-    def models(self) -> list[TrainedModel | FrozenModel]:
+    def engines(self) -> list[TrainedModel | FrozenModel]:
         """All engines that there are."""
         return [*self.trained.values(), *self.reference.models, *([self.reward.model] if self.reward else [])]
 
@@ -134,7 +134,7 @@ class RLHFEngine:
         tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token)
         if spec.hydra_layers:
             check_hydra(spec.actor_path, spec.hydra_layers, "actor")
-        choices = {choice.role: choice for choice in spec.choices}
+        choices = {choice.role: choice for choice in spec.engine_configs}
         load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
         actor = trained_model(
             load, spec.actor_path, spec.actor, spec.actor_optimizer, spec, spec.actor_gradient_checkpointing

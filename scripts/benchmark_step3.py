@@ -99,7 +99,7 @@ def build_ours(setting: Setting, args: argparse.Namespace) -> Ours:
             name,
             engine.actor,
             engine.tokenizer,
-            others=engine.models,
+            others=engine.engines,
             rows_at_once=setting.rows,
             row_length=setting.work().length,
             decoding=args.decoding,
@@ -112,7 +112,7 @@ def build_ours(setting: Setting, args: argparse.Namespace) -> Ours:
     )
     recorded = dialect.logprob_temperature if dialect.samples_logprobs(args.dtype) else None
     trainer = PPOTrainer(
-        engine=engine,
+        models=engine,
         rollouts=backends[args.rollout_backend[0]],
         dialect=dialect,
         sampling=replace(sampling(setting, engine.tokenizer), logprob_temperature=recorded),
@@ -143,7 +143,7 @@ def make_prompts(setting: Setting, step: int) -> PromptBatch:
 def our_step(ours: Ours, prompts: PromptBatch) -> dict[str, float]:
     """Seconds of each phase of one step of ours."""
     report = ours.trainer.step(prompts)
-    mask = report.experience.rollout.response_mask
+    mask = report.batch.rollout.response_mask
     assert mask.all() and mask.shape[1] == ours.trainer.sampling.max_new_tokens, "responses are not equally long"
     return {phase: report.metrics[f"time/{phase}"] for phase in PHASES}
 
@@ -246,7 +246,7 @@ def compare_backends(ours: Ours, prompts: PromptBatch, args: argparse.Namespace)
     for round_ in range(-1, args.steps):
         drawn = []  # of round -1, which warms up, too
         for name in list(ours.backends) if round_ % 2 == 0 else reversed(ours.backends):
-            ours.trainer.engine.actor.version += 1  # a copy of the weights is stale, as it is in every step
+            ours.trainer.models.actor.version += 1  # a copy of the weights is stale, as it is in every step
             taken, rollout = timed(lambda: ours.backends[name].generate(prompts, ours.trainer.sampling))
             drawn.append(rollout.sequences)
             if round_ >= 0:
@@ -258,7 +258,7 @@ def compare_backends(ours: Ours, prompts: PromptBatch, args: argparse.Namespace)
 def decode_seconds(ours: Ours, setting: Setting, prompts: PromptBatch, rounds: int) -> float:
     """Seconds of all decoding steps: the median difference between a generation of the whole length and one of one
     token right before it, the weights being there already."""
-    whole, first = ours.trainer.sampling, sampling(setting, ours.trainer.engine.tokenizer, tokens=1)
+    whole, first = ours.trainer.sampling, sampling(setting, ours.trainer.models.tokenizer, tokens=1)
     differences = []
     for _ in range(rounds + 1):  # the first warms up
         short, long = (timed(lambda: ours.trainer.rollouts.generate(prompts, config))[0] for config in (first, whole))

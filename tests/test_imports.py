@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     ["engine.algo"],
     ["engine.algorithms", "engine.experience"],
-    ["engine.learnable"],
     ["engine.zero.accelerator"],
     ["engine.distributed"],
     ["engine.optim", "engine.zero"],

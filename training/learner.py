@@ -1,4 +1,10 @@
-"""One optimizer step: from rows of an experience to new weights of actor and critic."""
+"""One optimizer step: from rows of a batch to new weights of actor and critic.
+
+How a loss is normalised. A micro-batch's loss is a sum over its tokens (or responses). It is multiplied by the weight
+that `Algorithm.loss_weights` gives it, mostly 1 / N with N the count of the whole optimizer step over all ranks,
+counted and reduced once before the first backward pass. Gradients are then sums over micro-batches and ranks, and no
+layout changes them: `TrainedModel.backward` undoes the mean that DeepSpeed takes over ranks.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,25 +15,22 @@ from torch import Tensor
 
 from engine import distributed
 from engine.algo.guards import ratio_exploded
-from engine.algo.losses import loss_weights
-from engine.algorithms import Dialect
-from engine.experience import Experience
-from engine.experience_maker import estimated
-from engine.learnable import actor_loss, counted_responses, critic_loss
+from engine.algorithms import Algorithm
+from engine.experience import TrainingBatch
 from engine.packing import micro_batches
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.engines import TrainedModel
 from training.mixed_pretraining import MixedPretraining
 from training.reporting.metrics import Accumulator
-from training.reporting.step_metrics import stop_if_not_finite
+from training.reporting.not_finite import stop_for_gradients, stop_unless_losses_finite
 
 # The sum of a micro-batch's losses, which has a gradient; with its metrics, where it is no dummy.
-Loss = Callable[[Experience, Accumulator | None], Tensor]
+Loss = Callable[[TrainingBatch, Accumulator | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Pupil:
-    """A model that learns in a step: what metrics call it, its loss, its peak learning rate."""
+class Objective:
+    """What one model learns in an optimizer step: its name in metrics, the model, its loss, its peak learning rate."""
 
     name: str
     model: TrainedModel
@@ -42,14 +45,18 @@ class Learner:
     """
 
     def __init__(
-        self, engine: RLHFEngine, dialect: Dialect, micro_batch_size: int, pretraining: MixedPretraining | None = None
+        self,
+        models: RLHFEngine,
+        algorithm: Algorithm,
+        micro_batch_size: int,
+        pretraining: MixedPretraining | None = None,
     ):
-        self.engine, self.dialect, self.micro_batch_size = engine, dialect, micro_batch_size
+        self.models, self.algorithm, self.micro_batch_size = models, algorithm, micro_batch_size
         self.pretraining = pretraining
 
-    def step(
+    def optimizer_step(
         self,
-        experience: Experience,
+        batch: TrainingBatch,
         rows: Tensor,
         metrics: Accumulator,
         *,
@@ -58,134 +65,117 @@ class Learner:
         lr_factor: float,
         train_actor: bool,
     ) -> Tensor:
-        """One step of the critic, and of the actor if it is to learn, on the same rows (all ranks call this).
+        """One update of the critic, and of the actor if it is to learn, from the same rows (all ranks call this).
 
         Both are skipped together when either overflows in fp16, or the mean ratio is over the dialect's limit: or they
         would drift apart.
 
         Args:
-            rows: (N,) int64, of this rank's experience.
-            step, optimizer_step: the run's, from 1, for messages; that of the texts, from 0.
+            rows: (N,) int64, of this rank's batch.
+            step: the PPO step, counted from 1, for messages. optimizer_step: the run's, counted from 0, by which
+                mixed pretraining chooses its texts.
             lr_factor: what peak learning rates are multiplied by.
 
         Returns: (3,) float64, sums of the policy's ratios and approxkl over this rank's rows, and what they are over.
+        Raises: RunStopped on all ranks where a loss, or outside fp16 a gradient, is not finite on any.
         """
-        engine, sums = self.engine, torch.zeros(3, dtype=torch.float64, device=distributed.device())
-        parts = self._micro_batches(experience, rows)
+        models, ratios = self.models, torch.zeros(3, dtype=torch.float64, device=distributed.device())
+        parts = self._micro_batches(batch, rows)
         weights, losses = self._loss_weights(parts), {}
-        parts = parts or [experience.select(slice(0, 1))]
-        pupils = self._pupils(train_actor, sums)
-        for pupil in pupils:
-            shares = self._shares(pupil.loss, parts, weights[pupil.name], metrics)
-            if pupil.model is engine.actor and self.pretraining is not None:
-                shares = self.pretraining.mixed(shares, optimizer_step, metrics)
-            losses[f"{pupil.name} loss"] = accumulate_gradients(pupil.model, shares)
-        exploded = self._exploded(sums, metrics)
-        overflows = [False] * len(pupils)
+        parts = parts or [batch.select(slice(0, 1))]
+        objectives = self._objectives(train_actor, ratios)
+        for objective in objectives:
+            padded, passes = self._passes(objective.loss, parts, weights[objective.name], metrics)
+            if objective.model is models.actor and self.pretraining is not None:
+                passes = self.pretraining.mixed(passes, optimizer_step, metrics)
+            losses[f"{objective.name} loss"] = accumulate_gradients(objective.model, passes), padded
+        exploded = self._exploded(ratios, metrics)
+        overflows = [False] * len(objectives)
         if not exploded:
-            stop_if_not_finite(step, parts[0], engine.tokenizer, losses)
-            overflows = [pupil.model.overflowed() for pupil in pupils]
-        if not engine.actor.scales_loss:
-            stop_if_not_finite(
-                step,
-                experience,
-                engine.tokenizer,
-                {
-                    f"{pupil.name} gradient": torch.tensor(float("nan"))
-                    for pupil, overflow in zip(pupils, overflows)
-                    if overflow
-                },
-            )
-        for pupil, overflow in zip(pupils, overflows):
-            lr = pupil.peak_lr * lr_factor
-            stepped = pupil.model.step(lr, overflow, skip=exploded or any(overflows))
+            stop_unless_losses_finite(step, losses, models.tokenizer)
+            overflows = [objective.model.overflowed() for objective in objectives]
+        bad = [f"{objective.name} gradient" for objective, over in zip(objectives, overflows, strict=True) if over]
+        if bad and not models.actor.scales_loss:
+            stop_for_gradients(step, bad, batch, models.tokenizer)
+        for objective, overflow in zip(objectives, overflows, strict=True):
+            lr = objective.peak_lr * lr_factor
+            stepped = objective.model.step(lr, overflow, skip=exploded or any(overflows))
             if stepped:
-                metrics.add(f"{pupil.name}/grad_norm", pupil.model.grad_norm, 1)
-            metrics.add_max(f"{pupil.name}/lr", lr)
-            if stepped and pupil.model is engine.actor and engine.ema is not None:
-                engine.ema.update()
-        return sums
+                metrics.add(f"{objective.name}/grad_norm", objective.model.grad_norm, 1)
+            metrics.add_max(f"{objective.name}/lr", lr)
+            if stepped and objective.model is models.actor and models.ema is not None:
+                models.ema.update()
+        return ratios
 
-    def _pupils(self, train_actor: bool, sums: Tensor) -> list[Pupil]:
-        """Who learns in this step; the policy's loss adds its ratios, approxkl and count to `sums`."""
-        engine, dialect, pupils = self.engine, self.dialect, []
-        if engine.critic is not None:
-            pupils.append(Pupil("value", engine.critic, self._value_loss, dialect.critic_lr))
+    def _objectives(self, train_actor: bool, ratios: Tensor) -> list[Objective]:
+        """Who learns in this update; the policy's loss adds its ratios, approxkl and count to `ratios`."""
+        models, dialect, objectives = self.models, self.algorithm.dialect, []
+        if models.critic is not None:
+            objectives.append(Objective("value", models.critic, self._value_loss, dialect.critic_lr))
         if train_actor:
-            pupils.append(Pupil("policy", engine.actor, partial(self._policy_loss, sums), dialect.actor_lr))
-        return pupils
+            objectives.append(Objective("policy", models.actor, partial(self._policy_loss, ratios), dialect.actor_lr))
+        return objectives
 
-    def _micro_batches(self, experience: Experience, rows: Tensor) -> list[Experience]:
-        """The rows of an optimizer step by passes, each of at most `micro_batch_size` rows' worth of tokens.
+    def _micro_batches(self, batch: TrainingBatch, rows: Tensor) -> list[TrainingBatch]:
+        """The rows of an update by passes, each of at most `micro_batch_size` rows' worth of tokens.
 
         Where each micro-batch has a mean, or whitens, of its own, which rows it holds is part of the algorithm: then
-        they go by number, in the order that they were dealt in.
+        they go by number, in the order in which they were drawn.
         """
         if not len(rows):
             return []
-        dialect, size = self.dialect, self.micro_batch_size
-        beyond = dialect.slots_past_response
-        chosen = experience.select(rows, beyond)
-        if dialect.advantages_at == "mini_batch":
-            chosen = estimated(chosen, dialect)
-        if dialect.loss_scope == "optimizer_step" and dialect.advantages_at != "micro_batch":
-            pieces = micro_batches(chosen.rollout, size * experience.rollout.sequences.shape[1])
+        algorithm, size = self.algorithm, self.micro_batch_size
+        slots_after = algorithm.dialect.slots_past_response
+        chosen = algorithm.for_mini_batch(batch.select(rows, slots_after))
+        if algorithm.sums_by_length:
+            pieces = micro_batches(chosen.rollout, size * batch.rollout.sequences.shape[1])
         else:
             pieces = torch.arange(len(rows), device=rows.device).split(size)
-        parts = [chosen.select(piece, beyond) for piece in pieces]
-        return [estimated(part, dialect) for part in parts] if dialect.advantages_at == "micro_batch" else parts
+        return [algorithm.for_micro_batch(chosen.select(piece, slots_after)) for piece in pieces]
 
-    def _loss_weights(self, parts: list[Experience]) -> dict[str, list[float]]:
+    def _loss_weights(self, parts: list[TrainingBatch]) -> dict[str, list[float]]:
         """What each micro-batch's loss sum is multiplied by, the same number of entries on all ranks."""
         counts = torch.tensor(
-            [[self._policy_count(part), part.value_mask.sum()] for part in parts], dtype=torch.float64
+            [[self.algorithm.policy_count(part.policy_mask), part.value_mask.sum()] for part in parts],
+            dtype=torch.float64,
         ).view(-1, 2)
         longest = distributed.largest(len(parts))
         totals = torch.cat([counts.sum(0), torch.tensor([float(len(parts))])]).to(distributed.device())
         *all_counts, everywhere = distributed.all_reduce_sum(totals).tolist()
         return {
-            name: loss_weights(
-                counts[:, column].tolist(),
-                all_counts[column],
-                int(everywhere),
-                distributed.world_size(),
-                self.dialect.loss_scope,
+            name: self.algorithm.loss_weights(
+                counts[:, column].tolist(), all_counts[column], int(everywhere), distributed.world_size()
             )
             + [0.0] * (longest - len(parts))
             for column, name in enumerate(("policy", "value"))
         }
 
-    def _policy_count(self, part: Experience) -> Tensor:
-        """What the policy's loss sums over: tokens, or responses."""
-        mask = part.policy_mask
-        return (counted_responses(mask, self.dialect) if self.dialect.ratio == "response" else mask).sum()
+    def _passes(
+        self, loss: Loss, parts: list[TrainingBatch], weights: list[float], metrics: Accumulator
+    ) -> tuple[list[TrainingBatch], list[Callable[[], Tensor]]]:
+        """One forward pass a weight, each giving its weighted loss, and the rows of each; ranks that have fewer parts
+        end with dummies of weight 0."""
 
-    def _shares(
-        self, loss: Loss, parts: list[Experience], weights: list[float], metrics: Accumulator
-    ) -> list[Callable[[], Tensor]]:
-        """One forward pass a weight, each giving its weighted loss; ranks that have fewer parts end with dummies of
-        weight 0."""
-
-        def share(part: Experience, weight: float) -> Tensor:
+        def one(part: TrainingBatch, weight: float) -> Tensor:
             return loss(part, metrics if weight else None) * weight
 
-        dummies = [parts[0]] * (len(weights) - len(parts))
-        return [partial(share, part, weight) for part, weight in zip([*parts, *dummies], weights)]
+        padded = parts + [parts[0]] * (len(weights) - len(parts))
+        return padded, [partial(one, part, weight) for part, weight in zip(padded, weights, strict=True)]
 
-    def _policy_loss(self, totals: Tensor, part: Experience, metrics: Accumulator | None) -> Tensor:
+    def _policy_loss(self, ratios: Tensor, part: TrainingBatch, metrics: Accumulator | None) -> Tensor:
         rollout = part.rollout
-        logprobs, _ = self.engine.actor(
+        logprobs, _ = self.models.actor(
             rollout.sequences,
             rollout.attention_mask,
             rollout.position_ids,
             response_length=rollout.response_length,
-            temperature=self.dialect.logprob_temperature,
+            temperature=self.algorithm.dialect.logprob_temperature,
         )
-        sums = actor_loss(
-            logprobs, part.logprobs, part.ref_logprobs, part.advantages, part.policy_mask, part.kl_coef, self.dialect
+        sums = self.algorithm.policy_objective(
+            logprobs, part.logprobs, part.ref_logprobs, part.advantages, part.policy_mask, part.kl_coef
         )
         if metrics is not None:
-            totals += torch.stack([sums.ratio.double(), sums.approxkl.double(), sums.count.double()])
+            ratios += torch.stack([sums.ratio.double(), sums.approxkl.double(), sums.count.double()])
             metrics.add("policy/loss", sums.loss, sums.count)
             metrics.add("policy/clipfrac", sums.clipped, sums.count)
             metrics.add("policy/approxkl", sums.approxkl, sums.count)
@@ -193,11 +183,11 @@ class Learner:
             metrics.add_max("policy/ratio_max", sums.ratio_max)
         return sums.loss
 
-    def _value_loss(self, part: Experience, metrics: Accumulator | None) -> Tensor:
+    def _value_loss(self, part: TrainingBatch, metrics: Accumulator | None) -> Tensor:
         rollout = part.rollout
-        values = self.engine.critic(rollout.sequences, rollout.attention_mask, rollout.position_ids)
-        sums = critic_loss(
-            values[:, rollout.prompt_length - 1 : -1], part.values, part.returns, part.value_mask, self.dialect
+        values = self.models.critic(rollout.sequences, rollout.attention_mask, rollout.position_ids)
+        sums = self.algorithm.value_objective(
+            values[:, rollout.prompt_length - 1 : -1], part.values, part.returns, part.value_mask
         )
         if metrics is not None:
             metrics.add("value/loss", sums.loss, sums.count)
@@ -205,21 +195,22 @@ class Learner:
             metrics.add("value/mean", sums.value, sums.count)
         return sums.loss
 
-    def _exploded(self, sums: Tensor, metrics: Accumulator) -> bool:
+    def _exploded(self, ratios: Tensor, metrics: Accumulator) -> bool:
         """Whether the mean ratio over all ranks is over the dialect's limit, the same on all."""
-        if self.dialect.ratio_limit is None:
+        limit = self.algorithm.dialect.ratio_limit
+        if limit is None:
             return False
-        ratio, _, count = distributed.all_reduce_sum(sums).tolist()
-        exploded = ratio_exploded(ratio, count, self.dialect.ratio_limit)
+        ratio, _, count = distributed.all_reduce_sum(ratios).tolist()
+        exploded = ratio_exploded(ratio, count, limit)
         metrics.add("policy/left_out", float(exploded), 1)
         return exploded
 
 
-def accumulate_gradients(model: TrainedModel, shares: list[Callable[[], Tensor]]) -> Tensor:
-    """Forward and backward pass of each share of the loss, equally many on all ranks; returns this rank's sum."""
-    total = 0.0
-    for index, share in enumerate(shares):
-        value = share()
-        total = total + value.detach()
-        model.backward(value, last=index == len(shares) - 1)
-    return total
+def accumulate_gradients(model: TrainedModel, passes: list[Callable[[], Tensor]]) -> Tensor:
+    """Forward and backward pass of each weighted loss, equally many on all ranks; returns this rank's losses, (N,)."""
+    losses = []
+    for index, one in enumerate(passes):
+        loss = one()
+        losses.append(loss.detach())
+        model.backward(loss, last=index == len(passes) - 1)
+    return torch.stack(losses)

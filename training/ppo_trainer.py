@@ -1,11 +1,14 @@
-"""PPO: what happens in one step, in order.
+"""PPO: `PPOTrainer.step` is the algorithm, in order.
 
-trainer = PPOTrainer(engine=engine, rollouts=rollouts, dialect=dialect, config=config, sampling=sampling)
-for report in trainer.fit(feed):
-    print(report.step, report.metrics["objective/scores"])
+    trainer = PPOTrainer(models=models, rollouts=rollouts, dialect=dialect, config=config, sampling=sampling)
+    for report in trainer.fit(feed):
+        print(report.step, report.metrics["objective/scores"])
+
+Shapes: B responses of this rank, T response slots; slot t belongs to response token t. What each line of the step
+computes is chosen by the dialect and stands in engine/algorithms/algorithm.py, the formulas in engine/algo/.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,10 +18,9 @@ from torch import Tensor
 
 from engine import distributed
 from engine.algo.guards import went_too_far
-from engine.algorithms import Dialect, end_token_id
-from engine.experience import Experience, PromptBatch
+from engine.algorithms import Algorithm, Dialect, end_token_id
+from engine.experience import PromptBatch, TrainingBatch
 from engine.experience_maker import ExperienceMaker
-from engine.learnable import kl_controller
 from engine.optim import lr_factor
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import RLHFEngine
@@ -26,8 +28,9 @@ from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.learner import Learner
 from training.mixed_pretraining import MixedPretraining, TextFeed
 from training.reporting.metrics import Accumulator
+from training.reporting.not_finite import stop_unless_finite
 from training.reporting.phase_clock import PhaseClock, peak_memory_gb
-from training.reporting.step_metrics import add_experience, stop_if_not_finite
+from training.reporting.step_metrics import STEP_METRICS, StepMetric, add_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,49 +65,56 @@ class StepReport:
     step: int
     samples: int
     metrics: dict[str, float]
-    experience: Experience
+    batch: TrainingBatch
 
 
 class PPOTrainer:
     """Trains the actor, and the critic if there is one, of an RLHFEngine.
 
-    reward: where scores come from; by default the engine's reward model alone.
+    reward: where scores come from; by default the reward model alone.
     unsupervised: texts whose language-model loss the actor learns from too; none by default.
+    metrics: what is added to each step's metrics, functions of the accumulator, the batch and the algorithm.
     """
 
     def __init__(
         self,
         *,
-        engine: RLHFEngine,
+        models: RLHFEngine,
         rollouts: RolloutBackend,
         dialect: Dialect,
         config: PPOConfig,
         sampling: SamplingConfig,
         reward: RewardSource | None = None,
         unsupervised: TextFeed | None = None,
+        metrics: Sequence[StepMetric] = STEP_METRICS,
     ):
-        self.engine, self.rollouts = engine, rollouts
-        self.dialect, self.config, self.sampling = dialect, config, sampling
-        self.kl = kl_controller(dialect)
+        assert dialect.has_critic == (models.critic is not None), (
+            f"dialect {dialect.name}, critic_start {dialect.critic_start}"
+        )
         assert dialect.has_critic or not config.critic_warmup_steps, "warm-up of a critic that is not there"
-        reward = reward or engine.reward
-        assert reward is not None, "the engine has no reward model, and no other reward was given"
-        self.maker = ExperienceMaker(
-            actor=engine.actor,
-            critic=engine.critic,
-            reference=engine.reference,
-            reward=reward,
-            dialect=dialect,
+        assert reward or models.reward, "there is no reward model, and no other reward was given"
+        self.models, self.rollouts, self.config, self.sampling = models, rollouts, config, sampling
+        self.algorithm = Algorithm(
+            dialect,
             pad_token_id=sampling.pad_token_id,
+            end_token_id=end_token_id(models.tokenizer, dialect),
+            reduce=distributed.all_reduce_sum,
+            ranks=distributed.world_size(),
+        )
+        self.kl_controller = self.algorithm.kl_controller()
+        self.experience_maker = ExperienceMaker(
+            actor=models.actor,
+            critic=models.critic,
+            reference=models.reference,
+            reward=reward or models.reward,
+            algorithm=self.algorithm,
             micro_batch_size=config.micro_batch_size,
-            end_token_id=end_token_id(engine.tokenizer, dialect),
         )
-        pretraining = (
-            None
-            if unsupervised is None
-            else MixedPretraining(engine.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
-        )
-        self.learner = Learner(engine, dialect, config.micro_batch_size, pretraining)
+        pretraining = None
+        if unsupervised is not None:
+            pretraining = MixedPretraining(models.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
+        self.learner = Learner(models, self.algorithm, config.micro_batch_size, pretraining)
+        self.step_metrics = metrics
         self.steps_done = self.optimizer_steps = self.samples = 0
 
     def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
@@ -113,55 +123,71 @@ class PPOTrainer:
             yield self.step(feed.prompts(self.steps_done))
 
     def step(self, prompts: PromptBatch) -> StepReport:
-        """One step: generate, make experience, train."""
+        """One PPO step on this rank's prompts (all ranks call this together, with equally many prompts each)."""
+        algorithm, kl_coef = self.algorithm, self.kl_controller.value
         metrics, clock = Accumulator(), PhaseClock()
-        prompts = prompts.to(distributed.device()).repeat(self.dialect.samples_per_prompt)
+        prompts = prompts.to(distributed.device()).repeat(algorithm.dialect.samples_per_prompt)
         with clock("generate"):
             rollout = self.rollouts.generate(prompts, self.sampling)
         with clock("make_experience"):
-            experience = self.maker.make(
-                rollout, self.kl.value, tally=lambda name, part: metrics.add(name, part.sum(), len(part))
-            )
+            experience = self.experience_maker.make_experience(rollout)
             self.rollouts.release_memory()
-            stop_if_not_finite(self.steps_done + 1, experience, self.engine.tokenizer)
-        responses = distributed.world_size() * len(experience)
-        kl = distributed.all_reduce_sum(experience.measured_kl.double().sum()).item() / responses
+            stop_unless_finite(self.steps_done + 1, experience, self.models.tokenizer)
+            slots = algorithm.slots(experience.rollout.responses, experience.scored_mask)
+            scores = algorithm.process_scores(experience.scores, experience.rollout.ended)
+            rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, slots, kl_coef)
+            values = algorithm.kept_values(experience.values, slots)
+            advantages, returns = algorithm.compute_advantages(rewards, values, slots.masks)
+            batch = TrainingBatch.of(
+                experience,
+                slots.masks,
+                processed_scores=scores,
+                rewards=rewards,
+                values=values,
+                advantages=advantages,
+                returns=returns,
+                kl_coef=kl_coef,
+                measured_kl=algorithm.measured_kl(experience, slots),
+            )
+        responses = distributed.world_size() * len(batch)
+        kl = distributed.all_reduce_sum(batch.measured_kl.double().sum()).item() / responses
         with clock("train"):
-            self.train(experience, kl, metrics)
-        if self.dialect.kl_update == "step":
-            self.kl.update(kl, responses)
-        add_experience(metrics, experience, self.dialect)
+            self.train_actor_and_critic(batch, kl, metrics)
+        self.kl_controller.after_step(kl, responses)
+
         self.steps_done += 1
         self.samples += responses
-        clock.add_to(metrics, tokens=experience.rollout.response_mask.sum())
+        add_parts(metrics, experience)
+        for add_to in self.step_metrics:
+            add_to(metrics, batch, algorithm)
+        clock.add_to(metrics, tokens=batch.rollout.response_mask.sum())
         metrics.add_max("memory/peak_gb", peak_memory_gb())
-        return StepReport(self.steps_done, self.samples, metrics.reduce(), experience)
+        return StepReport(self.steps_done, self.samples, metrics.reduce(), batch)
 
-    def train(self, experience: Experience, kl: float, metrics: Accumulator) -> None:
+    def train_actor_and_critic(self, batch: TrainingBatch, kl: float, metrics: Accumulator) -> None:
         """The optimizer steps of one rollout: ppo_epochs passes, each over mini_batches parts of it.
 
-        kl: the rollout's, over all ranks, for a coefficient that changes after each pass.
+        kl: the rollout's mean over all ranks, for a coefficient that changes after each pass.
         """
-        dialect = self.dialect
+        dialect = self.algorithm.dialect
         for epoch in range(dialect.ppo_epochs):
-            key, passed = (self.config.seed, self.steps_done, epoch), 0.0
-            for rows in deal(len(experience), dialect.mini_batches, key):
-                passed = passed + self.optimizer_step(experience, rows, metrics)
+            key, ratios = (self.config.seed, self.steps_done, epoch), 0.0
+            for rows in mini_batch_rows(len(batch), dialect.mini_batches, key):
+                ratios = ratios + self.optimizer_step(batch, rows, metrics)
                 self.optimizer_steps += 1
-            if dialect.kl_update == "epoch":
-                self.kl.update(kl, len(experience) // dialect.mini_batches)
+            self.kl_controller.after_epoch(kl, len(batch) // dialect.mini_batches)
             if dialect.early_stop_kl is not None:
                 metrics.add_max("policy/epochs", epoch + 1)
-                _, approxkl, count = distributed.all_reduce_sum(passed).tolist()
+                _, approxkl, count = distributed.all_reduce_sum(ratios).tolist()
                 if went_too_far(approxkl, count, dialect.early_stop_kl):
                     break
         # Passes that were left out count, so that learning rates fall as planned.
         self.optimizer_steps = (self.steps_done + 1) * dialect.ppo_epochs * dialect.mini_batches
 
-    def optimizer_step(self, experience: Experience, rows: Tensor, metrics: Accumulator) -> Tensor:
-        """One step of the critic, and of the actor once the critic is warm, on these rows; as `Learner.step`."""
-        return self.learner.step(
-            experience,
+    def optimizer_step(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator) -> Tensor:
+        """One update of the critic, and of the actor once the critic is warm, from these rows; as in `Learner`."""
+        return self.learner.optimizer_step(
+            batch,
             rows,
             metrics,
             step=self.steps_done + 1,
@@ -171,7 +197,7 @@ class PPOTrainer:
         )
 
     def _lr_factor(self) -> float:
-        dialect, total, done = self.dialect, self.config.total_steps, self.steps_done
+        dialect, total, done = self.algorithm.dialect, self.config.total_steps, self.steps_done
         if dialect.lr_per == "optimizer_step":
             total, done = total * dialect.ppo_epochs * dialect.mini_batches, self.optimizer_steps
         return lr_factor(done, total, dialect.warmup_steps, dialect.lr_schedule, dialect.warmup_from_zero)
@@ -182,30 +208,30 @@ class PPOTrainer:
             "steps_done": self.steps_done,
             "optimizer_steps": self.optimizer_steps,
             "samples": self.samples,
-            "kl": self.kl.state_dict(),
-            "score_scale": self.maker.score_scale.state_dict(),
+            "kl": self.kl_controller.state_dict(),
+            "score_scale": self.algorithm.score_scale.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from `state_dict`."""
         self.steps_done, self.optimizer_steps = state["steps_done"], state["optimizer_steps"]
         self.samples = state["samples"]
-        self.kl.load_state_dict(state["kl"])
-        self.maker.score_scale.load_state_dict(state["score_scale"])
+        self.kl_controller.load_state_dict(state["kl"])
+        self.algorithm.score_scale.load_state_dict(state["score_scale"])
 
 
-def deal(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
+def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
     """Which of this rank's rows go into which mini-batch: a list of (rows / mini_batches,) int64.
 
-    Like cards: of each run of `mini_batches` neighbouring rows, every mini-batch gets one, in random order. The draw is
-    over all ranks' rows at once, from `key` alone, so each rank has equally many in each mini-batch and they do not
-    depend on how many ranks there are. `rows` is the same on all ranks and a multiple of `mini_batches`. Within a
-    mini-batch a rank's rows are shuffled, for dialects in which it matters which of them form a micro-batch.
+    Of each run of `mini_batches` neighbouring rows every mini-batch gets one, drawn at random. The draw is over all
+    ranks' rows at once, from `key` alone, so each rank has equally many in each mini-batch and they do not depend on
+    how many ranks there are. `rows` is the same on all ranks and a multiple of `mini_batches`. Within a mini-batch a
+    rank's rows are shuffled, for dialects in which it matters which of them form a micro-batch.
     """
     assert rows % mini_batches == 0, f"{rows} rows do not divide into {mini_batches} mini-batches"
     groups = rows // mini_batches
     everywhere = np.tile(np.arange(mini_batches), (groups * distributed.world_size(), 1))
-    dealt = np.random.default_rng(key).permuted(everywhere, axis=1)
-    own = torch.from_numpy(dealt[distributed.rank_share(len(dealt))].reshape(-1))
+    drawn = np.random.default_rng(key).permuted(everywhere, axis=1)
+    own = torch.from_numpy(drawn[distributed.rank_share(len(drawn))].reshape(-1))
     shuffled = torch.from_numpy(np.random.default_rng((*key, distributed.rank())).permutation(rows))
     return [shuffled[own[shuffled] == index] for index in range(mini_batches)]

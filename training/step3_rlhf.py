@@ -59,7 +59,7 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
         args.rollout_backend,
         models.actor,
         models.tokenizer,
-        others=models.models,
+        others=models.engines,
         rows_at_once=args.per_device_generation_batch_size * plan.dialect.samples_per_prompt,
         row_length=args.max_prompt_seq_len + args.max_answer_seq_len,
         between_steps=args.replicas_between_steps,
@@ -73,7 +73,7 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
 def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: RolloutBackend) -> PPOTrainer:
     """The trainer at step 0."""
     return PPOTrainer(
-        engine=models,
+        models=models,
         rollouts=rollouts,
         dialect=plan.dialect,
         sampling=plan.sampling,
@@ -113,7 +113,7 @@ def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
     Not before the models are loaded: until then the new run may come to nothing.
     """
     if plan.resume:
-        checkpoint.load(plan.resume, trainer.engine)
+        checkpoint.load(plan.resume, trainer.models)
         trainer.load_state_dict(plan.resume.state)
     if plan.resume and plan.resume.in_output_dir:
         set_aside_newer(Path(args.output_dir), trainer.steps_done)
@@ -129,9 +129,9 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
     return Evaluator(
         plan.held_out,
         rollouts=trainer.rollouts,
-        maker=trainer.maker,
+        experience_maker=trainer.experience_maker,
         sampling=plan.sampling,
-        tokenizer=trainer.engine.tokenizer,
+        tokenizer=trainer.models.tokenizer,
         first_index=len(plan.prompts),
     )
 

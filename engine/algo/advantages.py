@@ -1,4 +1,11 @@
-"""Advantages from rewards and values."""
+"""Advantages from rewards and values: the formulas, and the table of estimators that a run may choose from.
+
+A new estimator is one function and one line of ESTIMATORS; what it needs stands beside it, and is checked when flags
+are read. docs/extending.md does it from outside.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,3 +63,52 @@ def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tenso
     others = counted.sum(-1, keepdim=True) - counted
     baseline = (own.sum(-1, keepdim=True) - own) / others.clamp(min=1)
     return torch.where((counted > 0) & (others > 0), own - baseline, torch.zeros_like(own)).view(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageInputs:
+    """What an estimator may look at: B responses of one rank, T slots; groups stand side by side.
+
+    rewards, values: (B, T) float32, zeros after a response's end (values: zeros everywhere without a critic).
+    policy_mask: (B, T) bool, the slots that the policy's loss is summed over.
+    valid: (B,) bool, the responses that count.
+    group_size: responses to each prompt. gamma, lam: discount and lambda.
+    """
+
+    rewards: Tensor
+    values: Tensor
+    policy_mask: Tensor
+    valid: Tensor
+    group_size: int
+    gamma: float
+    lam: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageEstimator:
+    """An estimator, what it needs, and what it gives.
+
+    compute: returns (advantages, returns), each (B, T) float32, or (B,) where there is one for each response.
+    needs_critic: whether it reads values; without, no critic is built. needs_groups: whether it compares the responses
+    to one prompt, of which there must then be 2 or more. per_response: whether it gives one number a response.
+    """
+
+    compute: Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
+    needs_critic: bool = False
+    needs_groups: bool = False
+    per_response: bool = False
+
+
+def _gae(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    return gae(given.rewards, given.values, given.gamma, given.lam)
+
+
+def _rloo(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    totals = given.rewards.sum(-1)
+    return rloo(totals, given.group_size, given.valid), totals
+
+
+ESTIMATORS = {
+    "gae": AdvantageEstimator(compute=_gae, needs_critic=True),
+    "rloo": AdvantageEstimator(compute=_rloo, needs_groups=True, per_response=True),
+}

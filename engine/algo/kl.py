@@ -49,8 +49,11 @@ class FixedKL:
     def __init__(self, value: float):
         self.value = value
 
-    def update(self, kl: float, count: int) -> None:
+    def after_step(self, kl: float, responses: int) -> None:
         """Nothing changes, whatever was measured."""
+
+    def after_epoch(self, kl: float, responses: int) -> None:
+        """Nothing changes here either."""
 
     def state_dict(self) -> dict:
         return {}
@@ -63,10 +66,25 @@ class AdaptiveKL:
     """A coefficient steered towards a target KL (Ziegler et al. 2019, section 2.2).
 
     error = clip(KL / target - 1, -0.2, 0.2),   value *= 1 + error * count / horizon
+
+    per: "step", after each of which it changes once, by all the step's responses; or "epoch", after each PPO epoch, by
+    those of a mini-batch, as CarperAI/trlx 3340c2f3 has it (trlx/trainer/accelerate_ppo_trainer.py).
     """
 
-    def __init__(self, value: float, target: float, horizon: float):
-        self.value, self.target, self.horizon = value, target, horizon
+    def __init__(self, value: float, target: float, horizon: float, per: str = "step"):
+        if per not in ("step", "epoch"):
+            raise ValueError(f"a coefficient that changes per {per!r}: known are step, epoch")
+        self.value, self.target, self.horizon, self.per = value, target, horizon, per
+
+    def after_step(self, kl: float, responses: int) -> None:
+        """A step is over. kl: its responses' mean over all ranks, nats; responses: how many all ranks made."""
+        if self.per == "step":
+            self.update(kl, responses)
+
+    def after_epoch(self, kl: float, responses: int) -> None:
+        """A PPO epoch is over. kl: the rollout's, as above; responses: those of one mini-batch of this rank."""
+        if self.per == "epoch":
+            self.update(kl, responses)
 
     def update(self, kl: float, count: int) -> None:
         """Take note of the mean KL (nats a response, over all ranks) of `count` responses.

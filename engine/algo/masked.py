@@ -13,11 +13,6 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return kept.sum() if dim is None else kept.sum(dim)
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` where `mask` is set; 0 where nothing is."""
-    return masked_sum(values, mask) / mask.sum().clamp(min=1)
-
-
 def moments(values: Tensor, mask: Tensor) -> Tensor:
     """(count, sum, sum of squares) of the masked values, float64 (3,): what ranks add up before they whiten."""
     wide = values.double()

@@ -1,4 +1,4 @@
-"""The reward of every token: a KL penalty, and the score on one of them; which slots count for what.
+"""From the score of a response to the reward of every token: what becomes of the score, which slots count, the sum.
 
 Slot t holds response token t, and the log-prob and value read where that token is predicted. The slot after the last
 token of a response therefore holds the value of the state in which the response is complete. Systems differ in whether
@@ -7,6 +7,8 @@ they count that slot, and in what they take for the end.
 
 import torch
 from torch import Tensor
+
+from engine.algo.masked import mean_and_variance
 
 # How many slots past the response each rule still counts.
 SLOTS_PAST = {"response": 0, "one_past": 1, "two_past": 2}
@@ -36,11 +38,6 @@ def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, 
     if rule == "before_pad":
         return real.long().cumprod(-1).bool()
     raise ValueError(f"length rule {rule!r}: known are sampled, before_pad, not_pad, row")
-
-
-def counted_lengths(responses: Tensor, response_mask: Tensor, pad_token_id: int, rule: str) -> Tensor:
-    """L, how many response tokens a system takes for real, (B,) int64; arguments as of `counted_tokens`."""
-    return counted_tokens(responses, response_mask, pad_token_id, rule).sum(-1)
 
 
 def score_slots(lengths: Tensor, width: int, rule: str) -> Tensor:
@@ -84,3 +81,68 @@ def compute_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor,
     """
     rewards = torch.where(kl_mask, -kl_coef * kl, torch.zeros_like(kl))
     return rewards.scatter_add(1, slots.unsqueeze(-1), scores.unsqueeze(-1))
+
+
+def apply_missing_end(scores: Tensor, ended: Tensor, rule: str, value: float) -> Tensor:
+    """The scores of responses that did not end: replaced by `value`, or lowered by it; others stay.
+
+    Args:
+        scores: (B,) float32.
+        ended: (B,) bool.
+        rule: "none", "replace" or "subtract".
+
+    Source: "replace" openai/lm-human-preferences cbfd210b, train_policy.py, `make_score_fn`; "subtract"
+    huggingface/trl f2cd5771, `missing_eos_penalty`.
+    """
+    if rule == "none":
+        return scores
+    if rule == "replace":
+        return torch.where(ended, scores, torch.full_like(scores, value))
+    if rule == "subtract":
+        return torch.where(ended, scores, scores - value)
+    raise ValueError(f"rule for missing ends {rule!r}: known are none, replace, subtract")
+
+
+def clip_scores(scores: Tensor, limit: float | None) -> Tensor:
+    """The scores within plus and minus `limit`; as they are for None."""
+    return scores if limit is None else scores.clamp(-limit, limit)
+
+
+class ScoreScale:
+    """The standard deviation that scores are divided by; their mean is not taken off.
+
+    kind: "none" divides by 1; "running" by the deviation of all scores so far, the present ones among them;
+    "first_batch" by that of the first scores that were ever seen. Deviations are those with n - 1.
+
+        scale.update(distributed.all_reduce_sum(moments(scores, everywhere)))
+        scores = scores / scale.value
+
+    Statistics come as sums (`masked.moments`), so that a caller can add them up over ranks first: then no two ranks
+    differ. Source: CarperAI/trlx 3340c2f3, trlx/utils/modeling.py, `RunningMoments` (whose deviation after any number
+    of updates is that of all scores together), and `make_experience`, whose first-batch deviation is each rank's own.
+    """
+
+    def __init__(self, kind: str = "none"):
+        if kind not in ("none", "running", "first_batch"):
+            raise ValueError(f"score scaling {kind!r}: known are none, running, first_batch")
+        self.kind = kind
+        self._totals = torch.zeros(3, dtype=torch.float64)
+
+    def update(self, totals: Tensor) -> None:
+        """Take note of a batch: (3,) float64 count, sum and sum of squares of its scores over all ranks."""
+        if self.kind == "running" or (self.kind == "first_batch" and not self._totals[0]):
+            self._totals = self._totals + totals.double().cpu()
+
+    @property
+    def value(self) -> float:
+        """The divisor; 1 as long as fewer than two scores, or only equal ones, have been seen."""
+        _, variance = mean_and_variance(self._totals, unbiased=True)
+        return variance.sqrt().item() or 1.0
+
+    def state_dict(self) -> dict:
+        """The sums."""
+        return {"totals": self._totals.tolist()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on from `state_dict`."""
+        self._totals = torch.tensor(state["totals"], dtype=torch.float64)

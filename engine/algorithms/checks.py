@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from engine.algo.advantages import ESTIMATORS
 from engine.algorithms.dialect import Dialect
 from engine.errors import UserError
 
@@ -37,10 +38,14 @@ def check(
 
     Raises: UserError with the reason.
     """
-    if dialect.advantage_estimator == "rloo" and samples_per_prompt is not None and samples_per_prompt < 2:
+    if (
+        ESTIMATORS[dialect.advantage_estimator].needs_groups
+        and samples_per_prompt is not None
+        and samples_per_prompt < 2
+    ):
         raise UserError(
-            f"{samples_per_prompt} response a prompt with RLOO, which compares the responses to one prompt "
-            "with each other. Draw 2 or more."
+            f"{samples_per_prompt} response a prompt with {dialect.advantage_estimator.upper()}, which compares the "
+            "responses to one prompt with each other. Draw 2 or more."
         )
     for fields, idle, why in _without_effect(dialect):
         for field in fields:

@@ -1,91 +1,10 @@
-"""The fields of a dialect, their defaults with reasons, and which values contradict each other."""
+"""The fields of a dialect, their defaults with reasons, and what follows from them."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
+from engine.algorithms.values import check_values
 from engine.errors import UserError, nearest
-
-# What a field may say; what it means stands beside the field, or in the function of engine/algo that is told it.
-CHOICES = {
-    "kl_estimator": ("k1", "k2", "k3"),
-    "kl_in": ("reward", "loss"),
-    "kl_controller": ("fixed", "adaptive"),
-    "kl_measure": ("k1", "exp_delta"),
-    "kl_update": ("step", "epoch"),
-    "sampling": ("until_eos", "fixed", "without_eos"),
-    "old_logprobs": ("auto", "forward", "sampler"),
-    "pad_token": ("tokenizer", "never_eos", "padding", "eos", "eos_unless_llama"),
-    "length_rule": ("sampled", "before_pad", "not_pad", "row"),
-    "reward_slots": ("response", "one_past", "all"),
-    "score_slot": ("last", "after_last", "two_after"),
-    "value_slots": ("response", "one_past", "two_past", "all"),
-    "value_loss_slots": ("response", "one_past"),
-    "missing_end": ("none", "replace", "subtract"),
-    "score_scaling": ("none", "running", "first_batch"),
-    "score_order": ("scale_clip", "clip_scale"),
-    "advantage_estimator": ("gae", "rloo"),
-    "advantages_at": ("rollout", "mini_batch", "micro_batch"),
-    "whiten_slots": ("response", "row"),
-    "whiten_over": ("all_ranks", "rank"),
-    "whiten_variance": ("biased", "unbiased", "unbiased_alone"),
-    "ratio": ("token", "response"),
-    "loss_scope": ("optimizer_step", "micro_batch", "micro_batch_sum"),
-    "lr_schedule": ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts"),
-    "lr_per": ("optimizer_step", "step"),
-    "optimizer": ("adamw", "tf_adam"),
-    "decay": ("matrices", "all", "deepspeed_chat"),
-    "critic_start": ("reward_model", "zero_head", "none"),
-}
-RANGES = (  # fields, what they must be, the test of it; None is not tested
-    (
-        (
-            "kl_target",
-            "kl_horizon",
-            "temperature",
-            "samples_per_prompt",
-            "score_clip",
-            "clip_range",
-            "value_clip_range",
-            "early_stop_kl",
-            "ratio_limit",
-            "ppo_epochs",
-            "mini_batches",
-            "eps",
-        ),
-        "greater than 0",
-        lambda value: value > 0,
-    ),
-    (
-        (
-            "kl_coef",
-            "gamma",
-            "lam",
-            "ema_decay",
-            "truncate_after",
-            "min_response_tokens",
-            "value_factor",
-            "actor_lr",
-            "critic_lr",
-            "warmup_steps",
-            "actor_weight_decay",
-            "critic_weight_decay",
-            "max_grad_norm",
-            "hydra_layers",
-        ),
-        "at least 0",
-        lambda value: value >= 0,
-    ),
-    (("gamma", "lam", "ema_decay"), "at most 1", lambda value: value <= 1),
-)
-
-
-class FieldError(UserError):
-    """A field of a dialect with a value that it cannot have; `reason` says why, and what to do."""
-
-    def __init__(self, field: str, value: object, reason: str):
-        super().__init__(f"{field} {value!r}: {reason}")
-        self.field, self.reason = field, reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +38,7 @@ class Dialect:
     query_end: str = ""  # and ends with the last one
     truncate_token: str = ""  # what is scored ends with the first such token
     truncate_after: int = 0  # at or after this slot
-
-    pad_token: str = (
-        "tokenizer"  # which token pads, by a rule of engine/models/pad_tokens.py; changes nothing for "sampled"
-    )
+    pad_token: str = "tokenizer"  # which token pads, by a rule of engine/models/pad_tokens.py
 
     # Which slots count. What was sampled is what is learned, EOS included, or the model never learns to stop.
     length_rule: str = "sampled"  # "sampled" tokens, or those "before_pad", those "not_pad", the whole "row"
@@ -183,95 +99,7 @@ class Dialect:
 
     def __post_init__(self):
         """Raises: FieldError for a value that a field cannot have, and for values that contradict each other."""
-        for field, known in CHOICES.items():
-            if getattr(self, field) not in known:
-                raise FieldError(field, getattr(self, field), f"known are {', '.join(known)}.")
-        for fields, bound, met in RANGES:
-            for field in fields:
-                if getattr(self, field) is not None and not met(getattr(self, field)):
-                    raise FieldError(field, getattr(self, field), f"must be {bound}.")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise FieldError("betas", self.betas, "each must be at least 0 and less than 1.")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise FieldError(field.name, value, "must be finite.")
-        for wrong, field, why in self._contradictions():
-            if wrong:
-                raise FieldError(field, getattr(self, field), why)
-
-    def _contradictions(self) -> list[tuple[bool, str, str]]:
-        """(whether it is there, the field to change, why and how) of all that cannot go together."""
-        rloo, critic = self.advantage_estimator == "rloo", self.has_critic
-        decays = bool(self.actor_weight_decay or self.critic_weight_decay)
-        endless = self.sampling == "without_eos"
-        return [
-            (
-                self.sampling_temperature <= 0,
-                "temperature_offset",
-                f"logits would be divided by {self.sampling_temperature}. The sum with temperature should be over 0.",
-            ),
-            (
-                rloo and self.samples_per_prompt < 2,
-                "samples_per_prompt",
-                "RLOO compares the responses to one prompt with each other. Give 2 or more.",
-            ),
-            (rloo and critic, "critic_start", "RLOO has no critic. Set it to 'none'."),
-            (
-                rloo and self.advantages_at != "rollout",
-                "advantages_at",
-                "RLOO needs all responses to a prompt together, which a mini-batch need not have. Set it to 'rollout'.",
-            ),
-            (rloo and self.whiten_rewards, "whiten_rewards", "RLOO has one reward a response. Set it to False."),
-            (
-                not rloo and not critic,
-                "critic_start",
-                "GAE needs a critic. Set advantage_estimator to 'rloo', or give the critic a start.",
-            ),
-            (
-                not rloo and self.ratio == "response",
-                "ratio",
-                "GAE has one advantage a token, which needs one ratio a token. Set it to 'token'.",
-            ),
-            (not critic and self.critic_lr > 0, "critic_lr", "there is no critic that could be trained. Set it to 0."),
-            (
-                not critic and self.critic_weight_decay > 0,
-                "critic_weight_decay",
-                "there is no critic that could be trained. Set it to 0.",
-            ),
-            (
-                self.optimizer == "tf_adam" and decays,
-                "optimizer",
-                "it has no weight decay. Set actor_weight_decay and critic_weight_decay to 0.",
-            ),
-            (
-                self.kl_controller == "adaptive" and not self.kl_coef,
-                "kl_coef",
-                "an adaptive coefficient is multiplied, and stays 0. Start at more, or set kl_controller to 'fixed'.",
-            ),
-            (
-                self.truncate_after > 0 and not self.truncate_token,
-                "truncate_after",
-                "it says from where on truncate_token counts, and there is none.",
-            ),
-            (endless and self.truncate_token == "eos", "truncate_token", "sampling 'without_eos' never gives that."),
-            (
-                self.old_logprobs == "sampler" and self._counts_past_end,
-                "old_logprobs",
-                "the sampler knows the log-probs of what it drew, and other slots count too here. Set it to 'forward'.",
-            ),
-            (
-                self.old_logprobs == "sampler" and self.measures_prompts,
-                "old_logprobs",
-                "the sampler has no log-probs of the prompt, which kl_measure 'exp_delta' sums too. "
-                "Set it to 'forward'.",
-            ),
-            (
-                endless and self.missing_end != "none" and not self.truncate_token,
-                "missing_end",
-                "with sampling 'without_eos' every end would be missing. Give a truncate_token, or set it to 'none'.",
-            ),
-        ]
+        check_values(self)
 
     def override(self, **values) -> "Dialect":
         """This dialect with some fields replaced; values of None leave theirs as they are.

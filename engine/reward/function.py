@@ -6,7 +6,6 @@ def exact_answer(prompts: list[str], responses: list[str], rows: list[dict]) -> 
 reward = FunctionReward(exact_answer, tokenizer, rows=ConcatDataset([training_rows, held_out_rows]))
 """
 
-import contextlib
 import inspect
 import numbers
 import traceback
@@ -18,10 +17,11 @@ from torch import Tensor
 from engine import distributed
 from engine.errors import RunStopped
 from engine.experience import Rollout
+from engine.reward.base import RewardSource
 from engine.reward.texts import decoded
 
 
-class FunctionReward:
+class FunctionReward(RewardSource):
     """Calls `function(prompts, responses)`, with `rows` too where it has a parameter of that name.
 
     Each rank calls it with its own responses, a micro-batch at a time, so that what it says of one response must not
@@ -52,18 +52,14 @@ class FunctionReward:
             values, problem = _numbers(self.function(prompts, responses, **named), len(responses))
         except Exception as error:  # whatever the user's code raises
             problem = f"raised {_described(error)}"
-        told = [text for text in distributed.all_gather_objects(problem) if text is not None]
-        if told:
+        problems = [text for text in distributed.all_gather_objects(problem) if text is not None]
+        if problems:
             raise RunStopped(
-                f"the reward function {self.name} {told[0]}. It is called with lists of texts and returns "
+                f"the reward function {self.name} {problems[0]}. It is called with lists of texts and returns "
                 "one number a response. Mend it; restart points are untouched, go on from one with "
                 "--resume."
             )
         return torch.tensor(values, dtype=torch.float32, device=rollout.sequences.device)
-
-    def on_device(self) -> contextlib.AbstractContextManager:
-        """Does nothing: there are no weights."""
-        return contextlib.nullcontext()
 
 
 def _numbers(returned, count: int) -> tuple[list[float], str | None]:

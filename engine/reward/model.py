@@ -3,10 +3,11 @@
 from torch import Tensor
 
 from engine.experience import Rollout
+from engine.reward.base import RewardSource
 from engine.zero.engines import FrozenModel
 
 
-class RewardModel:
+class RewardModel(RewardSource):
     """The frozen reward model, read at the token that it was trained to be read at."""
 
     def __init__(self, model: FrozenModel):

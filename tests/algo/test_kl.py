@@ -59,7 +59,7 @@ def test_what_a_controller_measures_by_hand():
 
 def test_the_fixed_controller_stays():
     controller = FixedKL(0.05)
-    controller.update(100.0, 512)
+    controller.after_step(100.0, 512)
     assert controller.value == 0.05
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.algo.masked import masked_mean, masked_sum, mean_and_variance, moments, whiten
+from engine.algo.masked import masked_sum, mean_and_variance, moments, whiten
 
 NAN, INF = float("nan"), float("inf")
 
@@ -14,6 +14,11 @@ NAN, INF = float("nan"), float("inf")
 PUBLISHED = [[1.2, 1.3, 1.4], [1.5, 1.6, 1.7], [1.8, 1.9, 2.0]]
 BIASED = [[0.0508, 0.4381, 0.8254], [1.2127, 1.6000, 1.9873], [2.3746, 2.7619, 3.1492]]
 UNBIASED = [[0.1394, 0.5046, 0.8697], [1.2349, 1.6000, 1.9651], [2.3303, 2.6954, 3.0606]]
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """By `moments`."""
+    return mean_and_variance(moments(values, mask))[0].to(values.dtype)
 
 
 def test_masked_sum_over_everything_and_over_a_dimension():

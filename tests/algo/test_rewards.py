@@ -6,7 +6,7 @@ A: three tokens, EOS, two pads, pad differs from EOS. B: the same with pad equal
 import pytest
 import torch
 
-from engine.algo.rewards import compute_rewards, counted_lengths, counted_tokens, first_slots, score_slots, slots_up_to
+from engine.algo.rewards import compute_rewards, counted_tokens, first_slots, score_slots, slots_up_to
 
 EOS, PAD = 2, 9
 SAMPLED_4, SAMPLED_6 = [True] * 4 + [False] * 2, [True] * 6
@@ -16,6 +16,11 @@ CASES = {  # tokens, response mask, pad token
     "C": ([11, 12, 13, 14, 15, 16], SAMPLED_6, PAD),
 }
 RULES = {"default": ("sampled", "last"), "deepspeed_chat": ("before_pad", "after_last")}
+
+
+def counted_lengths(responses: torch.Tensor, mask: torch.Tensor, pad: int, rule: str) -> torch.Tensor:
+    """L of each row."""
+    return counted_tokens(responses, mask, pad, rule).sum(-1)
 
 
 def lengths_of(case: str, rule: str, width: int = 6) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine.experience import Experience, Rollout
+from engine.experience import Rollout, TrainingBatch
 
 
 def policy(folder: str, name: str = "actor"):
@@ -44,20 +44,20 @@ def _inputs(rollout: Rollout) -> dict[str, Tensor]:
     return {"input_ids": rollout.sequences, "attention_mask": mask, "position_ids": mask.cumsum(-1) - mask}
 
 
-def policy_losses(model, experience: Experience, temperature: float, clip: float) -> Tensor:
+def policy_losses(model, batch: TrainingBatch, temperature: float, clip: float) -> Tensor:
     """(B, T) float64, the clipped loss of every token; 0 outside the mask."""
-    ratio = (logprobs(model, experience.rollout, temperature) - experience.logprobs.double()).exp()
-    gain = experience.advantages.double()
+    ratio = (logprobs(model, batch.rollout, temperature) - batch.logprobs.double()).exp()
+    gain = batch.advantages.double()
     losses = -torch.min(gain * ratio, gain * ratio.clip(1 - clip, 1 + clip))
-    return losses.masked_fill(~experience.policy_mask, 0.0)
+    return losses.masked_fill(~batch.policy_mask, 0.0)
 
 
-def value_losses(model, experience: Experience, clip: float) -> Tensor:
+def value_losses(model, batch: TrainingBatch, clip: float) -> Tensor:
     """(B, T) float64, the clipped loss of every token; 0 outside the mask."""
-    new, old, target = values(model, experience.rollout), experience.values.double(), experience.returns.double()
+    new, old, target = values(model, batch.rollout), batch.values.double(), batch.returns.double()
     near = old + (new - old).clip(-clip, clip)
     losses = 0.5 * torch.max((new - target) ** 2, (near - target) ** 2)
-    return losses.masked_fill(~experience.value_mask, 0.0)
+    return losses.masked_fill(~batch.value_mask, 0.0)
 
 
 def gradients(model, loss: Tensor) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ Rows and responses are ragged, and the ranks have three micro-batches and one.
 import pytest
 import torch
 
-from engine.experience import Experience, Rollout
+from engine.experience import Rollout, TrainingBatch
 from tests.distributed import plain
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_gradients import LEARNING_RATE, MOVING, ROWS, STILL, TEMPERATURE
@@ -25,7 +25,7 @@ CLOSE = 1e-5
 
 
 @pytest.fixture(scope="session")
-def experience(folder) -> Experience:
+def batch(folder) -> TrainingBatch:
     """7 rows of any length up to 9 + 12, one of them without influence on the policy; many tokens are clipped."""
     generator = torch.Generator().manual_seed(11)
     prompts, lengths = torch.tensor([9, 2, 5, 1, 7, 3, 8]), torch.tensor([12, 1, 3, 9, 2, 1, 2])
@@ -50,14 +50,14 @@ def experience(folder) -> Experience:
         values = plain.values(plain.critic(folder), rollout).float() + noise(0.3)
     zeros, learned = torch.zeros_like(values), response_mask.clone()
     learned[3] = False
-    return Experience(
+    return TrainingBatch(
         rollout=rollout,
         logprobs=logprobs,
         entropy=zeros,
         ref_logprobs=zeros,
         values=values,
         scores=torch.zeros(7),
-        shaped_scores=torch.zeros(7),
+        processed_scores=torch.zeros(7),
         kl=zeros,
         measured_kl=torch.zeros(7),
         kl_coef=0.1,
@@ -71,16 +71,16 @@ def experience(folder) -> Experience:
 
 
 @pytest.fixture(scope="session")
-def ranks(folder, experience) -> list[dict]:
+def ranks(folder, batch) -> list[dict]:
     """What both ranks found, by the names in STAGES."""
-    return run_ranks("tests.distributed.work_gradients:all_stages", folder=folder, experience=experience, stages=STAGES)
+    return run_ranks("tests.distributed.work_gradients:all_stages", folder=folder, batch=batch, stages=STAGES)
 
 
-def losses(name: str, model, experience: Experience) -> tuple[torch.Tensor, torch.Tensor]:
+def losses(name: str, model, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """The losses of all tokens, and which of them count."""
     if name == "actor":
-        return plain.policy_losses(model, experience, TEMPERATURE, STILL.clip_range), experience.policy_mask
-    return plain.value_losses(model, experience, STILL.value_clip_range), experience.value_mask
+        return plain.policy_losses(model, batch, TEMPERATURE, STILL.clip_range), batch.policy_mask
+    return plain.value_losses(model, batch, STILL.value_clip_range), batch.value_mask
 
 
 def plain_model(name: str, folder: str, actor: str = "actor"):
@@ -88,29 +88,29 @@ def plain_model(name: str, folder: str, actor: str = "actor"):
 
 
 @pytest.fixture(scope="session")
-def expected(folder, experience) -> dict:
+def expected(folder, batch) -> dict:
     """Gradients of one process: mean over all tokens, and mean of the micro-batches' means."""
     found = {}
     for name in MODELS:
         for kind, actor in (("right", "actor"), ("tied", "tied")):
             model = plain_model(name, folder, actor)
-            each, counted = losses(name, model, experience)
+            each, counted = losses(name, model, batch)
             found[kind, name] = plain.gradients(model, each.sum() / counted.sum())
         model = plain_model(name, folder)
-        each, counted = losses(name, model, experience)
+        each, counted = losses(name, model, batch)
         means = [each[start:end].sum() / counted[start:end].sum() for start, end in MICRO_BATCHES]
         found["mean_of_means", name] = plain.gradients(model, torch.stack(means).mean())
     return found
 
 
-def test_the_case_is_hard_enough(folder, experience):
+def test_the_case_is_hard_enough(folder, batch):
     """Both clips are active, the ranks' token counts differ by far, and micro-batches are unequally many."""
     with torch.no_grad():
-        ratio = (plain.logprobs(plain.policy(folder), experience.rollout, TEMPERATURE) - experience.logprobs).exp()
-        moved = plain.values(plain.critic(folder), experience.rollout) - experience.values
-    mask = experience.policy_mask
+        ratio = (plain.logprobs(plain.policy(folder), batch.rollout, TEMPERATURE) - batch.logprobs).exp()
+        moved = plain.values(plain.critic(folder), batch.rollout) - batch.values
+    mask = batch.policy_mask
     assert ((ratio - 1).abs() > STILL.clip_range)[mask].sum() >= 5
-    assert (moved.abs() > STILL.value_clip_range)[experience.value_mask].sum() >= 5
+    assert (moved.abs() > STILL.value_clip_range)[batch.value_mask].sum() >= 5
     assert [int(mask[start:end].sum()) for start, end in ROWS] == [18, 3]
 
 
@@ -153,9 +153,9 @@ def test_mean_of_means_where_a_dialect_wants_it(ranks, expected, stage, model):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_loss_and_gradient_norm_are_reported_as_they_are(ranks, expected, folder, experience, stage):
+def test_loss_and_gradient_norm_are_reported_as_they_are(ranks, expected, folder, batch, stage):
     for name, metric in (("actor", "policy"), ("critic", "value")):
-        each, counted = losses(name, plain_model(name, folder), experience)
+        each, counted = losses(name, plain_model(name, folder), batch)
         for rank in ranks:
             metrics = rank[stage]["right"]["metrics"]
             assert metrics[f"{metric}/loss"] == pytest.approx((each.sum() / counted.sum()).item(), rel=CLOSE)
@@ -163,7 +163,7 @@ def test_loss_and_gradient_norm_are_reported_as_they_are(ranks, expected, folder
 
 
 @pytest.fixture(scope="session")
-def moved(folder, experience) -> dict:
+def moved(folder, batch) -> dict:
     """Weights before and after two steps of plain AdamW with clipping."""
     found = {}
     for name in MODELS:
@@ -173,7 +173,7 @@ def moved(folder, experience) -> dict:
             model.parameters(), lr=LEARNING_RATE, betas=MOVING.betas, eps=MOVING.eps, weight_decay=0.0
         )
         for _ in range(2):
-            each, counted = losses(name, model, experience)
+            each, counted = losses(name, model, batch)
             adam.zero_grad()
             (each.sum() / counted.sum()).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), MOVING.max_grad_norm)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.experience import Experience
+from engine.experience import TrainingBatch
 from engine.rlhf_engine import EngineSpec
 from engine.zero.communication import init
 from tests.distributed.harness import run_ranks
-from tests.distributed.work_own_reward import HELD_OUT, PENALTY, PER_STEP, run
+from tests.distributed.work_own_reward import A_TOKEN, HELD_OUT, PENALTY, PER_STEP, run
 from tests.tiny_models import BOS, EOS, PAD, UNK
 
 KINDS = ("stage 0", "stage 3")
@@ -34,7 +34,7 @@ def test_the_critic_starts_as_the_language_models_trunk_with_a_head_of_zeros(run
         assert torch.equal(start.pop("score.weight"), torch.zeros(1, 32))
         assert start.keys() == stored.keys() - {"lm_head.weight"}
         assert all(torch.equal(tensor, stored[name]) for name, tensor in start.items())
-        assert not rank["steps"][0]["experience"].values.any()
+        assert not rank["steps"][0]["batch"].values.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,28 +46,30 @@ def test_the_head_moves_first_and_then_the_trunk(runs, kind):
         assert all(not torch.equal(one[name], two[name]) for name in start)
 
 
-def expected_parts(experience: Experience) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words (tokens that are not special) and ten times the prompt's index; the penalty."""
-    rollout = experience.rollout
+def expected_parts(batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Words (tokens that are not special) and ten times the prompt's index; what tokens cost; what no end costs."""
+    rollout = batch.rollout
     special = torch.isin(rollout.responses, torch.tensor([PAD, BOS, EOS, UNK]))
     words = (rollout.response_mask & ~special).sum(-1)
-    return words + 10.0 * rollout.indices, -PENALTY * (~rollout.ended)
+    tokens = rollout.response_mask.sum(-1)
+    return words + 10.0 * rollout.indices, -A_TOKEN * tokens, -PENALTY * (~rollout.ended)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_and_their_parts(runs, kind):
     for step in range(2):
-        experiences = [rank["steps"][step]["experience"] for rank in runs[kind]]
-        parts = [expected_parts(experience) for experience in experiences]
-        for experience, (function, penalty) in zip(experiences, parts):
-            assert torch.equal(experience.scores, function + penalty)
-        function, penalty = (torch.cat(column) for column in zip(*parts))
+        batches = [rank["steps"][step]["batch"] for rank in runs[kind]]
+        parts = [expected_parts(batch) for batch in batches]
+        for batch, (function, tokens, penalty) in zip(batches, parts):
+            assert torch.equal(batch.scores, function + tokens)
+            assert torch.equal(batch.processed_scores, function + tokens + penalty)
+        function, tokens, penalty = (torch.cat(column) for column in zip(*parts))
         assert len(function) == PER_STEP and penalty.any() and not penalty.all()
         for rank in runs[kind]:
             metrics = rank["steps"][step]["metrics"]
             assert metrics["objective/scores_function"] == pytest.approx(function.mean().item())
-            assert metrics["objective/missing_eos_penalty"] == pytest.approx(penalty.mean().item())
-            assert metrics["objective/scores"] == pytest.approx((function + penalty).mean().item())
+            assert metrics["objective/length_penalty"] == pytest.approx(tokens.mean().item())
+            assert metrics["objective/scores"] == pytest.approx((function + tokens).mean().item())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,7 +79,7 @@ def test_held_out_prompts_are_given_their_own_rows(runs, kind):
         assert [row["scores_function"] for row in rows] == [
             len(row["response"].split()) - 10 * index for index, row in enumerate(rows)
         ]
-        assert [row["score"] for row in rows] == [row["scores_function"] + row["missing_eos_penalty"] for row in rows]
+        assert [row["score"] for row in rows] == [row["scores_function"] + row["length_penalty"] for row in rows]
         assert metrics["eval/scores_function"] == pytest.approx(sum(row["scores_function"] for row in rows) / HELD_OUT)
 
 

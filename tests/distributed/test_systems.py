@@ -11,7 +11,7 @@ from engine.experience import Rollout
 from tests.distributed import plain
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_systems import MICRO_BATCH, SCORE_WEIGHT, moved
-from tests.engine.test_systems import CLIP, EOS, STOPS, SYSTEMS, dialect_of, gae, row_of, whitened
+from tests.engine.algorithms.test_systems import CLIP, EOS, STOPS, SYSTEMS, dialect_of, gae, row_of, whitened
 from tests.tiny_models import PAD
 
 T = 7

@@ -11,7 +11,7 @@ from tests.distributed.work_unsup import BLOCKS, COEFFICIENT
 from tests.tiny_models import VOCABULARY
 
 STAGES = {name: test_gradients.STAGES[name] for name in ("0", "1", "2", "3")}
-experience = test_gradients.experience  # a fixture
+batch = test_gradients.batch  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +21,10 @@ def blocks() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder, experience, blocks) -> list[dict]:
+def ranks(folder, batch, blocks) -> list[dict]:
     """What both ranks found, by the names in STAGES."""
     return run_ranks(
-        "tests.distributed.work_unsup:all_stages", folder=folder, experience=experience, blocks=blocks, stages=STAGES
+        "tests.distributed.work_unsup:all_stages", folder=folder, batch=batch, blocks=blocks, stages=STAGES
     )
 
 
@@ -35,10 +35,10 @@ def lm_losses(model, blocks: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def apart(folder, experience, blocks) -> dict[str, dict]:
+def apart(folder, batch, blocks) -> dict[str, dict]:
     """Gradients of one process: PPO's, the language model's, and that of a mean of the ranks' means."""
     model = plain.policy(folder)
-    each, counted = losses("actor", model, experience)
+    each, counted = losses("actor", model, batch)
     found = {"ppo": plain.gradients(model, each.sum() / counted.sum())}
     found["lm"] = plain.gradients(model, lm_losses(model, blocks).mean())
     means = [lm_losses(model, blocks[slice(*own)]).mean() for own in BLOCKS]
@@ -72,20 +72,20 @@ def test_a_wrong_mixture_is_told_from_the_right_one(ranks, apart, stage, wrong):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_critic_learns_from_ppo_alone(ranks, folder, experience, stage):
+def test_the_critic_learns_from_ppo_alone(ranks, folder, batch, stage):
     model = plain.critic(folder)
-    each, counted = losses("critic", model, experience)
+    each, counted = losses("critic", model, batch)
     expected = plain.gradients(model, each.sum() / counted.sum())
     for rank in ranks:
         assert plain.relative_error(rank[stage]["critic"], expected) < CLOSE
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_metrics(ranks, apart, folder, experience, blocks, stage):
+def test_metrics(ranks, apart, folder, batch, blocks, stage):
     """Both losses are reported as they are; the norm is the mixture's."""
     model = plain.policy(folder)
     with torch.no_grad():
-        language, (each, counted) = lm_losses(model, blocks).mean(), losses("actor", model, experience)
+        language, (each, counted) = lm_losses(model, blocks).mean(), losses("actor", model, batch)
     for rank in ranks:
         metrics = rank[stage]["metrics"]
         assert metrics["policy/lm_loss"] == pytest.approx(language.item(), rel=CLOSE)

@@ -49,7 +49,7 @@ def build_trainer(
     engine = RLHFEngine.from_pretrained(spec)
     config = {"total_steps": 3, "micro_batch_size": 4} | config
     return PPOTrainer(
-        engine=engine,
+        models=engine,
         rollouts=build_rollouts(backend, engine.actor, engine.tokenizer),
         dialect=dialect,
         config=PPOConfig(**config),

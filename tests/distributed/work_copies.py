@@ -24,9 +24,9 @@ def between_steps(folder: str, stage: int, config: str) -> dict[str, dict]:
 
 
 def _events(engine: RLHFEngine, mode: str) -> dict:
-    rollouts = build_rollouts("replica", engine.actor, engine.tokenizer, others=engine.models, between_steps=mode)
+    rollouts = build_rollouts("replica", engine.actor, engine.tokenizer, others=engine.engines, between_steps=mode)
     trainer = PPOTrainer(
-        engine=engine,
+        models=engine,
         rollouts=rollouts,
         dialect=DIALECT,
         sampling=SAMPLING,
@@ -54,8 +54,8 @@ def _events(engine: RLHFEngine, mode: str) -> dict:
     counted("a step with what is held", lambda: trainer.step(prompts))
     counted("the next step", lambda: trainer.step(feed.prompts(1)))
     rollout = counted("generation", generate)
-    counted("judging", lambda: trainer.maker.judge(rollout))
-    counted("judging again", lambda: trainer.maker.judge(rollout))
+    counted("judging", lambda: trainer.experience_maker.make_experience(rollout))
+    counted("judging again", lambda: trainer.experience_maker.make_experience(rollout))
     return {
         "fills": fills,
         "answers": answers,
@@ -67,12 +67,12 @@ def _events(engine: RLHFEngine, mode: str) -> dict:
 
 
 def _judged_without_copies(engine: RLHFEngine, trainer: PPOTrainer, rollout: Rollout, copies: WholeCopies) -> dict:
-    """What copies say of a rollout, and what the engines themselves do, by the names of Judged's fields."""
-    lent = trainer.maker.judge(rollout)
-    for model in engine.models:
+    """What copies say of a rollout, and what the engines themselves do, by the names of Experience's fields."""
+    lent = trainer.experience_maker.make_experience(rollout)
+    for model in engine.engines:
         model.copies = None
-    own = trainer.maker.judge(rollout)
-    for model in engine.models:
+    own = trainer.experience_maker.make_experience(rollout)
+    for model in engine.engines:
         model.copies = copies
     return {
         name: (getattr(lent, name), getattr(own, name))

@@ -41,7 +41,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
     found |= {
         "rloo": local_bytes(engine),
         "critic": engine.critic,
-        "models": len(engine.models),
+        "models": len(engine.engines),
         "trained": list(engine.trained),
         "reward": weights(engine.reward.model),
     }

@@ -38,14 +38,14 @@ def one_step(actor: str, critic: str, stage: int) -> dict:
     choices = {role: EngineConfig(role, stage) for role in ("actor", "critic")}
     engine = RLHFEngine.from_pretrained(EngineSpec(actor_path=actor, critic_path=critic, **choices))
     trainer = PPOTrainer(
-        engine=engine,
+        models=engine,
         rollouts=build_rollouts("replica", engine.actor, engine.tokenizer),
         dialect=Dialect(ppo_epochs=1, warmup_steps=0, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE),
         config=PPOConfig(total_steps=1, micro_batch_size=1),
         sampling=SamplingConfig(max_new_tokens=6, pad_token_id=PAD, stop_token_ids=(EOS,), seed=SEED),
     )
     report = trainer.step(own_prompts())
-    experience = report.experience
+    experience = report.batch
     names = ("logprobs", "ref_logprobs", "values", "scores", "advantages", "returns")
     columns = {name: getattr(experience, name) for name in names}
     return {

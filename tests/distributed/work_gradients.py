@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from engine import distributed
-from engine.experience import Experience
+from engine.experience import TrainingBatch
 from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import DIALECT, build_trainer, engine_spec
 from tests.engine.zero.inspecting import gradients, weights
@@ -21,18 +21,18 @@ STILL = replace(DIALECT, actor_lr=0.0, critic_lr=0.0, warmup_steps=0, lr_schedul
 MOVING = replace(STILL, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE)
 
 
-def all_stages(folder: str, experience: Experience, stages: dict[str, tuple[int, str]]) -> dict[str, dict]:
+def all_stages(folder: str, batch: TrainingBatch, stages: dict[str, tuple[int, str]]) -> dict[str, dict]:
     """`one_stage` of each (stage, name of the DeepSpeed JSON), by the same names."""
-    return {name: one_stage(folder, experience, stage, config) for name, (stage, config) in stages.items()}
+    return {name: one_stage(folder, batch, stage, config) for name, (stage, config) in stages.items()}
 
 
-def one_stage(folder: str, experience: Experience, stage: int, config: str) -> dict:
+def one_stage(folder: str, batch: TrainingBatch, stage: int, config: str) -> dict:
     """Gradients of the loss as it is and of two wrong ones; two real steps of the model with tied embeddings."""
-    own = experience.select(slice(*ROWS[distributed.rank()]))
+    own = batch.select(slice(*ROWS[distributed.rank()]))
     trainer = build_trainer(engine_spec(folder, stage, config=config), dialect=STILL, micro_batch_size=MICRO_BATCH)
     result = {
         "right": one_step(trainer, own),
-        "one_sided": one_step(trainer, experience, rows=len(experience) if distributed.is_main() else 0),
+        "one_sided": one_step(trainer, batch, rows=len(batch) if distributed.is_main() else 0),
     }
     learner = trainer.learner
     learner._loss_weights = lambda parts: {
@@ -54,11 +54,11 @@ def one_stage(folder: str, experience: Experience, stage: int, config: str) -> d
     trainer = build_trainer(spec, dialect=MOVING, micro_batch_size=MICRO_BATCH)
     result["tied"] = one_step(trainer, own)
     one_step(trainer, own)
-    result["moved"] = {"actor": weights(trainer.engine.actor), "critic": weights(trainer.engine.critic)}
+    result["moved"] = {"actor": weights(trainer.models.actor), "critic": weights(trainer.models.critic)}
     return result
 
 
-def one_step(trainer: PPOTrainer, experience: Experience, rows: int | None = None) -> dict[str, dict]:
+def one_step(trainer: PPOTrainer, batch: TrainingBatch, rows: int | None = None) -> dict[str, dict]:
     """An optimizer step on the first `rows`, by default all; the gradients before it, and its metrics."""
     found = {}
 
@@ -69,8 +69,8 @@ def one_step(trainer: PPOTrainer, experience: Experience, rows: int | None = Non
 
         model.step = step
 
-    watch("actor", trainer.engine.actor)
-    watch("critic", trainer.engine.critic)
+    watch("actor", trainer.models.actor)
+    watch("critic", trainer.models.critic)
     metrics = Accumulator()
-    trainer.optimizer_step(experience, torch.arange(len(experience) if rows is None else rows), metrics)
+    trainer.optimizer_step(batch, torch.arange(len(batch) if rows is None else rows), metrics)
     return found | {"metrics": metrics.reduce()}

@@ -22,30 +22,33 @@ def exploding(folder: str, stages: dict[str, tuple[int, str, str]]) -> dict[str,
         spec = engine_spec(folder, stage, config=config, dtype=dtype)
         trainer = build_trainer(spec, dialect=GUARDED)
         prompts = TinyPrompts(8).prompts(0)
-        experience = trainer.maker.make(trainer.rollouts.generate(prompts, trainer.sampling), 0.1)
+        train, batches = trainer.train_actor_and_critic, []
+        trainer.train_actor_and_critic = lambda batch, kl, metrics: batches.append(batch)
+        trainer.step(prompts)
+        trainer.train_actor_and_critic, trainer.steps_done, (batch,) = train, 0, batches
         # Ratios of e on rank 0 and 1 on rank 1: their mean is over the limit, rank 1's own is not.
-        spoiled = replace(experience, logprobs=experience.logprobs - float(distributed.is_main()))
+        spoiled = replace(batch, logprobs=batch.logprobs - float(distributed.is_main()))
         found[name] = {
             "before": state(trainer),
             "left out": one(trainer, spoiled),
             "after": state(trainer),
-            "sound": one(trainer, experience),
+            "sound": one(trainer, batch),
             "end": state(trainer),
         }
-        found[name]["momenta"] = momenta(trainer.engine.actor)
+        found[name]["momenta"] = momenta(trainer.models.actor)
     return found
 
 
-def one(trainer: PPOTrainer, experience) -> dict:
+def one(trainer: PPOTrainer, batch) -> dict:
     """An optimizer step; its metrics."""
     metrics = Accumulator()
-    trainer.optimizer_step(experience, torch.arange(len(experience)), metrics)
+    trainer.optimizer_step(batch, torch.arange(len(batch)), metrics)
     return metrics.reduce()
 
 
 def state(trainer: PPOTrainer) -> dict:
     """The weights of both models."""
-    return {role: masters(model) for role, model in trainer.engine.trained.items()}
+    return {role: masters(model) for role, model in trainer.models.trained.items()}
 
 
 def stopping(folder: str, dialect: Dialect, steps: int) -> list[dict]:

@@ -58,7 +58,7 @@ def one_run(
         return build_trainer(spec, backend=backend, total_steps=STEPS)
 
     trainer = new_trainer()
-    engine = trainer.engine
+    engine = trainer.models
     own = EngineReference(
         frozen_model(
             load_policy,
@@ -70,7 +70,7 @@ def one_run(
     result = {
         "before": weights(engine.actor),
         "branch_before": branch(engine.actor),
-        "models": len(engine.models),
+        "models": len(engine.engines),
         "bytes": local_bytes(engine),
         "own_bytes": sum(map(parameter_bytes, own.models)),
         "metrics": [],
@@ -78,10 +78,10 @@ def one_run(
     for report in trainer.fit(TinyPrompts(8)):
         result["metrics"].append(timeless(report.metrics))
         if report.step == 1:
-            result["first"] = report.experience
+            result["first"] = report.batch
         if report.step == SAVED_AFTER:
             checkpoint.save(Path(output), engine, trainer.state_dict(), Conditions())
-    rollout = report.experience.rollout
+    rollout = report.batch.rollout
     result["logprobs"] = judged(engine, own, rollout)
     with engine.ema.swapped():
         result["averaged"] = {"logprobs": judged(engine, own, rollout), "weights": weights(engine.actor)}

@@ -26,11 +26,11 @@ def one_run(
         seed=5,
     )
     reports = list(trainer.fit(TinyPrompts(prompts)))
-    engine = trainer.engine
+    engine = trainer.models
     return {
         "metrics": [timeless(report.metrics) for report in reports],
         "samples": reports[-1].samples,
-        "tokens": [_responses(report.experience.rollout) for report in reports],
+        "tokens": [_responses(report.batch.rollout) for report in reports],
         "weights": weights(engine.actor) | {f"critic {name}": w for name, w in weights(engine.critic).items()},
     }
 

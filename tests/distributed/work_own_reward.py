@@ -15,7 +15,8 @@ from training.reporting.evaluation import Evaluator
 PER_STEP = 8
 TRAINING, HELD_OUT = 2 * PER_STEP, 5
 ROWS = [{"bonus": 10 * index} for index in range(TRAINING)] + [{"bonus": -10 * index} for index in range(HELD_OUT)]
-PENALTY = 0.5
+PENALTY, A_TOKEN = 0.5, 0.25  # of a response without an end, which the dialect subtracts, and for each token
+UNCLIPPED = DIALECT.replaced(score_clip=None, missing_end="subtract", missing_end_value=PENALTY)
 
 
 def words_and_bonus(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
@@ -32,21 +33,21 @@ def run(actor: str, stage: int) -> dict:
     function = FunctionReward(words_and_bonus, engine.tokenizer, ROWS)
     rollouts = build_rollouts("replica", engine.actor, engine.tokenizer)
     trainer = PPOTrainer(
-        engine=engine,
+        models=engine,
         rollouts=rollouts,
-        dialect=DIALECT,
+        dialect=UNCLIPPED,
         sampling=SAMPLING,
         config=PPOConfig(total_steps=2, micro_batch_size=3),
-        reward=CombinedReward({"function": (function, 1.0)}, missing_eos_penalty=PENALTY),
+        reward=CombinedReward({"function": (function, 1.0)}, length_penalty=A_TOKEN),
     )
     result = {"reward_engine": engine.reward, "critic": [weights(engine.critic)], "steps": []}
     for report in trainer.fit(TinyPrompts(PER_STEP)):
         result["critic"].append(weights(engine.critic))
-        result["steps"].append({"experience": report.experience, "metrics": report.metrics})
+        result["steps"].append({"batch": report.batch, "metrics": report.metrics})
     evaluator = Evaluator(
         [prompt_tokens(1000 + index) for index in range(HELD_OUT)],
         rollouts=rollouts,
-        maker=trainer.maker,
+        experience_maker=trainer.experience_maker,
         sampling=SAMPLING,
         tokenizer=engine.tokenizer,
         first_index=TRAINING,

@@ -34,9 +34,9 @@ def training(folder: str, dtype: str, stage: int) -> dict:
     rounds = [timeless(report.metrics)]
     for _ in range(ROUNDS - 1):
         metrics = Accumulator()
-        trainer.train(report.experience, 0.0, metrics)
+        trainer.train_actor_and_critic(report.batch, 0.0, metrics)
         rounds.append(metrics.reduce())
-    return {"experience": report.experience, "rounds": rounds, "untrained": before, "trained": everything(trainer)}
+    return {"experience": report.batch, "rounds": rounds, "untrained": before, "trained": everything(trainer)}
 
 
 def repeated_gradient(folder: str, dtype: str, stage: int) -> dict:
@@ -48,12 +48,12 @@ def repeated_gradient(folder: str, dtype: str, stage: int) -> dict:
     trainer = build_trainer(spec, dialect=STILL)
     report = trainer.step(TinyPrompts(8).prompts(0))
     for _ in range(ROUNDS - 1):
-        trainer.train(report.experience, 0.0, Accumulator())
+        trainer.train_actor_and_critic(report.batch, 0.0, Accumulator())
     found = {
         name: {"momenta": momenta(model), "weights": weights(model), "loss_scale": model.loss_scale}
-        for name, model in (("actor", trainer.engine.actor), ("critic", trainer.engine.critic))
+        for name, model in (("actor", trainer.models.actor), ("critic", trainer.models.critic))
     }
-    return {"repeated": found | {"experience": report.experience}}
+    return {"repeated": found | {"experience": report.batch}}
 
 
 def joint_skips(folder: str, dtype: str, stage: int) -> dict:
@@ -63,8 +63,8 @@ def joint_skips(folder: str, dtype: str, stage: int) -> dict:
     feed, states = TinyPrompts(8), {}
     events = {
         "first step": None,
-        "critic overflows": trainer.engine.critic,
-        "actor overflows": trainer.engine.actor,
+        "critic overflows": trainer.models.critic,
+        "actor overflows": trainer.models.actor,
         "last step": None,
     }
     for event, overflowing in events.items():
@@ -88,7 +88,7 @@ def overflow_on_last_rank(model: TrainedModel | None):
 
 def everything(trainer: PPOTrainer) -> dict:
     """All that a step may change in the engines (all ranks call this)."""
-    engine = trainer.engine
+    engine = trainer.models
     found = {"ema": [shard.clone() for shard in engine.ema.shards] if engine.ema else []}
     for name, model in (("actor", engine.actor), ("critic", engine.critic)):
         found[name] = {

@@ -22,7 +22,7 @@ def uninterrupted(folder: str, output: str, runs: dict[str, dict]) -> dict[str, 
         for report in trainer.fit(TinyPrompts(8)):
             metrics.append(timeless(report.metrics))
             if report.step == SAVED_AFTER:
-                checkpoint.save(Path(output) / name, trainer.engine, trainer.state_dict(), Conditions())
+                checkpoint.save(Path(output) / name, trainer.models, trainer.state_dict(), Conditions())
                 saved = state(trainer)
         found[name] = {"metrics": metrics, "saved": saved, "end": state(trainer)}
     return found
@@ -35,7 +35,7 @@ def resumed(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
         trainer = new_trainer(folder, **arguments)
         fresh = state(trainer)
         point = ResumePoint.find(str(Path(output) / name), with_ema=True)
-        checkpoint.load(point, trainer.engine)
+        checkpoint.load(point, trainer.models)
         trainer.load_state_dict(point.state)
         loaded = state(trainer)
         metrics = [timeless(report.metrics) for report in trainer.fit(TinyPrompts(8))]
@@ -55,7 +55,7 @@ def new_trainer(folder: str, stage: int, config: str, dtype: str, changed: dict 
 
 def state(trainer: PPOTrainer) -> dict:
     """The weights of actor and critic, the EMA, the loss scales and the counters."""
-    engine = trainer.engine
+    engine = trainer.models
     tensors = {"ema": dict(enumerate(shard.clone() for shard in engine.ema.shards))}
     for name, model in engine.trained.items():
         tensors |= {f"{name} weights": weights(model), f"{name} masters": masters(model)}

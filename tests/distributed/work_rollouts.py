@@ -65,7 +65,7 @@ def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: int) -> dict[
                 "auto",
                 engine.actor,
                 engine.tokenizer,
-                others=engine.models,
+                others=engine.engines,
                 rows_at_once=3,
                 row_length=30,
                 decoding="auto",
@@ -92,7 +92,7 @@ def _by_key(rollout: Rollout):
 def gathers(folder: str, stage: int, config: str, sampling: SamplingConfig) -> dict:
     """How often the replica gathers at each event, and what is answered before and after the actor has moved."""
     trainer = build_trainer(engine_spec(folder, stage, config=config, ema_decay=0.5), sampling=sampling)
-    engine, replica = trainer.engine, trainer.rollouts
+    engine, replica = trainer.models, trainer.rollouts
     counts, found = {}, {}
     prompts = prompt_batch(_share(list(range(8))))
 
@@ -124,13 +124,13 @@ def uneven(folder: str, stage: int, config: str, sampling: SamplingConfig) -> di
     found = {}
     for backend in BACKENDS:
         trainer = build_trainer(engine_spec(folder, stage, config=config), backend=backend, sampling=how)
-        refilled = BACKENDS[backend](trainer.engine.actor, trainer.engine.tokenizer, 3)
+        refilled = BACKENDS[backend](trainer.models.actor, trainer.models.tokenizer, 3)
         rollout = refilled.generate(prompt_batch(_share(list(range(8)))).repeat(2), how)
         report = trainer.step(TinyPrompts(8).prompts(0))
         found[backend] = {
             "answers": dict(_by_key(rollout)),
-            "shape": tuple(report.experience.rollout.response_mask.shape),
+            "shape": tuple(report.batch.rollout.response_mask.shape),
             "metrics": timeless(report.metrics),
-            "finite": all(w.isfinite().all().item() for w in masters(trainer.engine.actor).values()),
+            "finite": all(w.isfinite().all().item() for w in masters(trainer.models.actor).values()),
         }
     return found

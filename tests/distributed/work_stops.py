@@ -42,23 +42,23 @@ def stopped_step(folder: str, stage: int, dtype: str, spoil: str) -> dict:
 
 
 def _trained(trainer: PPOTrainer) -> dict:
-    return {"actor": trainer.engine.actor, "critic": trainer.engine.critic}
+    return {"actor": trainer.models.actor, "critic": trainer.models.critic}
 
 
 def _response(trainer: PPOTrainer, rollout: Rollout) -> str:
-    return trainer.engine.tokenizer.decode(rollout.responses[BAD_ROW][rollout.response_mask[BAD_ROW]])
+    return trainer.models.tokenizer.decode(rollout.responses[BAD_ROW][rollout.response_mask[BAD_ROW]])
 
 
 def nan_score(trainer: PPOTrainer, rollouts: list) -> None:
     """One score of this rank is NaN; the rollout that it belongs to is put into `rollouts`."""
-    score = trainer.maker.reward.score
+    score = trainer.experience_maker.reward.score
 
     def spoiled(rollout: Rollout) -> torch.Tensor:
         scores = score(rollout)
         rollouts.append(rollout)
         return scores.index_fill(0, torch.tensor(BAD_ROW), math.nan)
 
-    trainer.maker.reward.score = spoiled
+    trainer.experience_maker.reward.score = spoiled
 
 
 def nan_value_loss(trainer: PPOTrainer, rollouts: list) -> None:
@@ -69,7 +69,7 @@ def nan_value_loss(trainer: PPOTrainer, rollouts: list) -> None:
 
 def infinite_gradient(trainer: PPOTrainer, rollouts: list) -> None:
     """The actor's gradients of this rank are infinite though its loss is not."""
-    actor = trainer.engine.actor
+    actor = trainer.models.actor
     actor.backward = lambda loss, last: type(actor).backward(actor, loss * 1e60, last)
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from engine import distributed, learnable
-from engine.algorithms import Dialect
+from engine import distributed
+from engine.algorithms import Dialect, algorithm
 from engine.experience import PromptBatch, Rollout
 from engine.reward.combined import CombinedReward
 from engine.rlhf_engine import RLHFEngine
@@ -94,7 +94,7 @@ def one_step(engine: RLHFEngine, dialect: Dialect, rollout: Rollout) -> list[dic
     still = dialect.override(actor_lr=0.0, critic_lr=0.0)
     rollouts = GivenRollouts(rollout, engine, dialect)
     trainer = PPOTrainer(
-        engine=engine,
+        models=engine,
         rollouts=rollouts,
         dialect=still,
         sampling=SAMPLING,
@@ -110,8 +110,8 @@ def one_step(engine: RLHFEngine, dialect: Dialect, rollout: Rollout) -> list[dic
 
         model.step = step
 
-    def optimizer_step(experience, rows, metrics):
-        sums = PPOTrainer.optimizer_step(trainer, experience, rows, metrics)
+    def optimizer_step(batch, rows, metrics):
+        sums = PPOTrainer.optimizer_step(trainer, batch, rows, metrics)
         steps.append({"rows": rows.tolist(), **found})
         return sums
 
@@ -144,31 +144,31 @@ def five_steps(folder: str, dialects: dict[str, Dialect]) -> dict[str, dict]:
     saved, found = {role: named_weights(model) for role, model in engine.trained.items()}, {}
     for name, dialect in dialects.items():
         put(engine, saved)
-        statistics, whiten = [], learnable.whiten
+        statistics, whiten = [], algorithm.whiten
 
         def noted(*args, **kwargs):
             statistics.append(tuple(float(number) for number in kwargs["statistics"]))
             return whiten(*args, **kwargs)
 
-        learnable.whiten = noted
+        algorithm.whiten = noted
         sampling = SamplingConfig.of(
             dialect, SAMPLING.stop_token_ids, "fp32", max_new_tokens=12, seed=3, pad_token_id=SAMPLING.pad_token_id
         )
         trainer = PPOTrainer(
-            engine=fitting(engine, dialect),
+            models=fitting(engine, dialect),
             rollouts=rollouts,
             dialect=dialect,
             sampling=sampling,
             config=PPOConfig(total_steps=5, micro_batch_size=MICRO_BATCH),
         )
         reports = list(trainer.fit(TinyPrompts(8)))
-        learnable.whiten = whiten
+        algorithm.whiten = whiten
         found[name] = {
             "state": trainer.state_dict(),
             "statistics": statistics,
             "coefficients": [report.metrics["objective/kl_coef"] for report in reports],
-            "rows": [report.experience.rollout.sequences for report in reports],
-            "measured": [report.experience.measured_kl for report in reports],
+            "rows": [report.batch.rollout.sequences for report in reports],
+            "measured": [report.batch.measured_kl for report in reports],
             "metrics": [report.metrics for report in reports],
         }
     return found

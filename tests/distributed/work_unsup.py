@@ -3,7 +3,7 @@
 import torch
 
 from engine import distributed
-from engine.experience import Experience
+from engine.experience import TrainingBatch
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
 from tests.distributed.tiny_run import SAMPLING, engine_spec
@@ -26,23 +26,23 @@ class Texts:
         return self.blocks[slice(*BLOCKS[distributed.rank()])]
 
 
-def all_stages(folder: str, experience: Experience, blocks: torch.Tensor, stages: dict[str, tuple[int, str]]) -> dict:
+def all_stages(folder: str, batch: TrainingBatch, blocks: torch.Tensor, stages: dict[str, tuple[int, str]]) -> dict:
     """`one_stage` of each (stage, name of the DeepSpeed JSON), by the same names."""
-    return {name: one_stage(folder, experience, blocks, stage, config) for name, (stage, config) in stages.items()}
+    return {name: one_stage(folder, batch, blocks, stage, config) for name, (stage, config) in stages.items()}
 
 
-def one_stage(folder: str, experience: Experience, blocks: torch.Tensor, stage: int, config: str) -> dict:
+def one_stage(folder: str, batch: TrainingBatch, blocks: torch.Tensor, stage: int, config: str) -> dict:
     """Two optimizer steps without movement: gradients and metrics of the second, and what texts were asked for."""
     engine, feed = RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config)), Texts(blocks)
     trainer = PPOTrainer(
-        engine=engine,
+        models=engine,
         rollouts=build_rollouts("replica", engine.actor, engine.tokenizer),
         dialect=STILL,
         sampling=SAMPLING,
         unsupervised=feed,
         config=PPOConfig(total_steps=3, micro_batch_size=MICRO_BATCH, unsup_coef=COEFFICIENT),
     )
-    own = experience.select(slice(*ROWS[distributed.rank()]))
+    own = batch.select(slice(*ROWS[distributed.rank()]))
     one_step(trainer, own)
     trainer.optimizer_steps += 1
     return one_step(trainer, own) | {"asked": feed.asked}

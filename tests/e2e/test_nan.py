@@ -56,7 +56,6 @@ def test_a_reward_model_that_scores_nan_leaves_the_restart_points(tiny, poisoned
 
     mended = run_here(3, {**flags, "max_steps": 3, "resume": out}, capfd)
     assert mended.code == 0, mended.stderr
-    assert "\nchanged since the restart point: total steps 2 -> 3 (learning rates" in mended.stdout
     assert [line["step"] for line in metric_lines(out)] == [0, 1, 2, 3]
 
 

@@ -1,7 +1,7 @@
-"""Stand-ins for the four models, for tests of what ExperienceMaker makes of their answers.
+"""Stand-ins for the four models, for tests of what a step makes of their answers.
 
     models = TableModels({901: Row(logprobs=[-1, -2], ref_logprobs=[-1, -1], values=[0, 1], score=2)})
-    maker = ExperienceMaker(**models.roles(), dialect=dialect, pad_token_id=0, micro_batch_size=2)
+    maker = ExperienceMaker(**models.roles(), algorithm=Algorithm(dialect, pad_token_id=0), micro_batch_size=2)
 
 TableModels answers from a table, by the token that ends a row's prompt; PrefixModels computes each answer from the real
 tokens that stand before it, as a causal language model does, so that no answer depends on padding.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.experience import Rollout
+from engine.reward.base import RewardSource
 
 UNREAD = float("nan")  # stands at every position whose value nobody should read
 
@@ -28,7 +29,7 @@ class Row:
     score: float
 
 
-class Resident:
+class Resident(RewardSource):
     """A model that must only be asked within its `on_device` context."""
 
     def __init__(self, answer):
@@ -43,12 +44,12 @@ class Resident:
 
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
         """As engine.reference.Reference."""
-        assert self.present, "the reference was asked outside its resident context"
+        assert self.present, "the reference was asked outside its on_device context"
         return self.answer(rollout, temperature)
 
     def score(self, rollout: Rollout) -> Tensor:
         """As engine.reward.base.RewardSource."""
-        assert self.present, "the reward model was asked outside its resident context"
+        assert self.present, "the reward model was asked outside its on_device context"
         return self.answer(rollout)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine import distributed
 from engine.distributed import rank_share
 
 
@@ -19,7 +20,7 @@ from engine.distributed import rank_share
 def test_the_shares_of_the_ranks_are_pieces_in_their_order(total, ranks, shares, monkeypatch):
     assert [list(range(total)[rank_share(total, of=(rank, ranks))]) for rank in range(ranks)] == shares
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)  # another test may have joined a group
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
     for rank in range(ranks):
-        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         assert list(range(total)[rank_share(total)]) == shares[rank]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from engine.experience import Experience, PromptBatch, Rollout, position_ids
+from engine.experience import PromptBatch, Rollout, TrainingBatch, position_ids
 
 PAD = 0
 
@@ -37,7 +37,7 @@ def rollout_of(
     )
 
 
-def experience_of(rollout: Rollout, **changed) -> Experience:
+def experience_of(rollout: Rollout, **changed) -> TrainingBatch:
     """Every field filled with numbers of its own: 100 x field + 10 x row + slot."""
     shape = rollout.response_mask.shape
     grid = 10.0 * torch.arange(shape[0]).unsqueeze(1) + torch.arange(shape[1])
@@ -45,10 +45,10 @@ def experience_of(rollout: Rollout, **changed) -> Experience:
     fields = {name: 100.0 * number + grid for number, name in enumerate(names)}
     fields |= {
         name: 1000.0 * number + torch.arange(float(shape[0]))
-        for number, name in enumerate(("scores", "shaped_scores", "measured_kl"))
+        for number, name in enumerate(("scores", "processed_scores", "measured_kl"))
     }
     fields |= {f"{name}_mask": rollout.response_mask for name in ("policy", "value", "state")} | {"kl_coef": 0.25}
-    return Experience(rollout=rollout, **{**fields, **changed})
+    return TrainingBatch(rollout=rollout, **{**fields, **changed})
 
 
 RAGGED = ([[5], [6, 7], [8, 9]], [[1, 2], [3, 2], [4, 4, 4, 2]])
@@ -120,7 +120,7 @@ def test_a_rollout_has_prompt_and_response(width):
         {"policy_mask": torch.ones(2, 2)},
         {"value_mask": torch.ones(2, 1, dtype=torch.bool)},
         {"state_mask": torch.ones(2, 2)},
-        {"shaped_scores": torch.zeros(2, 2)},
+        {"processed_scores": torch.zeros(2, 2)},
         {"measured_kl": torch.zeros(1)},
     ],
 )
@@ -161,10 +161,10 @@ def test_select_leaves_out_the_padding_that_all_rows_share():
 
 def test_select_may_keep_a_slot_beyond_the_longest_response():
     rollout = rollout_of(*RAGGED, prompt_width=5, response_width=6)
-    two = rollout.select(slice(0, 2), beyond=1)
+    two = rollout.select(slice(0, 2), slots_after=1)
     assert two.sequences.tolist() == [[PAD, 5, 1, 2, PAD], [6, 7, 3, 2, PAD]]
     assert two.response_mask.tolist() == [[True, True, False]] * 2
-    assert rollout_of(*RAGGED).select(slice(2, 3), beyond=1).response_length == 4  # where there is one
+    assert rollout_of(*RAGGED).select(slice(2, 3), slots_after=1).response_length == 4  # where there is one
 
 
 def test_select_keeps_pad_tokens_that_are_part_of_the_text():
@@ -179,7 +179,7 @@ def test_select_of_an_experience_keeps_all_its_numbers():
     rows = torch.tensor([2, 0])
     picked = wide.select(rows)
     assert len(picked) == 2 and picked.rollout.response_length == 4
-    for field in dataclasses.fields(Experience):
+    for field in dataclasses.fields(TrainingBatch):
         if field.name in ("rollout", "kl_coef"):
             continue
         own, kept = getattr(wide, field.name)[rows], getattr(picked, field.name)
@@ -190,9 +190,9 @@ def test_select_of_an_experience_keeps_all_its_numbers():
 
 def test_select_of_an_experience_may_keep_slots_past_its_responses():
     wide = experience_of(rollout_of(*RAGGED, prompt_width=5, response_width=6))
-    one = wide.select(slice(0, 1), beyond=1)  # two tokens and one slot
+    one = wide.select(slice(0, 1), slots_after=1)  # two tokens and one slot
     assert one.rewards.tolist() == [[500.0, 501.0, 502.0]] and one.rollout.response_mask.tolist() == [[1, 1, 0]]
-    assert wide.select(slice(0, 1), beyond=None).rewards.shape == (1, 6)
+    assert wide.select(slice(0, 1), slots_after=None).rewards.shape == (1, 6)
 
 
 def test_a_cut_leaves_padding_behind_the_end():

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from engine.algo.losses import policy_loss
-from engine.algorithms import Dialect
+from engine.algorithms import Algorithm, Dialect
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
 from engine.models import heads
@@ -91,12 +91,11 @@ def judging(policy: Policy, scorer: Scorer, rows: int) -> int:
         critic=critic,
         reference=EngineReference(actor),
         reward=RewardModel(critic),
-        dialect=Dialect(),
-        pad_token_id=0,
+        algorithm=Algorithm(Dialect(), pad_token_id=0),
         micro_batch_size=rows,
     )
     with LiveBytes(known=[*policy.parameters(), *scorer.parameters()]) as meter:
-        experience = maker.make(judged, 0.1)
+        experience = maker.make_experience(judged)
     assert experience.logprobs.shape == (rows, RESPONSE)
     return meter.peak
 

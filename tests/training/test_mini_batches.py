@@ -7,10 +7,10 @@ import torch
 
 from engine import distributed
 from engine.algorithms import get_dialect
-from engine.experience import Experience, Rollout
+from engine.experience import Rollout, TrainingBatch
 from engine.rollout import SamplingConfig
 from training.flags.rlhf_arguments import RLHFFlags
-from training.ppo_trainer import PPOConfig, PPOTrainer, deal
+from training.ppo_trainer import PPOConfig, PPOTrainer, mini_batch_rows
 from training.reporting.metrics import Accumulator
 
 ROWS, EPOCHS = 8, 4
@@ -43,7 +43,7 @@ class NoteTaker:
         return True
 
 
-def experience() -> Experience:
+def batch() -> TrainingBatch:
     """Eight rows, told apart by their one prompt token, of three response tokens each."""
     ones, zeros = torch.ones(ROWS, 3, dtype=torch.bool), torch.zeros(ROWS, 3)
     sequences = torch.cat([torch.arange(ROWS).unsqueeze(1), torch.full((ROWS, 3), 50)], 1)
@@ -56,14 +56,14 @@ def experience() -> Experience:
         torch.zeros(ROWS, dtype=torch.int64),
     )
     rewards = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
-    return Experience(
+    return TrainingBatch(
         rollout=rollout,
         logprobs=zeros,
         entropy=zeros,
         ref_logprobs=zeros,
         values=zeros,
         scores=zeros[:, 0],
-        shaped_scores=zeros[:, 0],
+        processed_scores=zeros[:, 0],
         kl=zeros,
         measured_kl=zeros[:, 0],
         kl_coef=0.1,
@@ -78,7 +78,7 @@ def experience() -> Experience:
 
 def trained(dialect, micro_batch_size: int, rollouts: int) -> PPOTrainer:
     """The trainer after so many rollouts; its actor and critic have their notes."""
-    engine = SimpleNamespace(
+    models = SimpleNamespace(
         actor=NoteTaker(),
         critic=NoteTaker(),
         reference=None,
@@ -87,14 +87,14 @@ def trained(dialect, micro_batch_size: int, rollouts: int) -> PPOTrainer:
         tokenizer=SimpleNamespace(eos_token_id=2),
     )
     trainer = PPOTrainer(
-        engine=engine,
+        models=models,
         rollouts=None,
         dialect=dialect,
         config=PPOConfig(total_steps=rollouts, micro_batch_size=micro_batch_size),
         sampling=SamplingConfig(max_new_tokens=3, pad_token_id=0, stop_token_ids=()),
     )
     for _ in range(rollouts):
-        trainer.train(experience(), 0.0, Accumulator())
+        trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
         trainer.steps_done += 1
     return trainer
 
@@ -114,7 +114,7 @@ def test_the_published_arithmetic():
     )
     assert (args.rows_per_rank, args.mini_batches) == (8, 2)
     trainer = trained(OPENAI.override(mini_batches=args.mini_batches), args.per_device_training_batch_size, rollouts=1)
-    for model in (trainer.engine.actor, trainer.engine.critic):
+    for model in (trainer.models.actor, trainer.models.critic):
         assert len(model.steps) == EPOCHS * 2
         assert all([len(rows) for rows in passes] == [2, 2] for _, passes in model.steps)
         epochs = [
@@ -135,15 +135,15 @@ def test_the_published_arithmetic():
 def test_rates_fall_with_each_rollout_or_with_each_optimizer_step(per, expected):
     """Update u of 4, counted from 0, has the rate 1 - u / 4 in all of its epochs; or each optimizer step its own."""
     trainer = trained(OPENAI.override(lr_per=per, actor_lr=1e-5, critic_lr=2e-5), 8, rollouts=4)
-    assert [lr for lr, _ in trainer.engine.actor.steps] == pytest.approx([1e-5 * factor for factor in expected])
-    assert [lr for lr, _ in trainer.engine.critic.steps] == pytest.approx([2e-5 * factor for factor in expected])
+    assert [lr for lr, _ in trainer.models.actor.steps] == pytest.approx([1e-5 * factor for factor in expected])
+    assert [lr for lr, _ in trainer.models.critic.steps] == pytest.approx([2e-5 * factor for factor in expected])
 
 
 def on_rank(monkeypatch, rank: int, world: int, rows: int, mini_batches: int, key: tuple) -> list[list[int]]:
-    """What this rank deals, as numbers of all ranks' rows."""
+    """What falls to this rank, as numbers of all ranks' rows."""
     monkeypatch.setattr(distributed, "rank", lambda: rank)
     monkeypatch.setattr(distributed, "world_size", lambda: world)
-    return [[rank * rows + row for row in part.tolist()] for part in deal(rows, mini_batches, key)]
+    return [[rank * rows + row for row in part.tolist()] for part in mini_batch_rows(rows, mini_batches, key)]
 
 
 @pytest.mark.parametrize("rows, mini_batches", [(8, 1), (8, 2), (8, 4), (8, 8), (12, 3)])
@@ -173,4 +173,4 @@ def test_every_row_comes_into_every_mini_batch_and_order_is_drawn_too(monkeypatc
 
 def test_rows_that_cannot_be_dealt_evenly_are_refused():
     with pytest.raises(AssertionError, match="8 rows do not divide into 3"):
-        deal(8, 3, (0,))
+        mini_batch_rows(8, 3, (0,))

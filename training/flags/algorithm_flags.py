@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from engine.algorithms import DIALECTS, Dialect, get_dialect, parse_settings
-from engine.algorithms.dialect import CHOICES, FieldError
+from engine.algorithms.values import VALUES, FieldError
 from engine.errors import UserError
 from training.flags.arguments import flag
 from training.flags.data_arguments import DataFlags
@@ -68,7 +68,7 @@ class AlgorithmFlags(DataFlags):
         "where the ratio's old log-probs come from: a forward pass over the finished responses, or the sampler, "
         "which saves that pass (rollout/logprob_gap tells how far apart the two are); auto: the sampler in fp32, where "
         "both are the same within rounding",
-        choices=CHOICES["old_logprobs"],
+        choices=VALUES["old_logprobs"],
     )
     ema_decay: float | None = flag(None, "decay of the moving average that --enable_ema keeps")
     set: list[str] = flag(
@@ -83,7 +83,7 @@ class AlgorithmFlags(DataFlags):
     critic_learning_rate: float | None = flag(None, "the critic's peak learning rate")
     actor_weight_decay: float | None = flag(None, "AdamW's, of the actor's matrices")
     critic_weight_decay: float | None = flag(None, "AdamW's, of the critic's matrices")
-    lr_scheduler_type: str | None = flag(None, "shape of the learning rate", choices=CHOICES["lr_schedule"])
+    lr_scheduler_type: str | None = flag(None, "shape of the learning rate", choices=VALUES["lr_schedule"])
     num_warmup_steps: int | None = flag(None, "optimizer steps of rising learning rate")
     max_grad_norm: float | None = flag(None, "gradients are clipped to this norm; 0 for no clipping")
     critic_warmup_steps: int = flag(0, "steps at the start that train the critic alone")

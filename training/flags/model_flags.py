@@ -173,7 +173,7 @@ class ModelFlags(AlgorithmFlags):
     def engine_configs(self, dialect: Dialect) -> dict[str, dict]:
         """Each engine's whole DeepSpeed configuration; raises UserError for a contradiction."""
         configs = {}
-        for config in self.engine_spec(dialect).choices:
+        for config in self.engine_spec(dialect).engine_configs:
             trained = config.role in ("actor", "critic")
             configs[config.role] = build_ds_config(
                 config,

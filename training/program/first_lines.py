@@ -24,7 +24,7 @@ def dialect_lines(dialect: Dialect, changed: dict) -> str:
 
 def plan_lines(args: RLHFFlags, plan: Plan) -> str:
     """What is about to run: data, steps, engines."""
-    stages = ", ".join(f"{config.role} {config.stage}" for config in plan.spec.choices)
+    stages = ", ".join(f"{config.role} {config.stage}" for config in plan.spec.engine_configs)
     blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
     scorer = ""
     if args.critic_model_name_or_path is not None and plan.dialect.critic_start != "reward_model":

@@ -25,7 +25,7 @@ class Session:
 
     def __init__(self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None):
         self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
-        self.output_dir, self.models = Path(args.output_dir), trainer.engine
+        self.output_dir, self.models = Path(args.output_dir), trainer.models
         self.writer = open_writer(
             args, total_steps=plan.last_step, view=views.PPO, resume_step=trainer.steps_done if plan.resume else None
         )
@@ -75,10 +75,9 @@ class Session:
 
     def show_samples(self, report: StepReport, count: int = 4) -> None:
         """A few of this step's responses as a table, and the distributions of scores and lengths."""
-        experience = report.experience
-        few = experience.select(slice(0, count))
+        few = report.batch.select(slice(0, count))
         self.writer.samples(report.step, sample_rows(few.rollout, few.scores, few.kl.sum(-1), self.models.tokenizer))
-        for tag, values in distributions(experience).items():
+        for tag, values in distributions(report.batch).items():
             self.writer.histogram(report.step, tag, values)
 
     def end(self) -> None:

@@ -31,12 +31,12 @@ class Evaluator:
         prompts: Prompts,
         *,
         rollouts: RolloutBackend,
-        maker: ExperienceMaker,
+        experience_maker: ExperienceMaker,
         sampling: SamplingConfig,
         tokenizer,
         first_index: int = 0,
     ):
-        self.prompts, self.rollouts, self.maker = prompts, rollouts, maker
+        self.prompts, self.rollouts, self.experience_maker = prompts, rollouts, experience_maker
         self.sampling = dataclasses.replace(sampling, seed=sampling.seed ^ EVAL_SEED)
         self.tokenizer, self.first_index = tokenizer, first_index
 
@@ -48,19 +48,20 @@ class Evaluator:
         indices = self._own_prompts()
         answered = self._answer(indices)
         # Shifted only now: random numbers are keyed by the index among the held-out prompts.
-        judged = self.maker.judge(dataclasses.replace(answered, indices=answered.indices + self.first_index))
+        shifted = dataclasses.replace(answered, indices=answered.indices + self.first_index)
+        experience = self.experience_maker.make_experience(shifted)
         self.rollouts.release_memory()
-        rollout = judged.rollout  # without what follows an end that the sampler did not stop at
-        kl = ((judged.logprobs - judged.ref_logprobs) * rollout.response_mask).sum(-1)
-        own = dict(zip(indices, sample_rows(rollout, judged.scores, kl, self.tokenizer)))
-        for name, part in judged.score_parts.items():
+        rollout = experience.rollout  # without what follows an end that the sampler did not stop at
+        kl = experience.kl.sum(-1)
+        own = dict(zip(indices, sample_rows(rollout, experience.scores, kl, self.tokenizer)))
+        for name, part in experience.score_parts.items():
             for index, value in zip(indices, part.tolist()):
                 own[index][name] = value
         found = {index: row for part in distributed.all_gather_objects(own) for index, row in part.items()}
         rows = [found[index] for index in sorted(found)]
         _stop_if_not_finite(rows)
         columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
-        columns |= {name: name for name in judged.score_parts}
+        columns |= {name: name for name in experience.score_parts}
         metrics = {f"eval/{name}": sum(row[column] for row in rows) / len(rows) for name, column in columns.items()}
         metrics["eval/distinct_bigrams"] = float(distinct_bigrams([row["response"] for row in rows]))
         return metrics, rows

@@ -56,7 +56,7 @@ class Profiler:
 @contextlib.contextmanager
 def marked(trainer: PPOTrainer) -> Iterator[None]:
     """Within this context every forward and backward pass, optimizer step and score is a named range of the trace."""
-    engine = trainer.engine
+    engine = trainer.models
     methods = [
         (Policy, "forward", "policy forward"),
         (Scorer, "forward", "scorer forward"),
@@ -68,7 +68,7 @@ def marked(trainer: PPOTrainer) -> Iterator[None]:
     for role, model in (("actor", engine.actor), ("critic", engine.critic)):
         if model is not None:
             methods += [(model, "backward", f"{role} backward"), (model, "step", f"{role} optimizer step")]
-    reward = trainer.maker.reward
+    reward = trainer.experience_maker.reward
     sources = reward.sources if isinstance(reward, CombinedReward) else {"model": (reward, 1.0)}
     methods += [(source, "score", f"reward {name}") for name, (source, _) in sources.items()]
     if engine.ema is not None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine import distributed
 from tests.training.data.tiny_tokenizers import PAD, word_tokenizer
 from training.data.blocks import TextBlocks
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
@@ -14,6 +15,7 @@ LETTERS = "abcdefg"
 @pytest.fixture
 def on_rank(monkeypatch):
     def on_rank(rank: int, world: int) -> None:
+        monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)  # another test may have joined a group
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world))
 

@@ -25,7 +25,7 @@ def flags(**given) -> RLHFFlags:
 
 
 def roles(args, dialect) -> dict[str, int]:
-    return {choice.role: choice.stage for choice in args.engine_spec(dialect).choices}
+    return {choice.role: choice.stage for choice in args.engine_spec(dialect).engine_configs}
 
 
 def test_a_critic_starts_as_the_dialect_says():
@@ -129,4 +129,4 @@ def test_contradictions_are_refused(dialect, given, told):
 
 def test_offload_without_a_critic_asks_nothing_of_it():
     spec = flags(offload=True, actor_zero_stage=2).engine_spec(get_dialect("trl_rloo"))
-    assert [choice.offload for choice in spec.choices] == [True, False, False]
+    assert [choice.offload for choice in spec.engine_configs] == [True, False, False]

@@ -9,7 +9,7 @@ GROUPS = "objective|policy|value|advantages|returns|rollout|time|memory|eval|tra
 ADDING = {"add", "add_sum", "add_max", "add_moments", "add_explained_variance"}  # an Accumulator's methods
 
 # Names that are put together: the form in the code, with {} for what is filled in, and what it becomes.
-SCORE_PARTS = ("scores_model", "scores_function", "length_penalty", "missing_eos_penalty")
+SCORE_PARTS = ("scores_model", "scores_function", "length_penalty")
 EVALUATED = ("score", "kl", "response_length", "distinct_bigrams", *SCORE_PARTS)
 FAMILIES = {
     "{}/grad_norm": {"policy/grad_norm", "value/grad_norm"},

@@ -35,20 +35,20 @@ class FakeModel(torch.nn.Module):
 @pytest.fixture
 def trainer():
     models = {role: FakeModel() for role in ("actor", "critic", "reference", "ema")}
-    return SimpleNamespace(engine=SimpleNamespace(**models), maker=SimpleNamespace(reward=FakeModel()))
+    return SimpleNamespace(models=SimpleNamespace(**models), experience_maker=SimpleNamespace(reward=FakeModel()))
 
 
 def test_only_the_steps_asked_for_are_recorded(trainer, tmp_path):
     told = []
     profiler = Profiler([2, 4], trainer, tmp_path, say=told.append)
-    plain = FakeModel.forward, {role: dict(vars(model)) for role, model in vars(trainer.engine).items()}
+    plain = FakeModel.forward, {role: dict(vars(model)) for role, model in vars(trainer.models).items()}
     for step in (1, 2, 3, 4):
         with profiler.record(step):
-            now = FakeModel.forward, {role: dict(vars(model)) for role, model in vars(trainer.engine).items()}
+            now = FakeModel.forward, {role: dict(vars(model)) for role, model in vars(trainer.models).items()}
             assert (now == plain) == (step in (1, 3)), f"step {step}: other code runs than without --profile_steps"
-            trainer.engine.critic.backward()
-            trainer.maker.reward.score()
-    assert (FakeModel.forward, {role: vars(model) for role, model in vars(trainer.engine).items()}) == plain
+            trainer.models.critic.backward()
+            trainer.experience_maker.reward.score()
+    assert (FakeModel.forward, {role: vars(model) for role, model in vars(trainer.models).items()}) == plain
     files = sorted((tmp_path / "profile").iterdir())
     assert [file.name for file in files] == ["step_000002_rank0.json.gz", "step_000004_rank0.json.gz"]
     assert len(told) == 2 and told[0].startswith(f"step 2 recorded: {tmp_path}/profile/step_000002_rank*.json.gz")
@@ -59,10 +59,10 @@ def test_only_the_steps_asked_for_are_recorded(trainer, tmp_path):
 
 
 def test_a_step_that_raises_leaves_no_recording_and_no_marks(trainer, tmp_path):
-    plain = FakeModel.forward, dict(vars(trainer.engine.actor))
+    plain = FakeModel.forward, dict(vars(trainer.models.actor))
     with pytest.raises(ZeroDivisionError), Profiler([1], trainer, tmp_path, say=pytest.fail).record(1):
         raise ZeroDivisionError
-    assert (FakeModel.forward, vars(trainer.engine.actor)) == plain
+    assert (FakeModel.forward, vars(trainer.models.actor)) == plain
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,8 +10,7 @@ trl_ppo, summarize: `first_true_indices(response == pad) - 1` is the last token 
 import pytest
 import torch
 
-from engine.algorithms import get_dialect
-from engine.learnable import count_slots, token_rewards
+from engine.algorithms import Algorithm, get_dialect
 
 PAD, EOS, P, WIDTH = 9, 2, 2, 7
 ROW = [5, PAD, 6, EOS, PAD, PAD, PAD]  # four tokens sampled, one of them a pad
@@ -60,10 +59,10 @@ def test_the_formulas_by_hand():
 @pytest.mark.parametrize("system", EXPECTED)
 def test_masks_and_score_slot(system):
     mask, place = EXPECTED[system]
-    dialect, sampled = get_dialect(system), torch.arange(WIDTH).unsqueeze(0) < 4
-    slots = count_slots(torch.tensor([ROW]), sampled, PAD, dialect)
+    algorithm = Algorithm(get_dialect(system), pad_token_id=PAD, end_token_id=EOS)
+    slots = algorithm.slots(torch.tensor([ROW]), torch.arange(WIDTH).unsqueeze(0) < 4)
     assert slots.masks.policy.int().tolist() == [mask]
     assert slots.score.tolist() == [place]
     same = torch.zeros(1, WIDTH)
-    rewards, _ = token_rewards(same, same, same, torch.tensor([2.0]), slots, 0.1, dialect)
+    rewards = algorithm.compute_rewards(same, same, torch.tensor([2.0]), slots, 0.1)
     assert rewards.nonzero().tolist() == [[0, place]]

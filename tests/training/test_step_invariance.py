@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from engine.algorithms import Dialect, get_dialect
-from engine.experience import Experience, Rollout
-from engine.experience_maker import ExperienceMaker
+from engine.experience import Rollout, TrainingBatch
 from engine.models.loading import load_policy, load_scorer
 from engine.reference import EngineReference
 from engine.reward.model import RewardModel
 from tests.engine.fake_models import PrefixModels, Resident, rollout_of
 from tests.tiny_models import EOS, PAD, make_causal_lm, make_scorer
+from tests.training.given_rollouts import batch_of
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14], [15, 16, 17]]
 RESPONSES = [[20, 21, EOS], [22, 23, 24, 25, EOS], [26, EOS], [27, 28, 29, 30], [EOS]]
-FIELDS = [field.name for field in dataclasses.fields(Experience) if field.name not in ("rollout", "kl_coef")]
+FIELDS = [field.name for field in dataclasses.fields(TrainingBatch) if field.name not in ("rollout", "kl_coef")]
 DIALECTS = {
     "default": get_dialect("default"),
     "deepspeed_chat": get_dialect("deepspeed_chat"),
@@ -31,14 +31,11 @@ def rollout(rows=range(5), *, width: int = 0, prompt_width: int = 0) -> Rollout:
     )
 
 
-def make(part: Rollout, dialect: Dialect, micro_batch_size: int = 8, roles: dict | None = None) -> Experience:
-    maker = ExperienceMaker(
-        **(roles or PrefixModels().roles()), dialect=dialect, pad_token_id=PAD, micro_batch_size=micro_batch_size
-    )
-    return maker.make(part, 0.1)
+def make(part: Rollout, dialect: Dialect, micro_batch_size: int = 8, roles: dict | None = None) -> TrainingBatch:
+    return batch_of(roles or PrefixModels().roles(), part, dialect, pad=PAD, micro_batch_size=micro_batch_size)
 
 
-def same(wide: Experience, narrow: Experience, tolerance: float = 1e-6) -> None:
+def same(wide: TrainingBatch, narrow: TrainingBatch, tolerance: float = 1e-6) -> None:
     """All numbers of `narrow` stand in `wide`, and beyond them there is nothing that is learned from."""
     width = narrow.rollout.response_length
     read = narrow.rollout.response_mask  # log-probs of padding are nobody's

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from engine.algo.losses import policy_loss, value_loss
-from engine.algorithms import Dialect, get_dialect
-from engine.experience import Experience, Rollout
-from engine.experience_maker import ExperienceMaker
+from engine.algorithms import Algorithm, Dialect, get_dialect
+from engine.experience import Rollout, TrainingBatch
 from tests.engine.fake_models import Row, TableModels, rollout_of
+from tests.training.given_rollouts import batch_of, next_step, untrained
 from training.reporting.metrics import Accumulator
-from training.reporting.step_metrics import add_experience
+from training.reporting.step_metrics import STEP_METRICS
 
 EOS, PAD = 2, 9
 SYSTEMS = ["default", "deepspeed_chat"]
@@ -25,12 +25,8 @@ def make(
     pad: int = PAD,
     micro_batch_size: int = 8,
     kl_coef: float = 0.1,
-) -> Experience:
-    roles = models.roles() | ({} if dialect.has_critic else {"critic": None})
-    maker = ExperienceMaker(
-        **roles, dialect=dialect, pad_token_id=pad, micro_batch_size=micro_batch_size, end_token_id=EOS
-    )
-    return maker.make(rollout, kl_coef)
+) -> TrainingBatch:
+    return batch_of(models.roles(), rollout, dialect, pad=pad, micro_batch_size=micro_batch_size, kl_coef=kl_coef)
 
 
 def near(tensor: torch.Tensor, expected: list, tolerance: float = 1e-5) -> None:
@@ -143,14 +139,12 @@ def test_the_scored_text_is_cut_and_what_openai_learns_is_not():
     models = ReadTexts({901: WORKED})
     sampled = [11, 7, 12, 7, 13, 14]
     dialect = plain_of("openai").override(truncate_token="w07", truncate_after=2)
-    maker = ExperienceMaker(**models.roles(), dialect=dialect, pad_token_id=PAD, micro_batch_size=8, end_token_id=7)
-    made = maker.make(rollout_of([[901]], [sampled], PAD), 0.1)
+    made = make(models, rollout_of([[901]], [sampled], PAD), dialect)
     assert models.read.responses.tolist() == [[11, 7, 12, 7]]  # the first at or after slot 2
     assert made.rollout.responses.tolist() == [sampled] and made.rollout.ended.tolist() == [True]
-    assert made.policy_mask.all() and made.shaped_scores.tolist() == [2.0]
-    summarize = ExperienceMaker(
-        **models.roles(), dialect=plain_of("summarize"), pad_token_id=PAD, micro_batch_size=8, end_token_id=7
-    ).make(rollout_of([[901]], [sampled], PAD), 0.1)
+    assert made.policy_mask.all() and made.processed_scores.tolist() == [2.0]
+    at_token_7 = plain_of("summarize").override(truncate_token="w07")
+    summarize = make(models, rollout_of([[901]], [sampled], PAD), at_token_7)
     assert models.read.responses.tolist() == [[11, 7]]
     assert summarize.rollout.responses.tolist() == [[11, 7, PAD, PAD, PAD, PAD]]  # as wide as it was
 
@@ -161,29 +155,30 @@ def test_scores_are_scaled_by_all_that_were_seen():
         mark: Row([-1.0], [-1.0], [0.0], score) for mark, score in ((901, 1.0), (902, 3.0), (903, -4.0), (904, 4.0))
     }
     dialect = get_dialect("default").override(score_scaling="running", whiten_advantages=False)
-    maker = ExperienceMaker(**TableModels(table).roles(), dialect=dialect, pad_token_id=PAD, micro_batch_size=8)
-    first = maker.make(rollout_of([[901], [902]], [[11]] * 2, PAD), 0.1)
-    near(first.shaped_scores, [1 / math.sqrt(2), 3 / math.sqrt(2)])
-    second = maker.make(rollout_of([[903], [904]], [[11]] * 2, PAD), 0.1)
-    near(second.shaped_scores, [-4 / math.sqrt(38 / 3), 4 / math.sqrt(38 / 3)])
+    rollouts = [rollout_of([[one], [other]], [[11]] * 2, PAD) for one, other in ((901, 902), (903, 904))]
+    trainer = untrained(TableModels(table).roles(), dialect, *rollouts, pad=PAD)
+    first = next_step(trainer).batch
+    near(first.processed_scores, [1 / math.sqrt(2), 3 / math.sqrt(2)])
+    second = next_step(trainer).batch
+    near(second.processed_scores, [-4 / math.sqrt(38 / 3), 4 / math.sqrt(38 / 3)])
     near(second.rewards, [[-4 / math.sqrt(38 / 3)], [4 / math.sqrt(38 / 3)]])
     assert second.scores.tolist() == [-4, 4]
 
 
 def test_old_logprobs_are_the_samplers_where_the_rollout_has_them_and_they_are_all_that_counts():
     drawn, entropy = torch.tensor([[-0.75, -0.5, 0.0], [-2.5, -1.25, -1.5]]), torch.full((2, 3), 0.25)
-    told = replace(batch(), logprobs=drawn, entropy=entropy)
+    recorded = replace(batch(), logprobs=drawn, entropy=entropy)
     forward = torch.tensor([[-1.0, -1.0, 0.0], [-2.0, -1.0, -1.0]])
     models = TableModels(BATCH)
-    maker = ExperienceMaker(**models.roles(), dialect=get_dialect("default"), pad_token_id=PAD, micro_batch_size=1)
-    gaps = {}
-    made = maker.make(told, 0.1, tally=gaps.__setitem__)
+    trainer = untrained(models.roles(), get_dialect("default"), recorded, recorded, pad=PAD, micro_batch_size=1)
+    gaps = trainer.experience_maker.make_experience(recorded).logprob_gaps
+    made = next_step(trainer).batch
     assert torch.equal(made.logprobs, drawn) and torch.equal(made.entropy, entropy)
-    near(gaps["rollout/logprob_gap"], [0.5, 0.25, 0.5])  # of the longest row
+    near(gaps, [0.5, 0.25, 0.5])  # of the longest row
     assert torch.equal(make(models, batch(), get_dialect("default")).logprobs * batch().response_mask, forward)
     # deepspeed_chat counts the slot behind the end too, for which nothing was drawn
     past = get_dialect("deepspeed_chat").override(old_logprobs="auto")
-    assert torch.equal(make(models, told, past).logprobs * told.response_mask, forward)
+    assert torch.equal(make(models, recorded, past).logprobs * recorded.response_mask, forward)
     with pytest.raises(AssertionError, match="no log-probs of the sampler"):
         make(models, batch(), get_dialect("default").override(old_logprobs="sampler"))
 
@@ -341,9 +336,10 @@ def test_actor_and_reference_are_asked_at_the_same_temperature(system, expected)
     assert models.temperatures == [expected] * 4
 
 
-def degenerate(metrics_of: Experience, dialect: Dialect) -> float:
-    metrics = Accumulator()
-    add_experience(metrics, metrics_of, dialect)
+def degenerate(batch: TrainingBatch, dialect: Dialect) -> float:
+    metrics, algorithm = Accumulator(), Algorithm(dialect, pad_token_id=PAD)
+    for add_to in STEP_METRICS:
+        add_to(metrics, batch, algorithm)
     return metrics.reduce()["rollout/degenerate"]
 
 

@@ -9,17 +9,7 @@ import math
 import pytest
 import torch
 
-from engine.algo.scores import ScoreScale
-from engine.algorithms import get_dialect
-from engine.learnable import (
-    actor_loss,
-    count_slots,
-    critic_loss,
-    estimate_advantages,
-    process_scores,
-    scored_text,
-    token_rewards,
-)
+from engine.algorithms import Algorithm, get_dialect
 
 EOS, PAD, T, BETA, CLIP = 2, 9, 7, 0.1, 0.2
 # Rows of both ranks: what the system's sampler gives. Rows of fixed length go on after EOS; 4 stands for any token.
@@ -171,17 +161,17 @@ def ours(system: str, rank: int, n: dict, reduce, ranks: int) -> tuple:
     responses = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
     mask = torch.tensor([[t < len(row) for t in range(width)] for row in rows])
     ended = torch.tensor([row[-1] == EOS for row in rows])
-    scored, ended = scored_text(responses, mask, ended, dialect, EOS)
-    slots = count_slots(responses, scored, PAD, dialect)
+    algorithm = Algorithm(dialect, pad_token_id=PAD, end_token_id=EOS, reduce=reduce, ranks=ranks)
+    scored, ended = algorithm.scored_text(responses, mask, ended)
+    slots = algorithm.slots(responses, scored)
     part = {name: tensor[..., :width].float() if tensor.dim() == 2 else tensor.float() for name, tensor in n.items()}
-    scores = process_scores(part["scores"], ended, dialect, ScoreScale(dialect.score_scaling))
-    rewards, values = token_rewards(
-        part["old"], part["ref"], part["values"] if dialect.has_critic else None, scores, slots, BETA, dialect
-    )
-    advantages, returns = estimate_advantages(rewards, values, slots.masks, dialect, reduce, ranks)
+    scores = algorithm.process_scores(part["scores"], ended)
+    rewards = algorithm.compute_rewards(part["old"], part["ref"], scores, slots, BETA)
+    values = algorithm.kept_values(part["values"] if dialect.has_critic else None, slots)
+    advantages, returns = algorithm.compute_advantages(rewards, values, slots.masks)
     new, new_values = part["new"].requires_grad_(), part["new_values"].requires_grad_()
-    policy = actor_loss(new, part["old"], part["ref"], advantages, slots.masks.policy, BETA, dialect)
-    value = critic_loss(new_values, values, returns, slots.masks.value, dialect)
+    policy = algorithm.policy_objective(new, part["old"], part["ref"], advantages, slots.masks.policy, BETA)
+    value = algorithm.value_objective(new_values, values, returns, slots.masks.value)
     return rewards, values, advantages, slots.masks, policy, value, new, new_values
 
 

@@ -9,19 +9,8 @@ import pytest
 import torch
 
 from engine.algo.kl import AdaptiveKL, FixedKL
-from engine.algo.scores import ScoreScale
-from engine.algorithms import Dialect, get_dialect
-from engine.learnable import (
-    Masks,
-    actor_loss,
-    count_slots,
-    critic_loss,
-    estimate_advantages,
-    kl_controller,
-    process_scores,
-    scored_text,
-    token_rewards,
-)
+from engine.algorithms import Algorithm, Dialect, get_dialect
+from engine.experience import Masks
 
 EOS, PAD = 2, 9
 CASES = {  # tokens, sampled ones, pad token
@@ -49,10 +38,16 @@ VALUE_OF = {"summarize": {"A": (5, 5, 4), "B": (4, 4, 4), "C": (6, 5, 4)}}
 VALUE_OF["trl_ppo"] = VALUE_OF["summarize"]
 
 
+def algorithm(dialect: Dialect | str, pad: int = PAD, end: int = EOS, **more) -> Algorithm:
+    """The algorithm of a dialect, or of the one of this name; `more`: reduce, ranks."""
+    dialect = get_dialect(dialect) if isinstance(dialect, str) else dialect
+    return Algorithm(dialect, pad_token_id=pad, end_token_id=end, **more)
+
+
 def slots_of(system: str, case: str, width: int):
     tokens, sampled, pad = CASES[case]
     mask = torch.arange(width).unsqueeze(0) < sampled
-    return count_slots(torch.tensor([tokens[:width]]), mask, pad, get_dialect(system))
+    return algorithm(system, pad).slots(torch.tensor([tokens[:width]]), mask)
 
 
 @pytest.mark.parametrize("width", [6, 5, 4])
@@ -89,16 +84,11 @@ def worked_rewards(system: str, width: int, **changed):
     dialect = get_dialect(system).override(whiten_advantages=False, whiten_rewards=False, **changed)
     slots = slots_of(system, "A", width)
     delta, values = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]), torch.tensor([[1.0, 2, 3, 4, 5, 6]])
-    rewards, kept = token_rewards(
-        (delta - 1)[:, :width],
-        torch.full((1, width), -1.0),
-        values[:, :width],
-        torch.tensor([2.0]),
-        slots,
-        0.1,
-        dialect,
-    )
-    return rewards, estimate_advantages(rewards, kept, slots.masks, dialect), kept
+    resolved = algorithm(dialect)
+    logprobs, ref_logprobs = (delta - 1)[:, :width], torch.full((1, width), -1.0)
+    rewards = resolved.compute_rewards(logprobs, ref_logprobs, torch.tensor([2.0]), slots, 0.1)
+    kept = resolved.kept_values(values[:, :width], slots)
+    return rewards, resolved.compute_advantages(rewards, kept, slots.masks), kept
 
 
 @pytest.mark.parametrize("system", list(WORKED))
@@ -141,9 +131,7 @@ def test_the_estimator_in_the_reward(estimator, last):
 
 def test_a_row_that_is_too_short_is_not_learned_but_keeps_its_score():
     tokens = torch.tensor([[11, PAD, PAD], [11, 12, PAD]])
-    slots = count_slots(
-        tokens, torch.tensor([[True, False, False], [True, True, False]]), PAD, get_dialect("deepspeed_chat")
-    )
+    slots = algorithm("deepspeed_chat").slots(tokens, torch.tensor([[True, False, False], [True, True, False]]))
     assert slots.masks.policy.int().tolist() == slots.masks.value.int().tolist() == [[0, 0, 0], [1, 1, 0]]
     assert slots.score.tolist() == [1, 2]
 
@@ -151,27 +139,27 @@ def test_a_row_that_is_too_short_is_not_learned_but_keeps_its_score():
 def test_what_is_scored_ends_where_the_dialect_says():
     sampled = torch.tensor([[5, EOS, 7, EOS], [5, 6, 7, 8]])
     everywhere, nowhere = torch.ones(2, 4, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
-    mask, ended = scored_text(sampled, everywhere, nowhere, get_dialect("summarize"), EOS)
+    mask, ended = algorithm("summarize").scored_text(sampled, everywhere, nowhere)
     assert mask.int().tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]] and ended.tolist() == [True, False]
-    mask, ended = scored_text(sampled, everywhere, nowhere, get_dialect("trl_ppo"), EOS)
+    mask, ended = algorithm("trl_ppo").scored_text(sampled, everywhere, nowhere)
     assert mask.all() and ended.tolist() == [True, False]
     late = get_dialect("openai").override(truncate_after=2)
-    mask, ended = scored_text(sampled, everywhere, nowhere, late, EOS)
+    mask, ended = algorithm(late).scored_text(sampled, everywhere, nowhere)
     assert mask.all() and ended.tolist() == [True, False]
-    mask, ended = scored_text(sampled, everywhere, nowhere, late, 6)  # there, but not at or after slot 2
+    mask, ended = algorithm(late, end=6).scored_text(sampled, everywhere, nowhere)  # there, but not at or after slot 2
     assert mask.all() and ended.tolist() == [False, False]
     stops = torch.tensor([True, False])
-    assert scored_text(sampled, everywhere, stops, get_dialect("default"), EOS)[1].tolist() == [True, False]
+    assert algorithm("default").scored_text(sampled, everywhere, stops)[1].tolist() == [True, False]
     padded = torch.tensor([[True, False, False, False], [True, True, True, True]])
-    assert scored_text(sampled, padded, nowhere, get_dialect("trl_ppo"), EOS)[1].tolist() == [False, False]
+    assert algorithm("trl_ppo").scored_text(sampled, padded, nowhere)[1].tolist() == [False, False]
 
 
 def test_summarize_learns_what_stands_before_its_own_cut():
     """Tokens sampled after EOS are not padding in the rollout, and still count nowhere but in the slot after it."""
     sampled = torch.tensor([[11, 12, 13, EOS, 14, 15]])
     dialect = get_dialect("summarize")
-    mask, _ = scored_text(sampled, torch.ones(1, 6, dtype=torch.bool), torch.tensor([False]), dialect, EOS)
-    slots = count_slots(sampled, mask, PAD, dialect)
+    mask, _ = algorithm(dialect).scored_text(sampled, torch.ones(1, 6, dtype=torch.bool), torch.tensor([False]))
+    slots = algorithm(dialect).slots(sampled, mask)
     assert (slots.lengths.item(), slots.score.item()) == (4, 4)
     assert slots.masks.policy.sum() == 4 and slots.masks.value.sum() == 5
 
@@ -182,14 +170,14 @@ SCORES, ENDED = torch.tensor([12.0, -20.0, 4.0, 8.0]), torch.tensor([True, True,
 def test_scores_clipped_then_scaled_and_scaled_then_clipped():
     # trlx: 10 -10 4 8: mean 3, squares 49 169 1 25 = 244, deviation sqrt(244 / 3) = 9.018500
     trlx = get_dialect("trlx").override(score_scaling="running")
-    scale = ScoreScale("running")
+    resolved = algorithm(trlx)
     expected = [10 / 9.018500, -10 / 9.018500, 4 / 9.018500, 8 / 9.018500]
-    assert process_scores(SCORES, ENDED, trlx, scale).tolist() == pytest.approx(expected, abs=1e-5)
-    assert scale.value == pytest.approx(9.018500, abs=1e-6)
+    assert resolved.process_scores(SCORES, ENDED).tolist() == pytest.approx(expected, abs=1e-5)
+    assert resolved.score_scale.value == pytest.approx(9.018500, abs=1e-6)
     # default: 12 -20 4 8: mean 1, squares 121 441 9 49 = 620, deviation sqrt(620 / 3) = 14.375906; then at most 1
     default = Dialect(score_scaling="running", score_clip=1.0)
     expected = [12 / 14.375906, -1.0, 4 / 14.375906, 8 / 14.375906]
-    assert process_scores(SCORES, ENDED, default, ScoreScale("running")).tolist() == pytest.approx(expected, abs=1e-5)
+    assert algorithm(default).process_scores(SCORES, ENDED).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_missing_ends_by_dialect():
@@ -200,11 +188,11 @@ def test_missing_ends_by_dialect():
         ("trlx", [10, -10, 4, 8]),
         ("deepspeed_chat", [5, -5, 4, 5]),
     ]:
-        assert process_scores(SCORES, ENDED, get_dialect(system), ScoreScale()).tolist() == expected
+        assert algorithm(system).process_scores(SCORES, ENDED).tolist() == expected
     lowered = get_dialect("trl_ppo").override(missing_end="subtract", missing_end_value=1.5)
-    assert process_scores(SCORES, ENDED, lowered, ScoreScale()).tolist() == [12, -20, 4, 6.5]
+    assert algorithm(lowered).process_scores(SCORES, ENDED).tolist() == [12, -20, 4, 6.5]
     clipped = Dialect(missing_end="replace", missing_end_value=-9.0)
-    assert process_scores(SCORES, ENDED, clipped, ScoreScale()).tolist() == [5, -5, 4, -5]
+    assert algorithm(clipped).process_scores(SCORES, ENDED).tolist() == [5, -5, 4, -5]
 
 
 def test_scaling_takes_statistics_of_all_ranks():
@@ -212,9 +200,9 @@ def test_scaling_takes_statistics_of_all_ranks():
     def reduce(totals):
         return totals + torch.tensor([2.0, 3.0, 9.0], dtype=torch.float64)
 
-    scale = ScoreScale("first_batch")
-    process_scores(SCORES, ENDED, Dialect(score_scaling="first_batch"), scale, reduce)
-    assert scale.value == pytest.approx(((633 - 49 / 6) / 5) ** 0.5, rel=1e-9)
+    resolved = algorithm(Dialect(score_scaling="first_batch"), reduce=reduce)
+    resolved.process_scores(SCORES, ENDED)
+    assert resolved.score_scale.value == pytest.approx(((633 - 49 / 6) / 5) ** 0.5, rel=1e-9)
 
 
 # Two rows, L = 3 and 1, T = 3: r 1 0 5 | 2 0 0, V 0, so that with lambda 0 the advantages are the rewards.
@@ -228,7 +216,7 @@ def plain(**changed) -> Dialect:
 
 
 def whitened(dialect: Dialect, **more) -> list:
-    return estimate_advantages(REWARDS, torch.zeros(2, 3), WIDE, dialect, **more)[0].tolist()
+    return algorithm(dialect, **more).compute_advantages(REWARDS, torch.zeros(2, 3), WIDE)[0].tolist()
 
 
 def test_whitening_over_the_response_or_over_the_padded_row():
@@ -248,8 +236,8 @@ def test_whitening_over_the_response_or_over_the_padded_row():
 def test_the_padded_row_ends_with_the_longest_response_of_the_rows_given():
     state = torch.tensor([[True, True, False], [True, False, False]])
     masks = Masks(state, state, state)
-    values, _ = estimate_advantages(
-        torch.tensor([[1.0, 0.0, 0.0], [3.0, 0.0, 0.0]]), torch.zeros(2, 3), masks, plain(whiten_slots="row")
+    values, _ = algorithm(plain(whiten_slots="row")).compute_advantages(
+        torch.tensor([[1.0, 0.0, 0.0], [3.0, 0.0, 0.0]]), torch.zeros(2, 3), masks
     )
     # 1 0 3 0: mean 1, variance 1.5: the third column is nobody's
     assert values[0].tolist() == pytest.approx([0, -(1.5**-0.5), 0], abs=1e-5)
@@ -271,7 +259,7 @@ def test_statistics_of_all_ranks_or_of_this_one():
 
 def test_whitened_rewards_keep_their_mean_and_give_the_returns():
     dialect = plain(whiten_rewards=True, whiten_advantages=False)
-    advantages, returns = estimate_advantages(REWARDS, torch.zeros(2, 3), WIDE, dialect)
+    advantages, returns = algorithm(dialect).compute_advantages(REWARDS, torch.zeros(2, 3), WIDE)
     root = 3.5**-0.5
     assert advantages[0].tolist() == pytest.approx([2 - root, 2 - 2 * root, 2 + 3 * root], abs=1e-5)
     assert advantages[1].tolist() == pytest.approx([2, 0, 0], abs=1e-5)
@@ -285,16 +273,13 @@ def test_rloo_compares_the_responses_to_one_prompt():
     # s' = 1 - 0.2 = 0.8, 3 + 0.1 = 3.1; the third and fourth 2 and 2.5
     rewards = torch.tensor([[-0.2, 1.0], [3.1, 0.0], [2.0, 0.0], [2.5, 0.0]])
     mask = torch.ones(4, 2, dtype=torch.bool)
-    advantages, returns = estimate_advantages(rewards, torch.zeros(4, 2), Masks(mask, mask, mask), RLOO)
+    masks = Masks(mask, mask, mask)
+    advantages, returns = algorithm(RLOO).compute_advantages(rewards, torch.zeros(4, 2), masks)
     for column in range(2):
         assert advantages[:, column].tolist() == pytest.approx([-2.3, 2.3, -0.5, 0.5], abs=1e-6)
         assert returns[:, column].tolist() == pytest.approx([0.8, 3.1, 2.0, 2.5], abs=1e-6)
-    white, _ = estimate_advantages(
-        rewards,
-        torch.zeros(4, 2),
-        Masks(mask, mask, mask),
-        RLOO.override(whiten_advantages=True, whiten_variance="biased"),
-    )
+    whitened_rloo = algorithm(RLOO.override(whiten_advantages=True, whiten_variance="biased"))
+    white, _ = whitened_rloo.compute_advantages(rewards, torch.zeros(4, 2), masks)
     root = ((2 * 2.3**2 + 2 * 0.5**2) / 4) ** 0.5  # four numbers a statistic, not eight
     assert white[:, 0].tolist() == pytest.approx([-2.3 / root, 2.3 / root, -0.5 / root, 0.5 / root], abs=1e-5)
 
@@ -307,21 +292,22 @@ def test_a_response_without_a_token_is_compared_and_counted_where_all_lengths_ar
         (RLOO, [-2.0, 2.0, -3.0, 3.0], 4),
         (RLOO.override(min_response_tokens=1), [0.0, 0.0, -3.0, 3.0], 3),
     ):
-        slots = count_slots(responses, everywhere, 2, dialect)
+        resolved = algorithm(dialect, pad=2)
+        slots = resolved.slots(responses, everywhere)
         assert slots.lengths.tolist() == [0, 3, 1, 3]
-        rewards, values = token_rewards(nowhere, nowhere, None, torch.tensor([1.0, 3.0, 2.0, 5.0]), slots, 0.1, dialect)
-        advantages, _ = estimate_advantages(rewards, values, slots.masks, dialect)
+        rewards = resolved.compute_rewards(nowhere, nowhere, torch.tensor([1.0, 3.0, 2.0, 5.0]), slots, 0.1)
+        advantages, _ = resolved.compute_advantages(rewards, resolved.kept_values(None, slots), slots.masks)
         assert advantages[:, 0].tolist() == pytest.approx(expected)
-        sums = actor_loss(nowhere, nowhere, nowhere, advantages, slots.masks.policy, 0.1, dialect)
+        sums = resolved.policy_objective(nowhere, nowhere, nowhere, advantages, slots.masks.policy, 0.1)
         assert sums.count.item() == sums.ratio.item() == count
         assert sums.loss.item() == pytest.approx(-sum(expected), abs=1e-6)
 
 
 def test_rewards_without_a_critic():
     slots = slots_of("trl_rloo", "A", 6)
-    rewards, values = token_rewards(
-        torch.full((1, 6), -1.0), torch.full((1, 6), -1.5), None, torch.tensor([2.0]), slots, 0.1, RLOO
-    )
+    logprobs, ref_logprobs = torch.full((1, 6), -1.0), torch.full((1, 6), -1.5)
+    rewards = algorithm(RLOO).compute_rewards(logprobs, ref_logprobs, torch.tensor([2.0]), slots, 0.1)
+    values = algorithm(RLOO).kept_values(None, slots)
     assert rewards.sum().item() == pytest.approx(2 - 0.1 * 4 * 0.5) and not values.any()
 
 
@@ -329,26 +315,27 @@ def test_losses_by_dialect():
     old, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     new = torch.tensor([[1.5, 0.5]]).log()
     advantages = torch.tensor([[2.0, 2.0]])
-    token = actor_loss(new, old, old, advantages, mask, 0.3, get_dialect("default"))
+    token = algorithm("default").policy_objective(new, old, old, advantages, mask, 0.3)
     assert token.loss.item() == pytest.approx(-2 * 1.2 - 2 * 0.5) and token.count.item() == 2
-    whole = actor_loss(new, old, old, advantages, mask, 0.3, RLOO)
+    whole = algorithm(RLOO).policy_objective(new, old, old, advantages, mask, 0.3)
     assert whole.loss.item() == pytest.approx(-2 * 0.75)
     assert whole.count.item() == 1 and whole.ratio.item() == pytest.approx(0.75)
-    penalized = actor_loss(new, old, old, advantages, mask, 0.3, Dialect(kl_in="loss", kl_estimator="k2"))
+    in_loss = algorithm(Dialect(kl_in="loss", kl_estimator="k2"))
+    penalized = in_loss.policy_objective(new, old, old, advantages, mask, 0.3)
     squares = torch.tensor([1.5, 0.5]).log().square().sum().item() / 2
     assert penalized.loss.item() == pytest.approx(-3.4 + 0.3 * squares, abs=1e-6)
-    values = critic_loss(
-        torch.tensor([[1.0, 4.0]]), torch.zeros(1, 2), torch.tensor([[3.0, 3.0]]), mask, get_dialect("trl_ppo")
+    values = algorithm("trl_ppo").value_objective(
+        torch.tensor([[1.0, 4.0]]), torch.zeros(1, 2), torch.tensor([[3.0, 3.0]]), mask
     )
     # near 0.2: (0.2 - 3)^2 = 7.84 over (1 - 3)^2, and over (4 - 3)^2
     assert values.loss.item() == pytest.approx(0.1 * 0.5 * 2 * 7.84, abs=1e-5) and values.count.item() == 2
 
 
 def test_controllers():
-    adaptive = kl_controller(get_dialect("openai"))
+    adaptive = algorithm("openai").kl_controller()
     assert isinstance(adaptive, AdaptiveKL)
     adaptive.update(3.0, 512)
     assert adaptive.value == pytest.approx(0.148464, abs=1e-12)  # the published number
-    assert isinstance(kl_controller(get_dialect("trlx")), FixedKL)
+    assert isinstance(algorithm("trlx").kl_controller(), FixedKL)
     aimed = dataclasses.replace(get_dialect("trlx"), kl_controller="adaptive", kl_target=3.0)
-    assert (kl_controller(aimed).target, kl_controller(aimed).horizon) == (3.0, 10000.0)
+    assert (algorithm(aimed).kl_controller().target, algorithm(aimed).kl_controller().horizon) == (3.0, 10000.0)

@@ -6,9 +6,8 @@ Source: Huang et al. 2023, "The N Implementation Details of RLHF with PPO"; docs
 import pytest
 import torch
 
-from engine.algorithms import get_dialect
+from engine.algorithms import Algorithm, get_dialect
 from engine.experience import position_ids
-from engine.learnable import count_slots, token_rewards
 from engine.models.loading import load_scorer
 from engine.rollout import SamplingConfig
 from tests.tiny_models import EOS, PAD, make_scorer
@@ -38,10 +37,11 @@ def test_the_write_ups_penalty_of_three_tokens():
     reference = torch.tensor([[-3.3213, -4.9980, -3.8690]])
     logprobs = reference + torch.tensor([[-0.3315, -0.0426, 0.6351]])
     responses = torch.tensor([[11, 339, 561]])
-    slots = count_slots(responses, torch.ones_like(responses).bool(), 0, OPENAI)
-    first, _ = token_rewards(reference, reference, None, torch.tensor([0.4]), slots, 0.15, OPENAI)
+    algorithm = Algorithm(OPENAI, pad_token_id=0, end_token_id=13)
+    slots = algorithm.slots(responses, torch.ones_like(responses).bool())
+    first = algorithm.compute_rewards(reference, reference, torch.tensor([0.4]), slots, 0.15)
     assert first[0].tolist() == pytest.approx([0, 0, 0.4])  # before the first update
-    rewards, _ = token_rewards(logprobs, reference, None, torch.tensor([0.4]), slots, 0.15, OPENAI)
+    rewards = algorithm.compute_rewards(logprobs, reference, torch.tensor([0.4]), slots, 0.15)
     assert rewards[0].tolist() == pytest.approx([0.15 * 0.3315, 0.15 * 0.0426, 0.4 - 0.15 * 0.6351], abs=1e-6)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.algo.masked import moments
-from engine.algo.scores import ScoreScale, apply_missing_end, clip_scores
+from engine.algo.rewards import ScoreScale, apply_missing_end, clip_scores
 
 SCORES, ENDED = torch.tensor([3.0, -2.0, 0.5]), torch.tensor([True, False, False])
 

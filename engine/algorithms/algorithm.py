@@ -1,0 +1,219 @@
+"""A dialect resolved, once, into the functions that a PPO step calls. After this nobody asks a dialect what it says.
+
+    algorithm = Algorithm(get_dialect("default"), pad_token_id=0)
+    slots = algorithm.slots(responses, scored_mask)
+    scores = algorithm.process_scores(scores, ended)
+    rewards = algorithm.compute_rewards(logprobs, ref_logprobs, scores, slots, kl_coef)
+    values = algorithm.kept_values(values, slots)
+    advantages, returns = algorithm.compute_advantages(rewards, values, slots.masks)
+
+and in each micro-batch `policy_objective` and `value_objective`. The math is engine/algo's; here stands which of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.algo.advantages import ESTIMATORS, AdvantageInputs
+from engine.algo.kl import AdaptiveKL, FixedKL, kl_estimate, measured_kl
+from engine.algo.losses import PolicyLoss, kl_loss, loss_weights, policy_loss, response_policy_loss, value_loss
+from engine.algo.masked import mean_and_variance, moments, whiten
+from engine.algo.rewards import ScoreScale, apply_missing_end, clip_scores, compute_rewards, first_slots
+from engine.algorithms.dialect import Dialect
+from engine.algorithms.slots import ResponseRules
+from engine.experience import Experience, Masks, Slots, TrainingBatch
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+def _nothing_new(batch: TrainingBatch) -> TrainingBatch:
+    return batch
+
+
+class Algorithm:
+    """What a dialect computes, as functions; `score_scale` is the one part that changes during a run.
+
+    slots: which slots count, as `ResponseRules.slots`. texts: what is learned and what is scored, as its `texts`.
+    measured_kl: (experience, slots) -> (B,) float32, nats, what the KL coefficient is steered by.
+    policy_objective: (logprobs, old_logprobs, ref_logprobs, advantages (B, T) float32, mask (B, T) bool, kl_coef) ->
+        PolicyLoss, sums over tokens, or over responses where the ratio is theirs; with the KL where it is in the loss.
+    value_objective: (values, old_values, returns (B, T) float32, mask (B, T) bool) -> ValueLoss.
+    for_mini_batch, for_micro_batch: a TrainingBatch with advantages estimated anew where the dialect does so there
+        (all ranks call these together), else as it is.
+    loss_weights: as `engine.algo.losses.loss_weights`, of the dialect's scope.
+    sums_by_length: whether micro-batches may hold rows of similar length, because the gradient does not depend on
+        which rows form one.
+
+    Args:
+        pad_token_id, end_token_id: as in ResponseRules.
+        reduce: adds a float64 tensor up over all ranks; called equally often on each. None for one rank's own.
+        ranks: how many there are.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        *,
+        pad_token_id: int,
+        end_token_id: int | None = None,
+        reduce: Reduce | None = None,
+        ranks: int = 1,
+    ):
+        self.dialect, self.reduce = dialect, reduce
+        rules = ResponseRules(dialect, pad_token_id, end_token_id)
+        self.texts, self.scored_text, self.slots = rules.texts, rules.scored_text, rules.slots
+        # What the experience is made with.
+        self.uses_sampled_logprobs = dialect.takes_sampled_logprobs
+        self.needs_sampled_logprobs = dialect.old_logprobs == "sampler"
+        self.kl_of_prompts = partial(measured_kl, measure=dialect.kl_measure) if dialect.measures_prompts else None
+        # Scores and rewards.
+        steered_by_responses = dialect.kl_measure == "k1"
+        self.measured_kl = self._kl_of_responses if steered_by_responses else self._kl_of_prompts_and_responses
+        self.score_scale = ScoreScale(dialect.score_scaling)
+        clip = partial(clip_scores, limit=dialect.score_clip)
+        self._score_steps = {
+            "scale_clip": (self._scaled, self._with_missing_ends, lambda scores, ended: clip(scores)),
+            "clip_scale": (lambda scores, ended: clip(scores), self._scaled, self._with_missing_ends),
+        }[dialect.score_order]
+        self._kl_in_reward = dialect.kl_in == "reward"
+        # Advantages.
+        self.estimator = ESTIMATORS[dialect.advantage_estimator]
+        self._pool = self._row_of_all if dialect.whiten_slots == "row" else lambda masks, mask: mask
+        self._unbiased = dialect.unbiased_variance(ranks)
+        self._whitening_reduce = reduce if dialect.whiten_over == "all_ranks" else None
+        self.for_mini_batch = self.with_advantages if dialect.advantages_at == "mini_batch" else _nothing_new
+        self.for_micro_batch = self.with_advantages if dialect.advantages_at == "micro_batch" else _nothing_new
+        # Objectives.
+        surrogate = self._response_surrogate if dialect.ratio == "response" else self._token_surrogate
+        self.policy_objective = surrogate if self._kl_in_reward else partial(self._with_kl_loss, surrogate)
+        self.policy_count = self._responses_learned if dialect.ratio == "response" else torch.sum
+        self.value_objective = partial(value_loss, clip_range=dialect.value_clip_range, factor=dialect.value_factor)
+        self.loss_weights = partial(loss_weights, scope=dialect.loss_scope)
+        self.sums_by_length = dialect.loss_scope == "optimizer_step" and dialect.advantages_at != "micro_batch"
+
+    def kl_controller(self) -> FixedKL | AdaptiveKL:
+        """The controller of the KL coefficient, at its start."""
+        dialect = self.dialect
+        if dialect.kl_controller == "fixed":
+            return FixedKL(dialect.kl_coef)
+        return AdaptiveKL(dialect.kl_coef, dialect.kl_target, dialect.kl_horizon, dialect.kl_update)
+
+    @staticmethod
+    def _kl_of_responses(experience: Experience, slots: Slots) -> Tensor:
+        """The KL of each response that the coefficient is steered by, (B,) float32, in nats."""
+        return experience.kl.sum(-1)
+
+    def _kl_of_prompts_and_responses(self, experience: Experience, slots: Slots) -> Tensor:
+        measure = self.dialect.kl_measure
+        return experience.prompt_kl + measured_kl(experience.logprobs, experience.ref_logprobs, slots.kl, measure)
+
+    def process_scores(self, scores: Tensor, ended: Tensor) -> Tensor:
+        """The scores as they enter the rewards: scaled, changed where an end is missing, clipped; (B,) float32.
+
+        The scale takes note of these scores before they are divided by it (all ranks call this together).
+
+        Args:
+            scores: (B,) float32, as the reward source gave them. ended: (B,) bool.
+        """
+        for change in self._score_steps:
+            scores = change(scores, ended)
+        return scores
+
+    def _scaled(self, scores: Tensor, ended: Tensor) -> Tensor:
+        if self.score_scale.kind == "none":
+            return scores
+        totals = moments(scores, torch.ones_like(scores, dtype=torch.bool))
+        self.score_scale.update(self.reduce(totals) if self.reduce else totals)
+        return scores / self.score_scale.value
+
+    def _with_missing_ends(self, scores: Tensor, ended: Tensor) -> Tensor:
+        return apply_missing_end(scores, ended, self.dialect.missing_end, self.dialect.missing_end_value)
+
+    def compute_rewards(
+        self, logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, slots: Slots, kl_coef: float
+    ) -> Tensor:
+        """The reward of every token, (B, T) float32: the KL penalty, and the score on one slot.
+
+        Args:
+            logprobs, ref_logprobs: (B, T) float32 of the rollout. scores: (B,) float32, from `process_scores`.
+        """
+        penalty = kl_estimate(logprobs, ref_logprobs, self.dialect.kl_estimator)
+        return compute_rewards(penalty, kl_coef if self._kl_in_reward else 0.0, slots.kl, scores, slots.score)
+
+    def kept_values(self, values: Tensor | None, slots: Slots) -> Tensor:
+        """The critic's values (B, T) float32 with what the dialect has after the end; zeros without a critic."""
+        state = slots.masks.state
+        if values is None:
+            return torch.zeros(state.shape, device=state.device)
+        return torch.where(state, values, torch.zeros_like(values))
+
+    def compute_advantages(self, rewards: Tensor, values: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+        """Advantages and returns of the rows given, (B, T) float32 each, whitened over them, or over all ranks'.
+
+        An estimator of one number a response has it on every slot of its row. All ranks call this together.
+
+        Args:
+            rewards: (B, T) float32, from `compute_rewards`. values: (B, T) float32, from `kept_values`.
+        """
+        dialect = self.dialect
+        if dialect.whiten_rewards:
+            rewards = self._white(rewards, self._pool(masks, masks.value), center=False)
+        valid = self.valid_responses(masks.policy)
+        advantages, returns = self.estimator.compute(
+            AdvantageInputs(
+                rewards=rewards,
+                values=values,
+                policy_mask=masks.policy,
+                valid=valid,
+                group_size=dialect.samples_per_prompt,
+                gamma=dialect.gamma,
+                lam=dialect.lam,
+            )
+        )
+        if dialect.whiten_advantages:
+            pool = valid if self.estimator.per_response else self._pool(masks, masks.policy)
+            advantages = self._white(advantages, pool, center=True)
+        if self.estimator.per_response:
+            advantages, returns = (one.unsqueeze(-1).expand_as(rewards).clone() for one in (advantages, returns))
+        return advantages, returns
+
+    def with_advantages(self, batch: TrainingBatch) -> TrainingBatch:
+        """These rows with advantages and returns anew from their rewards and values (all ranks call this together)."""
+        advantages, returns = self.compute_advantages(batch.rewards, batch.values, batch.masks)
+        return replace(batch, advantages=advantages, returns=returns)
+
+    def _white(self, tensor: Tensor, mask: Tensor, center: bool) -> Tensor:
+        totals = moments(tensor, mask)
+        totals = self._whitening_reduce(totals) if self._whitening_reduce else totals
+        return whiten(tensor, mask, center=center, statistics=mean_and_variance(totals, self._unbiased))
+
+    @staticmethod
+    def _row_of_all(masks: Masks, mask: Tensor) -> Tensor:
+        """Up to the end of the longest row, as the system pads them."""
+        return first_slots(masks.state.sum(-1).amax().expand(len(mask)), mask.shape[1])
+
+    def valid_responses(self, policy_mask: Tensor) -> Tensor:
+        """(B,) bool, the responses that count where each has one number: those with a slot in policy_mask (B, T).
+
+        A dialect that learns responses of any length counts those without a token too: they have a score, with which
+        others are compared, and a ratio of 1.
+        """
+        return policy_mask.any(-1) | (self.dialect.min_response_tokens == 0)
+
+    def _responses_learned(self, policy_mask: Tensor) -> Tensor:
+        return self.valid_responses(policy_mask).sum()
+
+    def _token_surrogate(self, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef) -> PolicyLoss:
+        return policy_loss(logprobs, old_logprobs, advantages, mask, self.dialect.clip_range)
+
+    def _response_surrogate(self, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef) -> PolicyLoss:
+        counted = self.valid_responses(mask)
+        return response_policy_loss(logprobs, old_logprobs, advantages[:, 0], mask, self.dialect.clip_range, counted)
+
+    def _with_kl_loss(self, surrogate, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef) -> PolicyLoss:
+        sums = surrogate(logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef)
+        penalty = kl_loss(logprobs, ref_logprobs, mask, self.dialect.kl_estimator)
+        return replace(sums, loss=sums.loss + kl_coef * penalty)
