@@ -12,6 +12,7 @@ from engine.zero.gathering import full_shape
 # transformers' names; "constant_with_warmup" and "cosine_with_restarts" (of one cycle) are what they are there, and
 # "constant" warms up too if steps of warm-up are given.
 LR_SCHEDULES = VALUES["lr_schedule"]
+CONSTANT_SCHEDULES = ("constant", "constant_with_warmup")  # which do not depend on the number of steps
 OPTIMIZERS = VALUES["optimizer"]
 # DeepSpeed-Chat decays all weights but those with one of these in their names, so GPT-2's ln_1 and ln_2 too. Source:
 # microsoft/DeepSpeedExamples 83757d9c, dschat/utils/utils.py, get_optimizer_grouped_parameters.
@@ -123,7 +124,7 @@ def lr_factor(step: int, total: int, warmup: int, schedule: str, warmup_from_zer
     if step < warmup:
         return (step + (not warmup_from_zero)) / warmup
     progress = min((step - warmup) / max(1, total - warmup), 1.0)
-    if schedule in ("constant", "constant_with_warmup"):
+    if schedule in CONSTANT_SCHEDULES:
         return 1.0
     if schedule == "linear":
         return 1.0 - progress

@@ -92,7 +92,7 @@ class Algorithm:
         self.policy_count = self._responses_learned if dialect.ratio == "response" else torch.sum
         self.value_objective = partial(value_loss, clip_range=dialect.value_clip_range, factor=dialect.value_factor)
         self.loss_weights = partial(loss_weights, scope=dialect.loss_scope)
-        self.sums_by_length = dialect.loss_scope == "optimizer_step" and dialect.advantages_at != "micro_batch"
+        self.sums_by_length = not dialect.micro_batches_matter
 
     def kl_controller(self) -> FixedKL | AdaptiveKL:
         """The controller of the KL coefficient, at its start."""

@@ -161,6 +161,11 @@ class Dialect:
         return self.critic_start != "none"
 
     @property
+    def micro_batches_matter(self) -> bool:
+        """Whether which responses form a micro-batch, and how many, changes what is learned."""
+        return self.loss_scope != "optimizer_step" or self.advantages_at == "micro_batch"
+
+    @property
     def measures_prompts(self) -> bool:
         """Whether the KL that steers the coefficient is summed over the prompt's tokens too."""
         return self.kl_controller == "adaptive" and self.kl_measure == "exp_delta"

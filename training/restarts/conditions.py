@@ -17,6 +17,7 @@ from pathlib import Path
 from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError
+from engine.optim import CONSTANT_SCHEDULES
 from training.flags.rlhf_arguments import RLHFFlags
 
 DATA = "the data"  # whose fingerprints say nothing to people
@@ -57,11 +58,12 @@ MODELS = ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model
 class Conditions:
     """The settings under which a run trains, by name: `identity` must be equal when it goes on, `settings` may change.
 
-    Values are as JSON has them, without tuples.
+    Values are as JSON has them, without tuples. idle: settings that change no number of this run, beyond rounding.
     """
 
     identity: dict[str, object] = field(default_factory=dict)
     settings: dict[str, object] = field(default_factory=dict)
+    idle: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, args: RLHFFlags, dialect: Dialect, data: list[str], total_steps: int) -> "Conditions":
@@ -84,7 +86,11 @@ class Conditions:
             TOTAL_STEPS: total_steps,
             MICRO_BATCH: args.per_device_training_batch_size,
         }
-        return cls(*json.loads(json.dumps([identity, settings])))
+        idle = {
+            TOTAL_STEPS: dialect.lr_schedule in CONSTANT_SCHEDULES,
+            MICRO_BATCH: not dialect.micro_batches_matter,
+        }
+        return cls(*json.loads(json.dumps([identity, settings])), frozenset(name for name in idle if idle[name]))
 
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
@@ -120,16 +126,8 @@ class Conditions:
         return [
             f"changed since the restart point: {name} {then} -> {self.settings[name]}{self._note(name)}"
             for name, then in written.settings.items()
-            if name in self.settings and self.settings[name] != then and self._counts(name)
+            if name in self.settings and self.settings[name] != then and name not in self.idle
         ]
-
-    def _counts(self, name: str) -> bool:
-        """Whether this setting changes a number, beyond rounding, in the run that goes on."""
-        if name == TOTAL_STEPS:
-            return not str(self.settings["lr_schedule"]).startswith("constant")
-        if name == MICRO_BATCH:
-            return "micro_batch" in f"{self.settings['advantages_at']} {self.settings['loss_scope']}"
-        return True
 
     def _note(self, name: str) -> str:
         if name == TOTAL_STEPS:
