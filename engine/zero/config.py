@@ -53,16 +53,27 @@ class EngineConfig:
     offload: bool = False
     path: str | None = None
 
-    @property
-    def stage_flag(self) -> str:
-        """The flag that `stage` comes from: steps 1 and 2 train one "model", and have one."""
-        return "--zero_stage" if self.role == "model" else f"--{self.role}_zero_stage"
+    def flag(self, name: str) -> str:
+        """This engine's flag of the name: steps 1 and 2 train one "model", whose flags are not called after a role."""
+        return f"--{name}" if self.role == "model" else f"--{self.role}_{name}"
 
+    def check_stage(self) -> None:
+        """Raise UserError for a stage that ZeRO does not have."""
+        if self.stage not in (0, 1, 2, 3):
+            raise UserError(f"{self.flag('zero_stage')} {self.stage}: ZeRO has the stages 0, 1, 2 and 3.")
 
-def check_stage(flag: str, stage: int) -> None:
-    """Raise UserError, naming the flag, for a stage that ZeRO does not have."""
-    if stage not in (0, 1, 2, 3):
-        raise UserError(f"{flag} {stage}: ZeRO has the stages 0, 1, 2 and 3.")
+    def check_offload(self, flag: str = "--offload", trained: bool = True) -> None:
+        """Raise UserError where `flag` contradicts a file, or a trained engine has nothing that could be offloaded."""
+        if self.offload and self.path is not None:
+            raise UserError(
+                f"{flag} and {self.flag('ds_config')} {self.path} contradict each other: say in the file what is "
+                "offloaded."
+            )
+        if self.offload and self.stage == 0 and trained:
+            raise UserError(
+                f"{flag} with {self.flag('zero_stage')} 0: there is nothing that could be offloaded. Offload "
+                "needs stage 1, 2 or 3."
+            )
 
 
 def build_ds_config(
@@ -78,7 +89,7 @@ def build_ds_config(
 
     Raises: UserError for a stage that is none, a missing or broken file, an unknown key, or a contradiction.
     """
-    check_stage(choice.stage_flag, choice.stage)
+    choice.check_stage()
     if not trained and choice.stage in (1, 2):
         raise UserError(
             f"DeepSpeed configuration of the {choice.role}: stage {choice.stage} partitions what an "
@@ -154,7 +165,7 @@ def read_ds_file(choice: EngineConfig) -> dict:
     zero = config["zero_optimization"]
     if zero.setdefault("stage", choice.stage) != choice.stage:
         raise UserError(
-            f"{path}: zero_optimization.stage is {zero['stage']!r}, but {choice.stage_flag} is "
+            f"{path}: zero_optimization.stage is {zero['stage']!r}, but {choice.flag('zero_stage')} is "
             f"{choice.stage}. Give the same in both places."
         )
     for name, model in sections.items():

@@ -12,39 +12,6 @@ from engine.errors import UserError
 from training.flags.arguments import flag
 from training.flags.data_arguments import DataFlags
 
-# Flags whose value is that of a field, first those of another name.
-DIALECT_FLAGS = {
-    "actor_learning_rate": "actor_lr",
-    "critic_learning_rate": "critic_lr",
-    "num_warmup_steps": "warmup_steps",
-    "lr_scheduler_type": "lr_schedule",
-    "num_samples_per_prompt": "samples_per_prompt",
-}
-DIALECT_FLAGS |= {
-    name: name
-    for name in (
-        "kl_coef",
-        "score_clip",
-        "gamma",
-        "lam",
-        "clip_range",
-        "value_clip_range",
-        "ppo_epochs",
-        "whiten_advantages",
-        "max_grad_norm",
-        "actor_weight_decay",
-        "critic_weight_decay",
-        "temperature",
-        "ema_decay",
-        "old_logprobs",
-    )
-}
-# Flag: the fields that it gives a value, with the two flags from which fields are computed.
-FIELDS_OF_FLAGS = {name: (field,) for name, field in DIALECT_FLAGS.items()} | {
-    "gradient_accumulation_steps": ("mini_batches",),
-    "missing_eos_penalty": ("missing_end", "missing_end_value"),
-}
-
 
 @dataclass(kw_only=True)
 class AlgorithmFlags(DataFlags):
@@ -196,7 +163,7 @@ class AlgorithmFlags(DataFlags):
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:
         """For a field of the dialect that is no flag: how it is set."""
-        if name == "name" or name not in {field.name for field in fields(Dialect)}:
+        if name == "name" or name not in Dialect.__dataclass_fields__:
             return None
         own = [f"--{flag_} {value}, or " for flag_, field in DIALECT_FLAGS.items() if field == name]
         return f"{name} is a field of the dialect. Give {''.join(own)}--set {name}={value}."
@@ -219,3 +186,19 @@ class AlgorithmFlags(DataFlags):
 def _field(word: object) -> str:
     """The field that a word FIELD=VALUE gives a value."""
     return word.partition("=")[0] if isinstance(word, str) else ""
+
+
+# Flags whose value is that of a field, first those of another name.
+DIALECT_FLAGS = {
+    "actor_learning_rate": "actor_lr",
+    "critic_learning_rate": "critic_lr",
+    "num_warmup_steps": "warmup_steps",
+    "lr_scheduler_type": "lr_schedule",
+    "num_samples_per_prompt": "samples_per_prompt",
+    **{spec.name: spec.name for spec in fields(AlgorithmFlags) if spec.name in Dialect.__dataclass_fields__},
+}
+# Flag: the fields that it gives a value, with the two flags from which fields are computed.
+FIELDS_OF_FLAGS = {name: (field,) for name, field in DIALECT_FLAGS.items()} | {
+    "gradient_accumulation_steps": ("mini_batches",),
+    "missing_eos_penalty": ("missing_end", "missing_end_value"),
+}

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -109,34 +109,27 @@ class RunFlags:
         return not self.dry_run or Path(path).exists()
 
     def at_least(self, lowest: float, *names: str) -> None:
-        """Raise UserError unless each named flag that is set is at least `lowest`."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not value >= lowest:
-                raise UserError(f"--{name} {value}: must be at least {lowest}.")
-            if value is not None and value == math.inf:
-                raise UserError(f"--{name} {value}: must be finite.")
+        """Raise UserError unless each named flag that is set is finite and at least `lowest`."""
+        self._each(names, lambda value: value >= lowest, f"at least {lowest}")
+        self._each(names, lambda value: value != math.inf, "finite")
 
     def above(self, bound: float, *names: str) -> None:
-        """Raise UserError unless each named flag that is set is finite and greater than `bound`."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not value > bound:
-                raise UserError(f"--{name} {value}: must be greater than {bound}.")
+        """Raise UserError unless each named flag that is set is greater than `bound`."""
+        self._each(names, lambda value: value > bound, f"greater than {bound}")
 
     def at_most(self, highest: float, *names: str) -> None:
         """Raise UserError unless each named flag that is set is at most `highest`."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not value <= highest:
-                raise UserError(f"--{name} {value}: must be at most {highest}.")
+        self._each(names, lambda value: value <= highest, f"at most {highest}")
 
     def finite(self, *names: str) -> None:
         """Raise UserError unless each named flag that is set is a finite number."""
+        self._each(names, math.isfinite, "finite")
+
+    def _each(self, names: Collection[str], met: Callable[[float], bool], what: str) -> None:
         for name in names:
             value = getattr(self, name)
-            if value is not None and not math.isfinite(value):
-                raise UserError(f"--{name} {value}: must be finite.")
+            if value is not None and not met(value):
+                raise UserError(f"--{name} {value}: must be {what}.")
 
 
 LONGEST_PATH, LONGEST_PART = 4095, 255  # bytes of a path and of a name in it, by Linux

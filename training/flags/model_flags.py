@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_stage
-from engine.zero.config import EngineConfig, build_ds_config, check_stage, stage_of_file
+from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from training.flags.algorithm_flags import AlgorithmFlags
 from training.flags.arguments import REQUIRED, flag
 
@@ -62,7 +62,7 @@ class ModelFlags(AlgorithmFlags):
         AlgorithmFlags.validate(self)
         self.finite("reward_function_weight", "reward_model_weight", "length_penalty")
         for role in ("actor", "critic"):
-            check_stage(f"--{role}_zero_stage", self.stage(role))
+            self._trained(role).check_stage()
         self._validate_rewards(self.resolved_dialect()[0])
         for name in ("actor_dropout", "critic_dropout"):
             if getattr(self, name):
@@ -77,12 +77,8 @@ class ModelFlags(AlgorithmFlags):
             given = "--set ema_decay=" if self.ema_decay is None else "--ema_decay "
             raise UserError(f"{given}{self.given_fields()['ema_decay']} needs --enable_ema.")
         for role in ("reference", "reward"):
-            path = getattr(self, f"{role}_ds_config")
-            if path is not None and getattr(self, f"offload_{role}_model"):
-                raise UserError(
-                    f"--offload_{role}_model and --{role}_ds_config {path} contradict each other: say in "
-                    "the file what is offloaded."
-                )
+            offload, path = f"offload_{role}_model", getattr(self, f"{role}_ds_config")
+            EngineConfig(role, 0, getattr(self, offload), path).check_offload(f"--{offload}", trained=False)
 
     def _validate_rewards(self, dialect: Dialect) -> None:
         role = "critic" if dialect.critic_start == "reward_model" else "reward"
@@ -121,6 +117,9 @@ class ModelFlags(AlgorithmFlags):
             given = stage_of_file(path, role)
         return given or 0
 
+    def _trained(self, role: str) -> EngineConfig:
+        return EngineConfig(role, self.stage(role), self.offload, getattr(self, f"{role}_ds_config"))
+
     def engine_spec(self, dialect: Dialect) -> EngineSpec:
         """Which engines are to be built; raises UserError where flags contradict the dialect or a DeepSpeed file."""
         self._check(dialect)
@@ -141,10 +140,7 @@ class ModelFlags(AlgorithmFlags):
             stage = stage_of_file(path, role) if path else None
             return EngineConfig(role, frozen_stage(partner) if stage is None else stage, offload, path)
 
-        actor, critic = (
-            EngineConfig(role, self.stage(role), self.offload, getattr(self, f"{role}_ds_config"))
-            for role in ("actor", "critic")
-        )
+        actor, critic = self._trained("actor"), self._trained("critic")
         scored = self.reward_path is not None
         return EngineSpec(
             actor_path=self.actor_model_name_or_path,
@@ -205,13 +201,4 @@ class ModelFlags(AlgorithmFlags):
                 "the scores come from elsewhere. Leave it out."
             )
         for role in ("actor", "critic") if dialect.has_critic else ("actor",):
-            path = getattr(self, f"{role}_ds_config")
-            if self.offload and path is not None:
-                raise UserError(
-                    f"--offload and --{role}_ds_config {path} contradict each other: say in the file what is offloaded."
-                )
-            if self.offload and self.stage(role) == 0:
-                raise UserError(
-                    f"--offload with --{role}_zero_stage 0: there is nothing that could be offloaded. Offload "
-                    "needs stage 1, 2 or 3."
-                )
+            self._trained(role).check_offload()

@@ -8,7 +8,7 @@ from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
 from engine.rlhf_engine import OptimizerSpec, frozen_stage
-from engine.zero.config import EngineConfig, build_ds_config, check_stage, stage_of_file
+from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
@@ -61,16 +61,8 @@ class SupervisedFlags(DataFlags):
         self.finite("held_out")
         if self.dropout >= 1:
             raise UserError(f"--dropout {self.dropout}: must be less than 1.")
-        check_stage("--zero_stage", self.engine_config().stage)
-        if self.offload and self.ds_config is not None:
-            raise UserError(
-                f"--offload and --ds_config {self.ds_config} contradict each other: say in the file what is offloaded."
-            )
-        if self.offload and self.engine_config().stage == 0:
-            raise UserError(
-                "--offload with --zero_stage 0: there is nothing that could be offloaded. "
-                "Offload needs stage 1, 2 or 3."
-            )
+        self.engine_config().check_stage()
+        self.engine_config().check_offload()
 
     def engine_config(self) -> EngineConfig:
         """The DeepSpeed configuration asked for."""
