@@ -4,6 +4,8 @@ A system that takes `ids != pad` for what is real cannot tell EOS from padding w
 EOS, and reads the score one token earlier, so the rule belongs to what the system computes.
 """
 
+from engine.algorithms.dialect import Dialect
+
 ADDED = "[PAD]"
 
 
@@ -36,16 +38,16 @@ def set_pad_token(tokenizer, rule: str, path: str, room: bool) -> None:
         tokenizer.pad_token = eos
 
 
-def pad_token_line(tokenizer, rule: str, path: str) -> str:
-    """What a run says of its pad token; "" where the rule leaves the tokenizer's own."""
-    if rule == "tokenizer":
+def pad_token_line(tokenizer, dialect: Dialect, path: str) -> str:
+    """What a run says of its pad token; "" where nothing that the dialect computes depends on it."""
+    if dialect.length_rule not in ("not_pad", "before_pad"):
         return ""
     line = f"pad token {tokenizer.pad_token!r}"
     if tokenizer.pad_token != tokenizer.eos_token:
         return line
     why = "the dialect's system cannot tell it from padding"
-    if rule == "never_eos":
+    if dialect.pad_token == "never_eos":
         why = f"the model has no row for {ADDED!r}, which the dialect's system adds"
-    elif rule == "eos_unless_llama" and "llama" in path:
+    elif dialect.pad_token == "eos_unless_llama" and "llama" in path:
         why = f"the tokenizer's own, or the model has no row for {ADDED!r}, which the dialect's system adds"
     return f"{line}, which is EOS ({why}): EOS is not learned"

@@ -67,7 +67,7 @@ def make_plan(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> P
         last_step=last_step,
         resume=point,
         conditions=conditions,
-        pad_token=pad_token_line(tokenizer, dialect.pad_token, args.actor_model_name_or_path),
+        pad_token=pad_token_line(tokenizer, dialect, args.actor_model_name_or_path),
     )
 
 

@@ -74,7 +74,7 @@ def test_each_system(tmp_path, system, name, own, room, expected):
     tokenizer = read_tokenizer(path, "--actor", dialect.pad_token)
     assert tokenizer.pad_token_id == expected
     assert tokenizer.convert_tokens_to_ids(tokenizer.pad_token) == expected
-    said = pad_token_line(tokenizer, dialect.pad_token, path)
+    said = pad_token_line(tokenizer, dialect, path)
     assert (said == "") == (system in ("default", "openai"))
     assert ("is EOS" in said) == (expected == EOS and said != "")
     assert ("no row for '[PAD]'" in said) == (expected == EOS and name in ("llama-7b", "pythia") and said != "")
