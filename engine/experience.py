@@ -116,7 +116,8 @@ class Rollout:
 
     def cut(self, kept: Tensor, ended: Tensor, pad_token_id: int) -> "Rollout":
         """The same rows, whose responses are only the tokens in `kept` (B, T) bool; other slots become padding."""
-        real = torch.cat([self.attention_mask[:, : self.prompt_length], kept.long()], 1)
+        prompt = self.prompt_length
+        real = torch.cat([self.attention_mask[:, :prompt], self.attention_mask[:, prompt:] * kept], 1)
         responses = torch.where(kept, self.responses, pad_token_id)
         return replace(
             self,
@@ -125,6 +126,11 @@ class Rollout:
             response_mask=kept,
             ended=ended,
         )
+
+    def without_attention_to(self, token: int) -> "Rollout":
+        """The same rows, in which no token attends to this one, in prompts and responses, nor does it count in
+        positions."""
+        return replace(self, attention_mask=self.attention_mask * (self.sequences != token))
 
     def from_second_token(self) -> "Rollout":
         """The same rows with all slots but the first as their responses: log-probs of prompts can then be asked for."""
@@ -144,7 +150,7 @@ class Rollout:
         response = self.response_length
         if slots_after is not None:
             response = (response_mask.any(0).sum() + slots_after).clamp(1, response).item()
-        left = (prompt - mask[:, :prompt].any(0).sum()).clamp(max=prompt - 1).item()
+        left = (mask[:, :prompt].any(0).cumsum(0) == 0).sum().clamp(max=prompt - 1).item()
         cuts = {"sequences": slice(left, prompt + response), "attention_mask": slice(left, prompt + response)}
         cuts |= {name: slice(response) for name in ("response_mask", "logprobs", "entropy")}
         return Rollout(**{name: tensor[:, cuts[name]] if name in cuts else tensor for name, tensor in picked.items()})
@@ -155,7 +161,6 @@ class Experience:
     """What the models say of a rollout, which is all that a step's forward passes give. Slot t belongs to token t.
 
     rollout: its response mask holds the tokens that are learned; what follows a dialect's end is padding.
-    scored_mask: (B, T) bool, what of it the reward source was given.
     logprobs, entropy: (B, T) float32, of the policy that sampled. ref_logprobs: (B, T) float32, of the reference.
     values: (B, T) float32, the critic's; None without one. scores: (B,) float32, as the reward source gave them.
     prompt_kl: (B,) float32, the prompts' part of the KL that steers the coefficient; zeros where only responses count.
@@ -165,7 +170,6 @@ class Experience:
     """
 
     rollout: Rollout
-    scored_mask: Tensor
     logprobs: Tensor
     entropy: Tensor
     ref_logprobs: Tensor
@@ -179,7 +183,6 @@ class Experience:
         shape = tuple(self.rollout.response_mask.shape)
         for name in ("logprobs", "entropy", "ref_logprobs", *(["values"] if self.values is not None else [])):
             _check(name, getattr(self, name), shape, torch.float32)
-        _check("scored_mask", self.scored_mask, shape, torch.bool)
         for name in ("scores", "prompt_kl"):
             _check(name, getattr(self, name), shape[:1], torch.float32)
 

@@ -63,7 +63,6 @@ class ExperienceMaker:
         scores, score_parts = self._scores([scored.select(part) for part in rows], joined)
         return Experience(
             rollout=learned,
-            scored_mask=scored.response_mask,
             values=values,
             scores=scores,
             score_parts=score_parts,

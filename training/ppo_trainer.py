@@ -133,7 +133,7 @@ class PPOTrainer:
             experience = self.experience_maker.make_experience(rollout)
             self.rollouts.release_memory()
             stop_unless_finite(self.steps_done + 1, experience, self.models.tokenizer)
-            slots = algorithm.slots(experience.rollout.responses, experience.scored_mask)
+            slots = algorithm.slots(experience.rollout.responses, experience.rollout.response_mask)
             scores = algorithm.process_scores(experience.scores, experience.rollout.ended)
             rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, slots, kl_coef)
             values = algorithm.kept_values(experience.values, slots)

@@ -6,6 +6,7 @@ they count that slot, and in what they take for the end.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.algo.masked import mean_and_variance
@@ -65,6 +66,14 @@ def slots_up_to(lengths: Tensor, width: int, rule: str) -> Tensor:
     if rule not in SLOTS_PAST:
         raise ValueError(f"slots {rule!r}: known are {', '.join(SLOTS_PAST)}, all")
     return first_slots(lengths + SLOTS_PAST[rule], width)
+
+
+def slots_after_tokens(counted: Tensor) -> Tensor:
+    """(B, T) bool: the first slot, and those behind a token that counts (B, T); a pad inside a response leaves a hole.
+
+    Source: CarperAI/trlx 3340c2f3, accelerate_ppo_trainer.py, `make_experience`: `log_ratio * attention_mask[:, :-1]`.
+    """
+    return F.pad(counted[:, :-1], (1, 0), value=True)
 
 
 def compute_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor, slots: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A dialect resolved, once, into the functions that a PPO step calls. After this nobody asks a dialect what it says.
 
     algorithm = Algorithm(get_dialect("default"), pad_token_id=0)
-    slots = algorithm.slots(responses, scored_mask)
+    slots = algorithm.slots(responses, response_mask)
     scores = algorithm.process_scores(scores, ended)
     rewards = algorithm.compute_rewards(logprobs, ref_logprobs, scores, slots, kl_coef)
     values = algorithm.kept_values(values, slots)

@@ -38,11 +38,13 @@ class Dialect:
     query_end: str = ""  # and ends with the last one
     truncate_token: str = ""  # what is scored ends with the first such token
     truncate_after: int = 0  # at or after this slot
+    score_before_pad: bool = False  # and before the first pad token, where one was drawn
     pad_token: str = "tokenizer"  # which token pads, by a rule of engine/models/pad_tokens.py
 
     # Which slots count. What was sampled is what is learned, EOS included, or the model never learns to stop.
     length_rule: str = "sampled"  # "sampled" tokens, or those "before_pad", those "not_pad", the whole "row"
-    reward_slots: str = "response"  # KL counts on the slots of the "response", also "one_past" it, or on "all"
+    reward_slots: str = "response"  # KL counts on the slots of the "response", also "one_past" it, of these on those
+    # "after_tokens" that count, or on "all"
     score_slot: str = "last"  # "last" token of the response, "after_last", "two_after"
     value_slots: str = "response"  # where values are kept; as reward_slots, and "two_past"; 0 elsewhere
     value_loss_slots: str = "response"  # or also "one_past" it: the value of the complete response
@@ -142,8 +144,9 @@ class Dialect:
     @property
     def takes_sampled_logprobs(self) -> bool:
         """Whether old log-probs are the sampler's where a rollout has them: of what it drew, which must be all that
-        counts."""
-        return self.old_logprobs != "forward" and not self._counts_past_end and not self.measures_prompts
+        counts, and all that is attended to."""
+        hides_pads = self.length_rule == "not_pad"
+        return self.old_logprobs != "forward" and not (self._counts_past_end or self.measures_prompts or hides_pads)
 
     @property
     def sampling_temperature(self) -> float:
@@ -182,7 +185,15 @@ class Dialect:
         """How many slots after a response's last token still carry a number that counts; None: all of the row."""
         if "all" in (self.reward_slots, self.value_slots):
             return None
-        past = {"response": 0, "one_past": 1, "two_past": 2, "last": 0, "after_last": 1, "two_after": 2}
+        past = {
+            "response": 0,
+            "one_past": 1,
+            "after_tokens": 1,
+            "two_past": 2,
+            "last": 0,
+            "after_last": 1,
+            "two_after": 2,
+        }
         return max(past[rule] for rule in (self.reward_slots, self.value_slots, self.value_loss_slots, self.score_slot))
 
     def unbiased_variance(self, ranks: int) -> bool:

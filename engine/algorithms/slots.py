@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.algo.rewards import counted_tokens, first_slots, score_slots, slots_up_to
+from engine.algo.rewards import counted_tokens, first_slots, score_slots, slots_after_tokens, slots_up_to
 from engine.algo.truncation import has_end, kept_slots
 from engine.algorithms.dialect import Dialect
 from engine.experience import Masks, Rollout, Slots
@@ -29,6 +29,8 @@ class ResponseRules:
         )
         self.dialect, self.pad_token_id, self.end_token_id = dialect, pad_token_id, end_token_id
         self.learns_all_sampled = dialect.length_rule == "row"
+        self.hides_pads = dialect.length_rule == "not_pad"
+        self._kl_slots = {"after_tokens": self._after_tokens}.get(dialect.reward_slots, self._up_to)
         self._value_mask = {
             "response": lambda counted, lengths: counted,
             "one_past": lambda counted, lengths: first_slots(lengths + 1, counted.shape[1]),
@@ -56,27 +58,43 @@ class ResponseRules:
         return mask, has_end(torch.where(mask, responses, -1), self.end_token_id)
 
     def texts(self, rollout: Rollout) -> tuple[Rollout, Rollout]:
-        """(what is learned, what is scored): the same, but where a dialect learns all that was sampled."""
-        kept, ended = self.scored_text(rollout.responses, rollout.response_mask, rollout.ended)
-        scored = rollout.cut(kept, ended, self.pad_token_id)
-        return (replace(rollout, ended=ended) if self.learns_all_sampled else scored), scored
+        """(what is learned, what is scored).
 
-    def slots(self, responses: Tensor, scored_mask: Tensor) -> Slots:
+        They are the same, unless a dialect learns all that was sampled, or reads the score before the first pad token.
+        A system whose attention mask is `ids != pad` attends to no pad token, in prompts and responses.
+        """
+        kept, ended = self.scored_text(rollout.responses, rollout.response_mask, rollout.ended)
+        if self.hides_pads:
+            rollout = rollout.without_attention_to(self.pad_token_id)
+        learned = (
+            replace(rollout, ended=ended) if self.learns_all_sampled else rollout.cut(kept, ended, self.pad_token_id)
+        )
+        if self.dialect.score_before_pad:
+            kept = counted_tokens(rollout.responses, kept, self.pad_token_id, "before_pad")
+        return learned, rollout.cut(kept, ended, self.pad_token_id)
+
+    def slots(self, responses: Tensor, response_mask: Tensor) -> Slots:
         """Lengths, score slots and masks.
 
         Args:
             responses: (B, T) int64, as wide as the system's own would be: its rows end with the longest response of
                 the batch that was generated together, or after a fixed length. Wider rows move the score of some.
-            scored_mask: (B, T) bool, from `scored_text`.
+            response_mask: (B, T) bool, of what is learned.
         """
         dialect, width = self.dialect, responses.shape[1]
-        counted = counted_tokens(responses, scored_mask, self.pad_token_id, dialect.length_rule)
+        counted = counted_tokens(responses, response_mask, self.pad_token_id, dialect.length_rule)
         lengths = counted.sum(-1)
         learned = (lengths >= dialect.min_response_tokens).unsqueeze(-1)
         value = self._value_mask(counted, lengths)
         return Slots(
             lengths=lengths,
             score=score_slots(lengths, width, dialect.score_slot),
-            kl=slots_up_to(lengths, width, dialect.reward_slots),
+            kl=self._kl_slots(counted, lengths),
             masks=Masks(counted & learned, value & learned, slots_up_to(lengths, width, dialect.value_slots)),
         )
+
+    def _up_to(self, counted: Tensor, lengths: Tensor) -> Tensor:
+        return slots_up_to(lengths, counted.shape[1], self.dialect.reward_slots)
+
+    def _after_tokens(self, counted: Tensor, lengths: Tensor) -> Tensor:
+        return slots_up_to(lengths, counted.shape[1], "two_past") & slots_after_tokens(counted)

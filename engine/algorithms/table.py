@@ -16,6 +16,7 @@ DEEPSPEED_CHAT = Dialect(
     temperature_in_logprobs=False,
     old_logprobs="forward",
     pad_token="eos_unless_llama",
+    score_before_pad=True,  # `forward_value`: at the token before the first pad
     length_rule="not_pad",  # its masks are `ids != pad`, so EOS counts only where pad is another token
     reward_slots="one_past",  # the first pad slot holds a KL term, the score, and a value
     value_slots="one_past",
@@ -81,6 +82,7 @@ SUMMARIZE = Dialect(
     old_logprobs="sampler",
     truncate_token="eos",
     pad_token="never_eos",  # "[PAD]", which it adds
+    score_before_pad=True,  # `get_reward`, by `first_true_indices`
     length_rule="before_pad",  # of the text cut after EOS and padded
     score_slot="after_last",
     value_slots="one_past",
@@ -114,7 +116,7 @@ TRLX = Dialect(
     old_logprobs="forward",
     pad_token="padding",
     length_rule="not_pad",  # its masks are `ids != pad`, and L their sum
-    reward_slots="one_past",  # the mask of the state's token, and that of slot L is the last real one
+    reward_slots="after_tokens",  # the mask of the state's token, and that of slot L is the last real one
     value_slots="two_past",
     score_slot="two_after",
     min_response_tokens=0,

@@ -17,7 +17,7 @@ VALUES = {
     "old_logprobs": ("auto", "forward", "sampler"),
     "pad_token": ("tokenizer", "never_eos", "padding", "eos", "eos_unless_llama"),
     "length_rule": ("sampled", "before_pad", "not_pad", "row"),
-    "reward_slots": ("response", "one_past", "all"),
+    "reward_slots": ("response", "one_past", "after_tokens", "all"),
     "score_slot": ("last", "after_last", "two_after"),
     "value_slots": ("response", "one_past", "two_past", "all"),
     "value_loss_slots": ("response", "one_past"),
@@ -174,6 +174,11 @@ def _contradictions(dialect) -> list[tuple[bool, str, str]]:
             dialect.old_logprobs == "sampler" and dialect._counts_past_end,
             "old_logprobs",
             "the sampler knows the log-probs of what it drew, and other slots count too here. Set it to 'forward'.",
+        ),
+        (
+            dialect.old_logprobs == "sampler" and dialect.length_rule == "not_pad",
+            "old_logprobs",
+            "length_rule 'not_pad' hides pad tokens, which the sampler did not. Set it to 'forward'.",
         ),
         (
             dialect.old_logprobs == "sampler" and dialect.measures_prompts,
