@@ -21,6 +21,7 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
 from training.flags.rlhf_arguments import RLHFFlags
+from training.flags.user_function import is_source
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import dry_run
 from training.program.agreement import agreed, checked
@@ -66,7 +67,7 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
         decoding=args.decoding,
     )
     if distributed.is_main():
-        print(rollouts.why, flush=True)
+        print(rollouts.why or f"rollouts by {args.rollout_backend}", flush=True)
     return rollouts
 
 
@@ -96,15 +97,19 @@ def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSourc
     if models.reward is not None:
         sources["model"] = (models.reward, args.reward_model_weight)
     if plan.reward_function is not None:
-        rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
-        sources["function"] = (
-            FunctionReward(plan.reward_function, models.tokenizer, rows, args.reward_function),
-            args.reward_function_weight,
-        )
+        sources["function"] = user_reward(args, plan, models.tokenizer), args.reward_function_weight
     (alone, weight), *others = sources.values()
     if not others and weight == 1.0 and not args.length_penalty:
         return alone
     return CombinedReward(sources, length_penalty=args.length_penalty)
+
+
+def user_reward(args: RLHFFlags, plan: Plan, tokenizer) -> RewardSource:
+    """What --reward_function names: a RewardSource class as it is, or a function of texts and the data's rows."""
+    if is_source(plan.reward_function):
+        return plan.reward_function(tokenizer)
+    rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
+    return FunctionReward(plan.reward_function, tokenizer, rows, args.reward_function)
 
 
 def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:

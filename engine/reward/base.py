@@ -1,13 +1,14 @@
 """Where scores come from."""
 
 import contextlib
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from engine.experience import Rollout
 
 
+@runtime_checkable
 class RewardSource(Protocol):
     """Scores whole responses: a reward model, a function, a server, or several of these together.
 

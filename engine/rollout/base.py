@@ -52,12 +52,16 @@ class SamplingConfig:
 
 
 class RolloutBackend(Protocol):
-    """Draws responses from the actor as it stands now."""
+    """Draws responses from the actor as it stands now.
+
+    A class of your own inherits from this one and writes `generate`. why: what a run says of the choice.
+    """
+
+    why: str = ""
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row. All ranks call this together, each with its own prompts."""
         ...
 
     def release_memory(self) -> None:
-        """Told that nothing is generated for a while: what is not needed meanwhile may be given back."""
-        ...
+        """Nothing is generated for a while: what is not needed meanwhile may be given back. By default nothing is."""

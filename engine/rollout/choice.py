@@ -1,6 +1,6 @@
 """Which models compute through a whole copy of their weights, and by which backend the actor generates, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine import distributed
@@ -12,7 +12,9 @@ from engine.rollout.whole_copy import ReplicaRollouts
 from engine.whole_copies import Model, WholeCopies, copy_bytes, gradient_bytes
 from engine.zero import accelerator
 
-ROLLOUT_BACKENDS = ("auto", "replica", "zero3")
+# The names of --rollout_backend. One of your own has what makes it of the actor and its tokenizer, a class mostly; the
+# built-in ones, which models share copies with, are made by `build_rollouts`.
+ROLLOUT_BACKENDS: dict[str, Callable[..., RolloutBackend] | None] = dict.fromkeys(("auto", "replica", "zero3"))
 # Of the free memory: for a copy of each model, for copies that models share, for shared ones given back in training.
 OWN_SHARE, KEPT_SHARE, FREED_SHARE = 0.2, 0.4, 0.8
 
@@ -44,10 +46,13 @@ def build_rollouts(
         rows_at_once, row_length: responses decoded side by side, and tokens of prompt and response, for the cache.
         between_steps: as in WholeCopies. decoding: as in Sampler; zero3 has no use for it.
 
+    A backend of your own is given none of these, and experience is made through the engines themselves.
+
     Raises: KeyError for an unknown backend.
     """
-    if name not in ROLLOUT_BACKENDS:
-        raise KeyError(name)
+    make = ROLLOUT_BACKENDS[name]
+    if make is not None:
+        return make(actor, tokenizer)
     models = [actor, *(model for model in others if model is not actor)]
     if name == "auto":
         slots = (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True)

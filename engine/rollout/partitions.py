@@ -2,18 +2,16 @@
 
 from engine import distributed
 from engine.experience import PromptBatch, Rollout
-from engine.rollout.base import SamplingConfig
+from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import Sampler
 from engine.whole_copies import Model, WholeCopies
 
 
-class Zero3Rollouts:
+class Zero3Rollouts(RolloutBackend):
     """Generates with the actor's own module, under ZeRO's hooks. Slow; for actors that fit no device as a whole.
 
     copies: through which other models compute; what becomes of them between steps, becomes of keys and values too.
     """
-
-    why = ""  # what a choice among backends went by
 
     def __init__(self, actor: Model, tokenizer, rows_at_once: int | None = None, copies: WholeCopies | None = None):
         self.actor, self.copies = actor, copies or WholeCopies()

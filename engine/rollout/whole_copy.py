@@ -1,18 +1,16 @@
 """Rollouts from a plain copy of the actor: weights are gathered once per update, tokens cost no communication."""
 
 from engine.experience import PromptBatch, Rollout
-from engine.rollout.base import SamplingConfig
+from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import Sampler
 from engine.whole_copies import Model, WholeCopies
 
 
-class ReplicaRollouts:
+class ReplicaRollouts(RolloutBackend):
     """Generates with a module without hooks, in the actor's dtype; at ZeRO stages 0 to 2 that is the actor's own.
 
     copies: what holds the module; others may compute with it between two calls. decoding: as in Sampler.
     """
-
-    why = ""  # what a choice among backends went by
 
     def __init__(
         self,

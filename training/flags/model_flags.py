@@ -31,7 +31,7 @@ class ModelFlags(AlgorithmFlags):
     reward_function: str | None = flag(
         None,
         "a function of your own, module:function or file.py:function, that is given prompts and responses as "
-        "texts and returns a number for each",
+        "texts and returns a number for each; or a RewardSource class (docs/extending.md)",
         group="rewards",
     )
     reward_function_weight: float = flag(1.0, "its weight in the score")

@@ -1,4 +1,4 @@
-"""The reward function that a user names: module:function, or path/to/file.py:function."""
+"""The reward that a user names: module:function or path/to/file.py:function; a RewardSource class will do, too."""
 
 import importlib
 import inspect
@@ -9,10 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 from engine.errors import UserError
+from engine.reward.base import RewardSource
 
 
 def load_function(name: str, what: str = "--reward_function") -> Callable:
-    """Import a function that can be called as `function(prompts, responses)`, or with `rows=` as well.
+    """Import a function that can be called as `function(prompts, responses)`, or with `rows=` as well; or a class of
+    RewardSource that is made of the tokenizer.
 
     Modules are also looked for in the current directory, behind all else. A file's folder may hold modules that it
     imports.
@@ -38,6 +40,11 @@ def load_function(name: str, what: str = "--reward_function") -> Callable:
         )
     _check_parameters(function, f"{what} {name}")
     return function
+
+
+def is_source(function: Callable) -> bool:
+    """Whether it is a class of RewardSource, whose objects score rollouts."""
+    return isinstance(function, type) and issubclass(function, RewardSource)
 
 
 def _imported_file(path: Path, what: str) -> ModuleType:
@@ -78,13 +85,15 @@ def _check_parameters(function: Callable, what: str) -> None:
     except ValueError:
         raise UserError(f"{what}: its parameters cannot be read. Give a function that is written in Python.") from None
     named = {"rows": []} if "rows" in signature.parameters else {}
+    called = "the tokenizer alone"
     try:
+        if is_source(function):
+            signature.bind(None)
+            return
+        called = "the prompts and the responses, and rows by name where it has such a parameter"
         signature.bind([], [], **named)
     except TypeError as error:
-        raise UserError(
-            f"{what}: it takes {signature}, but is called with the prompts and the responses, and rows "
-            f"by name where it has such a parameter ({error})."
-        ) from None
+        raise UserError(f"{what}: it takes {signature}, but is called with {called} ({error}).") from None
 
 
 def _origin(module: ModuleType) -> str:

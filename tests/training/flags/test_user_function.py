@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from engine.errors import UserError
-from training.flags.user_function import load_function
+from training.flags.user_function import is_source, load_function
 
 NAMES = (f"reward_of_a_test_{number}" for number in itertools.count())
 GOOD = "def f(prompts, responses):\n    return [len(response) for response in responses]\n"
@@ -99,3 +99,16 @@ def test_a_file_whose_name_is_another_modules(module, tmp_path):
     (tmp_path / "json.py").write_text(GOOD)
     with pytest.raises(UserError, match="the name json belongs to another module, .*json/__init__.py. Rename the file"):
         load_function("json.py:f")
+
+
+SOURCE = "from engine.reward.base import RewardSource\nclass Source(RewardSource):\n    def __init__(self, {}):\n        pass\n"
+
+
+@pytest.mark.parametrize("parameters, fits", [("tokenizer", True), ("tokenizer, url=''", True), ("a, b", False)])
+def test_a_class_of_reward_sources_is_made_of_the_tokenizer(module, parameters, fits):
+    name = module(SOURCE.format(parameters))
+    if fits:
+        assert is_source(load_function(f"{name}:Source"))
+        return
+    with pytest.raises(UserError, match=f"{name}:Source: it takes .*but is called with the tokenizer alone"):
+        load_function(f"{name}:Source")

@@ -1,0 +1,229 @@
+"""What docs/extending.md brings from outside trains for two steps, each with numbers that were computed otherwise."""
+
+import importlib
+import math
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.algorithms import DIALECTS, ESTIMATORS, Dialect, get_dialect
+from engine.errors import UserError
+from engine.rlhf_engine import EngineSpec, RLHFEngine
+from engine.rollout import ROLLOUT_BACKENDS, SamplingConfig, build_rollouts
+from tests import extending, tiny_models
+from tests.e2e.programs import Tiny, command_line, metric_lines
+from tests.tiny_models import EOS, PAD
+from training.data.prompts import prompt_batch
+from training.flags.parsing import parse_flags
+from training.flags.rlhf_arguments import RLHFFlags
+from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
+from training.reporting.step_metrics import STEP_METRICS
+
+PROMPTS = ["w10 w11 w12", "w20 w21"]
+STOPS = (EOS, 7, 11, 19, 23)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    tiny_models.make_causal_lm(folder / "sft", "gpt2")
+    tiny_models.make_scorer(folder / "reward", "gpt2")
+    return folder
+
+
+@pytest.fixture
+def server():
+    with extending.serving() as server:
+        yield server
+
+
+@pytest.fixture
+def extensions(folder, server, monkeypatch):
+    """The page's extensions.py, imported anew; what it adds to the tables goes again."""
+    tables = (ESTIMATORS, DIALECTS, ROLLOUT_BACKENDS, STEP_METRICS)
+    before = [table.copy() for table in tables]
+    extending.write(folder, server.url)
+    monkeypatch.syspath_prepend(folder)
+    sys.modules.pop("extensions", None)
+    yield importlib.import_module("extensions")
+    del sys.modules["extensions"]
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.extend(content) if isinstance(table, list) else table.update(content)
+
+
+def build(folder, dialect: Dialect, backend: str = "replica", temperature: float = 1.0, **roles) -> PPOTrainer:
+    """A trainer of the tiny models; with a critic and a reward model where the dialect has a critic."""
+    spec = EngineSpec(
+        actor_path=str(folder / "sft"),
+        critic_path=str(folder / "reward") if dialect.has_critic else None,
+        with_critic=dialect.has_critic,
+        with_reward_model=dialect.has_critic,
+    )
+    models = RLHFEngine.from_pretrained(spec)
+    sampling = SamplingConfig.of(dialect, STOPS, "fp32", max_new_tokens=6, pad_token_id=PAD)
+    roles = {name: make(models) for name, make in roles.items()}
+    return PPOTrainer(
+        models=models,
+        rollouts=build_rollouts(backend, models.actor, models.tokenizer),
+        dialect=dialect,
+        config=PPOConfig(total_steps=2, micro_batch_size=4),
+        sampling=replace(sampling, temperature=temperature),
+        **roles,
+    )
+
+
+def two_steps(trainer: PPOTrainer) -> list[StepReport]:
+    """Both steps, in which the actor has learned something."""
+    before = trainer.models.actor.version
+    reports = [trainer.step(prompt_batch(PROMPTS, trainer.models.tokenizer, visit=step)) for step in range(2)]
+    assert trainer.models.actor.version > before
+    return reports
+
+
+def normalised(rewards: list[float]) -> list[float]:
+    """GRPO's advantages of one group."""
+    mean = math.fsum(rewards) / len(rewards)
+    deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+    return [(reward - mean) / (deviation + 1e-6) for reward in rewards]
+
+
+def test_an_advantage_by_hand(extensions):
+    """Of 1 and 3 the mean is 2 and the deviation 1; one that is not valid counts nowhere; alone nothing is learned."""
+    given = extensions.AdvantageInputs(
+        rewards=torch.tensor([[0.5, 0.5], [0.0, 3.0], [0.0, 9.0], [5.0, 0.0], [0.0, 7.0], [0.0, 7.0]]),
+        values=torch.zeros(6, 2),
+        policy_mask=torch.ones(6, 2, dtype=torch.bool),
+        valid=torch.tensor([True, True, False, True, False, False]),
+        group_size=3,
+        gamma=1.0,
+        lam=1.0,
+    )
+    advantages, returns = extensions.grpo(given)
+    torch.testing.assert_close(advantages, torch.tensor([-1.0, 1.0, 0.0, 0.0, 0.0, 0.0]), rtol=0, atol=2e-6)
+    assert returns.tolist() == [1.0, 3.0, 9.0, 5.0, 7.0, 7.0]
+
+
+def test_an_estimator(extensions, folder):
+    dialect = get_dialect("grpo")
+    trainer = build(folder, dialect, reward=lambda models: extensions.RewardServer(models.tokenizer))
+    for report in two_steps(trainer):
+        batch = report.batch
+        scores = batch.scores.double().tolist()  # not clipped, and no KL stands in the rewards
+        expected = [advantage for group in (scores[:4], scores[4:]) for advantage in normalised(group)]
+        assert any(expected)
+        by_token = torch.tensor(expected).float().unsqueeze(-1).expand_as(batch.advantages)
+        torch.testing.assert_close(batch.advantages, by_token, rtol=1e-5, atol=1e-5)
+
+
+def test_an_estimators_needs_are_checked(extensions):
+    with pytest.raises(UserError, match="GRPO compares the responses to one prompt with each other"):
+        get_dialect("grpo").override(samples_per_prompt=1)
+    with pytest.raises(UserError, match="GRPO has no critic"):
+        get_dialect("default").override(advantage_estimator="grpo", samples_per_prompt=4)
+
+
+def test_a_dialect(extensions, folder):
+    """With gamma and lambda 1 a return is the sum of the rewards to come, whatever the critic says."""
+    dialect = get_dialect("monte_carlo")
+    assert dialect.differences(get_dialect("default")) == {"lam": (1.0, 0.95)}
+    for report in two_steps(build(folder, dialect)):
+        batch = report.batch
+        for rewards, returns, mask in zip(batch.rewards, batch.returns, batch.policy_mask, strict=True):
+            own = rewards[mask].double().tolist()
+            expected = [math.fsum(own[slot:]) for slot in range(len(own))]
+            assert returns[mask].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_a_dialect_and_a_backend_are_known_to_flags_and_unknown_ones_named(extensions):
+    words = command_line({"output_dir": "out", "data_path": "p.jsonl", "actor_model_name_or_path": "sft"})
+    words += ["--reward_function", "extensions.py:RewardServer", "--rollout_backend", "generate"]
+    args = parse_flags(RLHFFlags, [*words, "--dialect", "monte_carlo"], "")
+    assert args.resolved_dialect()[0].lam == 1.0
+    with pytest.raises(UserError, match=r"invalid choice: 'grpoo' .*'monte_carlo'"):
+        parse_flags(RLHFFlags, [*words, "--dialect", "grpoo"], "")
+
+
+def test_a_reward_source(extensions, folder, server):
+    dialect = get_dialect("default").override(samples_per_prompt=2)
+    trainer = build(folder, dialect, reward=lambda models: extensions.RewardServer(models.tokenizer))
+    for report in two_steps(trainer):
+        rollout = report.batch.rollout
+        texts = [
+            " ".join(f"w{token:02d}" for token in row[mask].tolist() if token > 3)  # 0 to 3 are no words
+            for row, mask in zip(rollout.responses, rollout.response_mask, strict=True)
+        ]
+        assert report.batch.scores.tolist() == [extending.score(text) for text in texts]
+        assert report.metrics["objective/scores"] == pytest.approx(statistics.fmean(map(extending.score, texts)))
+    assert len(server.responses()) == 2 * 2 * len(PROMPTS)
+    assert {prompt for asked in server.asked for prompt in asked["prompts"]} == set(PROMPTS)
+
+
+def test_a_rollout_backend(extensions, folder):
+    """Nearly without temperature it draws what the built-in one draws; a response ends with its first stop token."""
+    trainer = build(folder, get_dialect("default"), backend="generate", temperature=1e-4)
+    models = trainer.models
+    assert type(trainer.rollouts) is extensions.GenerateRollouts
+    drawn = []
+    for report in two_steps(trainer):
+        rollout = report.batch.rollout
+        drawn.append(rollout.responses)
+        for row, mask, ended in zip(rollout.responses, rollout.response_mask, rollout.ended, strict=True):
+            tokens = row.tolist()
+            ends = [place + 1 for place, token in enumerate(tokens) if token in STOPS]
+            length = min([*ends, len(tokens)])
+            assert mask.tolist() == [slot < length for slot in range(len(tokens))] and ended == bool(ends)
+    greedy = build_rollouts("replica", models.actor, models.tokenizer)
+    prompts = prompt_batch(PROMPTS, models.tokenizer)
+    by_both = [backend.generate(prompts, trainer.sampling) for backend in (greedy, trainer.rollouts)]
+    assert by_both[0].sequences.tolist() == by_both[1].sequences.tolist()
+    assert by_both[0].response_mask.tolist() == by_both[1].response_mask.tolist()
+    assert drawn[0].shape[0] == len(PROMPTS)
+
+
+def test_a_metric(extensions, folder):
+    dialect = get_dialect("default").override(samples_per_prompt=2)
+    for report in two_steps(build(folder, dialect)):
+        scores = report.batch.scores.double().tolist()
+        assert report.metrics["objective/scores_std"] == pytest.approx(statistics.pstdev(scores))
+
+
+def test_the_pages_loop(extensions, folder, server, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    exec((folder / "own_loop.py").read_text(), {})
+    printed = [list(map(float, line.split())) for line in capsys.readouterr().out.splitlines() if "." in line]
+    scores = list(map(extending.score, server.responses()))
+    by_step = [scores[:8], scores[8:]]
+    expected = [[statistics.fmean(step), statistics.pstdev(step)] for step in by_step]
+    assert len(scores) == 16 and sum(printed, []) == pytest.approx(sum(expected, []))
+
+
+@pytest.mark.slow
+def test_the_pages_script(tmp_path, server):
+    """All five at once, through the command line."""
+    tiny = Tiny(tmp_path)
+    extending.write(tmp_path, server.url)
+    flags = tiny.flags(
+        3,
+        dialect="grpo",
+        rollout_backend="generate",
+        reward_function="extensions.py:RewardServer",
+        critic_model_name_or_path=None,
+        output_dir=tmp_path / "out",
+        num_eval_prompts=0,
+        dtype="fp32",
+    )
+    command = [sys.executable, str(tmp_path / "own_step3.py"), *command_line(flags)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "dialect grpo\n" in ended.stdout and "rollouts by generate\n" in ended.stdout
+    scores, lines = list(map(extending.score, server.responses())), metric_lines(tmp_path / "out")
+    by_step = [scores[:16], scores[16:]]  # 4 prompts of 4 responses
+    assert [line["step"] for line in lines] == [1, 2] and len(scores) == 32
+    for line, step in zip(lines, by_step, strict=True):
+        assert line["objective/scores"] == pytest.approx(statistics.fmean(step))
+        assert line["objective/scores_std"] == pytest.approx(statistics.pstdev(step))
