@@ -101,7 +101,13 @@ def test_a_file_whose_name_is_another_modules(module, tmp_path):
         load_function("json.py:f")
 
 
-SOURCE = "from engine.reward.base import RewardSource\nclass Source(RewardSource):\n    def __init__(self, {}):\n        pass\n"
+SOURCE = """
+from engine.reward.base import RewardSource
+
+class Source(RewardSource):
+    def __init__(self, {}):
+        pass
+"""
 
 
 @pytest.mark.parametrize("parameters, fits", [("tokenizer", True), ("tokenizer, url=''", True), ("a, b", False)])
