@@ -94,7 +94,10 @@ def gather_by_broadcasts(
     parts[dist.get_rank(group)].copy_(input_tensor.view(-1))
     senders = range(len(parts)) if group is None else dist.get_process_group_ranks(group)
     works = _Works(dist.broadcast(part, sender, group=group, async_op=True) for part, sender in zip(parts, senders))
-    return works if async_op else works.wait()
+    if async_op:
+        return works
+    works.wait()
+    return None
 
 
 def scatter_by_all_reduce(

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from engine import distributed
+from engine.models.backbone import Backbone
 from engine.models.loading import empty_like
 from engine.zero.accelerator import on_gpu
 from engine.zero.engines import FrozenModel, TrainedModel
@@ -30,11 +30,11 @@ class WholeCopies:
     def __init__(self, between_steps: str = "keep", shared: bool = True):
         self.between_steps, self.shared = between_steps, shared
         self._keys: dict[int, object] = {}
-        self._modules: dict[object, nn.Module] = {}
+        self._modules: dict[object, Backbone] = {}
         self._held: dict[object, tuple[int, int]] = {}  # which model, at which version of its weights
         self._away = False
 
-    def of(self, model: Model) -> nn.Module:
+    def of(self, model: Model) -> Backbone:
         """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
 
         At stages 0 to 2 that is the model's own. It is the caller's until the next call.
@@ -76,7 +76,7 @@ class WholeCopies:
 _NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id")
 
 
-def _architecture(module: nn.Module) -> object:
+def _architecture(module: Backbone) -> object:
     """Equal for modules that can hold each other's weights and then compute the same."""
     shapes = tuple((name, tuple(full_shape(p))) for name, p in module.named_parameters())
     config = {name: value for name, value in module.model.config.to_diff_dict().items() if name not in _NO_MATTER}

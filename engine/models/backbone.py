@@ -1,8 +1,10 @@
 """What Policy and Scorer have in common: a Hugging Face model, and how its trunk is called."""
 
 import inspect
+from typing import Self
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 
 class Backbone(nn.Module):
@@ -12,14 +14,16 @@ class Backbone(nn.Module):
     they are put back into what is saved.
     """
 
-    def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None):
+    model: PreTrainedModel
+
+    def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):
         super().__init__()
         self.model = model
         self.dropouts = dropouts or {}
         # Some families, BLOOM for one, take no positions: they count along the attention mask.
         self._takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
 
-    def with_model(self, model: nn.Module):
+    def with_model(self, model: PreTrainedModel) -> Self:
         """A module of this kind and with these settings, for another model of the same architecture."""
         return type(self)(model, self.dropouts)
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.errors import UserError
 from engine.models.checking import check_policy
@@ -98,7 +98,7 @@ def check_hydra(path: str, layers: int, what: str) -> None:
         raise UserError(f"{what} {path}: {error}") from None
 
 
-def trained_parts(model: nn.Module, layers: int) -> list[str]:
+def trained_parts(model: PreTrainedModel, layers: int) -> list[str]:
     """The names of what trains: the last `layers` decoder layers, the final norm, and the head if it is untied.
 
     The final norm is taken to be the last module beside the stack that has vectors only and is of a class that the
@@ -115,6 +115,7 @@ def trained_parts(model: nn.Module, layers: int) -> list[str]:
             "alone. Set hydra_layers to 0."
         )
     layer_list, modules = model.get_submodule(stack), dict(model.named_modules())
+    assert isinstance(layer_list, nn.ModuleList), stack
     if layers > len(layer_list):
         raise UserError(f"hydra_layers {layers}: the actor has {len(layer_list)} layers. Give at most that many.")
     names = [f"{stack}.{index}" for index in range(len(layer_list) - layers, len(layer_list))]
@@ -140,7 +141,7 @@ def _ask_for_gradient(_: nn.Module, inputs: tuple) -> None:
         inputs[0].requires_grad_(True)
 
 
-def _stack(model: nn.Module) -> str | None:
+def _stack(model: PreTrainedModel) -> str | None:
     """The name of the longest ModuleList of decoder layers (the classes in `_no_split_modules`), or None."""
     kinds = set(model._no_split_modules or [])
     lists = {
@@ -148,7 +149,7 @@ def _stack(model: nn.Module) -> str | None:
         for name, part in model.named_modules()
         if isinstance(part, nn.ModuleList) and len(part) and {type(layer).__name__ for layer in part} <= kinds
     }
-    return max(lists, key=lists.get, default=None)
+    return max(lists, key=lambda name: lists[name], default=None)
 
 
 def _has_vectors_only(module: nn.Module) -> bool:

@@ -4,9 +4,12 @@ Log-probs (B, T) are all that leaves it. The logits, (B, T, V), would be a step'
 few rows at a time, so that no more than those few are ever in memory.
 """
 
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from engine.algo.logprobs import CHUNK_ELEMENTS, predicting, token_logprobs
 from engine.experience import position_ids as positions_from
@@ -21,14 +24,14 @@ class Policy(Backbone):
     model itself for logits. Which path is right is found by comparing them once: `forward(probe=True)`, after loading.
     """
 
-    def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None):
+    def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):
         super().__init__(model, dropouts)
         head = model.get_output_embeddings()
         self.direct_head = type(head) in (nn.Linear, LogProbHead)
         if self.direct_head:
             head.__class__ = LogProbHead  # in place, so that parameter names stay the model's own
 
-    def with_model(self, model: nn.Module) -> "Policy":
+    def with_model(self, model: PreTrainedModel) -> Self:
         """A Policy with these settings, the result of the probe included, for another model of the architecture."""
         other = super().with_model(model)
         other.direct_head = self.direct_head
@@ -56,6 +59,7 @@ class Policy(Backbone):
         """
         if probe:
             return self._probe(sequences)
+        assert attention_mask is not None and position_ids is not None
         labels = sequences[:, -response_length:]
         if self.direct_head:
             hidden = self.hidden_states(sequences, attention_mask, position_ids)

@@ -1,7 +1,8 @@
 """Scorer: a reward model or critic, a number for every token."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from engine.models.backbone import Backbone
 from engine.models.heads import ScoreHead
@@ -14,7 +15,7 @@ class Scorer(Backbone):
     config.json (`score_offset`), because Hugging Face's heads have no bias.
     """
 
-    def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None):
+    def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):
         super().__init__(model, dropouts)
         model.score.__class__ = ScoreHead
         self.offset = float(getattr(model.config, "score_offset", 0.0))

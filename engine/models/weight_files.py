@@ -41,7 +41,7 @@ def check_weights(path: str, config, model_class: type, what: str) -> None:
 
 def _shapes(folder: Path, what: str) -> dict[str, tuple[int, ...]]:
     """The shape of each weight in the folder's safetensors, by name; reads the files' headers only."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, "pt") as weights:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -14,6 +15,8 @@ class Window:
     at: where a single token is written instead, (1,) int64, for passes that are compiled: these see all slots, so that
     no shape changes from token to token.
     """
+
+    at: Tensor | None
 
     def __init__(self):
         self.put(slice(0, 0), 0, 0)
@@ -77,7 +80,7 @@ class SlotCache(Cache):
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
 
-def cache_bytes(model: nn.Module, slots: int) -> int:
+def cache_bytes(model: PreTrainedModel, slots: int) -> int:
     """Memory for keys and values of so many slots, over all rows."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads

@@ -62,6 +62,7 @@ def build_rollouts(
     for model in models:
         model.copies = placed.copies if _among(model, placed.models) else None
     why, copies = placed.why, placed.copies
+    rollouts: RolloutBackend
     if actor.copies is None:
         rollouts, plain = Zero3Rollouts(actor, tokenizer, rows_at_once, copies), "ZeRO's hooks"
     else:

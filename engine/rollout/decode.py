@@ -123,10 +123,8 @@ class _Decoding:
             prompts.samples.unsqueeze(1),
             torch.arange(most + CHECK_EVERY, device=self.device),
         )
-        recorded = sampling.logprob_temperature is not None
-        self.logprobs, self.entropy = (
-            torch.zeros(len(prompts), most + CHECK_EVERY, device=self.device) if recorded else None for _ in range(2)
-        )
+        recorded = () if sampling.logprob_temperature is None else ("logprobs", "entropy")
+        self.recorded = {name: torch.zeros(len(prompts), most + CHECK_EVERY, device=self.device) for name in recorded}
         self.row_steps = 0
 
     def run(self) -> None:
@@ -146,14 +144,7 @@ class _Decoding:
         lengths = torch.tensor([len(row.tokens) for row in self.rows], device=self.device)
         response_mask = torch.arange(width, device=self.device) < lengths.unsqueeze(1)
         prompts = self.prompts
-        recorded = (
-            {}
-            if self.logprobs is None
-            else {
-                name: torch.where(response_mask, column[:, :width], 0.0)
-                for name, column in (("logprobs", self.logprobs), ("entropy", self.entropy))
-            }
-        )
+        recorded = {name: torch.where(response_mask, column[:, :width], 0.0) for name, column in self.recorded.items()}
         return Rollout(
             sequences=torch.cat([prompts.input_ids, responses.to(self.device)], 1),
             attention_mask=torch.cat([prompts.attention_mask, response_mask.long()], 1),
@@ -267,8 +258,8 @@ class _Decoding:
         tokens = sample_tokens(
             choice[:, : sampling.vocabulary_size], self.uniforms[chosen, slots], sampling.temperature
         )
-        if self.logprobs is not None:
-            self.logprobs[chosen, slots], self.entropy[chosen, slots] = token_logprobs(
+        if sampling.logprob_temperature is not None:
+            self.recorded["logprobs"][chosen, slots], self.recorded["entropy"][chosen, slots] = token_logprobs(
                 logits, tokens, sampling.logprob_temperature, with_entropy=True
             )
         return tokens.unsqueeze(1)

@@ -3,8 +3,8 @@
 import inspect
 
 import torch
-from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
 from engine.errors import UserError
 from engine.experience import position_ids
@@ -28,12 +28,12 @@ def check_attention(path: str, what: str) -> None:
         )
 
 
-def takes_positions(model: nn.Module) -> bool:
+def takes_positions(model: PreTrainedModel) -> bool:
     """Whether the model is to be told positions; some families take them from the mask."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def takes_slot_masks(model: nn.Module) -> bool:
+def takes_slot_masks(model: PreTrainedModel) -> bool:
     """Whether a model understands, for a single token, a ready-made mask (B, 1, 1, slots) of booleans.
 
     Then Hugging Face's own mask, which is built anew for each token and asks the device for its content, is saved.

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from engine.experience import position_ids
 from engine.rollout.cache import GivenSlots, SlotCache
@@ -178,7 +179,7 @@ def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
     return replay
 
 
-def _trial_inputs(model: nn.Module) -> list[tuple]:
+def _trial_inputs(model: PreTrainedModel) -> list[tuple]:
     """Arguments of `_TokenStep` for several numbers of rows and slots, with padding: 4 prompts of 6 tokens are read,
     and one more token."""
     device, rows, width = next(model.parameters()).device, 4, 6

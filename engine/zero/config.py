@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from engine.errors import UserError, nearest
 
@@ -192,7 +192,7 @@ def _sections() -> dict[str, type]:
     return {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
 
 
-def _check_section(section: dict, model: type, path: Path, name: str) -> None:
+def _check_section(section: dict, model: type[BaseModel], path: Path, name: str) -> None:
     """Refuse keys and values that DeepSpeed would refuse later, when the weights are loaded."""
     fields = model.model_fields
     _refuse_unknown(section, {key for field in fields for key in (field, fields[field].alias) if key}, path, f"{name}.")

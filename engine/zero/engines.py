@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import deepspeed
 import torch
@@ -47,8 +47,8 @@ class TrainedModel:
         self.ds_engine.train()
 
     @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
+    def module(self) -> Any:
+        """The wrapped module: a Policy or a Scorer, classes that stand above this folder."""
         return self.ds_engine.module
 
     def __call__(self, *args, **kwargs):
@@ -171,8 +171,8 @@ class FrozenModel:
             self.module.to("cpu")
 
     @property
-    def module(self) -> nn.Module:
-        """The wrapped module."""
+    def module(self) -> Any:
+        """The wrapped module: a Policy or a Scorer, classes that stand above this folder."""
         return self.ds_engine.module
 
     @torch.no_grad()

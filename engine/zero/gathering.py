@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import deepspeed
 import torch
@@ -103,7 +104,7 @@ def copy_weights(source: nn.Module, target: nn.Module, trained_only: bool = Fals
         buffers[name].copy_(buffer)
 
 
-def _has_shard(parameter: nn.Parameter) -> bool:
+def _has_shard(parameter: Any) -> bool:
     """Whether this rank holds its part of a partitioned parameter as it is: not on a disk, not quantized, and one part
     for each rank."""
     shard = getattr(parameter, "ds_tensor", None)
@@ -115,7 +116,7 @@ def _has_shard(parameter: nn.Parameter) -> bool:
     )
 
 
-def _copy_bucket(bucket: list[tuple[str, nn.Parameter]], targets: dict[str, nn.Parameter]) -> None:
+def _copy_bucket(bucket: list[tuple[str, Any]], targets: dict[str, nn.Parameter]) -> None:
     shards = [parameter.ds_tensor.data.flatten() for _, parameter in bucket]
     by_rank = distributed.all_gather(torch.cat(shards).to(distributed.device()))  # (ranks, numbers)
     for (name, parameter), column in zip(bucket, by_rank.split([len(shard) for shard in shards], dim=1)):

@@ -33,7 +33,7 @@ def partitioned_loading(ds_config: dict | None) -> Iterator[None]:
             nn.functional.linear = _linear
 
 
-def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """What stands in the place of torch's linear function once a model has been partitioned.
 
     DeepSpeed puts one of its own there, for the whole process, which does what _PartitionedLinear does, and takes a
@@ -41,8 +41,8 @@ def _linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     pass are treated specially.
     """
     if torch.is_grad_enabled() and is_partitioned(weight):
-        return _PartitionedLinear.apply(inputs, weight, bias)
-    return _TORCH_LINEAR(inputs, weight, bias)
+        return _PartitionedLinear.apply(input, weight, bias)
+    return _TORCH_LINEAR(input, weight, bias)
 
 
 class _PartitionedLinear(torch.autograd.Function):

@@ -19,7 +19,10 @@ from engine import distributed
 class Stage(Protocol):
     """A DeepSpeed optimizer between the last backward pass of an optimizer step and the weights that come of it."""
 
-    loss_factor: float  # what a loss is to be multiplied by, beside the loss scale that DeepSpeed applies itself
+    @property
+    def loss_factor(self) -> float:
+        """What a loss is to be multiplied by, beside the loss scale that DeepSpeed applies itself."""
+        ...
 
     def overflowed(self) -> bool:
         """Whether a gradient is infinite or NaN on any rank. All ranks call this together."""
@@ -60,10 +63,12 @@ def stage_of(ds_engine) -> Stage:
 class Stage0:
     """Whole float32 weights and gradients on each rank."""
 
-    loss_factor = 1.0
-
     def __init__(self, ds_engine):
         self.ds_engine, self.optimizer = ds_engine, ds_engine.optimizer
+
+    @property
+    def loss_factor(self) -> float:
+        return 1.0
 
     def overflowed(self) -> bool:
         return distributed.any_rank(any(not torch.isfinite(gradient).all() for gradient in self._gradients()))

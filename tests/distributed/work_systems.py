@@ -14,6 +14,7 @@ from tests.distributed.tiny_run import SAMPLING, TinyPrompts, engine_spec
 from tests.engine.zero.inspecting import gradients
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
+MINI_BATCHES = {"openai": 2, "trlx": 2}
 MICRO_BATCH = 2
 SCORE_WEIGHT = 6.0  # so that some scores are clipped
 NOISE = {"rollout": (21, 0.02), "learning": (22, 0.04)}  # seed and size of what is added to the saved weights

@@ -1,10 +1,13 @@
 """What the tests of whole programs share."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from engine.zero.communication import init
+from tests.e2e.bad_world import BadWorld
+from tests.e2e.chain import Chain, run_chain
 from tests.e2e.programs import Tiny
 
 
@@ -30,3 +33,21 @@ def own_cache(tmp_path_factory) -> None:
 def tiny(tmp_path_factory) -> Tiny:
     """Models and data of a few kilobytes."""
     return Tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def chain(tiny, tmp_path_factory) -> Chain:
+    """The three steps, one after the other, and the last resumed: every test that asks looks at another side."""
+    return run_chain(tiny, tmp_path_factory.mktemp("chain"))
+
+
+@pytest.fixture(scope="session")
+def world(tiny, tmp_path_factory) -> BadWorld:
+    """Files and folders that do not work."""
+    return BadWorld(tmp_path_factory.mktemp("bad"), tiny)
+
+
+@pytest.fixture
+def bad(world) -> Path:
+    """Where they are."""
+    return world.folder

@@ -110,6 +110,17 @@ def _started(command: list[str], ranks: int) -> Result:
     return Result(process.returncode, stdout, stderr)
 
 
+def assert_one_message(result: Result, expected: list[str], code: int = 2) -> None:
+    """Nothing on stderr but one line that holds all of `expected`."""
+    assert result.code == code, result.stdout + result.stderr
+    assert "Traceback" not in result.stdout + result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.rstrip()[-1] in ".?", f"no sentence that says what to do: {result.stderr}"
+    assert result.stdout.count("error: ") == 0
+    for part in expected:
+        assert part in result.stderr, f"{part!r} is missing in {result.stderr!r}"
+
+
 def metric_lines(output_dir: Path) -> list[dict]:
     """What a run wrote into metrics.jsonl."""
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]

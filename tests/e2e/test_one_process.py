@@ -1,0 +1,42 @@
+"""Step 3 in one process."""
+
+from tests.e2e.chain import EVALUATION, EVERY_STEP, assert_finite
+from tests.e2e.programs import metric_lines, run_here
+
+
+def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
+    """In one process, without an EMA, and with the sizes that the other runs leave at 1."""
+    flags = tiny.flags(
+        3,
+        output_dir=tmp_path / "out",
+        dialect="deepspeed_chat",
+        per_device_generation_batch_size=2,
+        generation_batches=2,
+        num_samples_per_prompt=3,
+        per_device_training_batch_size=2,
+        gradient_accumulation_steps=3,
+        eval_steps=1,
+        actor_zero_stage=2,
+    )
+    result = run_here(3, flags, capfd)
+    assert result.code == 0, result.stderr
+    assert result.stdout.startswith(
+        "dialect deepspeed_chat\n  samples_per_prompt = 3 (given; the dialect's is 1)\n"
+        "  mini_batches = 2 (given; the dialect's is 1)\n"
+    )
+    assert result.stdout.count("(given;") == 2
+    lines = metric_lines(tmp_path / "out")
+    assert [line["samples"] for line in lines] == [0, 12, 24]
+    assert all(EVERY_STEP <= set(line) for line in lines[1:])
+    assert all(EVALUATION <= set(line) for line in lines)
+    assert lines[1]["objective/kl_coef"] == 0.1
+    assert_finite(lines)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "actor",
+        "critic",
+        "metrics.jsonl",
+        "tensorboard",
+        "samples",
+        "curves.png",
+        "run.json",
+    }
