@@ -1,6 +1,7 @@
 """From a rollout to an experience: the forward passes of all models, and nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,20 +70,23 @@ class ExperienceMaker:
             **by_policies,
         )
 
-    def _by_policies(self, learned: Rollout, pieces: list[Rollout], joined: Join) -> dict[str, Tensor | None]:
+    def _by_policies(self, learned: Rollout, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
         """What actor and reference say, by the names of Experience's fields."""
-        algorithm, noted = self.algorithm, learned.logprobs is not None
-        assert noted or not algorithm.needs_sampled_logprobs, "the rollout has no log-probs of the sampler"
+        algorithm = self.algorithm
+        assert learned.logprobs is not None or not algorithm.needs_sampled_logprobs, (
+            "the rollout has no log-probs of the sampler"
+        )
         asked = pieces if algorithm.kl_of_prompts is None else [piece.from_second_token() for piece in pieces]
 
-        def of_responses(columns: list[Tensor]) -> Tensor:
+        def of_responses(columns: Sequence[Tensor]) -> Tensor:
             pairs = zip(columns, pieces, strict=True)
             return joined([column[:, -piece.response_length :] for column, piece in pairs])
 
         gaps = None
-        if algorithm.uses_sampled_logprobs and noted:
+        if algorithm.uses_sampled_logprobs and learned.logprobs is not None:
             logprobs, entropy = learned.logprobs, learned.entropy
             compared = pieces[-1].select(slice(-COMPARED_ROWS, None))
+            assert compared.logprobs is not None
             gaps = (self._policy(compared)[0] - compared.logprobs).abs()[compared.response_mask]
         else:
             by_piece, entropies = zip(*map(self._policy, asked), strict=True)
@@ -112,6 +116,7 @@ class ExperienceMaker:
 
     def _prompt_kl(self, piece: Rollout, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """(N,) float32; log-probs (N, S - 1) of all tokens but the first. What precedes a token must be real, too."""
+        assert self.algorithm.kl_of_prompts is not None
         prompt = piece.prompt_length - 1
         real = piece.attention_mask[:, :prompt].bool()
         return self.algorithm.kl_of_prompts(logprobs[:, :prompt], ref_logprobs[:, :prompt], real)

@@ -29,7 +29,8 @@ def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False) -> 
 def pack(prompt_lengths: list[int], response_lengths: list[int], tokens: int) -> list[list[int]]:
     """Row numbers by length in runs; (longest prompt + longest response) x rows of a run is at most `tokens`."""
     order = sorted(range(len(prompt_lengths)), key=lambda row: prompt_lengths[row] + response_lengths[row])
-    pieces, longest = [], (0, 0)
+    pieces: list[list[int]] = []
+    longest = (0, 0)
     for row in order:
         widened = max(longest[0], prompt_lengths[row]), max(longest[1], response_lengths[row])
         if pieces and sum(widened) * (len(pieces[-1]) + 1) <= tokens:

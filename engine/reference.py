@@ -56,7 +56,8 @@ class HydraReference:
     """
 
     def __init__(self, actor: TrainedModel):
-        self.actor, self.models = actor, []
+        self.actor = actor
+        self.models: list[FrozenModel] = []
 
     @torch.no_grad()
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:

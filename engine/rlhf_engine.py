@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import nn
 
 from engine import distributed
 from engine.ema import EMA
@@ -18,6 +17,7 @@ from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loading import DTYPES, load_policy, load_scorer, new_critic
 from engine.models.policy import Policy
 from engine.models.reading import read_tokenizer
+from engine.models.scorer import Scorer
 from engine.optim import build_optimizer
 from engine.reference import EngineReference, HydraReference, Reference
 from engine.reward.model import RewardModel
@@ -145,11 +145,9 @@ class RLHFEngine:
             if spec.hydra_layers
             else EngineReference(frozen_model(load_policy, spec.actor_path, choices["reference"], spec))
         )
-        reward = (
-            RewardModel(frozen_model(load_scorer, spec.reward_path or spec.critic_path, choices["reward"], spec))
-            if spec.with_reward_model
-            else None
-        )
+        reward, reward_path = None, spec.reward_path or spec.critic_path
+        if spec.with_reward_model and reward_path is not None:
+            reward = RewardModel(frozen_model(load_scorer, reward_path, choices["reward"], spec))
         return cls(
             actor=actor,
             critic=critic,
@@ -183,7 +181,7 @@ def trained_model(
 
 
 def wrap_trained(
-    module: nn.Module,
+    module: Policy | Scorer,
     ds_config: dict,
     choice: EngineConfig,
     optimizer: OptimizerSpec,
@@ -203,17 +201,21 @@ def wrap_trained(
         optimizer.form,
         optimizer.decay,
     )
-    return _probed(TrainedModel(module, ds_config, adam, choice.role))
+    model = TrainedModel(module, ds_config, adam, choice.role)
+    _probe(model)
+    return model
 
 
 def frozen_model(load, path: str, choice: EngineConfig, spec: EngineSpec) -> FrozenModel:
     """An engine without optimizer around what `load` makes of `path`."""
     ds_config = build_ds_config(choice, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)
     module = load(path, DTYPES[spec.dtype], ds_config, what=f"{choice.role} model")
-    return _probed(FrozenModel(module, ds_config, choice.offload, choice.role))
+    model = FrozenModel(module, ds_config, choice.offload, choice.role)
+    _probe(model)
+    return model
 
 
-def _probed(model: TrainedModel | FrozenModel) -> TrainedModel | FrozenModel:
+def _probe(model: TrainedModel | FrozenModel) -> None:
     """Let a Policy find out, within its engine, whether its head's output is all there is to its logits."""
     if isinstance(model.module, Policy):
         vocabulary = model.module.model.config.get_text_config().vocab_size
@@ -221,4 +223,3 @@ def _probed(model: TrainedModel | FrozenModel) -> TrainedModel | FrozenModel:
         with torch.no_grad(), model.on_device():
             model(tokens, probe=True)
     gc.collect(1)  # the loader's full copy of the weights goes before the next model comes; old objects are left out
-    return model

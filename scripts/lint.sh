@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Looks at the form of the code, by the settings in pyproject.toml, in an environment that it makes if there is none.
+# Looks at form and types, by the settings in pyproject.toml, in an environment that it makes if there is none.
 #   scripts/lint.sh          says what is wrong
 #   scripts/lint.sh --fix    mends what can be mended by itself
 set -euo pipefail
@@ -11,3 +11,4 @@ if [ "${1:-}" = --fix ]; then
 fi
 ruff check .
 ruff format --check .
+mypy

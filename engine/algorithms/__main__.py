@@ -36,7 +36,8 @@ def render(names: list[str], dialects: list[Dialect], width: int) -> str:
     """A line a field and a column a dialect; in several tables where one would be wider than `width` characters."""
     first = ["", *names]
     columns = [[dialect.name, *(cell(getattr(dialect, name)) for name in names)] for dialect in dialects]
-    tables, room = [], 0
+    tables: list[list[list[str]]] = []
+    room = 0
     for column in columns:
         room -= 1 + max(map(len, column))
         if not tables or room < 0:

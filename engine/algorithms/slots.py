@@ -48,6 +48,7 @@ class ResponseRules:
         Args:
             responses: (B, T) int64. mask: (B, T) bool, every sampled token. ended: (B,) bool, by the sampler.
         """
+        assert self.end_token_id is not None
         sampled, after = torch.where(mask, responses, -1), self.dialect.truncate_after
         return mask & kept_slots(sampled, self.end_token_id, after), has_end(sampled, self.end_token_id, after)
 
@@ -55,6 +56,7 @@ class ResponseRules:
         return mask, ended
 
     def _whole_row(self, responses: Tensor, mask: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.end_token_id is not None
         return mask, has_end(torch.where(mask, responses, -1), self.end_token_id)
 
     def texts(self, rollout: Rollout) -> tuple[Rollout, Rollout]:

@@ -99,10 +99,10 @@ def check_values(dialect) -> None:
                 raise FieldError(field, getattr(dialect, field), f"must be {bound}.")
     if not all(0 <= beta < 1 for beta in dialect.betas):
         raise FieldError("betas", dialect.betas, "each must be at least 0 and less than 1.")
-    for field in dataclasses.fields(dialect):
-        value = getattr(dialect, field.name)
+    for spec in dataclasses.fields(dialect):
+        value = getattr(dialect, spec.name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise FieldError(field.name, value, "must be finite.")
+            raise FieldError(spec.name, value, "must be finite.")
     for wrong, field, why in _contradictions(dialect):
         if wrong:
             raise FieldError(field, getattr(dialect, field), why)

@@ -35,10 +35,11 @@ class FunctionReward(RewardSource):
     """
 
     def __init__(self, function: Callable, tokenizer, rows: Sequence[dict] | None = None, name: str | None = None):
-        self.function, self.tokenizer, self.rows = function, tokenizer, rows
+        self.function, self.tokenizer = function, tokenizer
         self.name = name or getattr(function, "__qualname__", repr(function))
-        self.wants_rows = "rows" in inspect.signature(function).parameters
-        assert not self.wants_rows or rows is not None, f"{self.name} asks for rows, and none were given"
+        wants_rows = "rows" in inspect.signature(function).parameters
+        assert not wants_rows or rows is not None, f"{self.name} asks for rows, and none were given"
+        self.rows = rows if wants_rows else None
 
     def score(self, rollout: Rollout) -> Tensor:
         """(B,) float32, as the function gave them.
@@ -46,8 +47,9 @@ class FunctionReward(RewardSource):
         Raises: RunStopped on all ranks where the function fails on one.
         """
         prompts, responses = decoded(rollout, self.tokenizer)
-        named = {"rows": [self.rows[index] for index in rollout.indices.tolist()]} if self.wants_rows else {}
-        values, problem = [], None
+        named = {} if self.rows is None else {"rows": [self.rows[index] for index in rollout.indices.tolist()]}
+        values: list[float] = []
+        problem = None
         try:
             values, problem = _numbers(self.function(prompts, responses, **named), len(responses))
         except Exception as error:  # whatever the user's code raises
