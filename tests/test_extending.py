@@ -14,6 +14,7 @@ from engine.algorithms import DIALECTS, ESTIMATORS, Dialect, get_dialect
 from engine.errors import UserError
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import ROLLOUT_BACKENDS, SamplingConfig, build_rollouts
+from engine.zero.config import EngineConfig
 from tests import extending, tiny_models
 from tests.e2e.programs import Tiny, command_line, metric_lines
 from tests.tiny_models import EOS, PAD
@@ -56,13 +57,16 @@ def extensions(folder, server, monkeypatch):
         table.extend(content) if isinstance(table, list) else table.update(content)
 
 
-def build(folder, dialect: Dialect, backend: str = "replica", temperature: float = 1.0, **roles) -> PPOTrainer:
+def build(
+    folder, dialect: Dialect, *, backend: str = "replica", temperature: float = 1.0, stage: int = 0, **roles
+) -> PPOTrainer:
     """A trainer of the tiny models; with a critic and a reward model where the dialect has a critic."""
     spec = EngineSpec(
         actor_path=str(folder / "sft"),
         critic_path=str(folder / "reward") if dialect.has_critic else None,
         with_critic=dialect.has_critic,
         with_reward_model=dialect.has_critic,
+        actor=EngineConfig("actor", stage),
     )
     models = RLHFEngine.from_pretrained(spec)
     sampling = SamplingConfig.of(dialect, STOPS, "fp32", max_new_tokens=6, pad_token_id=PAD)
@@ -144,6 +148,8 @@ def test_a_dialect_and_a_backend_are_known_to_flags_and_unknown_ones_named(exten
     words += ["--reward_function", "extensions.py:RewardServer", "--rollout_backend", "generate"]
     args = parse_flags(RLHFFlags, [*words, "--dialect", "monte_carlo"], "")
     assert args.resolved_dialect()[0].lam == 1.0
+    with pytest.raises(UserError, match="--decoding plain with --rollout_backend generate: .* Leave it out"):
+        parse_flags(RLHFFlags, [*words, "--decoding", "plain"], "")
     with pytest.raises(UserError, match=r"invalid choice: 'grpoo' .*'monte_carlo'"):
         parse_flags(RLHFFlags, [*words, "--dialect", "grpoo"], "")
 
@@ -163,9 +169,10 @@ def test_a_reward_source(extensions, folder, server):
     assert {prompt for asked in server.asked for prompt in asked["prompts"]} == set(PROMPTS)
 
 
-def test_a_rollout_backend(extensions, folder):
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rollout_backend(extensions, folder, stage):
     """Nearly without temperature it draws what the built-in one draws; a response ends with its first stop token."""
-    trainer = build(folder, get_dialect("default"), backend="generate", temperature=1e-4)
+    trainer = build(folder, get_dialect("default"), backend="generate", temperature=1e-4, stage=stage)
     models = trainer.models
     assert type(trainer.rollouts) is extensions.GenerateRollouts
     drawn = []

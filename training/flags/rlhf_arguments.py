@@ -90,6 +90,7 @@ class RLHFFlags(ModelFlags):
         )
         if any(step < 1 for step in self.profile_steps):
             raise UserError(f"--profile_steps {min(self.profile_steps)}: steps are counted from 1.")
+        self._validate_own_backend()
         self._validate_decoding()
         self._validate_ends(self.resolved_dialect()[0])
         if self.unsupervised_dataset_config_name is not None and self.unsupervised_dataset_name is None:
@@ -99,6 +100,15 @@ class RLHFFlags(ModelFlags):
             )
         if self.enable_test_mode != (self.test_stop_step > 0):
             raise UserError("--enable_test_mode and --test_stop_step N (1 or more) go together: give both or neither.")
+
+    def _validate_own_backend(self) -> None:
+        own = ROLLOUT_BACKENDS[self.rollout_backend] is not None
+        for name, usual in (("decoding", "auto"), ("replicas_between_steps", "keep")):
+            if own and getattr(self, name) != usual:
+                raise UserError(
+                    f"--{name} {getattr(self, name)} with --rollout_backend {self.rollout_backend}: a backend of your "
+                    "own does as it does. Leave it out."
+                )
 
     def _validate_decoding(self) -> None:
         if self.decoding not in ("recorded", "compiled"):
