@@ -52,10 +52,10 @@ class Setting:
 # would be what follows an end.
 SETTINGS = {
     "default": Setting(30, 128, 32, 1.5e-3, 2e-3),
-    # Where EOS pads, as these two would have it, scores are read before EOS, and the reward model has learned to read
-    # EOS. Their learning rates rise for 100 steps.
+    # Where EOS pads, as DeepSpeed-Chat would have it, scores are read before EOS, and the reward model has learned to
+    # read EOS. Learning rates rise for 100 steps.
     "deepspeed_chat": Setting(150, 64, 32, 2e-3, 2e-3, ("pad_token=tokenizer",)),
-    "deepspeed_chat_2023": Setting(160, 128, 16, 1.2e-3, 2e-3, ("pad_token=tokenizer",)),
+    "deepspeed_chat_2023": Setting(160, 128, 16, 1.2e-3, 2e-3),
     # Prompts are beginnings without a full stop, so that queries cannot start or end at one; and the reward model has
     # learned to read the EOS token, not the full stop before it.
     "openai": Setting(
