@@ -5,10 +5,12 @@ from dataclasses import replace
 import torch
 
 from engine import distributed
+from engine.algorithms import Algorithm
 from engine.experience import TrainingBatch
 from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import DIALECT, build_trainer, engine_spec
 from tests.engine.zero.inspecting import gradients, weights
+from tests.tiny_models import PAD
 from training.learner import Learner
 from training.ppo_trainer import PPOTrainer
 from training.reporting.metrics import Accumulator
@@ -40,7 +42,7 @@ def one_stage(folder: str, batch: TrainingBatch, stage: int, config: str) -> dic
     }
     result["scaled"] = one_step(trainer, own)
     del learner._loss_weights
-    learner.dialect = replace(STILL, loss_scope="micro_batch")
+    learner.algorithm = Algorithm(replace(STILL, loss_scope="micro_batch"), pad_token_id=PAD)
     result["mean_of_means"] = one_step(trainer, own)
 
     spec = engine_spec(
