@@ -28,7 +28,7 @@ setup(
     package_data={DS_CONFIGS: ["*.json"]},
     python_requires=">=3.11",
     install_requires=[
-        "torch>=2.9",
+        "torch>=2.9,<2.16",
         "deepspeed>=0.19.8,<0.20",
         "transformers>=5.17,<6",
         "datasets>=5.2,<6",

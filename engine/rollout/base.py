@@ -12,14 +12,14 @@ from engine.experience import PromptBatch, Rollout
 class SamplingConfig:
     """How responses are sampled: from the policy itself, at a temperature, with keyed uniform numbers.
 
-    There is no top_k and no top_p: log-probs describe the whole distribution, so that is what is sampled from.
+    There is no top_k and no top_p: log-probs describe the full distribution, so that is what is sampled from.
 
     max_new_tokens: T, the most tokens a response may have.
     temperature: of sampling; the log-probs that PPO compares are taken at the same one.
     vocabulary_size: token ids from this on are never drawn: embeddings are often padded, and an id that the tokenizer
-        does not know may be beyond the reward model's. None for no bound.
+        does not know may be outside the reward model's vocabulary. None for no bound.
     stop_token_ids: tokens that end a response and belong to it; with none, and no strings, all have max_new_tokens.
-    never_drawn: tokens that are not drawn, as if they had no probability. Log-probs are the whole distribution's still.
+    never_drawn: tokens that are not drawn, as if they had no probability. Log-probs are the full distribution's still.
     stop_strings: texts that end a response with the token that completes them.
     pad_token_id: what fills the slots after a response.
     seed: of the keyed uniform numbers.

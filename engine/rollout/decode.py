@@ -94,7 +94,7 @@ class _Decoding:
     """One call of `Sampler.responses`.
 
     All rows are written at one slot of the cache (see SlotCache). Every CHECK_EVERY tokens the host looks at what was
-    drawn: rows that have ended leave, and waiting prompts, longest first, take their place. Tokens drawn beyond an end
+    drawn: rows that have ended leave, and waiting prompts, longest first, take their place. Tokens drawn after an end
     before it was noticed are cut off; since each token's random number is its own, this changes nothing else.
     """
 

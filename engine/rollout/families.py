@@ -29,7 +29,7 @@ def check_attention(path: str, what: str) -> None:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model is to be told positions; some families take them from the mask."""
+    """Whether the model takes positions; some families take them from the mask."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 

@@ -8,7 +8,7 @@ from engine.whole_copies import Model, WholeCopies
 
 
 class Zero3Rollouts(RolloutBackend):
-    """Generates with the actor's own module, under ZeRO's hooks. Slow; for actors that fit no device as a whole.
+    """Generates with the actor's own module, under ZeRO's hooks. Slow; for actors whose weights fit no device.
 
     copies: through which other models compute; what becomes of them between steps, becomes of keys and values too.
     """

@@ -26,7 +26,7 @@ class Passes:
         slot_masks: whether the model takes the mask of a single token ready made (`takes_slot_masks`).
     """
 
-    sees_all_slots = False  # whether passes see the cache's whole room, and not only what living rows have in it
+    sees_all_slots = False  # whether passes see all of the cache's room, and not only what living rows have in it
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
         self.model, self.cache, self.slot_masks = model, cache, slot_masks
@@ -60,7 +60,7 @@ class Passes:
 
 
 class RecordedPasses(Passes):
-    """Replays the operations of one recorded pass over single tokens, without the model's Python code around them.
+    """Replays the operations of one recorded pass over single tokens, without the model's Python code between them.
 
     In a small model that code takes longer than the operations do. The recording is torch.jit.trace's, which torch
     would like to see replaced by compilers, but these take minutes where it takes part of a second. It holds for any
@@ -153,13 +153,13 @@ class _TokenStep(nn.Module):
 
 def _record(step: _TokenStep, trials: list[tuple]) -> Callable[..., Tensor]:
     """The recording of the first trial, which gives the other trials' results too."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             replay = torch.jit.trace(step, trials[0], check_trace=False)
         except Exception as error:  # whatever a family's code trips over
             raise ValueError(next(iter(str(error).splitlines()), type(error).__name__)) from error
-    for warning in told:
+    for warning in caught:
         # Code that looks at a tensor goes one way when recorded, and might go another later.
         if issubclass(warning.category, torch.jit.TracerWarning) and not warning.filename.endswith(LOOK_AT_SHAPES):
             raise ValueError(f"{warning.filename}:{warning.lineno} looks at what is computed")

@@ -79,7 +79,7 @@ class EngineConfig:
 def build_ds_config(
     choice: EngineConfig, *, dtype: str, micro_batch_size: int, gradient_clipping: float = 0.0, trained: bool = True
 ) -> dict:
-    """The whole DeepSpeed configuration of one engine.
+    """The complete DeepSpeed configuration of one engine.
 
     Args:
         dtype: "fp32", "fp16" or "bf16".

@@ -30,7 +30,7 @@ class TrainedModel:
             model.backward(loss_sum / count_over_all_ranks, last=i == len(micro_batches) - 1)
         model.step(lr)
 
-    Every rank must run the same number of micro-batches; one that has fewer runs the rest with a loss times 0.
+    Every rank must run the same number of micro-batches; one that has fewer runs dummies with a loss times 0.
     """
 
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer, role: str = "model"):
@@ -120,7 +120,7 @@ class TrainedModel:
     def swapped(self, shards: list[Tensor]) -> Iterator[None]:
         """Within this context the model computes with other float32 weights, given like `master_shards`.
 
-        Both are exchanged in place, so it takes no memory beyond one shard; on leaving all is as before, bit by bit.
+        Both are exchanged in place, so it takes the memory of one more shard; on leaving all is as before, bit by bit.
         """
         self._exchange(shards)
         try:
@@ -201,7 +201,7 @@ def _inferred(module: nn.Module, *args, **kwargs):
 
 
 def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:
-    """Have ZeRO-3 fetch and free whole decoder layers: one hook and one gather each, not one for every matrix.
+    """Have ZeRO-3 fetch and free decoder layers as one: one hook and one gather each, not one for every matrix.
 
     A file that names its own `leaf_module` is left to it.
     """

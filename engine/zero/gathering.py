@@ -96,9 +96,9 @@ def copy_weights(source: nn.Module, target: nn.Module, trained_only: bool = Fals
         partitioned = [(name, parameter) for name, parameter in bucket if _has_shard(parameter)]
         if partitioned:
             _copy_bucket(partitioned, parameters)
-        rest = [(name, parameter) for name, parameter in bucket if not _has_shard(parameter)]
-        with gathered_params([parameter for _, parameter in rest]):
-            for name, parameter in rest:
+        others = [(name, parameter) for name, parameter in bucket if not _has_shard(parameter)]
+        with gathered_params([parameter for _, parameter in others]):
+            for name, parameter in others:
                 parameters[name].copy_(parameter)
     for name, buffer in source.named_buffers():
         buffers[name].copy_(buffer)

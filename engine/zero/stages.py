@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from engine import distributed
@@ -48,7 +49,7 @@ class Stage(Protocol):
         ...
 
 
-def stage_of(ds_engine) -> Stage:
+def stage_of(ds_engine: DeepSpeedEngine) -> Stage:
     """The adapter for a DeepSpeed engine that has an optimizer."""
     number = ds_engine.zero_optimization_stage()
     if number == 3:
@@ -61,9 +62,9 @@ def stage_of(ds_engine) -> Stage:
 
 
 class Stage0:
-    """Whole float32 weights and gradients on each rank."""
+    """All float32 weights and gradients on each rank."""
 
-    def __init__(self, ds_engine):
+    def __init__(self, ds_engine: DeepSpeedEngine):
         self.ds_engine, self.optimizer = ds_engine, ds_engine.optimizer
 
     @property
@@ -100,7 +101,7 @@ class Stage0WithMasters(Stage0):
     the gradient norm: `loss_factor` does the one and `step` the other.
     """
 
-    def __init__(self, ds_engine):
+    def __init__(self, ds_engine: DeepSpeedEngine):
         super().__init__(ds_engine)
         # DeepSpeed allocates Adam's moments by a step on zero gradients. It counts as one, and decays the masters:
         # undo both.
@@ -150,7 +151,7 @@ class Stage1And2:
 
     loss_factor = 1.0
 
-    def __init__(self, ds_engine):
+    def __init__(self, ds_engine: DeepSpeedEngine):
         self.ds_engine, self.optimizer = ds_engine, ds_engine.optimizer
 
     def overflowed(self) -> bool:

@@ -28,7 +28,7 @@ def one_run(folder: str, stage: int, config: str, dtype: str = "fp32") -> dict:
     _watch_updates(engine.ema, result["actor_after_steps"])
     reports = list(trainer.fit(TinyPrompts(12)))
     result["metrics"] = [timeless(report.metrics) for report in reports]
-    result["experience"] = reports[0].experience
+    result["experience"] = reports[0].batch
     result["after"] = {name: weights(model) for name, model in frozen.items()}
     everyone = {"actor": engine.actor, "critic": engine.critic, **frozen}
     result["at_rest"] = {name: partitioned(model) for name, model in everyone.items()}
