@@ -94,14 +94,14 @@ def one_run(
     }
     resumed = new_trainer()
     point = ResumePoint.find(output, with_ema=True)
-    checkpoint.load(point, resumed.engine)
+    checkpoint.load(point, resumed.models)
     resumed.load_state_dict(point.state)
     result["resumed_metrics"] = [timeless(report.metrics) for report in resumed.fit(TinyPrompts(8))]
     result["resumed"] = {
-        "after": weights(resumed.engine.actor),
-        "branch": branch(resumed.engine.actor),
-        "logprobs": judged(resumed.engine, own, rollout),
-        "ema": [shard.clone() for shard in resumed.engine.ema.shards],
+        "after": weights(resumed.models.actor),
+        "branch": branch(resumed.models.actor),
+        "logprobs": judged(resumed.models, own, rollout),
+        "ema": [shard.clone() for shard in resumed.models.ema.shards],
     }
     return result
 
