@@ -80,7 +80,7 @@ def test_a_dialect_keeps_its_choices(name, tmp_path):
     words = step3_words(name, SETTINGS[name], tmp_path, tmp_path / name, ranks=2)
     args = parse_flags(RLHFFlags, words[1:], "")
     dialect, _ = args.resolved_dialect()
-    texts = {"query_start", "query_end", "truncate_token", "truncate_after"}
+    texts = {"query_start", "query_end", "truncate_token", "truncate_after", "pad_token"}
     assert set(get_dialect(name).differences(dialect)) <= {"actor_lr", "critic_lr", *texts}
     assert set(parse_settings(SETTINGS[name].texts)) <= texts
     assert args.per_device_generation_batch_size * 2 == SETTINGS[name].prompts
