@@ -20,7 +20,7 @@ case "$which" in
 esac
 venv="${VENV:-$root/.venv_$which}"
 
-# "torch>=2.9,<2.16" becomes "torch==2.9.*" for the lowest, of which pip is to take the first, and stays for the newest.
+# For the lowest "torch>=2.9,<2.16" becomes "torch==2.9"; for the newest it stays, and pip takes the newest.
 bounds="$(grep -oE '"(torch|deepspeed|transformers)[>=<][^"]*"' "$root/setup.py" | tr -d '"')"
 wanted="$which $(cat "$root/setup.py" "$root/constraints.txt" | cksum)"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
