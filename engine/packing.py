@@ -1,4 +1,7 @@
-"""Which rows go through a model together: rows of similar length, as many as a number of tokens allows."""
+"""Which rows go through a model together, and what makes all ranks pass equally often."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -40,3 +43,24 @@ def pack(prompt_lengths: list[int], response_lengths: list[int], tokens: int) ->
             pieces.append([row])
             longest = prompt_lengths[row], response_lengths[row]
     return pieces
+
+
+def weighted_passes(
+    loss: Callable[..., torch.Tensor],
+    parts: Sequence,
+    weights: Sequence[float],
+    passes: int,
+    metrics,
+) -> tuple[list, list[Callable[[], torch.Tensor]]]:
+    """The parts, and for each a forward pass that gives its weighted loss; `passes` in all, as on every rank.
+
+    ZeRO-3 gathers weights in each pass, so no rank may make fewer: behind the parts stand dummies, which are the first
+    part at weight 0 and add nothing to the metrics.
+    """
+
+    def one(part, weight: float) -> torch.Tensor:
+        return loss(part, metrics if weight else None) * weight
+
+    dummies = passes - len(weights)
+    padded, padded_weights = [*parts, *[parts[0]] * dummies], [*weights, *[0.0] * dummies]
+    return padded, [partial(one, part, weight) for part, weight in zip(padded, padded_weights, strict=True)]

@@ -17,7 +17,7 @@ from engine import distributed
 from engine.algo.guards import ratio_exploded
 from engine.algorithms import Algorithm
 from engine.experience import TrainingBatch
-from engine.packing import micro_batches
+from engine.packing import micro_batches, weighted_passes
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.engines import TrainedModel
 from training.mixed_pretraining import MixedPretraining
@@ -81,14 +81,14 @@ class Learner:
         """
         models, ratios = self.models, torch.zeros(3, dtype=torch.float64, device=distributed.device())
         parts = self._micro_batches(batch, rows)
-        weights, losses = self._loss_weights(parts), {}
+        weights, losses, passes = self._loss_weights(parts), {}, distributed.largest(len(parts))
         parts = parts or [batch.select(slice(0, 1))]
         objectives = self._objectives(train_actor, ratios)
         for objective in objectives:
-            padded, passes = self._passes(objective.loss, parts, weights[objective.name], metrics)
+            padded, shares = weighted_passes(objective.loss, parts, weights[objective.name], passes, metrics)
             if objective.model is models.actor and self.pretraining is not None:
-                passes = self.pretraining.mixed(passes, optimizer_step, metrics)
-            losses[f"{objective.name} loss"] = accumulate_gradients(objective.model, passes), padded
+                shares = self.pretraining.mixed(shares, optimizer_step, metrics)
+            losses[f"{objective.name} loss"] = accumulate_gradients(objective.model, shares), padded
         exploded = self._exploded(ratios, metrics)
         overflows = [False] * len(objectives)
         if not exploded:
@@ -134,33 +134,19 @@ class Learner:
         return [algorithm.for_micro_batch(chosen.select(piece, slots_after)) for piece in pieces]
 
     def _loss_weights(self, parts: list[TrainingBatch]) -> dict[str, list[float]]:
-        """What each micro-batch's loss sum is multiplied by, the same number of entries on all ranks."""
+        """What each micro-batch's loss sum is multiplied by (all ranks call this)."""
         counts = torch.tensor(
             [[self.algorithm.policy_count(part.policy_mask), part.value_mask.sum()] for part in parts],
             dtype=torch.float64,
         ).view(-1, 2)
-        longest = distributed.largest(len(parts))
         totals = torch.cat([counts.sum(0), torch.tensor([float(len(parts))])]).to(distributed.device())
         *all_counts, everywhere = distributed.all_reduce_sum(totals).tolist()
         return {
             name: self.algorithm.loss_weights(
                 counts[:, column].tolist(), all_counts[column], int(everywhere), distributed.world_size()
             )
-            + [0.0] * (longest - len(parts))
             for column, name in enumerate(("policy", "value"))
         }
-
-    def _passes(
-        self, loss: Loss, parts: list[TrainingBatch], weights: list[float], metrics: Accumulator
-    ) -> tuple[list[TrainingBatch], list[Callable[[], Tensor]]]:
-        """One forward pass a weight, each giving its weighted loss, and the rows of each; ranks that have fewer parts
-        end with dummies of weight 0."""
-
-        def one(part: TrainingBatch, weight: float) -> Tensor:
-            return loss(part, metrics if weight else None) * weight
-
-        padded = parts + [parts[0]] * (len(weights) - len(parts))
-        return padded, [partial(one, part, weight) for part, weight in zip(padded, weights, strict=True)]
 
     def _policy_loss(self, ratios: Tensor, part: TrainingBatch, metrics: Accumulator | None) -> Tensor:
         rollout = part.rollout
@@ -206,11 +192,11 @@ class Learner:
         return exploded
 
 
-def accumulate_gradients(model: TrainedModel, passes: list[Callable[[], Tensor]]) -> Tensor:
+def accumulate_gradients(model: TrainedModel, shares: list[Callable[[], Tensor]]) -> Tensor:
     """Forward and backward pass of each weighted loss, equally many on all ranks; returns this rank's losses, (N,)."""
     losses = []
-    for index, one in enumerate(passes):
-        loss = one()
+    for index, share in enumerate(shares):
+        loss = share()
         losses.append(loss.detach())
-        model.backward(loss, last=index == len(passes) - 1)
+        model.backward(loss, last=index == len(shares) - 1)
     return torch.stack(losses)

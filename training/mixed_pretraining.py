@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine import distributed
 from engine.experience import position_ids
+from engine.packing import weighted_passes
 from engine.zero.engines import TrainedModel
 from training.reporting.metrics import Accumulator
 
@@ -48,20 +49,19 @@ class MixedPretraining:
         parts = self.feed.texts(optimizer_step).to(distributed.device()).split(self.micro_batch_size)
         own = torch.tensor(float(sum(_targets(part) for part in parts)), device=distributed.device())
         tokens = distributed.all_reduce_sum(own).item()
-        passes = int(distributed.all_reduce_max(torch.tensor(float(len(parts)), device=distributed.device())))
-        weight = self.coefficient / tokens
-        own_shares = [partial(self._share, part, weight, metrics) for part in parts]
-        dummies = [partial(self._share, parts[0], 0.0, None)] * (passes - len(parts))
-        return [partial(_half, share) for share in [*shares, *own_shares, *dummies]]
+        passes = distributed.largest(len(parts))
+        weights = [self.coefficient / tokens] * len(parts)
+        _, own_shares = weighted_passes(self._loss, parts, weights, passes, metrics)
+        return [partial(_half, share) for share in [*shares, *own_shares]]
 
-    def _share(self, blocks: Tensor, weight: float, metrics: Accumulator | None) -> Tensor:
-        """The weighted sum of the negative log-probs of all tokens but each block's first, which nothing predicts."""
+    def _loss(self, blocks: Tensor, metrics: Accumulator | None) -> Tensor:
+        """The sum of the negative log-probs of all tokens but each block's first, which nothing predicts."""
         mask = torch.ones_like(blocks)
         logprobs, _ = self.actor(blocks, mask, position_ids(mask), response_length=blocks.shape[1] - 1)
         loss = -logprobs.sum()
         if metrics is not None:
             metrics.add("policy/lm_loss", loss, _targets(blocks))
-        return loss * weight
+        return loss
 
 
 def _targets(blocks: Tensor) -> int:

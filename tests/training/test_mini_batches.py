@@ -7,6 +7,7 @@ import torch
 
 from engine import distributed
 from engine.algorithms import get_dialect
+from engine.errors import RunStopped
 from engine.experience import Rollout, TrainingBatch
 from engine.rollout import SamplingConfig
 from training.flags.rlhf_arguments import RLHFFlags
@@ -174,3 +175,45 @@ def test_every_row_comes_into_every_mini_batch_and_order_is_drawn_too(monkeypatc
 def test_rows_that_cannot_be_dealt_evenly_are_refused():
     with pytest.raises(AssertionError, match="8 rows do not divide into 3"):
         mini_batch_rows(8, 3, (0,))
+
+
+class BadOnRow(NoteTaker):
+    """A critic whose loss is NaN where a pass holds this row."""
+
+    def __init__(self, row: int):
+        super().__init__()
+        self.row = row
+
+    def __call__(self, sequences, *args, **how):
+        values = super().__call__(sequences, *args, **how)
+        return values + torch.where(sequences[:, :1] == self.row, torch.nan, 0.0)
+
+
+@pytest.mark.parametrize("row", [0, 5])
+def test_the_samples_of_an_error_are_those_of_the_pass_that_went_bad(row):
+    """With passes of one row each, the message shows that row alone; before, always the first pass's."""
+    critic = BadOnRow(row)
+    models = SimpleNamespace(
+        actor=NoteTaker(),
+        critic=critic,
+        reference=None,
+        reward=object(),
+        ema=None,
+        tokenizer=SimpleNamespace(eos_token_id=2, decode=lambda ids: f"tokens {ids.tolist()}"),
+    )
+    trainer = PPOTrainer(
+        models=models,
+        rollouts=None,
+        dialect=OPENAI,
+        config=PPOConfig(total_steps=1, micro_batch_size=1),
+        sampling=SamplingConfig(max_new_tokens=3, pad_token_id=0, stop_token_ids=()),
+    )
+    with pytest.raises(RunStopped) as stopped:
+        trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
+    message = str(stopped.value)
+    assert message.startswith("step 1: a number is NaN or infinite")
+    assert "rank 0: not finite: value loss (nan)" in message
+    assert [line for line in message.splitlines() if "prompt" in line and "response" in line] == [
+        f"  score 0, prompt 'tokens [{row}]', response 'tokens [50, 50, 50]'"
+    ]
+    assert critic.steps == [] and models.actor.steps == []

@@ -15,6 +15,7 @@ import math
 import torch
 
 from engine import distributed
+from engine.algo.masked import moments
 
 Number = float | torch.Tensor
 
@@ -129,9 +130,8 @@ def _scalar(value: Number) -> Number:
 def _moments(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum, sum of squares and count where `mask` holds; what stands elsewhere, NaN included, has no influence."""
     assert values.shape == mask.shape, f"values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape"
-    valid = mask.bool()
-    values = torch.where(valid, values.detach().double(), 0.0)
-    return values.sum(), values.square().sum(), valid.sum()
+    count, total, squares = moments(values.detach(), mask.bool())
+    return total, squares, count
 
 
 def _union(layouts: list[dict[str, tuple[str, int]]]) -> dict[str, tuple[str, int]]:
