@@ -4,6 +4,7 @@ import contextlib
 
 import torch
 
+from engine.trace import traced
 from engine.zero.engines import TrainedModel
 
 
@@ -20,6 +21,7 @@ class EMA:
         self.actor, self.decay = actor, decay
         self.shards = [shard.detach().clone().to(device or shard.device) for shard in actor.master_shards()]
 
+    @traced("EMA update")
     @torch.no_grad()
     def update(self) -> None:
         """Take in the actor's weights after an optimizer step."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.experience import Rollout
+from engine.trace import traced
 from engine.zero.engines import FrozenModel, TrainedModel
 
 
@@ -33,6 +34,7 @@ class EngineReference:
     def __init__(self, model: FrozenModel):
         self.model, self.models = model, [model]
 
+    @traced("reference")
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
         """(B, T) float32."""
         logprobs, _ = self.model(
@@ -59,6 +61,7 @@ class HydraReference:
         self.actor = actor
         self.models: list[FrozenModel] = []
 
+    @traced("reference")
     @torch.no_grad()
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
         """(B, T) float32."""

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     ["engine.algo"],
     ["engine.algorithms", "engine.experience"],
-    ["engine.zero.accelerator"],
+    ["engine.trace", "engine.zero.accelerator"],
     ["engine.distributed"],
     ["engine.optim", "engine.zero"],
     ["engine.models", "engine.packing"],

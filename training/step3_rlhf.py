@@ -143,7 +143,7 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
 
 def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) -> None:
     """Every step up to the last, and what surrounds them."""
-    profiler = profiling.Profiler(args.profile_steps, trainer, Path(args.output_dir), say=session.writer.write)
+    profiler = profiling.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
     with contextlib.closing(session.writer):  # of a run that stops, too: its last steps are written out, its bar ends
         session.begin()
         feed = ShuffledPrompts(

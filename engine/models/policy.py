@@ -15,6 +15,7 @@ from engine.algo.logprobs import CHUNK_ELEMENTS, predicting, token_logprobs
 from engine.experience import position_ids as positions_from
 from engine.models.backbone import Backbone
 from engine.models.heads import LogProbHead
+from engine.trace import traced
 
 
 class Policy(Backbone):
@@ -37,6 +38,7 @@ class Policy(Backbone):
         other.direct_head = self.direct_head
         return other
 
+    @traced("policy forward")
     def forward(
         self,
         sequences: Tensor,

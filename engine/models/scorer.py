@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from engine.models.backbone import Backbone
 from engine.models.heads import ScoreHead
+from engine.trace import traced
 
 
 class Scorer(Backbone):
@@ -26,6 +27,7 @@ class Scorer(Backbone):
         """Take over the offset of another Scorer of this architecture."""
         self.offset = other.offset
 
+    @traced("scorer forward")
     def forward(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """The score at every token; all arguments (B, S) int64. Returns (B, S) float32."""
         hidden = self.hidden_states(sequences, attention_mask, position_ids)

@@ -19,6 +19,7 @@ from engine.errors import RunStopped
 from engine.experience import Rollout
 from engine.reward.base import RewardSource
 from engine.reward.texts import decoded
+from engine.trace import traced
 
 
 class FunctionReward(RewardSource):
@@ -41,6 +42,7 @@ class FunctionReward(RewardSource):
         assert not wants_rows or rows is not None, f"{self.name} asks for rows, and none were given"
         self.rows = rows if wants_rows else None
 
+    @traced("reward function")
     def score(self, rollout: Rollout) -> Tensor:
         """(B,) float32, as the function gave them.
 

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from engine.experience import Rollout
 from engine.reward.base import RewardSource
+from engine.trace import traced
 from engine.zero.engines import FrozenModel
 
 
@@ -13,6 +14,7 @@ class RewardModel(RewardSource):
     def __init__(self, model: FrozenModel):
         self.model = model
 
+    @traced("reward model")
     def score(self, rollout: Rollout) -> Tensor:
         """(B,) float32, with the stored normalisation."""
         token_scores = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids)

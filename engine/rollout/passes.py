@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from engine.experience import position_ids
 from engine.rollout.cache import GivenSlots, SlotCache
 from engine.rollout.families import takes_positions
+from engine.trace import traced
 
 DECODING = ("auto", "plain", "recorded", "compiled")
 # Code that looks at shapes alone which are the same for all single tokens: whether there is one token (transformers'
@@ -32,6 +33,7 @@ class Passes:
         self.model, self.cache, self.slot_masks = model, cache, slot_masks
         self.takes_positions = takes_positions(model)
 
+    @traced("prompts")
     def prompts(self, ids: Tensor, mask: Tensor, first_row: int, end: int) -> Tensor:
         """Read prompts (B, N), left-padded, into rows from `first_row` on, with their last token in the slot before
         `end`; returns the logits behind them (B, V)."""
@@ -39,6 +41,7 @@ class Passes:
         self.cache.window.put(slice(first_row, first_row + len(ids)), start, start)
         return self._forward(ids, mask.long(), position_ids(mask))
 
+    @traced("token")
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:
         """Read one token (B, 1) of each of the first B rows into `slot`; returns the logits behind them (B, V).
 
@@ -72,6 +75,7 @@ class RecordedPasses(Passes):
         super().__init__(model, cache, slot_masks)
         self._replay = _record(_TokenStep(model), _trial_inputs(model))
 
+    @traced("token")
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:
         """As Passes.tokens."""
         rows, slots = slice(0, len(ids)), slice(start, slot + 1)
@@ -97,6 +101,7 @@ class CompiledPasses(Passes):
         graphs = "reduce-overhead" if next(model.parameters()).is_cuda else "default"
         self._step = torch.compile(step, dynamic=False, mode=graphs)
 
+    @traced("token")
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:
         """As Passes.tokens; the rows of the cache that are free compute too, and nobody looks."""
         living, rows = len(ids), len(mask)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from engine import distributed
 from engine.errors import RunStopped
+from engine.trace import traced
 from engine.zero.stages import stage_of
 
 
@@ -36,7 +37,7 @@ class TrainedModel:
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer, role: str = "model"):
         _gather_by_layer(module, ds_config)
         self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
-        self.role = role  # for messages
+        self.role = role  # for messages and traces
         self.copies: Copies | None = None  # through which passes without gradients go
         self.stage = self.ds_engine.zero_optimization_stage()
         self.version = 0  # goes up when the weights change: tells copies of them whether they are stale
@@ -61,6 +62,7 @@ class TrainedModel:
         """Does nothing: a trained model always stands where it computes."""
         return contextlib.nullcontext()
 
+    @traced("{0.role} backward")
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of `loss`, this rank's share of the global mean.
 
@@ -79,6 +81,7 @@ class TrainedModel:
         """Whether a gradient is infinite or NaN on any rank, after the last backward."""
         return self._by_stage.overflowed()
 
+    @traced("{0.role} optimizer step")
     def step(self, lr: float, overflow: bool = False, skip: bool = False) -> bool:
         """Apply one optimizer step at learning rate `lr`; returns whether the weights changed.
 
@@ -161,7 +164,7 @@ class FrozenModel:
         module.requires_grad_(False)
         _gather_by_layer(module, ds_config)
         self.ds_engine, *_ = deepspeed.initialize(model=module, config=ds_config)
-        self.role = role  # for messages
+        self.role = role  # for messages and traces
         self.copies: Copies | None = None
         self.stage = self.ds_engine.zero_optimization_stage()
         self.version = 0

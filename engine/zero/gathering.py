@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from engine import distributed
+from engine.trace import traced
 
 GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
 
@@ -80,6 +81,7 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+@traced("gather of weights")
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module, trained_only: bool = False) -> None:
     """Fill an unpartitioned module of the same architecture with a module's weights (all ranks call this).

@@ -1,69 +1,69 @@
-"""Recordings of single steps: which are made, what is marked meanwhile, and that nothing stays marked.
+"""Recordings of single steps: which are made, what is named in them, and that other steps name nothing.
 
-What stands in a recording of a real run is looked at in tests/e2e/test_programs.py.
+What stands in a recording of a real run is looked at in tests/e2e/test_recordings.py.
 """
 
+import contextlib
 import gzip
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine.errors import UserError
+from engine.trace import traced
 from training.program.plan import check_profile_steps
 from training.reporting.profiling import Profiler, set_aside_newer
 
 
-class FakeModel(torch.nn.Module):
-    """Stands for a language model, for an engine and for what holds it."""
+class FakeModel:
+    """Stands for a model: its methods are ranges of a trace, as those of the engine's models are."""
 
-    def forward(self):
+    role = "critic"
+
+    @traced("{0.role} backward")
+    def backward(self, rows: int = 3) -> torch.Tensor:
+        return torch.ones(rows).sum()
+
+    @traced("reward model")
+    def score(self) -> torch.Tensor:
         return torch.ones(3).sum()
 
-    backward = step = score = ref_logprobs = update = forward
 
-    @property
-    def engine(self):
-        return self
-
-    @property
-    def module(self):
-        return SimpleNamespace(model=self)
-
-
-@pytest.fixture
-def trainer():
-    models = {role: FakeModel() for role in ("actor", "critic", "reference", "ema")}
-    return SimpleNamespace(models=SimpleNamespace(**models), experience_maker=SimpleNamespace(reward=FakeModel()))
-
-
-def test_only_the_steps_asked_for_are_recorded(trainer, tmp_path):
-    told = []
-    profiler = Profiler([2, 4], trainer, tmp_path, say=told.append)
-    plain = FakeModel.forward, {role: dict(vars(model)) for role, model in vars(trainer.models).items()}
+def test_only_the_steps_asked_for_are_recorded(tmp_path):
+    lines, model = [], FakeModel()
+    profiler = Profiler([2, 4], tmp_path, say=lines.append)
     for step in (1, 2, 3, 4):
         with profiler.record(step):
-            now = FakeModel.forward, {role: dict(vars(model)) for role, model in vars(trainer.models).items()}
-            assert (now == plain) == (step in (1, 3)), f"step {step}: other code runs than without --profile_steps"
-            trainer.models.critic.backward()
-            trainer.experience_maker.reward.score()
-    assert (FakeModel.forward, {role: vars(model) for role, model in vars(trainer.models).items()}) == plain
+            assert model.backward(rows=5) == 5
+            model.score()
     files = sorted((tmp_path / "profile").iterdir())
     assert [file.name for file in files] == ["step_000002_rank0.json.gz", "step_000004_rank0.json.gz"]
-    assert len(told) == 2 and told[0].startswith(f"step 2 recorded: {tmp_path}/profile/step_000002_rank*.json.gz")
+    assert len(lines) == 2 and lines[0].startswith(f"step 2 recorded: {tmp_path}/profile/step_000002_rank*.json.gz")
     for file in files:
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
         assert names == ["critic backward", "reward model"]
 
 
-def test_a_step_that_raises_leaves_no_recording_and_no_marks(trainer, tmp_path):
-    plain = FakeModel.forward, dict(vars(trainer.models.actor))
-    with pytest.raises(ZeroDivisionError), Profiler([1], trainer, tmp_path, say=pytest.fail).record(1):
+def test_nothing_is_named_while_no_step_is_recorded(tmp_path, monkeypatch):
+    named = []
+    monkeypatch.setattr("engine.trace.record_function", lambda name: named.append(name) or contextlib.nullcontext())
+    profiler, model = Profiler([2], tmp_path, say=str), FakeModel()
+    for step in (1, 2, 3):
+        with profiler.record(step):
+            model.backward()
+            model.score()
+    assert named == ["critic backward", "reward model"]
+
+
+def test_a_step_that_raises_leaves_no_recording(tmp_path):
+    profiler = Profiler([1], tmp_path, say=pytest.fail)
+    with pytest.raises(ZeroDivisionError), profiler.record(1):
         raise ZeroDivisionError
-    assert (FakeModel.forward, vars(trainer.models.actor)) == plain
     assert list(tmp_path.iterdir()) == []
+    with Profiler([1], tmp_path, say=str).record(1):  # the profiler has been stopped: it can be started again
+        FakeModel().score()
 
 
 def test_recordings_after_the_restart_point_are_set_aside(tmp_path):

@@ -1,0 +1,31 @@
+"""Names in torch.profiler's traces: what is to be seen in one as a range says so where it is defined."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.profiler import record_function
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def traced(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: while torch.profiler records, calls of the function are ranges of this name in the trace.
+
+    "{0}" in the name is the first argument, so "{0.role} backward" says whose backward pass it is. Without a profiler a
+    call takes a fraction of a microsecond more; record_function alone would take tens.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not torch.autograd._profiler_enabled():
+                return function(*args, **kwargs)
+            with record_function(name.format(*args)):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
