@@ -119,9 +119,7 @@ def largest(number: int) -> int:
 
 def any_rank(flag: bool) -> bool:
     """Whether `flag` is true on at least one rank."""
-    if world_size() == 1:
-        return bool(flag)
-    return bool(all_reduce_max(torch.tensor([float(flag)], device=device())).item())
+    return bool(largest(int(flag)))
 
 
 def all_gather_objects(value) -> list:

@@ -23,3 +23,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most like this one, for "did you mean"; None where none is like it."""
     near = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
     return near[0] if near else None
+
+
+def shortened(value: object, limit: int = 100) -> str:
+    """A value as a message shows it: in one line, and cut behind `limit` characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= limit else text[:limit] + "..."

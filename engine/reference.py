@@ -21,11 +21,9 @@ class Reference(Protocol):
 
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
         """(B, T) float32. All ranks call this together."""
-        ...
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Context in which whatever is needed is on the device."""
-        ...
 
 
 class EngineReference:

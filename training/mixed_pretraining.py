@@ -29,7 +29,6 @@ class TextFeed(Protocol):
 
         At least one block; their number may differ between ranks.
         """
-        ...
 
 
 class MixedPretraining:

@@ -14,6 +14,7 @@ from engine.experience import position_ids
 from engine.models.checking import check_policy
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import read_tokenizer
+from engine.models.saving import save_trained
 from engine.rlhf_engine import wrap_trained
 from training.data.forms import SFT
 from training.data.sft_examples import SFTBatch, SFTExamples, collate_sft
@@ -21,7 +22,6 @@ from training.flags.supervised_arguments import SFTFlags
 from training.program import dry_run
 from training.program.agreement import agreed, checked
 from training.program.model_files import check_positions
-from training.program.saving import save_trained
 from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator

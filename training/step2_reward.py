@@ -19,7 +19,8 @@ from engine.experience import position_ids
 from engine.models.checking import check_policy, check_trunk, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, new_scorer
 from engine.models.reading import read_tokenizer, vocabulary_size
-from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, wrap_trained
+from engine.models.saving import save_trained
+from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, frozen_stage, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
@@ -32,7 +33,6 @@ from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
 from training.program.agreement import agreed, checked
 from training.program.model_files import check_positions, generation_stops
-from training.program.saving import save_trained
 from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
@@ -154,7 +154,7 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
 
     spec = EngineSpec(actor_path="", critic_path=args.model_name_or_path, dtype=args.dtype)
     model = frozen_model(
-        load, args.model_name_or_path, EngineConfig("reward", 3 if args.engine_config().stage == 3 else 0), spec
+        load, args.model_name_or_path, EngineConfig("reward", frozen_stage(args.engine_config())), spec
     )
     mean, variance = score_statistics(args, model, tokenizer, prompts)
     if distributed.is_main():
@@ -175,7 +175,7 @@ def score_statistics(
     Raises: RunStopped if all scores are the same, which nothing can scale to variance 1.
     """
     spec = EngineSpec(actor_path=args.sft_path, critic_path="", dtype=args.dtype, actor_optimizer=OptimizerSpec(lr=0.0))
-    choice = args.sft_engine_config()
+    choice = EngineConfig("reference", frozen_stage(args.engine_config()))
     policy = frozen_model(load_policy, args.sft_path, choice, spec)
     rollouts = build_rollouts(
         "auto",

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 
-from engine.algo.advantages import ESTIMATORS
 from engine.algorithms.dialect import Dialect
 from engine.errors import UserError
 
@@ -17,7 +16,6 @@ WHITENING_FIELDS = ("whiten_slots", "whiten_over", "whiten_variance")
 def check(
     dialect: Dialect,
     *,
-    samples_per_prompt: int | None = None,
     rows_per_rank: int | None = None,
     mini_batches: int = 1,
     micro_batch_size: int | None = None,
@@ -28,7 +26,6 @@ def check(
     """Refuse what the dialect alone cannot know; None leaves a check out.
 
     Args:
-        samples_per_prompt: responses drawn for each prompt.
         rows_per_rank: responses that each rank makes in a step.
         mini_batches: optimizer steps in a pass over them.
         micro_batch_size: responses in a forward and backward pass.
@@ -38,15 +35,6 @@ def check(
 
     Raises: UserError with the reason.
     """
-    if (
-        ESTIMATORS[dialect.advantage_estimator].needs_groups
-        and samples_per_prompt is not None
-        and samples_per_prompt < 2
-    ):
-        raise UserError(
-            f"{samples_per_prompt} response a prompt with {dialect.advantage_estimator.upper()}, which compares the "
-            "responses to one prompt with each other. Draw 2 or more."
-        )
     for fields, idle, why in _without_effect(dialect):
         for field in fields:
             if idle and field in given:

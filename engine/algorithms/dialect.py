@@ -108,9 +108,8 @@ class Dialect:
 
         Raises: UserError for a field that does not exist, and for what cannot go together.
         """
-        for name in values:
-            self.check_field(name)
-        return self.replaced(**{name: value for name, value in values.items() if value is not None})
+        own = {name: getattr(self, name, None) for name in values}
+        return self.replaced(**{name: own[name] if value is None else value for name, value in values.items()})
 
     def replaced(self, **values) -> "Dialect":
         """As `override`, but None is a value like others."""

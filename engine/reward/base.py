@@ -17,7 +17,6 @@ class RewardSource(Protocol):
 
     def score(self, rollout: Rollout) -> Tensor:
         """(B,) float32, one number a response. All ranks call this together, each with its own responses."""
-        ...
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
         """What adds up to the score, by the names that metrics and sample tables use, each (B,) float32."""

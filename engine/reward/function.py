@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine import distributed
-from engine.errors import RunStopped
+from engine.errors import RunStopped, shortened
 from engine.experience import Rollout
 from engine.reward.base import RewardSource
 from engine.reward.texts import decoded
@@ -70,13 +70,13 @@ def _numbers(returned, count: int) -> tuple[list[float], str | None]:
     """The returned numbers, or what is wrong with them."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # arrays and tensors
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        return [], f"returned {_shortened(returned)}, which is no sequence of numbers"
+        return [], f"returned {shortened(returned)}, which is no sequence of numbers"
     if len(values) != count:
-        return [], f"returned {len(values)} values for {count} responses: {_shortened(values)}"
+        return [], f"returned {len(values)} values for {count} responses: {shortened(values)}"
     values = [value.item() if getattr(value, "shape", None) == () else value for value in values]
     for place, value in enumerate(values):
         if not isinstance(value, numbers.Real):
-            return [], f"returned {_shortened(value)} for response {place} of {count}, which is no number"
+            return [], f"returned {shortened(value)} for response {place} of {count}, which is no number"
     return [float(value) for value in values], None
 
 
@@ -86,8 +86,3 @@ def _described(error: Exception) -> str:
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
     return f"{type(error).__name__}: {str(error)[:300]}{place}"
-
-
-def _shortened(value, limit: int = 100) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[:limit] + "..."

@@ -61,7 +61,6 @@ class RolloutBackend(Protocol):
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row. All ranks call this together, each with its own prompts."""
-        ...
 
     def release_memory(self) -> None:
         """Nothing is generated for a while: what is not needed meanwhile may be given back. By default nothing is."""

@@ -20,7 +20,6 @@ class Copies(Protocol):
 
     def of(self, model: "TrainedModel | FrozenModel") -> nn.Module:
         """A module that computes what the model's own does, free of ZeRO's hooks. All ranks call this together."""
-        ...
 
 
 class TrainedModel:

@@ -15,17 +15,15 @@ from engine.trace import traced
 GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
 
 
-def parameter_buckets(
-    module: nn.Module, numel: int = GATHER_BUCKET, trained_only: bool = False
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """A module's named parameters in runs of about `numel` elements; tied ones come once."""
+def parameter_buckets(module: nn.Module, trained_only: bool = False) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """A module's named parameters in runs of about GATHER_BUCKET elements; tied ones come once."""
     bucket, size = [], 0
     for name, parameter in module.named_parameters():
         if trained_only and not parameter.requires_grad:
             continue
         bucket.append((name, parameter))
         size += full_numel(parameter)
-        if size >= numel:
+        if size >= GATHER_BUCKET:
             yield bucket
             bucket, size = [], 0
     if bucket:

@@ -23,30 +23,24 @@ class Stage(Protocol):
     @property
     def loss_factor(self) -> float:
         """What a loss is to be multiplied by, beside the loss scale that DeepSpeed applies itself."""
-        ...
 
     def overflowed(self) -> bool:
         """Whether a gradient is infinite or NaN on any rank. All ranks call this together."""
-        ...
 
     def step(self, overflow: bool) -> float:
         """Let DeepSpeed update the weights, or lower the loss scale where fp16's gradients have overflowed.
 
         Returns: the gradient norm before clipping; of no meaning after an overflow.
         """
-        ...
 
     def drop(self) -> None:
         """A step that changes neither weights nor moments, and after which there are no gradients."""
-        ...
 
     def master_shards(self) -> list[Tensor]:
         """This rank's float32 weights: the tensors that the optimizer updates."""
-        ...
 
     def refresh_from_masters(self) -> None:
         """Give the module the weights that its float32 masters hold. All ranks call this together."""
-        ...
 
 
 def stage_of(ds_engine: DeepSpeedEngine) -> Stage:

@@ -9,6 +9,7 @@ import torch
 from engine.experience import PromptBatch, Rollout
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy
+from engine.models.saving import save_trained
 from engine.reference import EngineReference, HydraReference
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
 from engine.zero.config import EngineConfig
@@ -16,7 +17,6 @@ from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import engine_spec, prompt_batch
 from tests.distributed.work_hydra import local_bytes
 from tests.engine.zero.inspecting import weights
-from training.program.saving import save_trained
 from training.restarts import checkpoint
 from training.restarts.conditions import Conditions
 from training.restarts.resume_point import ResumePoint

@@ -7,6 +7,7 @@ import torch
 
 from engine.experience import Rollout
 from engine.models.loading import load_policy
+from engine.models.saving import save_trained
 from engine.reference import EngineReference
 from engine.rlhf_engine import EngineSpec, RLHFEngine, frozen_model
 from engine.zero.config import EngineConfig
@@ -14,7 +15,6 @@ from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, timeless
 from tests.engine.zero.inspecting import parameter_bytes, pretend_cpus_have_fp16, weights
 from training.ppo_trainer import PPOTrainer
-from training.program.saving import save_trained
 from training.restarts import checkpoint
 from training.restarts.conditions import Conditions
 from training.restarts.resume_point import ResumePoint

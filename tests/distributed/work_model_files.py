@@ -4,12 +4,12 @@ import torch
 
 from engine.experience import position_ids
 from engine.models.loading import load_policy, load_scorer, new_scorer
+from engine.models.saving import save_trained
 from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from engine.zero.gathering import full_state
 from tests.tiny_models import PAD, make_tokenizer
-from training.program.saving import save_trained
 
 HEAD_SEED = 5
 

@@ -7,7 +7,7 @@ from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
-from engine.rlhf_engine import OptimizerSpec, frozen_stage
+from engine.rlhf_engine import OptimizerSpec
 from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
@@ -157,7 +157,3 @@ class RewardFlags(SupervisedFlags):
     def sft_path(self) -> str:
         """The model whose responses normalise the scores."""
         return self.sft_model_name_or_path or self.model_name_or_path
-
-    def sft_engine_config(self) -> EngineConfig:
-        """Its engine: partitioned where the reward model is."""
-        return EngineConfig("reference", frozen_stage(self.engine_config()))

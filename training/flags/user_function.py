@@ -8,37 +8,34 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from engine.errors import UserError
+from engine.errors import UserError, shortened
 from engine.reward.base import RewardSource
 
 
-def load_function(name: str, what: str = "--reward_function") -> Callable:
+def load_function(name: str) -> Callable:
     """Import a function that can be called as `function(prompts, responses)`, or with `rows=` as well; or a class of
     RewardSource that is made of the tokenizer.
 
     Modules are also looked for in the current directory, behind all else. A file's folder may hold modules that it
     imports.
 
-    Raises: UserError, naming `what` (the flag), for a module that is not found or whose import raises, and for a name
+    Raises: UserError, naming the flag, for a module that is not found or whose import raises, and for a name
     that it lacks or that cannot be called so.
     """
+    what = f"--reward_function {name}"
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
-        raise UserError(f"{what} {name}: give module:function or path/to/file.py:function.")
-    module = (
-        _imported_file(Path(where), f"{what} {name}")
-        if where.endswith(".py")
-        else _imported(where, Path.cwd(), f"{what} {name}")
-    )
+        raise UserError(f"{what}: give module:function or path/to/file.py:function.")
+    module = _imported_file(Path(where), what) if where.endswith(".py") else _imported(where, Path.cwd(), what)
     if not hasattr(module, attribute):
-        raise UserError(f"{what} {name}: {_origin(module)} has no {attribute}. Give the name of a function in it.")
+        raise UserError(f"{what}: {_origin(module)} has no {attribute}. Give the name of a function in it.")
     function = getattr(module, attribute)
     if not callable(function):
         raise UserError(
-            f"{what} {name}: {attribute} in {_origin(module)} is {_shortened(function)}, which cannot be "
+            f"{what}: {attribute} in {_origin(module)} is {shortened(function, 60)}, which cannot be "
             "called. Give the name of a function."
         )
-    _check_parameters(function, f"{what} {name}")
+    _check_parameters(function, what)
     return function
 
 
@@ -98,8 +95,3 @@ def _check_parameters(function: Callable, what: str) -> None:
 
 def _origin(module: ModuleType) -> str:
     return getattr(module, "__file__", None) or module.__name__
-
-
-def _shortened(value, limit: int = 60) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[:limit] + "..."

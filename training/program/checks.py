@@ -32,7 +32,6 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
         layers = read_config(path, "--actor_model_name_or_path").get_text_config().num_hidden_layers
     check(
         dialect,
-        samples_per_prompt=dialect.samples_per_prompt,
         rows_per_rank=args.rows_per_rank,
         mini_batches=dialect.mini_batches,
         micro_batch_size=args.per_device_training_batch_size,

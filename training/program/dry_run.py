@@ -26,6 +26,7 @@ from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.first_lines import changes_since, dialect_lines, plan_lines
 from training.program.plan import make_plan
+from training.program.startup import leave, run
 from training.reporting.run_record import command_line
 from training.restarts.resume_point import ResumePoint
 
@@ -175,8 +176,6 @@ def main(words: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    from training.program.startup import run
-
     try:
         world, local = _processes(words[:place])
     except UserError as error:
@@ -193,6 +192,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    from training.program.startup import leave
-
     leave(main(sys.argv[1:]))

@@ -4,6 +4,7 @@ from engine import distributed
 from engine.algorithms import NOTES, Dialect
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.plan import Plan
+from training.restarts.conditions import Conditions
 
 
 def first_lines(args: RLHFFlags, plan: Plan, changed: dict) -> str:
@@ -41,4 +42,4 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> str:
 
 def changes_since(plan: Plan) -> list[str]:
     """A line for each setting that is another one than when the restart point was written that the run goes on from."""
-    return plan.resume.changes(plan.conditions) if plan.resume else []
+    return plan.conditions.changes_since(Conditions.read(plan.resume.state)) if plan.resume else []

@@ -5,11 +5,11 @@ import time
 from pathlib import Path
 
 from engine import distributed
+from engine.models.saving import save_trained
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
 from training.program.output_folder import open_writer
 from training.program.plan import Plan
-from training.program.saving import save_trained
 from training.reporting import views
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
 from training.reporting.metrics_file import METRICS_FILE, read_metrics

@@ -117,15 +117,10 @@ def check_run(args: RunFlags, resumed: bool = False) -> None:
     resumed: whether the run that is gone on with stands in the output folder. Raises: UserError.
     """
     if not args.dry_run:
-        check_precision(args.dtype)
+        from engine.zero.accelerator import why_not
+
+        reason = why_not(args.dtype)
+        if reason is not None:
+            raise UserError(f"--dtype {args.dtype}: {reason}")
     check_wandb(args.wandb_project, tensorboard=args.enable_tensorboard)
     check_output_dirs(args, resumed)
-
-
-def check_precision(dtype: str) -> None:
-    """Raise UserError where the machine cannot train in this dtype."""
-    from engine.zero.accelerator import why_not
-
-    reason = why_not(dtype)
-    if reason is not None:
-        raise UserError(f"--dtype {dtype}: {reason}")

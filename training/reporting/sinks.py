@@ -68,13 +68,13 @@ class MetricWriter:
         for sink in self._sinks:
             sink.log(step, samples, metrics)
 
-    def samples(self, step: int, rows: Sequence[Mapping], *, tag: str = "samples") -> None:
+    def samples(self, step: int, rows: Sequence[Mapping]) -> None:
         """Show sampled responses: rows with `prompt`, `response`, `score`, `kl`."""
         if self._bar:
             width = max(MIN_WIDTH, min(160, shutil.get_terminal_size().columns))
-            self._bar.write(f"{tag}, step {step}\n{samples_table(rows, width)}\n")
+            self._bar.write(f"samples, step {step}\n{samples_table(rows, width)}\n")
         if self._tensorboard:
-            self._tensorboard.text(step, tag, samples_markdown(rows))
+            self._tensorboard.text(step, "samples", samples_markdown(rows))
 
     def histogram(self, step: int, tag: str, values: torch.Tensor) -> None:
         """Write the distribution of `values` (this rank's: gather them first where that matters) to TensorBoard."""

@@ -72,10 +72,6 @@ class ResumePoint:
                 f"step {last_step}. Raise --max_steps or --num_train_epochs."
             )
 
-    def changes(self, conditions: Conditions) -> list[str]:
-        """A line for each setting that has changed since it was written."""
-        return conditions.changes_since(Conditions.read(self.state))
-
 
 def set_aside_newer(output_dir: Path, step: int) -> None:
     """Rename the restart points after `step` to step_N.abandoned (rank 0 does): a run that goes on from an older point

@@ -76,7 +76,6 @@ def test_what_cannot_go_together_is_refused_with_the_reason(name, changed, messa
 @pytest.mark.parametrize(
     "name, run, message",
     [
-        ("trl_rloo", {"samples_per_prompt": 1}, "1 response a prompt with RLOO"),
         ("trl_rloo", {"given": ["kl_coef", "critic_lr"]}, "critic_lr is given, but the dialect trl_rloo has no critic"),
         ("trl_rloo", {"given": ["value_clip_range"]}, "value_clip_range is given"),
         ("trl_rloo", {"given": ["gamma"]}, "gamma is given, but the dialect trl_rloo has no critic"),
@@ -128,7 +127,7 @@ def test_scores_of_one_response_have_no_deviation():
         ("deepspeed_chat", {"rows_per_rank": 1}),
         ("openai", {"rows_per_rank": 8, "mini_batches": 4}),
         ("trlx", {"rows_per_rank": 8, "micro_batch_size": 1, "ranks": 2, "layers": 2}),
-        ("trl_rloo", {"rows_per_rank": 2, "samples_per_prompt": 2, "given": ["actor_lr"]}),
+        ("trl_rloo", {"rows_per_rank": 2, "given": ["actor_lr"]}),
         ("trlx", {"rows_per_rank": 6, "micro_batch_size": 4}),
         ("openai", {"given": ["kl_target", "lam", "missing_end_value", "whiten_over", "temperature_in_logprobs"]}),
         ("summarize", {"given": ["decay"]}),

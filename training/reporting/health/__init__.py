@@ -9,8 +9,7 @@ metrics. Thresholds are rules of thumb, each with its reason: a finding is a rea
 
 from collections.abc import Mapping, Sequence
 
-from training.reporting.health.curves import FEWEST_STEPS, having
-from training.reporting.health.finding import ALARM, FINE, LOOK, Finding
+from training.reporting.health.curves import ALARM, FEWEST_STEPS, FINE, LOOK, Finding, having
 from training.reporting.health.optimization import (
     gradient_spikes,
     not_finite,

@@ -1,13 +1,28 @@
-"""Reading a metric's curve out of a run's records: its values, its start and end, its highest stretch."""
+"""A metric's curve in a run's records (its values, start, end and highest stretch), and a finding from it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
-from training.reporting.health.finding import Finding
-
+ALARM, LOOK, FINE = "alarm", "look", "fine"
+"""The run is probably spoilt; it may be well, but look; nothing stood out."""
 FEWEST_STEPS, SHARE = 8, 0.1
 """Fewer steps make no trend. Start and end of a run are its first and last tenth."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What stood out: `severity` is ALARM, LOOK or FINE, `text` says what was seen and what to try."""
+
+    severity: str
+    text: str
+
+
+def at_steps(steps: Sequence[int]) -> str:
+    """Where something was seen: the first few steps by number."""
+    shown = ", ".join(map(str, steps[:3]))
+    return f"at step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 3} more" if len(steps) > 3 else "")
 
 
 def having(rows: Sequence[Mapping], name: str) -> list[Mapping]:

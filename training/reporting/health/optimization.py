@@ -5,8 +5,18 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 
-from training.reporting.health.curves import FEWEST_STEPS, SHARE, column, having, mean, sustained
-from training.reporting.health.finding import ALARM, LOOK, Finding, at_steps
+from training.reporting.health.curves import (
+    ALARM,
+    FEWEST_STEPS,
+    LOOK,
+    SHARE,
+    Finding,
+    at_steps,
+    column,
+    having,
+    mean,
+    sustained,
+)
 
 CLIPPED = 0.3
 """Share of tokens. The clip is for outliers, not for a third of all tokens."""

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from training.reporting.health.curves import at_end, at_start, mean
-from training.reporting.health.finding import ALARM, LOOK, Finding
+from training.reporting.health.curves import ALARM, LOOK, Finding, at_end, at_start, mean
 
 KL_FAR = 30.0
 """Nats a response: what the policy answers is e^30 = 10^13 times likelier than the reference made it."""

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from training.reporting.health.curves import at_end, at_start, column, having
-from training.reporting.health.finding import LOOK, Finding
+from training.reporting.health.curves import LOOK, Finding, at_end, at_start, column, having
 
 LONGER, SHORTER = 1.5, 0.67
 """Response length, end over start. Reward models like length (or its absence) for its own sake."""
