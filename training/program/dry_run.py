@@ -30,7 +30,7 @@ from training.program.startup import leave, run
 from training.reporting.run_record import command_line
 from training.restarts.resume_point import ResumePoint
 
-PROGRAMS = {"step1_sft.py": "SFTFlags", "step2_reward.py": "RewardFlags", "step3_rlhf.py": "RLHFFlags"}
+PROGRAMS = {"step1_sft": "SFTFlags", "step2_reward": "RewardFlags", "step3_rlhf": "RLHFFlags"}
 
 
 def report(checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, dict]) -> None:
@@ -166,13 +166,19 @@ def _slots(hostfile: str) -> list[int]:
         logging.disable(logging.NOTSET)
 
 
+def _program(word: str) -> str:
+    """ "step3_rlhf" for training/step3_rlhf.py, and for training.step3_rlhf, which `deepspeed --module` starts."""
+    path = Path(word)
+    return path.stem if path.suffix == ".py" else word.removeprefix("training.")
+
+
 def main(words: Sequence[str]) -> int:
     """Try the command; returns the exit code that the program ends with."""
-    place = next((place for place, word in enumerate(words) if Path(word).name in PROGRAMS), None)
+    place = next((place for place, word in enumerate(words) if _program(word) in PROGRAMS), None)
     if place is None:
         print(
             f"error: no program in {shlex.join(words)!r}. Put `python -m training.program.dry_run` before a whole "
-            f"command with one of {', '.join(PROGRAMS)}.",
+            f"command with one of {', '.join(f'{name}.py' for name in PROGRAMS)}.",
             file=sys.stderr,
         )
         return 2
@@ -182,8 +188,8 @@ def main(words: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_SIZE": str(local)}
-    name = Path(words[place]).name
-    module = importlib.import_module(f"training.{Path(name).stem}")
+    name = _program(words[place])
+    module = importlib.import_module(f"training.{name}")
     flags = [word for word in words[place + 1 :] if word != "--dry_run"]
     code = run(module.main, getattr(module, PROGRAMS[name]), module.__doc__.splitlines()[0], [*flags, "--dry_run"])
     if code == 0 and world > local and not any(word.split("=")[0] in ("--hostfile", "-H") for word in words[:place]):

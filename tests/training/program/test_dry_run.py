@@ -52,6 +52,7 @@ def test_counting_processes(launcher, counts, hosts):
         (["deepspeed", "--hostfile", "{broken}", "training/step1_sft.py"], "--hostfile {broken}: Hostfile contains"),
         (["deepspeed", "--hostfile", "/no/hosts", "training/step1_sft.py"], "--hostfile /no/hosts: there is no such"),
         (["deepspeed", "training/step1_sft.py", "--sed", "1"], "unknown flag --sed. Did you mean --seed?"),
+        (["deepspeed", "--module", "training.step1_sft", "--sed", "1"], "unknown flag --sed. Did you mean --seed?"),
     ],
 )
 def test_wrong_use(words, told, tmp_path, capsys, monkeypatch):
