@@ -208,11 +208,11 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Which slots count for what: lengths (B,) int64, L; score (B,) int64; kl (B, T) bool; masks."""
+    """Which slots count for what: lengths (B,) int64, L; score_slot (B,) int64; kl_mask (B, T) bool; masks."""
 
     lengths: Tensor
-    score: Tensor
-    kl: Tensor
+    score_slot: Tensor
+    kl_mask: Tensor
     masks: Masks
 
 

@@ -175,6 +175,7 @@ class PPOTrainer:
             for rows in mini_batch_rows(len(batch), dialect.mini_batches, key):
                 ratios = ratios + self.optimizer_step(batch, rows, metrics)
                 self.optimizer_steps += 1
+            # By a mini-batch of this rank alone, as trlX has it; its source stands at AdaptiveKL.
             self.kl_controller.after_epoch(kl, len(batch) // dialect.mini_batches)
             if dialect.early_stop_kl is not None:
                 metrics.add_max("policy/epochs", epoch + 1)

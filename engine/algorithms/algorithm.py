@@ -108,7 +108,7 @@ class Algorithm:
 
     def _kl_of_prompts_and_responses(self, experience: Experience, slots: Slots) -> Tensor:
         measure = self.dialect.kl_measure
-        return experience.prompt_kl + measured_kl(experience.logprobs, experience.ref_logprobs, slots.kl, measure)
+        return experience.prompt_kl + measured_kl(experience.logprobs, experience.ref_logprobs, slots.kl_mask, measure)
 
     def process_scores(self, scores: Tensor, ended: Tensor) -> Tensor:
         """The scores as they enter the rewards: scaled, changed where an end is missing, clipped; (B,) float32.
@@ -141,7 +141,7 @@ class Algorithm:
             logprobs, ref_logprobs: (B, T) float32 of the rollout. scores: (B,) float32, from `process_scores`.
         """
         penalty = kl_estimate(logprobs, ref_logprobs, self.dialect.kl_estimator)
-        return compute_rewards(penalty, kl_coef if self._kl_in_reward else 0.0, slots.kl, scores, slots.score)
+        return compute_rewards(penalty, kl_coef if self._kl_in_reward else 0.0, slots.kl_mask, scores, slots.score_slot)
 
     def kept_values(self, values: Tensor | None, slots: Slots) -> Tensor:
         """The critic's values (B, T) float32 with what the dialect has after the end; zeros without a critic."""

@@ -90,8 +90,8 @@ class ResponseRules:
         value = self._value_mask(counted, lengths)
         return Slots(
             lengths=lengths,
-            score=score_slots(lengths, width, dialect.score_slot),
-            kl=self._kl_slots(counted, lengths),
+            score_slot=score_slots(lengths, width, dialect.score_slot),
+            kl_mask=self._kl_slots(counted, lengths),
             masks=Masks(counted & learned, value & learned, slots_up_to(lengths, width, dialect.value_slots)),
         )
 

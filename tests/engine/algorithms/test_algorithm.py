@@ -53,7 +53,7 @@ def test_score_slots_and_loss_masks_of_the_table(system, case, width):
     slots = slots_of(system, case, width)
     learned = L_OF.get(system, L_OF["others"])[case][6 - width]
     valued = VALUE_OF[system][case][6 - width] if system in VALUE_OF else learned
-    assert slots.score.tolist() == [SCORE_SLOTS[system][f"{case}{width}"]]
+    assert slots.score_slot.tolist() == [SCORE_SLOTS[system][f"{case}{width}"]]
     assert slots.lengths.tolist() == [learned]
     assert slots.masks.policy.int().tolist() == [[1] * learned + [0] * (width - learned)]
     assert slots.masks.value.int().tolist() == [[1] * valued + [0] * (width - valued)]
@@ -129,7 +129,7 @@ def test_a_row_that_is_too_short_is_not_learned_but_keeps_its_score():
     tokens = torch.tensor([[11, PAD, PAD], [11, 12, PAD]])
     slots = algorithm("deepspeed_chat").slots(tokens, torch.tensor([[True, False, False], [True, True, False]]))
     assert slots.masks.policy.int().tolist() == slots.masks.value.int().tolist() == [[0, 0, 0], [1, 1, 0]]
-    assert slots.score.tolist() == [1, 2]
+    assert slots.score_slot.tolist() == [1, 2]
 
 
 def test_what_is_scored_ends_where_the_dialect_says():
@@ -156,7 +156,7 @@ def test_summarize_learns_what_stands_before_its_own_cut():
     dialect = get_dialect("summarize")
     mask, _ = algorithm(dialect).scored_text(sampled, torch.ones(1, 6, dtype=torch.bool), torch.tensor([False]))
     slots = algorithm(dialect).slots(sampled, mask)
-    assert (slots.lengths.item(), slots.score.item()) == (4, 4)
+    assert (slots.lengths.item(), slots.score_slot.item()) == (4, 4)
     assert slots.masks.policy.sum() == 4 and slots.masks.value.sum() == 5
 
 

@@ -62,7 +62,7 @@ def test_masks_and_score_slot(system):
     algorithm = Algorithm(get_dialect(system), pad_token_id=PAD, end_token_id=EOS)
     slots = algorithm.slots(torch.tensor([ROW]), torch.arange(WIDTH).unsqueeze(0) < 4)
     assert slots.masks.policy.int().tolist() == [mask]
-    assert slots.score.tolist() == [place]
+    assert slots.score_slot.tolist() == [place]
     same = torch.zeros(1, WIDTH)
     rewards = algorithm.compute_rewards(same, same, torch.tensor([2.0]), slots, 0.1)
     assert rewards.nonzero().tolist() == [[0, place]]
