@@ -135,7 +135,7 @@ def compare_backends(ours: Ours, prompts: PromptBatch, args: argparse.Namespace)
 
 
 def decode_seconds(ours: Ours, setting: Setting, prompts: PromptBatch, rounds: int) -> float:
-    """Seconds of all decoding steps: the median difference between a generation of the whole length and one of one
+    """Seconds of all decoding steps: the median difference between a generation of full length and one of one
     token right before it, the weights being there already."""
     full, first = ours.trainer.sampling, sampling(setting, ours.trainer.models.tokenizer, tokens=1)
     differences = []

@@ -72,7 +72,7 @@ class SupervisedFlags(DataFlags):
         return EngineConfig("model", stage or 0, self.offload, self.ds_config)
 
     def ds_settings(self) -> dict:
-        """The whole DeepSpeed configuration; raises UserError for a contradiction."""
+        """The DeepSpeed configuration, filled in; raises UserError for a contradiction."""
         return build_ds_config(
             self.engine_config(),
             dtype=self.dtype,

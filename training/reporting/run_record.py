@@ -83,7 +83,7 @@ def read_run_record(path: str | Path) -> list[dict]:
 def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
     """The command that started the program, quoted for a shell, with the sizes that a launcher was given.
 
-    What else the launcher was told (a hostfile, a port) does not reach the program, and is not in it.
+    The launcher's other options (a hostfile, a port) do not reach the program, and are not in it.
     """
     words = [word for word in argv if not word.startswith("--local_rank=")]
     world = int(environment.get("WORLD_SIZE", 1))

@@ -7,7 +7,7 @@
     writer.close()
 
 Every rank may hold a MetricWriter; on all but the main one it does nothing. `resume_step` is the last step that counts
-when a run goes on from a checkpoint: what an earlier process logged beyond it is dropped, so no step counts twice.
+when a run goes on from a checkpoint: what an earlier process logged after it is dropped, so no step counts twice.
 """
 
 import shutil
@@ -82,7 +82,7 @@ class MetricWriter:
             self._tensorboard.histogram(step, tag, values)
 
     def hparams(self, settings: Mapping) -> None:
-        """Write the run's settings to TensorBoard and W&B; nested ones are told apart as outer/inner."""
+        """Write the run's settings to TensorBoard and W&B; nested ones are named outer/inner."""
         if self._wandb:
             self._wandb.config.update(dict(settings), allow_val_change=True)
         if self._tensorboard:
@@ -102,6 +102,6 @@ class MetricWriter:
 
 
 def run_name(output_dir: Path) -> str:
-    """The run's name where several are compared: its folder's and the one's around it, which tell most runs apart."""
+    """The run's name where several are compared: its folder's and that of the folder above."""
     folder = output_dir.resolve()
     return f"{folder.name} ({folder.parent.name})"

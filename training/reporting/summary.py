@@ -37,7 +37,7 @@ class RunSummary:
         cls, rows: Sequence[Mapping], *, saved: Mapping[str, str | Path] | None = None, curves: str | Path | None = None
     ) -> "RunSummary":
         """The summary of the records of a run: the evaluation of step 0 and the last one, responses and steps, each
-        phase's total time, and health. What time/step holds beyond the other times is the phase "other".
+        phase's total time, and health. What of time/step is in none of the other times is the phase "other".
         """
         evaluations = [row for row in rows if "eval/score" in row]
         first = [row for row in evaluations if row["step"] == 0]
