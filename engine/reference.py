@@ -1,7 +1,7 @@
 """Where the reference log-probs come from. A Protocol, since a reference need not be a model of its own."""
 
 import contextlib
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -29,10 +29,14 @@ class Reference(Protocol):
 class EngineReference:
     """A frozen copy of the SFT model in an engine of its own."""
 
+    settings: ClassVar[dict[str, bool]] = {}  # of the forward pass
+
     def __init__(self, model: FrozenModel):
-        self.model, self.models = model, [model]
+        self.model: FrozenModel | TrainedModel = model
+        self.models = [model]
 
     @traced("reference")
+    @torch.no_grad()
     def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
         """(B, T) float32."""
         logprobs, _ = self.model(
@@ -41,38 +45,22 @@ class EngineReference:
             rollout.position_ids,
             response_length=rollout.response_length,
             temperature=temperature,
+            **self.settings,
         )
         return logprobs
 
-    def on_device(self):
+    def on_device(self) -> contextlib.AbstractContextManager:
         """Context in which the weights are on the device."""
         return self.model.on_device()
 
 
-class HydraReference:
+class HydraReference(EngineReference):
     """Frozen copies of the actor's last layers, within the actor's engine; the layers below are the actor's own.
 
     actor: around an `engine.models.hydra.HydraPolicy`.
     """
 
+    settings: ClassVar[dict[str, bool]] = {"reference": True}
+
     def __init__(self, actor: TrainedModel):
-        self.actor = actor
-        self.models: list[FrozenModel] = []
-
-    @traced("reference")
-    @torch.no_grad()
-    def ref_logprobs(self, rollout: Rollout, temperature: float) -> Tensor:
-        """(B, T) float32."""
-        logprobs, _ = self.actor(
-            rollout.sequences,
-            rollout.attention_mask,
-            rollout.position_ids,
-            response_length=rollout.response_length,
-            temperature=temperature,
-            reference=True,
-        )
-        return logprobs
-
-    def on_device(self):
-        """Does nothing: the actor always stands where it computes."""
-        return self.actor.on_device()
+        self.model, self.models = actor, []

@@ -8,7 +8,6 @@ passes of both losses.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -48,10 +47,9 @@ class MixedPretraining:
         parts = self.feed.texts(optimizer_step).to(distributed.device()).split(self.micro_batch_size)
         own = torch.tensor(float(sum(_targets(part) for part in parts)), device=distributed.device())
         tokens = distributed.all_reduce_sum(own).item()
-        passes = distributed.largest(len(parts))
         weights = [self.coefficient / tokens] * len(parts)
-        _, own_shares = weighted_passes(self._loss, parts, weights, passes, metrics)
-        return [partial(_half, share) for share in [*shares, *own_shares]]
+        _, own_shares = weighted_passes(self._loss, parts, weights, distributed.largest(len(parts)), metrics)
+        return [lambda share=share: 0.5 * share() for share in [*shares, *own_shares]]
 
     def _loss(self, blocks: Tensor, metrics: Accumulator | None) -> Tensor:
         """The sum of the negative log-probs of all tokens but each block's first, which nothing predicts."""
@@ -66,7 +64,3 @@ class MixedPretraining:
 def _targets(blocks: Tensor) -> int:
     """The number of tokens that are predicted."""
     return blocks.numel() - len(blocks)
-
-
-def _half(share: Callable[[], Tensor]) -> Tensor:
-    return 0.5 * share()

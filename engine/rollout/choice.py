@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine import distributed
+from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
-from engine.rollout.partitions import Zero3Rollouts
-from engine.rollout.whole_copy import ReplicaRollouts
 from engine.whole_copies import Model, WholeCopies, copy_bytes, gradient_bytes
 from engine.zero import accelerator
 

@@ -108,15 +108,15 @@ def build_ds_config(
                 f"{f' ({owned[name]})' if name in owned else ''}. Leave it out of the file."
             )
         config.pop(name, None)
-    for name, own in (("fp16", "fp16"), ("bf16", "bf16")):
+    for name in ("fp16", "bf16"):
         section = dict(config.get(name, {}))
-        if section.get("enabled", "auto") not in ("auto", dtype == own):
+        if section.get("enabled", "auto") not in ("auto", dtype == name):
             raise UserError(
                 f"{choice.path}: {name}.enabled is {section['enabled']!r}, but --dtype is {dtype}. "
                 "Leave it out of the file."
             )
-        section["enabled"] = dtype == own
-        config[name] = section if dtype == own else {"enabled": False}
+        section["enabled"] = dtype == name
+        config[name] = section if dtype == name else {"enabled": False}
     if not trained:
         config["zero_optimization"].pop("offload_optimizer", None)
     if not config["zero_optimization"].get("compute_grad_norm", True):

@@ -36,6 +36,7 @@ class TrainedModel:
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer, role: str = "model"):
         _gather_by_layer(module, ds_config)
         self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
+        self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
         self.role = role  # for messages and traces
         self.copies: Copies | None = None  # through which passes without gradients go
         self.stage = self.ds_engine.zero_optimization_stage()
@@ -45,11 +46,6 @@ class TrainedModel:
         """Whether gradients that overflow are a matter of course (fp16) and not a reason to stop."""
         self._by_stage = stage_of(self.ds_engine)
         self.ds_engine.train()
-
-    @property
-    def module(self) -> Any:
-        """The wrapped module: a Policy or a Scorer, classes that stand above this folder."""
-        return self.ds_engine.module
 
     def __call__(self, *args, **kwargs):
         """The module's forward pass; without gradients by its copy, if there are `copies`."""
@@ -163,6 +159,7 @@ class FrozenModel:
         module.requires_grad_(False)
         _gather_by_layer(module, ds_config)
         self.ds_engine, *_ = deepspeed.initialize(model=module, config=ds_config)
+        self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
         self.role = role  # for messages and traces
         self.copies: Copies | None = None
         self.stage = self.ds_engine.zero_optimization_stage()
@@ -171,11 +168,6 @@ class FrozenModel:
         self.ds_engine.eval()
         if self._moves:
             self.module.to("cpu")
-
-    @property
-    def module(self) -> Any:
-        """The wrapped module: a Policy or a Scorer, classes that stand above this folder."""
-        return self.ds_engine.module
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs):

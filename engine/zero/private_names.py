@@ -70,9 +70,6 @@ PRIVATE_NAMES = (
         "gathering what is never partitioned",
         "save_checkpoint, which writes files",
     ),
-    PrivateName(_ZERO3, "has_overflow", "looking at gradients before the step", "none tells before the step"),
-    PrivateName(_ZERO3, "override_loss_scale", "a step that divides by the scale it was multiplied by", "none"),
-    PrivateName(_ZERO3, "custom_loss_scaler", "taking the overriding scale away again", "none takes it away"),
     # stages 1 and 2
     PrivateName(
         _ZERO12,
@@ -86,9 +83,16 @@ PRIVATE_NAMES = (
         "the weights that the masters hold",
         "safe_set_full_fp32_param, which changes the master alone",
     ),
-    PrivateName(_ZERO12, "has_overflow", "looking at gradients before the step", "none tells before the step"),
-    PrivateName(_ZERO12, "override_loss_scale", "a step that divides by the scale it was multiplied by", "none"),
-    PrivateName(_ZERO12, "custom_loss_scaler", "taking the overriding scale away again", "none takes it away"),
+    # stages 1 to 3
+    *(
+        PrivateName(owner, name, use, public)
+        for owner in (_ZERO3, _ZERO12)
+        for name, use, public in (
+            ("has_overflow", "looking at gradients before the step", "none tells before the step"),
+            ("override_loss_scale", "a step that divides by the scale it was multiplied by", "none"),
+            ("custom_loss_scaler", "taking the overriding scale away again", "none takes it away"),
+        )
+    ),
     # stage 0 in 16 bits
     PrivateName(_MASTERS, "fp16_groups", "the weights that belong to the masters", "none at stage 0"),
     PrivateName(_MASTERS, "fp32_groups", "the master weights", "safe_get_full_fp32_param is for stages 1 to 3"),

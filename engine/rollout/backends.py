@@ -1,0 +1,59 @@
+"""The built-in backends: rollouts from a plain copy of the actor, and through its partitions."""
+
+from engine import distributed
+from engine.experience import PromptBatch, Rollout
+from engine.rollout.base import RolloutBackend, SamplingConfig
+from engine.rollout.decode import Sampler
+from engine.whole_copies import Model, WholeCopies
+
+
+class _SampledRollouts(RolloutBackend):
+    """What both have in common.
+
+    copies: of the actor and other models, which compute with them between two calls; what becomes of them between
+    steps, becomes of keys and values too.
+    """
+
+    def __init__(self, actor: Model, copies: WholeCopies | None, sampler: Sampler):
+        self.actor, self.copies, self.sampler = actor, copies or WholeCopies(), sampler
+
+    def release_memory(self) -> None:
+        """Give back the memory that is not needed until the next call, as far as `copies` are to."""
+        if self.copies.between_steps != "keep":
+            self.sampler.release_memory()
+        self.copies.release_memory()
+
+
+class ReplicaRollouts(_SampledRollouts):
+    """Generates with a module without hooks, in the actor's dtype; at ZeRO stages 0 to 2 that is the actor's own.
+
+    Weights are gathered once per update, tokens cost no communication. decoding: as in Sampler.
+    """
+
+    def __init__(
+        self,
+        actor: Model,
+        tokenizer,
+        rows_at_once: int | None = None,
+        copies: WholeCopies | None = None,
+        decoding: str = "plain",
+    ):
+        super().__init__(actor, copies, Sampler(tokenizer, rows_at_once, decoding=decoding))
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+        """One response for each row; ranks do not wait for each other."""
+        return self.sampler.responses(self.copies.of(self.actor).model, prompts, sampling)
+
+
+class Zero3Rollouts(_SampledRollouts):
+    """Generates with the actor's own module, under ZeRO's hooks. Slow; for actors whose weights fit no device.
+
+    No second copy of the weights, but each token gathers every layer.
+    """
+
+    def __init__(self, actor: Model, tokenizer, rows_at_once: int | None = None, copies: WholeCopies | None = None):
+        super().__init__(actor, copies, Sampler(tokenizer, rows_at_once, agree=distributed.largest))
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+        """One response for each row; ranks go on together until the last row of all has ended."""
+        return self.sampler.responses(self.actor.module.model, prompts, sampling)
