@@ -1,8 +1,8 @@
 """The four engines of PPO: actor, critic, reference, reward.
 
-engine = RLHFEngine.from_pretrained(EngineSpec(actor_path="sft", critic_path="reward_model"))
-logprobs, _ = engine.actor(sequences, attention_mask, position_ids, response_length=8)
-values = engine.critic(sequences, attention_mask, position_ids)
+models = RLHFEngine.from_pretrained(EngineSpec(actor_path="sft", critic_path="reward_model"))
+logprobs, _ = models.actor(sequences, attention_mask, position_ids, response_length=8)
+values = models.critic(sequences, attention_mask, position_ids)
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The process group, started with DeepSpeed so that ZeRO and `engine.distributed` talk through the same one."""
+"""The process group and its hosts; started with DeepSpeed so that ZeRO and `engine.distributed` share it."""
 
 import contextlib
 import ctypes
@@ -56,3 +56,13 @@ def _keep_memory() -> None:
     if hasattr(libc, "mallopt"):  # glibc's
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def slots_by_host(path: str) -> dict[str, int]:
+    """The processes that the launcher starts on each host of a hostfile, in its order.
+
+    Raises: OSError, ValueError for a file that the launcher would not read.
+    """
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    return dict(fetch_hostfile(path))

@@ -104,17 +104,17 @@ PRIVATE_NAMES = (
     PrivateName("deepspeed.runtime.fp16.loss_scaler.LossScaleConfig", "cur_iter", "counting a step once", "none"),
     PrivateName(_MASTERS, "_update_scale", "changing the scale after the step and not within", "none"),
     # engine/zero/communication.py
+    PrivateName("deepspeed.launcher.runner", "fetch_hostfile", "counting a dry run's processes", "the launcher itself"),
     PrivateName("deepspeed.comm.comm", "cdb", "the backend that ZeRO calls", "none gives it"),
     PrivateName(_BACKEND, "all_gather_function", "gathering by broadcasts with gloo, four times as fast", "none"),
     PrivateName(_BACKEND, "reduce_scatter_function", "reducing in place with gloo, which is faster", "none"),
-    # engine/zero/partitioned_loading.py, hostfile.py, accelerator.py, config.py
+    # engine/zero/partitioned_loading.py, accelerator.py, config.py
     PrivateName(
         "deepspeed.runtime.zero.linear",
         "zero3_linear_wrap",
         "taking back torch's linear function, which it replaces for the whole process",
         "none switches it off",
     ),
-    PrivateName("deepspeed.launcher.runner", "fetch_hostfile", "counting a dry run's processes", "the launcher itself"),
     PrivateName(
         "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator",
         "create_op_builder",

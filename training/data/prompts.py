@@ -19,8 +19,7 @@ from engine.algo.truncation import trim_query
 from engine.errors import UserError
 from engine.experience import PromptBatch
 from training.data.cache import IDS, cached_table, count_of, ids_at, table_of
-from training.data.padding import padded
-from training.data.tokens import TextEncoder
+from training.data.tokens import TextEncoder, padded
 
 
 class Prompts(Sequence):

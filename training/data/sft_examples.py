@@ -23,8 +23,7 @@ from torch import Tensor
 
 from engine.errors import UserError
 from training.data.cache import IDS, cached_table, count_of, ids_at, table_of
-from training.data.padding import padded
-from training.data.tokens import TextEncoder
+from training.data.tokens import TextEncoder, padded
 
 
 class SFTExample(NamedTuple):

@@ -5,6 +5,9 @@ tokenised as the continuation of its prompt, so that SFT and reward model learn 
 `tokenizer` is a Hugging Face tokenizer throughout.
 """
 
+import torch
+from torch import Tensor
+
 from engine.errors import UserError
 
 
@@ -110,3 +113,18 @@ def _end_of_turn(tokenizer) -> int | None:
 def _encode(tokenizer, text: str) -> list[int]:
     """The ids of the text alone; not verbose, because texts that are too long are cut and counted later."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def padded(token_lists: list[list[int]], pad_id: int, left: bool = False) -> tuple[Tensor, Tensor]:
+    """(ids, attention mask) of lists of token ids, both (B, longest) int64; padded on the right, or on the left.
+
+    The mask comes from the lengths and not from the ids, for pad may be a real token.
+    """
+    width = max(map(len, token_lists))
+    ids = torch.full((len(token_lists), width), pad_id)
+    mask = torch.zeros_like(ids)
+    for row, token_ids in enumerate(token_lists):
+        place = slice(width - len(token_ids), width) if left else slice(len(token_ids))
+        ids[row, place] = torch.tensor(token_ids)
+        mask[row, place] = 1
+    return ids, mask

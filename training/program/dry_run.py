@@ -22,6 +22,7 @@ import torch
 from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError
+from engine.zero.communication import slots_by_host
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.first_lines import changes_since, dialect_lines, plan_lines
@@ -150,8 +151,6 @@ def _count(name: str, value: str | None) -> int | None:
 
 def _slots(hostfile: str) -> list[int]:
     """The slots of each node; raises UserError for a file that is not there or cannot be read."""
-    from engine.zero.hostfile import slots_by_host
-
     if not Path(hostfile).is_file():
         raise UserError(
             f"--hostfile {hostfile}: there is no such file, and deepspeed would start on this machine "

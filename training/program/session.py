@@ -21,7 +21,7 @@ from training.restarts import checkpoint
 
 
 class Session:
-    """What surrounds the training loop: evaluation, metrics, tables, restart points, models, the summary."""
+    """Called around a run's steps: `begin`, then `after_step` with each report, then `end`."""
 
     def __init__(self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None):
         self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
