@@ -20,6 +20,10 @@ class RewardModel(RewardSource):
         token_scores = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
         return self.model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
 
+    def parts(self, rollout: Rollout) -> dict[str, Tensor]:
+        """The score alone."""
+        return {"scores": self.score(rollout)}
+
     def on_device(self):
         """Context in which the weights are on the device."""
         return self.model.on_device()
