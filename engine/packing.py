@@ -55,12 +55,12 @@ def weighted_passes(
     """The parts, and for each a forward pass that gives its weighted loss; `passes` in all, as on every rank.
 
     ZeRO-3 gathers weights in each pass, so no rank may make fewer: behind the parts stand dummies, which are the first
-    part at weight 0 and add nothing to the metrics.
+    part at weight 0 and add nothing to the metrics. A rank without any rows gives one part and no weight.
     """
 
     def one(part, weight: float) -> torch.Tensor:
         return loss(part, metrics if weight else None) * weight
 
     dummies = passes - len(weights)
-    padded, padded_weights = [*parts, *[parts[0]] * dummies], [*weights, *[0.0] * dummies]
+    padded, padded_weights = [*parts[: len(weights)], *[parts[0]] * dummies], [*weights, *[0.0] * dummies]
     return padded, [partial(one, part, weight) for part, weight in zip(padded, padded_weights, strict=True)]
