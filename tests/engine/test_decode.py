@@ -73,6 +73,7 @@ def test_answers_are_those_of_plain_sampling(models, expected, family, rows_at_o
     assert sampled(models[family], SAMPLING, rows_at_once) == expected[family]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ("llama", "gpt2"))
 def test_compiled_passes_answer_alike(models, expected, monkeypatch, family):
     """Rows come, go and are moved within the few shapes that passes are compiled for. Here they are traced only: what

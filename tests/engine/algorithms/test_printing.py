@@ -4,6 +4,8 @@ import dataclasses
 import subprocess
 import sys
 
+import pytest
+
 from engine.algorithms import DIALECTS, Dialect
 from engine.algorithms.__main__ import main
 
@@ -40,6 +42,7 @@ def test_a_narrow_terminal_gets_several_tables():
     assert max(len(line) for table in tables for line in table.splitlines()) <= 90
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_refuses():
     def run(*words):
         return subprocess.run([sys.executable, "-m", "engine.algorithms", *words], capture_output=True, text=True)

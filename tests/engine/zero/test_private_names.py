@@ -96,6 +96,7 @@ def test_a_method_that_deepspeed_takes_away_is_noticed(entry, monkeypatch):
     assert moved(replace(entry, name="step")) is None
 
 
+@pytest.mark.slow
 def test_how_shards_lie(tmp_path):
     """Rank r holds the r-th run of the flattened weight, all runs of one length, the last one padded with anything.
 
