@@ -58,9 +58,10 @@ def weighted_passes(
     part at weight 0 and add nothing to the metrics. A rank without any rows gives one part and no weight.
     """
 
-    def one(part, weight: float) -> torch.Tensor:
-        return loss(part, metrics if weight else None) * weight
+    def one(part, weight: float, its_metrics) -> torch.Tensor:
+        return loss(part, its_metrics) * weight
 
     dummies = passes - len(weights)
-    padded, padded_weights = [*parts[: len(weights)], *[parts[0]] * dummies], [*weights, *[0.0] * dummies]
-    return padded, [partial(one, part, weight) for part, weight in zip(padded, padded_weights, strict=True)]
+    padded = [*parts[: len(weights)], *[parts[0]] * dummies]
+    own = [partial(one, part, weight, metrics) for part, weight in zip(padded, weights, strict=False)]
+    return padded, own + [partial(one, parts[0], 0.0, None)] * dummies

@@ -78,6 +78,7 @@ class Algorithm:
             "scale_clip": (self._scaled, self._with_missing_ends, lambda scores, ended: clip(scores)),
             "clip_scale": (lambda scores, ended: clip(scores), self._scaled, self._with_missing_ends),
         }[dialect.score_order]
+        self.missing_end_penalty = dialect.missing_end_value if dialect.missing_end == "subtract" else 0.0
         self._kl_in_reward = dialect.kl_in == "reward"
         # Advantages.
         self.estimator = ESTIMATORS[dialect.advantage_estimator]

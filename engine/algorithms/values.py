@@ -188,6 +188,7 @@ def _contradictions(dialect) -> list[tuple[bool, str, str]]:
         (
             endless and dialect.missing_end != "none" and not dialect.truncate_token,
             "missing_end",
-            "with sampling 'without_eos' every end would be missing. Give a truncate_token, or set it to 'none'.",
+            "with sampling 'without_eos' every end would be missing. Give a truncate_token, or set missing_end to "
+            "'none'.",
         ),
     ]

@@ -1,5 +1,7 @@
 """Step 3 in one process."""
 
+import json
+
 from tests.e2e.chain import EVALUATION, EVERY_STEP, assert_finite
 from tests.e2e.programs import metric_lines, run_here
 
@@ -31,6 +33,11 @@ def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
     assert all(EVALUATION <= set(line) for line in lines)
     assert lines[1]["objective/kl_coef"] == 0.1
     assert_finite(lines)
+    pads = [
+        json.loads((path / "tokenizer_config.json").read_text())["pad_token"]
+        for path in (tiny.folder / "sft", tmp_path / "out" / "actor", tmp_path / "out" / "critic")
+    ]
+    assert len(set(pads)) == 1, "models are saved with their own pad token, though the run padded with EOS"
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "actor",
         "critic",

@@ -101,6 +101,7 @@ def test_into_the_rewards_of_a_step(micro_batch_size):
         "objective/scores_model": (2 + 0 + 1) / 3,
         "objective/scores_function": (2 + 3 + 1) / 3,
         "objective/length_penalty": (-4 - 6 - 2) / 3,
+        "objective/missing_eos_penalty": -10 / 3,
     }
     lowered = dialect.override(score_clip=20.0)
     alone = next_step(untrained(roles, lowered, rollout(), pad=PAD, micro_batch_size=micro_batch_size)).batch

@@ -172,7 +172,7 @@ class AlgorithmFlags(DataFlags):
     def not_overridden(cls, file: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
         """What a YAML file says, without the dialect's fields that the command line gives a value, by any flag."""
         taken = [_field(word) for word in given.get("set", [])]
-        taken += [field for name in given for field in FIELDS_OF_FLAGS.get(name, ())]
+        taken += [field for name, value in given.items() if value != 0 for field in FIELDS_OF_FLAGS.get(name, ())]
         kept = {
             name: value
             for name, value in file.items()

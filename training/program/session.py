@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from engine import distributed
+from engine.models.reading import read_tokenizer
 from engine.models.saving import save_trained
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
@@ -26,6 +27,8 @@ class Session:
     def __init__(self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None):
         self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
         self.output_dir, self.models = Path(args.output_dir), trainer.models
+        # With its own pad token, whatever the run pads with: the models' configurations speak of that one.
+        self.own_tokenizer = read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
         self.writer = open_writer(
             args, total_steps=plan.last_step, view=views.PPO, resume_step=trainer.steps_done if plan.resume else None
         )
@@ -84,12 +87,12 @@ class Session:
         """Save the models, draw the curves, print the summary."""
         models = self.models
         saved = {
-            name: save_trained(model, models.tokenizer, self.output_dir / name)
+            name: save_trained(model, self.own_tokenizer, self.output_dir / name)
             for name, model in models.trained.items()
         }
         if models.ema is not None:
             with models.ema.swapped():
-                saved["actor_ema"] = save_trained(models.actor, models.tokenizer, self.output_dir / "actor_ema")
+                saved["actor_ema"] = save_trained(models.actor, self.own_tokenizer, self.output_dir / "actor_ema")
         if distributed.is_main():
             curves = self.output_dir / "curves.png"
             plot_curves(self.output_dir / METRICS_FILE, curves)

@@ -50,6 +50,8 @@ def stop_for_gradients(step: int, what: list[str], batch: TrainingBatch, tokeniz
 
 def _stop(step: int, what: list[str], rows_of, rows: Tensor, tokenizer) -> NoReturn:
     samples = [_described(rows_of, tokenizer, row) for row in rows[:SHOWN].tolist()]
+    if rows_of is None:
+        samples = ["  in a pass over the texts of mixed pretraining: look at these texts and at --unsup_coef"]
     found = distributed.all_gather_objects((what, samples))
     lines = [
         f"rank {rank}: not finite: {', '.join(what)}\n" + "\n".join(samples)

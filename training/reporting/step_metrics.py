@@ -26,6 +26,8 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
     metrics.add("objective/scores", batch.scores.sum(), count)
     metrics.add("objective/rlhf_reward", total_rewards, count)
     metrics.add("objective/non_score_reward", total_rewards - batch.processed_scores.sum(), count)
+    if algorithm.missing_end_penalty:
+        metrics.add("objective/missing_eos_penalty", -algorithm.missing_end_penalty * (~rollout.ended).sum(), count)
     metrics.add("rollout/response_length", tokens, count)
     metrics.add("rollout/eos_rate", rollout.ended.sum(), count)
     metrics.add_sum("rollout/degenerate", (~batch.policy_mask.any(-1)).sum())

@@ -37,6 +37,7 @@ FIXED_FIELDS = (
     "missing_end_value",
 )
 LATER_FIXED = ("missing_end", "missing_end_value")  # the first restart points do not have these
+BEFORE = {"pad_token": "tokenizer", "score_before_pad": False}  # what fields that came later were, in effect
 FIXED_FLAGS = (
     "generation_batches",
     "dtype",
@@ -96,13 +97,23 @@ class Conditions:
     def read(cls, state: Mapping) -> "Conditions":
         """Those that a state file holds, an older version's too.
 
-        That one had the settings as "choices", the fields for a missing end among them, and a penalty for it beside.
+        That one had the settings as "choices", the fields for a missing end among them, and a penalty for it beside,
+        which was subtracted before all else.
+
+        Raises: UserError where that penalty cannot be said in fields, because something came after it.
         """
         identity = dict(state["identity"])
-        settings = dict(state.get("settings", state.get("choices", {})))
+        settings = dict(state["settings"]) if "settings" in state else BEFORE | state.get("choices", {})
         identity |= {name: settings.pop(name) for name in FIXED_FIELDS if name in settings}
         penalty = identity.pop("--missing_eos_penalty", 0)
         if penalty:
+            later = [name for name in ("missing_end", "score_scaling") if identity.get(name, "none") != "none"]
+            if later:
+                raise UserError(
+                    f"--resume: this restart point's run subtracted --missing_eos_penalty {penalty} before "
+                    f"{' and '.join(later)} came, which is no longer done. Finish it with the version that began it, "
+                    "or begin anew."
+                )
             identity |= {"missing_end": "subtract", "missing_end_value": penalty}
         return cls(identity, settings)
 

@@ -19,7 +19,7 @@ def test_a_missing_end_is_one_rule():
     )
     assert dialect_refusal("--missing_eos_penalty", "1", "--dialect", "deepspeed_chat_2023") == (
         "--missing_eos_penalty 1.0: with sampling 'without_eos' every end would be missing. Give a truncate_token, or "
-        "set it to 'none'."
+        "set missing_end to 'none'."
     )
 
 
@@ -70,3 +70,9 @@ def test_a_dialect_that_a_script_adds_is_known(monkeypatch):
     assert step3(dialect="mine").resolved_dialect()[0].lam == 0.5
     monkeypatch.delitem(DIALECTS, "mine")
     assert "invalid choice: 'mine'" in refusal("--dialect", "mine", flags_class=RLHFFlags)
+
+
+def test_a_penalty_of_0_on_the_command_line_takes_no_field_from_the_file():
+    file = {"set": ["missing_end_value=-2"]}
+    assert RLHFFlags.not_overridden(file, {"missing_eos_penalty": 0.0}) == file
+    assert RLHFFlags.not_overridden(file, {"missing_eos_penalty": 1.0}) == {}

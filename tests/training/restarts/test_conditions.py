@@ -126,3 +126,32 @@ def test_points_of_the_version_before_are_gone_on_from():
     assert conditions(DEFAULT.override(kl_coef=0.5)).changes_since(of_the_version_before(0.0)) == [
         "changed since the restart point: kl_coef 0.1 -> 0.5"
     ]
+
+
+def of_the_first_version(dialect: Dialect = DEFAULT, **identity) -> dict:
+    """A state file as the first version wrote it: fields that came later are not in it."""
+    now = json.loads(json.dumps([conditions(dialect).identity, conditions(dialect).settings]))
+    fixed = {name: value for name, value in now[0].items() if not name.startswith("missing_end")}
+    choices = {name: value for name, value in now[1].items() if name not in ("pad_token", "score_before_pad")}
+    return {"identity": fixed | identity, "choices": choices | {"missing_end": dialect.missing_end}}
+
+
+def test_a_field_that_came_later_had_its_old_meaning():
+    chat = get_dialect("deepspeed_chat")
+    then = Conditions.read(of_the_first_version(chat))
+    assert conditions(chat).changes_since(then) == [
+        "changed since the restart point: pad_token tokenizer -> eos_unless_llama",
+        "changed since the restart point: score_before_pad False -> True",
+    ]
+    assert conditions().changes_since(Conditions.read(of_the_first_version())) == []
+
+
+def test_a_penalty_of_the_first_version_is_taken_over_where_nothing_came_after_it():
+    taken = Conditions.read(of_the_first_version(**{"--missing_eos_penalty": 1.0})).identity
+    assert (taken["missing_end"], taken["missing_end_value"]) == ("subtract", 1.0)
+    for dialect, identity in (
+        (get_dialect("summarize"), {}),
+        (DEFAULT.override(score_scaling="running"), {"score_scaling": "running"}),
+    ):
+        with pytest.raises(UserError, match="subtracted --missing_eos_penalty 1.0 before"):
+            Conditions.read(of_the_first_version(dialect, **identity, **{"--missing_eos_penalty": 1.0}))
