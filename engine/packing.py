@@ -63,5 +63,7 @@ def weighted_passes(
 
     dummies = passes - len(weights)
     padded = [*parts[: len(weights)], *[parts[0]] * dummies]
-    own = [partial(one, part, weight, metrics) for part, weight in zip(padded, weights, strict=False)]
+    own: list[Callable[[], torch.Tensor]] = [
+        partial(one, part, weight, metrics) for part, weight in zip(padded, weights, strict=False)
+    ]
     return padded, own + [partial(one, parts[0], 0.0, None)] * dummies
