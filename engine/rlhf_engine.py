@@ -90,13 +90,13 @@ class EngineSpec:
     @property
     def engine_configs(self) -> list[EngineConfig]:
         """Of each engine that is built: the actor's, and if there are any the critic's, reference's, reward model's."""
-        choices = [self.actor, *([self.critic] if self.with_critic else [])]
+        configs = [self.actor, *([self.critic] if self.with_critic else [])]
         if not self.hydra_layers:
-            choices.append(self.reference or EngineConfig("reference", frozen_stage(self.actor)))
+            configs.append(self.reference or EngineConfig("reference", frozen_stage(self.actor)))
         if self.with_reward_model:
             partner = self.critic if self.with_critic else self.actor
-            choices.append(self.reward or EngineConfig("reward", frozen_stage(partner)))
-        return choices
+            configs.append(self.reward or EngineConfig("reward", frozen_stage(partner)))
+        return configs
 
 
 class RLHFEngine:
@@ -134,7 +134,7 @@ class RLHFEngine:
         tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token)
         if spec.hydra_layers:
             check_hydra(spec.actor_path, spec.hydra_layers, "actor")
-        choices = {choice.role: choice for choice in spec.engine_configs}
+        configs = {config.role: config for config in spec.engine_configs}
         load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
         actor = trained_model(
             load, spec.actor_path, spec.actor, spec.actor_optimizer, spec, spec.actor_gradient_checkpointing
@@ -143,11 +143,11 @@ class RLHFEngine:
         reference = (
             HydraReference(actor)
             if spec.hydra_layers
-            else EngineReference(frozen_model(load_policy, spec.actor_path, choices["reference"], spec))
+            else EngineReference(frozen_model(load_policy, spec.actor_path, configs["reference"], spec))
         )
         reward, reward_path = None, spec.reward_path or spec.critic_path
         if spec.with_reward_model and reward_path is not None:
-            reward = RewardModel(frozen_model(load_scorer, reward_path, choices["reward"], spec))
+            reward = RewardModel(frozen_model(load_scorer, reward_path, configs["reward"], spec))
         return cls(
             actor=actor,
             critic=critic,
@@ -167,23 +167,23 @@ def critic_model(spec: EngineSpec) -> TrainedModel:
 def trained_model(
     load,
     path: str,
-    choice: EngineConfig,
+    config: EngineConfig,
     optimizer: OptimizerSpec,
     spec: EngineSpec,
     gradient_checkpointing: bool = False,
 ) -> TrainedModel:
     """An engine with an optimizer around what `load` (`load_policy`, `load_scorer`, or alike) makes of `path`."""
     ds_config = build_ds_config(
-        choice, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, gradient_clipping=optimizer.max_grad_norm
+        config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, gradient_clipping=optimizer.max_grad_norm
     )
-    module = load(path, DTYPES[spec.dtype], ds_config, what=f"{choice.role} model")
-    return wrap_trained(module, ds_config, choice, optimizer, gradient_checkpointing)
+    module = load(path, DTYPES[spec.dtype], ds_config, what=f"{config.role} model")
+    return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing)
 
 
 def wrap_trained(
     module: Policy | Scorer,
     ds_config: dict,
-    choice: EngineConfig,
+    config: EngineConfig,
     optimizer: OptimizerSpec,
     gradient_checkpointing: bool = False,
 ) -> TrainedModel:
@@ -201,16 +201,16 @@ def wrap_trained(
         optimizer.form,
         optimizer.decay,
     )
-    model = TrainedModel(module, ds_config, adam, choice.role)
+    model = TrainedModel(module, ds_config, adam, config.role)
     _probe(model)
     return model
 
 
-def frozen_model(load, path: str, choice: EngineConfig, spec: EngineSpec) -> FrozenModel:
+def frozen_model(load, path: str, config: EngineConfig, spec: EngineSpec) -> FrozenModel:
     """An engine without optimizer around what `load` makes of `path`."""
-    ds_config = build_ds_config(choice, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)
-    module = load(path, DTYPES[spec.dtype], ds_config, what=f"{choice.role} model")
-    model = FrozenModel(module, ds_config, choice.offload, choice.role)
+    ds_config = build_ds_config(config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)
+    module = load(path, DTYPES[spec.dtype], ds_config, what=f"{config.role} model")
+    model = FrozenModel(module, ds_config, config.offload, config.role)
     _probe(model)
     return model
 

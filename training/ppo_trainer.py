@@ -198,10 +198,9 @@ class PPOTrainer:
         )
 
     def _lr_factor(self) -> float:
-        dialect, total, done = self.algorithm.dialect, self.config.total_steps, self.steps_done
-        if dialect.lr_per == "optimizer_step":
-            total, done = total * dialect.ppo_epochs * dialect.mini_batches, self.optimizer_steps
-        return lr_factor(done, total, dialect.warmup_steps, dialect.lr_schedule, dialect.warmup_from_zero)
+        position = self.algorithm.schedule_position(self.steps_done, self.optimizer_steps, self.config.total_steps)
+        dialect = self.algorithm.dialect
+        return lr_factor(*position, dialect.warmup_steps, dialect.lr_schedule, dialect.warmup_from_zero)
 
     def state_dict(self) -> dict:
         """What a restart needs beside the engines' own checkpoints."""

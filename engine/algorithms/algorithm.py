@@ -43,6 +43,7 @@ class Algorithm:
     value_objective: (values, old_values, returns (B, T) float32, mask (B, T) bool) -> ValueLoss.
     for_mini_batch, for_micro_batch: a TrainingBatch with advantages estimated anew where the dialect does so there
         (all ranks call these together), else as it is.
+    schedule_position: (steps, optimizer steps, total steps) -> (done, total), what learning rates go by.
     loss_weights: as `engine.algo.losses.loss_weights`, of the dialect's scope.
     sums_by_length: whether micro-batches may hold rows of similar length, because the gradient does not depend on
         which rows form one.
@@ -94,6 +95,16 @@ class Algorithm:
         self.value_objective = partial(value_loss, clip_range=dialect.value_clip_range, factor=dialect.value_factor)
         self.loss_weights = partial(loss_weights, scope=dialect.loss_scope)
         self.sums_by_length = not dialect.micro_batches_matter
+        by_optimizer_step = dialect.lr_per == "optimizer_step"
+        self.schedule_position = self._in_optimizer_steps if by_optimizer_step else self._in_steps
+
+    @staticmethod
+    def _in_steps(steps: int, optimizer_steps: int, total_steps: int) -> tuple[int, int]:
+        """How far learning rates have come: (done, total), from the run's steps and optimizer steps so far."""
+        return steps, total_steps
+
+    def _in_optimizer_steps(self, steps: int, optimizer_steps: int, total_steps: int) -> tuple[int, int]:
+        return optimizer_steps, total_steps * self.dialect.ppo_epochs * self.dialect.mini_batches
 
     def kl_controller(self) -> FixedKL | AdaptiveKL:
         """The controller of the KL coefficient, at its start."""

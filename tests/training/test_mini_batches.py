@@ -77,23 +77,28 @@ def batch() -> TrainingBatch:
     )
 
 
-def trained(dialect, micro_batch_size: int, rollouts: int) -> PPOTrainer:
-    """The trainer after so many rollouts; its actor and critic have their notes."""
+def trainer_of(dialect, micro_batch_size: int, rollouts: int, critic: NoteTaker | None = None) -> PPOTrainer:
+    """A trainer whose actor and critic take notes."""
     models = SimpleNamespace(
         actor=NoteTaker(),
-        critic=NoteTaker(),
+        critic=critic or NoteTaker(),
         reference=None,
         reward=object(),
         ema=None,
-        tokenizer=SimpleNamespace(eos_token_id=2),
+        tokenizer=SimpleNamespace(eos_token_id=2, decode=lambda ids: f"tokens {ids.tolist()}"),
     )
-    trainer = PPOTrainer(
+    return PPOTrainer(
         models=models,
         rollouts=None,
         dialect=dialect,
         config=PPOConfig(total_steps=rollouts, micro_batch_size=micro_batch_size),
         sampling=SamplingConfig(max_new_tokens=3, pad_token_id=0, stop_token_ids=()),
     )
+
+
+def trained(dialect, micro_batch_size: int, rollouts: int) -> PPOTrainer:
+    """The trainer after so many rollouts; its actor and critic have their notes."""
+    trainer = trainer_of(dialect, micro_batch_size, rollouts)
     for _ in range(rollouts):
         trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
         trainer.steps_done += 1
@@ -193,21 +198,7 @@ class BadOnRow(NoteTaker):
 def test_the_samples_of_an_error_are_those_of_the_pass_that_went_bad(row):
     """With passes of one row each, the message shows that row alone; before, always the first pass's."""
     critic = BadOnRow(row)
-    models = SimpleNamespace(
-        actor=NoteTaker(),
-        critic=critic,
-        reference=None,
-        reward=object(),
-        ema=None,
-        tokenizer=SimpleNamespace(eos_token_id=2, decode=lambda ids: f"tokens {ids.tolist()}"),
-    )
-    trainer = PPOTrainer(
-        models=models,
-        rollouts=None,
-        dialect=OPENAI,
-        config=PPOConfig(total_steps=1, micro_batch_size=1),
-        sampling=SamplingConfig(max_new_tokens=3, pad_token_id=0, stop_token_ids=()),
-    )
+    trainer = trainer_of(OPENAI, micro_batch_size=1, rollouts=1, critic=critic)
     with pytest.raises(RunStopped) as stopped:
         trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
     message = str(stopped.value)
@@ -216,4 +207,4 @@ def test_the_samples_of_an_error_are_those_of_the_pass_that_went_bad(row):
     assert [line for line in message.splitlines() if "prompt" in line and "response" in line] == [
         f"  score 0, prompt 'tokens [{row}]', response 'tokens [50, 50, 50]'"
     ]
-    assert critic.steps == [] and models.actor.steps == []
+    assert critic.steps == [] and trainer.models.actor.steps == []
