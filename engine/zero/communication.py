@@ -1,8 +1,6 @@
 """The process group and its hosts; started with DeepSpeed so that ZeRO and `engine.distributed` share it."""
 
-import contextlib
 import ctypes
-import io
 import os
 from datetime import timedelta
 
@@ -11,7 +9,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from engine import distributed
-from engine.zero.accelerator import load_extension, ranks_of_this_machine
+from engine.zero.accelerator import ranks_of_this_machine
+from engine.zero.shared_memory import clear_dead_buffers, without_buffers
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -31,8 +30,9 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
                 # Ranks of one node share its cores; each of them taking all makes everything many times slower.
                 torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_of_this_machine()))
             _keep_memory()
-            load_extension("ShareMemCommBuilder")  # which gloo's ranks reduce through
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints which extension it has loaded
+        if distributed.local_rank() == 0:
+            clear_dead_buffers()
+        with without_buffers():
             deepspeed.init_distributed(
                 dist_backend="gloo" if on_cpu else accelerator.communication_backend_name(),
                 auto_mpi_discovery=False,

@@ -108,6 +108,13 @@ PRIVATE_NAMES = (
     PrivateName("deepspeed.comm.comm", "cdb", "the backend that ZeRO calls", "none gives it"),
     PrivateName(_BACKEND, "all_gather_function", "gathering by broadcasts with gloo, four times as fast", "none"),
     PrivateName(_BACKEND, "reduce_scatter_function", "reducing in place with gloo, which is faster", "none"),
+    # engine/zero/shared_memory.py
+    PrivateName(
+        "deepspeed.comm.torch",
+        "build_shm_op",
+        "making no buffers in shared memory, which nothing here uses and nobody removes",
+        "none; without the launcher's LOCAL_SIZE none are made, but the extension is still compiled for nothing",
+    ),
     # engine/zero/partitioned_loading.py, accelerator.py, config.py
     PrivateName(
         "deepspeed.runtime.zero.linear",
