@@ -1,4 +1,4 @@
-"""The two exceptions that end a run with a message, and what a misspelt name was probably meant to be."""
+"""The exceptions that end a run with a message, and what a misspelt name was probably meant to be."""
 
 import difflib
 from collections.abc import Iterable
@@ -16,6 +16,13 @@ class RunStopped(Exception):
     """A run that cannot go on, by no mistake that could have been caught before: a NaN, say.
 
     Its message says at which step, with which samples, and what to look at. Exit code 1; restart points stay.
+    """
+
+
+class EndedEarly(Exception):
+    """A run that was asked to end and has saved all that it needs to go on.
+
+    Its message says where. Exit code 75.
     """
 
 

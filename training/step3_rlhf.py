@@ -23,7 +23,7 @@ from training.data.feeds import ShuffledPrompts, ShuffledTexts
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import is_source
 from training.ppo_trainer import PPOConfig, PPOTrainer
-from training.program import dry_run
+from training.program import dry_run, stopping
 from training.program.agreement import agreed, checked
 from training.program.checks import check_files
 from training.program.first_lines import first_lines
@@ -152,10 +152,11 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
             seed=args.seed,
             pad_token_id=plan.sampling.pad_token_id,
         )
-        while trainer.steps_done < plan.last_step:
-            with profiler.record(trainer.steps_done + 1):
-                report = trainer.step(feed.prompts(trainer.steps_done))
-            session.after_step(report)
+        with stopping.at_borders():
+            while trainer.steps_done < plan.last_step:
+                with profiler.record(trainer.steps_done + 1):
+                    report = trainer.step(feed.prompts(trainer.steps_done))
+                session.after_step(report)
     session.end()
 
 

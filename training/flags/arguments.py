@@ -76,10 +76,15 @@ class RunFlags:
         "folder in which this run's TensorBoard files get a folder of their own; by default OUTPUT_DIR/tensorboard",
     )
     wandb_project: str | None = flag(None, "Weights & Biases project to send the same to (pip install wandb)")
+    grace_seconds: float = flag(
+        25.0,
+        "within how many seconds a run ends that TERM, Ctrl-C or the loss of its launcher asks to: it finishes the "
+        "step and saves; launchers kill after 30",
+    )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work; called after parsing."""
-        self.at_least(0, "seed")
+        self.at_least(0, "seed", "grace_seconds")
         self.at_most(2**31 - 1, "seed")
         for spec in dataclasses.fields(self):
             for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():

@@ -3,12 +3,14 @@
 import dataclasses
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from engine import distributed
 from engine.models.reading import read_tokenizer
 from engine.models.saving import save_trained
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
+from training.program import stopping
 from training.program.output_folder import open_writer
 from training.program.plan import Plan
 from training.reporting import views
@@ -19,6 +21,9 @@ from training.reporting.run_record import write_run_record
 from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, summary_text
 from training.restarts import checkpoint
+
+OWED = "metrics_without_evaluation"
+"""In a restart point: a step's metrics, where the run ended before the evaluation that belongs into their line."""
 
 
 class Session:
@@ -35,7 +40,7 @@ class Session:
         self.pending: dict[str, float] = {}  # measured after a step's line was written: goes into the next
 
     def begin(self) -> None:
-        """Settings into run.json and TensorBoard; held-out scores before the first step."""
+        """Settings into run.json and TensorBoard; held-out scores before the first step, or those still owed."""
         flags, dialect = self.args.as_dict(), dataclasses.asdict(self.plan.dialect)
         write_run_record(
             self.output_dir,
@@ -49,21 +54,43 @@ class Session:
             metrics, rows = self.evaluator.run()
             write_rows(self.output_dir / "samples" / "before.jsonl", rows)
             self.writer.log(0, 0, metrics)
+        owed = self.plan.resume.state.get(OWED) if self.plan.resume else None
+        if self.evaluator and owed is not None:
+            step = self.trainer.steps_done
+            metrics = owed | self.evaluate(self.name_of(step))
+            self.writer.log(step, self.trainer.samples, metrics)
 
     def after_step(self, report: StepReport) -> None:
-        """Log the step; evaluate, show samples and save where it is time to."""
+        """Log the step; evaluate, show samples and save where it is time to; end where the run was asked to."""
         args, step, last = self.args, report.step, report.step == self.plan.last_step
         metrics = {**report.metrics, **self.pending}
         self.pending = {}
-        if self.evaluator and (last or _is_due(step, args.eval_steps)):
-            metrics |= self.evaluate("after" if last else f"step_{step:06d}")
+        evaluates = self.evaluator is not None and (last or _is_due(step, args.eval_steps))
+        reason = stopping.agreed()
+        if reason:
+            self.end_early(reason, report, metrics, evaluates)
+        if evaluates:
+            metrics |= self.evaluate(self.name_of(step))
         self.writer.log(step, report.samples, metrics)
         if _is_due(step, args.print_answers_interval):
             self.show_samples(report)
         if _is_due(step, args.save_steps):
             started = time.perf_counter()
-            checkpoint.save(self.output_dir, self.models, self.trainer.state_dict(), self.plan.conditions)
+            point = checkpoint.save(self.output_dir, self.models, self.trainer.state_dict(), self.plan.conditions)
+            stopping.request.saved = point
             self.pending["time/checkpoint"] = time.perf_counter() - started
+
+    def end_early(self, reason: stopping.Reason, report: StepReport, metrics: dict, evaluates: bool) -> NoReturn:
+        """Save a restart point and end; an evaluation that is due is left to the run that goes on, with its line."""
+        if not evaluates:
+            self.writer.log(report.step, report.samples, metrics)
+        state = self.trainer.state_dict() | ({OWED: metrics} if evaluates else {})
+        point = checkpoint.save(self.output_dir, self.models, state, self.plan.conditions)
+        stopping.end_early(reason, report.step, self.plan.last_step, point)
+
+    def name_of(self, step: int) -> str:
+        """The file of a step's samples, without its ending."""
+        return "after" if step == self.plan.last_step else f"step_{step:06d}"
 
     def evaluate(self, name: str) -> dict[str, float]:
         """Answer the held-out prompts, with the averaged weights too if there are any; samples go to a file."""

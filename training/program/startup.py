@@ -1,21 +1,32 @@
-"""How the three programs start and end: flags parsed, mistakes reported once, exit codes the launcher understands."""
+"""How the three programs start and end: flags parsed, mistakes reported once, exit codes the launcher understands.
+
+    0     done: everything is saved
+    1     stopped: something went wrong in the middle of the run (a NaN, a reward function that raises, a dead rank)
+    2     a mistake of the user's, found before anything was written: the same command would end the same way again
+    75    ended early on request (TERM, USR1, Ctrl-C, a launcher that has gone), with all saved that is needed to go on
+
+torchrun says 1 for each code but 0, and so does DeepSpeed's launcher where it was itself asked to end; srun passes the
+codes on.
+"""
 
 import logging
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from engine.errors import RunStopped, UserError
+from engine.errors import EndedEarly, RunStopped, UserError
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
 from training.program.agreement import SharedError
 from training.program.output_folder import check_output_dirs
+from training.program.watch import ENDED_EARLY, STOPPED, watching
 from training.reporting.wandb_sync import check_wandb
 
-USER_ERROR, STOPPED = 2, 1
+USER_ERROR = 2
 
 
 def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
@@ -37,15 +48,39 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
             if distributed.is_main():
                 main(args)
             return 0
-        init()
-        main(args)
-        distributed.barrier()
-        distributed.shutdown()
-        return 0
+        with watching(args.grace_seconds):
+            init()
+            return _run(main, args)
     except UserError as error:
         return _end(f"error: {error}", USER_ERROR, everywhere=isinstance(error, SharedError))
     except RunStopped as stop:
         return _end(f"stopped: {stop}", STOPPED, everywhere=True)
+
+
+def _run(main: Callable, args: RunFlags) -> int:
+    """Call `main(args)` in the process group; no end but the run's own passes for success."""
+    from engine import distributed
+
+    try:
+        main(args)
+        code = 0
+    except EndedEarly as end:
+        _end(str(end), ENDED_EARLY, everywhere=True, wait=False)
+        code = ENDED_EARLY
+    except (UserError, RunStopped):
+        raise
+    except (SystemExit, KeyboardInterrupt) as leaving:
+        place = traceback.extract_tb(leaving.__traceback__)[-1]
+        raise RunStopped(
+            f"{type(leaving).__name__}({leaving}) was raised in {place.filename}, line {place.lineno}, in the middle "
+            "of the run: nothing that the run calls may end it. Raise an error that says what is wrong instead."
+        ) from None
+    except BaseException:
+        traceback.print_exc()
+        return STOPPED
+    distributed.barrier()
+    distributed.shutdown()
+    return code
 
 
 def _parse(arguments_class: type, argv: Sequence[str], description: str):
@@ -59,10 +94,10 @@ def _parse(arguments_class: type, argv: Sequence[str], description: str):
         raise SharedError(str(error)) from None  # all ranks were given the same flags
 
 
-def _end(message: str, code: int, everywhere: bool) -> int:
+def _end(message: str, code: int, everywhere: bool, wait: bool = True) -> int:
     if int(os.environ.get("RANK", 0)) == 0 or not everywhere:
         print(message, file=sys.stderr, flush=True)
-    else:
+    elif wait:
         time.sleep(5)  # the launcher kills all ranks once one has gone: let the main one print first
     return code
 

@@ -1,0 +1,105 @@
+"""Runs that are asked to end: what is saved, how they end, and that they go on as if nothing had been."""
+
+import time
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.chain import MACHINE
+from tests.e2e.programs import command_line, launch, metric_lines, run_here, start_words
+from tests.e2e.stopping_world import asking_function
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """The output folder of a run that nobody asked."""
+    folder = tmp_path_factory.mktemp("whole")
+    flags = run_flags(tiny, folder, call=99, signal="SIGUSR1")
+    assert start_words(3, command_line(flags)).code == 0
+    return folder / "out"
+
+
+def run_flags(tiny, folder, **plan) -> dict:
+    return tiny.flags(
+        3,
+        output_dir=folder / "out",
+        max_steps=STEPS,
+        num_eval_prompts=4,
+        reward_function=asking_function(folder, **plan),
+    )
+
+
+def assert_same_run(one, other):
+    """The same numbers in each line, and the same models."""
+    lines = [
+        [{name: value for name, value in line.items() if not name.startswith(MACHINE)} for line in metric_lines(folder)]
+        for folder in (one, other)
+    ]
+    assert [line["step"] for line in lines[0]] == list(range(STEPS + 1))
+    assert lines[0] == lines[1]
+    for model in ("actor", "critic"):
+        mine, theirs = (load_file(folder / model / "model.safetensors") for folder in (one, other))
+        assert set(mine) == set(theirs)
+        assert all(mine[name].equal(theirs[name]) for name in mine)
+
+
+# Calls of the reward function: 0 before the first step, 1 to 3 in the steps, 4 in the last evaluation.
+@pytest.mark.parametrize("signal, call, step", [("SIGUSR1", 2, 2), ("SIGTERM", 3, 3), ("SIGINT", 1, 1)])
+def test_a_run_that_is_asked_ends_after_its_step_and_goes_on(tiny, tmp_path, whole, capfd, signal, call, step):
+    flags = run_flags(tiny, tmp_path, call=call, signal=signal)
+    result = run_here(3, flags, capfd)
+    assert result.code == 75, result.stderr
+    assert f"ended early after step {step} of {STEPS}, saved in {tmp_path}/out/checkpoints/step_{step:06d}" in (
+        result.stderr
+    )
+    assert f"--resume {tmp_path}/out." in result.stderr
+    assert not (tmp_path / "out" / "actor").exists() or step == STEPS
+    assert run_here(3, {**flags, "resume": tmp_path / "out"}, capfd).code == 0
+    assert_same_run(whole, tmp_path / "out")
+
+
+def test_before_the_first_step_it_ends_at_once(tiny, tmp_path):
+    result = start_words(3, command_line(run_flags(tiny, tmp_path, call=0, signal="SIGTERM")))
+    assert result.code == 75, result.stderr
+    assert "ended before the first step; there was nothing to save" in result.stderr
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_what_calls_exit_in_a_run_is_a_failure(tiny, tmp_path, capfd):
+    result = run_here(3, run_flags(tiny, tmp_path, call=2, signal="exit"), capfd)
+    assert result.code == 1
+    assert result.stderr.count("SystemExit") == 1 and "asking_" in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("signal", ["SIGKILL"])
+def test_ranks_whose_launcher_has_gone_save_and_end(tiny, tmp_path, signal):
+    flags = {**run_flags(tiny, tmp_path, call=2, signal=signal, to="deepspeed "), "num_eval_prompts": 8}
+    result = launch(3, flags)
+    assert result.code == -9
+    waited_for(lambda: not ranks_of(tmp_path))
+    assert (tmp_path / "out" / "checkpoints" / "step_000002").is_dir()
+    assert not (tmp_path / "out" / "actor").exists()
+
+
+def ranks_of(folder) -> list[int]:
+    """The processes that name this folder on their command lines."""
+    return [process.pid for process in psutil.process_iter() if str(folder) in " ".join(words(process))]
+
+
+def words(process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def waited_for(condition, seconds: float = 120.0) -> None:
+    """Return when the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.5)

@@ -1,0 +1,138 @@
+"""Requests to end a run early: what asks, and when it is followed.
+
+TERM, HUP, one INT (Ctrl-C) and a launcher that has gone ask the run to finish its step, save and end within
+--grace_seconds; USR1 asks the same without haste. A second INT ends the process at once. The ranks agree on a request
+at a step's border, so that all save the same step, whichever of them was asked.
+
+A request is followed
+    at once         before the first step, when there is nothing to save: the process ends
+    at a border     while training: `agreed()` is true on all ranks from the next border on
+    not any more    while the finished models are being saved: that is let through
+"""
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import NoReturn
+
+from engine import distributed
+from engine.errors import EndedEarly
+
+
+class Reason(IntEnum):
+    """What asks a run to end; where ranks were asked by different ones, the largest counts."""
+
+    SIGUSR1 = 1
+    SIGHUP = 2
+    SIGINT = 3
+    SIGTERM = 4
+    LAUNCHER = 5
+
+    @property
+    def text(self) -> str:
+        """As messages name it."""
+        return {Reason.SIGINT: "Ctrl-C (SIGINT)", Reason.LAUNCHER: "its launcher has gone"}.get(self, self.name)
+
+    @property
+    def in_haste(self) -> bool:
+        """Whether the run has to end within --grace_seconds."""
+        return self != Reason.SIGUSR1
+
+
+class Followed(StrEnum):
+    """When a request is followed."""
+
+    AT_ONCE = "at once"
+    AT_BORDER = "at a step's border"
+    NOT_ANY_MORE = "not any more"
+
+
+SIGNALS = {signal.Signals[reason.name]: reason for reason in Reason if reason != Reason.LAUNCHER}
+SAME_KEY = 1.0  # seconds: Ctrl-C reaches the ranks from the terminal, and again from a launcher that passes it on
+
+
+@dataclass
+class StopRequest:
+    """Whether this process was asked to end, and how the run stands to it.
+
+    grace: seconds. deadline: by time.monotonic, of a request in haste. saved: the restart point that the run has
+    reached so far, for the message of a run that missed its deadline.
+    """
+
+    grace: float = 25.0
+    reason: Reason | None = None
+    deadline: float | None = None
+    followed: Followed = Followed.AT_ONCE
+    saved: Path | None = None
+    _interrupts: list[float] = field(default_factory=list)
+
+    def ask(self, reason: Reason) -> None:
+        """Note a request."""
+        if reason.in_haste and self.deadline is None:
+            self.deadline = time.monotonic() + self.grace
+        if self.reason is None or reason > self.reason:
+            self.reason = reason
+
+    def interrupted_again(self) -> bool:
+        """Count a Ctrl-C; whether it is a second one, which ends the process at once."""
+        self._interrupts.append(time.monotonic())
+        return self._interrupts[-1] - self._interrupts[0] > SAME_KEY
+
+
+request = StopRequest()
+"""This process's: signals are the process's, too."""
+
+
+@contextlib.contextmanager
+def listening(grace: float) -> Iterator[StopRequest]:
+    """Take the signals that ask a run to end, until the block is left; ignored ones (nohup, a shell's &) stay so.
+
+    While the main thread waits for other ranks, its handlers do not run: a watch thread has to look, too.
+    """
+    global request
+    request = StopRequest(grace)
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in before.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, lambda number, _: request.ask(SIGNALS[number]))
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def agreed() -> Reason | None:
+    """What any rank was asked by, the same on all (all ranks call this, at a step's border)."""
+    value = distributed.largest(int(request.reason or 0))
+    return Reason(value) if value else None
+
+
+@contextlib.contextmanager
+def at_borders() -> Iterator[None]:
+    """While this block trains, requests wait for `agreed`."""
+    distributed.barrier()  # no rank may still be where a request ends it at once
+    request.followed = Followed.AT_BORDER
+    try:
+        yield
+    finally:
+        let_through()
+
+
+def let_through() -> None:
+    """From here on requests change nothing: the run is saving its result, and ends by itself."""
+    request.followed = Followed.NOT_ANY_MORE
+
+
+def end_early(reason: Reason, step: int, last_step: int, point: Path | None) -> NoReturn:
+    """End the run at a step's border, when `point` is written (all ranks call this); raises EndedEarly."""
+    let_through()
+    saved = f"saved in {point}. Go on with --resume {point.parent.parent}." if point else "nothing is saved."
+    raise EndedEarly(f"{reason.text}: ended early after step {step} of {last_step}, {saved}")
