@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import UserError, nearest
+from engine.files import read_text
 
 # A wheel has the folder configs/ds beside this file; a checkout has it at its top level.
 _INSTALLED = Path(__file__).with_name("configs")
@@ -148,12 +149,12 @@ def read_ds_file(choice: EngineConfig) -> dict:
         else CONFIG_DIR / f"zero{choice.stage}{'_offload' if choice.offload and choice.stage > 0 else ''}.json"
     )
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(read_text(path))
     except OSError as error:
         raise UserError(
             f"DeepSpeed configuration of the {choice.role}: cannot read {path} ({error.strerror})."
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} is not valid JSON ({error}).") from None
     if not isinstance(config, dict):
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} holds no JSON object.")
@@ -176,8 +177,8 @@ def read_ds_file(choice: EngineConfig) -> dict:
 def stage_of_file(path: str, role: str) -> int | None:
     """The ZeRO stage that a user's file asks for, if it says one."""
     try:
-        stage = json.loads(Path(path).read_text()).get("zero_optimization", {}).get("stage")
-    except (OSError, ValueError, AttributeError):
+        stage = json.loads(read_text(path)).get("zero_optimization", {}).get("stage")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None  # build_ds_config says what is wrong with the file
     if stage is not None and stage not in (0, 1, 2, 3):
         raise UserError(f"{path}: zero_optimization.stage is {stage!r} for the {role}; ZeRO has the stages 0 to 3.")

@@ -18,6 +18,8 @@ Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a r
 
 TURN = "\n\nAssistant:"  # with which an answer begins in dialogues that are written as one text, like Anthropic/hh-rlhf
 ANSWERS = ("chosen", "rejected", "response")
+LONGEST_TEXT = 10_000_000  # characters; tokenizers take 20 seconds for as many, and minutes and all memory for more
+DEEPEST = 100  # lists within lists; Python reads some 900, and fewer where it is in the middle of something
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Form:
         Raises UserError, with the place and the column, for a record that has none of the alternatives, or whose texts
         are none that a tokenizer takes.
         """
+        _check_depth(where, record)
         record = _with_messages(record) if isinstance(record, dict) else record
         names = matching_columns(where, record, self.columns)
         if names == ("messages",) or any(isinstance(record[name], list) for name in names if name != "text"):
@@ -97,6 +100,17 @@ def alternatives(columns: Columns) -> str:
     return ", or ".join(" + ".join(names) for names in columns)
 
 
+def _check_depth(where: str, record: object) -> None:
+    """Raise UserError for JSON that would later be too deep to be written into a message or read from the cache."""
+    level = [record] if isinstance(record, (dict, list)) else []
+    for _ in range(DEEPEST):
+        values = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [value for value in values if isinstance(value, (dict, list))]
+        if not level:
+            return
+    raise UserError(f"{where}: found more than {DEEPEST} lists within lists. Mend the record or take it out.")
+
+
 def check_text(where: str, column: str, value: object, may_be_blank: bool = False) -> None:
     """Raise UserError, with the place and the column, unless the value is a text that a tokenizer takes."""
     problem = None
@@ -104,6 +118,8 @@ def check_text(where: str, column: str, value: object, may_be_blank: bool = Fals
         problem = f"found {described(value)}; needed a string"
     elif not value.strip() and not may_be_blank:
         problem = f"found {shortened(value)}; needed a text that is not blank"
+    elif len(value) > LONGEST_TEXT:
+        problem = f"found {len(value):,} characters; needed at most {LONGEST_TEXT:,}"
     elif "\0" in value:
         problem = f"found a NUL character in {shortened(value)}; needed a text without it"
     elif re.search("[\ud800-\udfff]", value):

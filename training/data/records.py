@@ -11,7 +11,6 @@ import csv
 import hashlib
 import io
 import json
-import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.errors import UserError
+from training.data.data_file import DataFile
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters; the csv module's own limit is 131,072
@@ -53,15 +53,15 @@ class RecordList:
 class JsonLines:
     """One JSON value a line; blank lines are passed over. A line ends at a newline only: strings may hold U+2028."""
 
-    def __init__(self, path: Path, content: bytes | mmap.mmap, fingerprint: str):
-        self.path, self.content, self.fingerprint = path, content, fingerprint
-        places, start, number = [], 0, 0
-        while start < len(content):
-            end = content.find(b"\n", start) + 1 or len(content)
-            number += 1
-            if content[start : min(end, start + 64)].strip() or content[start:end].strip():
-                places.append((start, end, number))
-            start = end
+    def __init__(self, file: DataFile):
+        self.path, self.file = file.path, file
+        places, start, content = [], 0, hashlib.sha256()
+        for number, line in enumerate(file.lines(), start=1):
+            content.update(line)
+            if not line.isspace():
+                places.append((start, start + len(line), number))
+            start += len(line)
+        self.fingerprint = content.hexdigest()
         self.places = np.array(places, np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> tuple[str, object]:
         start, end, number = self.places[index].tolist()
-        line = _decoded(self.path, self.content[start:end], number)
+        line = _decoded(self.path, self.file.read(start, end), number)
         try:
             return f"{self.path}, line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
@@ -101,32 +101,21 @@ def read_records(path: str | Path) -> Records:
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: found a directory; name one file in it.")
-    content = _content(path)
+    file = DataFile(path)
     if path.suffix not in ENDINGS:
         raise UserError(
             f"{path}: found the ending '{path.suffix}'; data files end in .jsonl (one JSON object a line), "
             ".json (a list of objects), .csv (with a line of column names) or .parquet. Convert or rename "
             "the file."
         )
-    fingerprint = hashlib.sha256(content).hexdigest()
     if path.suffix == ".parquet":
-        return _parquet(path, fingerprint)
-    if path.suffix == ".csv":
-        return RecordList(_csv_list(path, _decoded(path, content[:])), fingerprint)
-    if path.suffix == ".json" and content[:4096].removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{":
-        return RecordList(_json_list(path, _decoded(path, content[:])), fingerprint)
-    return JsonLines(path, content, fingerprint)
-
-
-def _content(path: Path) -> bytes | mmap.mmap:
-    """The file's bytes, mapped into memory: all processes of a machine share them, and none reads what it skips."""
-    try:
-        with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from {Path.cwd()})."
-        ) from None
+        return _parquet(file)
+    is_list = path.suffix == ".json" and file.read(0, 4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{"
+    if path.suffix != ".csv" and not is_list:
+        return JsonLines(file)
+    content = file.read()
+    records = _csv_list if path.suffix == ".csv" else _json_list
+    return RecordList(records(path, _decoded(path, content)), hashlib.sha256(content).hexdigest())
 
 
 def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
@@ -203,16 +192,18 @@ def _csv_header(where: str, cells: list[str]) -> list[str]:
     return names
 
 
-def _parquet(path: Path, fingerprint: str) -> ArrowRecords:
+def _parquet(file: DataFile) -> ArrowRecords:
     import pyarrow
     from datasets import Dataset
     from pyarrow import parquet
 
+    fingerprint = file.hash()
     try:
-        table = parquet.read_table(path)  # not Dataset.from_parquet, which keeps a copy by the file's time stamp
+        table = parquet.read_table(file.path)  # not Dataset.from_parquet, which keeps a copy by the file's time stamp
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
-    return ArrowRecords(Dataset(table), str(path), fingerprint)
+        raise UserError(f"{file.path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
+    file.check()  # what was hashed is what was read
+    return ArrowRecords(Dataset(table), str(file.path), fingerprint)
 
 
 def described(value: object) -> str:

@@ -9,6 +9,7 @@ train on the same texts.
 """
 
 import hashlib
+import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from engine.errors import UserError
 from engine.models.places import can_be_hub_name
+from training.data.data_file import DataFile
 from training.data.records import ENDINGS, ArrowRecords, Records, read_records, shortened
 
 HELD_OUT_SPLITS = ("test", "validation", "eval")  # of these the first that a data set has
@@ -41,11 +43,16 @@ def open_source(name: str, config_name: str | None = None) -> Source:
     if not name:
         raise UserError("--data_path: found an empty name; give a file, a folder, or a data set on the Hub.")
     path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:  # a folder on the way that may not be entered
+        raise UserError(f"{name}: cannot be looked at ({error.strerror}). Check the path.") from None
+    if is_folder:
+        _check_folder(path)
         splits = _folder_splits(path, config_name)
     elif name == DEEPSPEED_CHAT_FILES:
         splits = {split: [read_records(Path("data") / f"{split}.json")] for split in ("train", "eval")}
-    elif path.exists() or is_path(name):
+    elif exists or is_path(name):
         splits = {"train": [read_records(path)]}
     else:
         splits = _hub_splits(name, config_name)
@@ -103,6 +110,26 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
         return {split: [read_records(file) for file in paths] for split, paths in files.items()}
     content = hash_of_files(file for paths in files.values() for file in paths)
     return _dataset_splits(_loaded(str(path.absolute()), config_name), str(path), content)  # compressed files, say
+
+
+def _check_folder(path: Path) -> None:
+    """Raise UserError for a folder whose files cannot all be visited and read, before a library tries."""
+    above = {path: {_identity(path)}}  # of each folder below: itself, and those that it stands in
+    for place, folders, files in os.walk(path, followlinks=True):
+        folder = Path(place)
+        for name in folders:
+            inner = folder / name
+            if _identity(inner) in above[folder]:
+                raise UserError(f"{inner}: is a link to a folder that it stands in. Take it out of the data's folder.")
+            above[inner] = above[folder] | {_identity(inner)}
+        for name in files:
+            if (folder / name).exists() and not (folder / name).is_file():
+                raise UserError(f"{folder / name}: is a pipe, a socket or a device. Take it out of the data's folder.")
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
 
 
 def _refuse_mixture(path: Path, used: set[str]) -> None:
@@ -163,8 +190,7 @@ def hash_of_files(paths: Iterable[Path]) -> str:
     """SHA-256 of the contents of the files, in this order, as hexadecimal digits."""
     total = hashlib.sha256()
     for path in paths:
-        with path.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
+        total.update(bytes.fromhex(DataFile(path).hash()))
     return total.hexdigest()
 
 

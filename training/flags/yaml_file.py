@@ -1,9 +1,9 @@
 """YAML files of settings: one mapping, read safely, in which no key stands twice."""
 
 import reprlib
-from pathlib import Path
 
 from engine.errors import UserError
+from engine.files import read_text
 from training.reporting.sample_tables import visible
 
 
@@ -25,8 +25,7 @@ def read_yaml(path: str) -> dict:
             return super().construct_mapping(node, deep)
 
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            found = yaml.load(file, UniqueKeys)
+        found = yaml.load(read_text(path), UniqueKeys)
     except (OSError, ValueError) as error:
         raise UserError(f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
     except (yaml.YAMLError, RecursionError) as error:

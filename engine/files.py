@@ -1,0 +1,41 @@
+"""Files that a user names, opened only where they are files.
+
+Opening a pipe waits for a writer, and opening a device may do anything.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import IO
+
+KINDS = {
+    stat.S_IFIFO: "it is a pipe, which can be read once only",
+    stat.S_IFSOCK: "it is a socket",
+    stat.S_IFCHR: "it is a device",
+    stat.S_IFBLK: "it is a device",
+}
+
+
+def open_file(path: str | Path) -> IO[bytes]:
+    """The file, opened for reading bytes; raises OSError, whose `strerror` says so, for what is no regular file."""
+    _require_file(Path(path).stat().st_mode, path)  # before it is opened, which for a device may do something
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    try:
+        _require_file(os.fstat(file.fileno()).st_mode, path)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_text(path: str | Path) -> str:
+    """What stands in a UTF-8 file; raises OSError as `open_file` does, and ValueError for other bytes."""
+    with open_file(path) as file:
+        return file.read().decode("utf-8")
+
+
+def _require_file(mode: int, path: str | Path) -> None:
+    kind = KINDS.get(stat.S_IFMT(mode))
+    if kind is not None:
+        raise OSError(errno.EINVAL, kind, str(path))

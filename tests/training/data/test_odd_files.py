@@ -1,0 +1,118 @@
+"""What is no file, what changes while it is read, and what is too large or too deep: one message, and no waiting."""
+
+import hashlib
+import json
+import os
+import re
+import socket
+
+import pytest
+
+from engine.errors import UserError
+from engine.files import open_file
+from engine.zero.config import stage_of_file
+from tests.training.data.reading import rows_of
+from training.data.data_file import DataFile
+from training.data.forms import PROMPTS, SFT
+from training.data.records import read_records
+from training.data.sources import open_source
+from training.flags.yaml_file import read_yaml
+
+
+@pytest.fixture
+def odd(tmp_path):
+    """A folder with a pipe, a socket and a link to a device, all named like data files."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(tmp_path / "socket.jsonl"))
+        (tmp_path / "device.jsonl").symlink_to("/dev/zero")
+        yield tmp_path
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("pipe", "a pipe, which can be read once only"), ("socket", "a socket"), ("device", "a device")]
+)
+def test_what_is_no_file_is_refused_and_never_opened(odd, name, kind):
+    path = odd / f"{name}.jsonl"
+    with pytest.raises(UserError, match=rf"{name}.jsonl: cannot be read \(it is {kind}\); check the path"):
+        open_source(str(path))
+    with pytest.raises(UserError, match=rf"--config .*{name}.jsonl: cannot be read \(it is {kind}\)"):
+        read_yaml(str(path))
+    with pytest.raises(OSError, match=kind):
+        open_file(path)
+    assert stage_of_file(str(path), "actor") is None
+
+
+def test_a_folder_with_a_pipe_or_a_circle_of_links_is_refused(odd, tmp_path):
+    with pytest.raises(UserError, match=r"\.jsonl: is a pipe, a socket or a device\. Take it out"):
+        open_source(str(odd))
+    folder = tmp_path / "folder"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "train.jsonl").write_text('{"text": "a"}\n')
+    (folder / "more").symlink_to("inner")  # which is no circle
+    assert len(open_source(str(folder)).training[0]) == 1
+    for number in range(3):  # a walk that follows these goes 3 ** 40 ways
+        (folder / f"inner/up{number}").symlink_to("..")
+    with pytest.raises(UserError, match=r"up\d: is a link to a folder that it stands in"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("change", ["appended", "cut", "written again"])
+def test_a_file_that_changes_while_it_is_read(tmp_path, change):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"a{number}"}) + "\n" for number in range(2000)))
+    records = read_records(path)
+    assert records[1999][1] == {"text": "a1999"}
+    content = path.read_bytes()
+    os.utime(path, ns=(0, 0))  # so that the new time is another one, however coarse the file system's clock
+    records = read_records(path)
+    if change == "appended":
+        path.write_bytes(content + b"{}\n")
+    elif change == "cut":
+        os.truncate(path, 10)  # reading a mapped file behind this would kill the process
+    else:
+        path.write_bytes(content.replace(b"a1", b"b1"))
+    with pytest.raises(UserError, match=r"rows.jsonl: was changed while it was read\. Start again"):
+        records[1999]
+
+
+def test_a_file_that_is_replaced_is_read_to_its_end_as_it_was(tmp_path):
+    path, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    path.write_text('{"text": "old"}\n' * 2)
+    other.write_text('{"text": "new"}\n')
+    records = read_records(path)
+    other.replace(path)
+    assert [records[0][1], records[1][1]] == [{"text": "old"}] * 2
+
+
+def test_parts_of_a_file(tmp_path):
+    (tmp_path / "rows.csv").write_bytes(b"abc\ndef")
+    file = DataFile(tmp_path / "rows.csv")
+    assert list(file.lines()) == [b"abc\n", b"def"]
+    assert (file.read(), file.read(2, 5), file.read(5), file.read(9, 12)) == (b"abc\ndef", b"c\nd", b"ef", b"")
+    assert file.hash() == hashlib.sha256(b"abc\ndef").hexdigest()
+
+
+def test_a_text_of_a_hundred_megabytes_is_refused_by_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        file.write('{"text": "a"}\n{"text": "' + "word " * 20_000_000 + '"}\n')
+    with pytest.raises(
+        UserError, match=r"line 2, column text: found 100,000,000 characters; needed at most 10,000,000"
+    ):
+        rows_of(path, SFT)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_lists_within_lists(tmp_path, name):
+    def write(depth: int):
+        record = '{"prompt": "a", "more": ' + "[" * depth + "]" * depth + "}"
+        (tmp_path / name).write_text(f"[{record}]" if name == "rows.json" else record)
+        return tmp_path / name
+
+    assert list(rows_of(write(90), PROMPTS)[0]) == ["prompt", "more"]
+    with pytest.raises(UserError, match=re.escape(": found more than 100 lists within lists. Mend")):
+        rows_of(write(150), PROMPTS)
+    for depth in (850, 900, 950, 1000, 10_000):
+        with pytest.raises(UserError, match="lists within lists|too deep"):
+            rows_of(write(depth), PROMPTS)

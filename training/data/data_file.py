@@ -1,0 +1,67 @@
+"""One data file, of which all that is read belongs to the same content.
+
+    file = DataFile(path)
+    for line in file.lines(): ...
+    file.read(start, end)                                    # bytes; UserError if the file was changed since
+
+The file is read where a record is asked for and is not mapped into memory: reading behind the end of a mapped file that
+was cut meanwhile kills the process.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.errors import UserError
+from engine.files import open_file
+
+
+class DataFile:
+    """A file that stays open. Raises UserError for one that cannot be read, is a pipe or a device, or changes."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self.file = open_file(path)
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from {Path.cwd()})."
+            ) from None
+        self.state = self._state()
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines from the first, each with its newline."""
+        self.file.seek(0)
+        yield from self.file
+        self.check()
+
+    def read(self, start: int = 0, end: int | None = None) -> bytes:
+        """The bytes from `start` up to `end`, or up to the end of the file."""
+        end, parts = self.state[0] if end is None else end, []
+        while start < end:
+            part = os.pread(self.file.fileno(), min(end - start, 2**30), start)  # one call gives 2 GB at most
+            if not part:
+                break
+            parts.append(part)
+            start += len(part)
+        self.check()
+        return b"".join(parts)
+
+    def hash(self) -> str:
+        """SHA-256 of the content, as hexadecimal digits."""
+        self.file.seek(0)
+        digest = hashlib.file_digest(self.file, "sha256").hexdigest()
+        self.check()
+        return digest
+
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self.file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def check(self) -> None:
+        """Raise UserError if the file is another than it was when it was opened."""
+        if self._state() != self.state:
+            raise UserError(
+                f"{self.path}: was changed while it was read. Start again when nothing writes to it, or give a copy."
+            )
