@@ -16,7 +16,14 @@ class RunStopped(Exception):
     """A run that cannot go on, by no mistake that could have been caught before: a NaN, say.
 
     Its message says at which step, with which samples, and what to look at. Exit code 1; restart points stay.
+
+    good_until: the last step after which the weights were sound, infinite where they all were: the program then names
+    the newest restart point up to there (training/restarts/last_good.py). None: nothing is said of restart points.
     """
+
+    def __init__(self, message: str, good_until: float | None = None):
+        super().__init__(message)
+        self.good_until = good_until
 
 
 class EndedEarly(Exception):

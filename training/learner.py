@@ -21,8 +21,8 @@ from engine.packing import micro_batches, weighted_passes
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.engines import TrainedModel
 from training.mixed_pretraining import MixedPretraining
+from training.reporting.guards import stop_for_gradients, stop_unless_losses_finite
 from training.reporting.metrics import Accumulator
-from training.reporting.not_finite import stop_for_gradients, stop_unless_losses_finite
 
 # The sum of a micro-batch's losses, which has a gradient; with its metrics, where it is no dummy.
 Loss = Callable[[TrainingBatch, Accumulator | None], Tensor]
@@ -102,6 +102,9 @@ class Learner:
             stepped = objective.model.step(lr, overflow, skip=exploded or any(overflows))
             if stepped:
                 metrics.add(f"{objective.name}/grad_norm", objective.model.grad_norm, 1)
+            if objective.model.scales_loss:
+                metrics.add(f"{objective.name}/skipped", float(overflow), 1)
+                metrics.add_max(f"{objective.name}/loss_scale", objective.model.loss_scale)
             metrics.add_max(f"{objective.name}/lr", lr)
             if stepped and objective.model is models.actor and models.ema is not None:
                 models.ema.update()

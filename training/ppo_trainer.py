@@ -27,8 +27,8 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.learner import Learner
 from training.mixed_pretraining import MixedPretraining, TextFeed
+from training.reporting.guards import stop_if_too_far, stop_unless_finite, stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
-from training.reporting.not_finite import stop_unless_finite
 from training.reporting.phase_clock import PhaseClock, peak_memory_gb
 from training.reporting.step_metrics import STEP_METRICS, StepMetric, add_parts
 
@@ -41,6 +41,7 @@ class PPOConfig:
     micro_batch_size: responses in one forward and backward pass of one rank.
     critic_warmup_steps: steps at the start in which the critic alone is trained.
     unsup_coef: of the language-model loss where there are texts; 27.8 is InstructGPT's.
+    max_kl: nats a response; a rollout further from the reference ends the run. None for no such limit.
     """
 
     total_steps: int
@@ -48,6 +49,7 @@ class PPOConfig:
     critic_warmup_steps: int = 0
     seed: int = 0
     unsup_coef: float = 27.8
+    max_kl: float | None = None
 
 
 class PromptFeed(Protocol):
@@ -150,7 +152,9 @@ class PPOTrainer:
                 measured_kl=algorithm.measured_kl(experience, slots),
             )
         responses = distributed.world_size() * len(batch)
-        kl = distributed.all_reduce_sum(batch.measured_kl.double().sum()).item() / responses
+        sums = torch.stack([batch.measured_kl.double().sum(), batch.kl.double().sum()])
+        kl, objective_kl = (distributed.all_reduce_sum(sums) / responses).tolist()
+        stop_if_too_far(self.steps_done + 1, objective_kl, self.config.max_kl)
         with clock("train"):
             self.train_actor_and_critic(batch, kl, metrics)
         self.kl_controller.after_step(kl, responses)
@@ -182,6 +186,7 @@ class PPOTrainer:
                 _, approxkl, count = distributed.all_reduce_sum(ratios).tolist()
                 if went_too_far(approxkl, count, dialect.early_stop_kl):
                     break
+        stop_unless_weights_finite(self.steps_done + 1, self.models.trained)
         # Passes that were left out count, so that learning rates fall as planned.
         self.optimizer_steps = (self.steps_done + 1) * dialect.ppo_epochs * dialect.mini_batches
 

@@ -34,6 +34,7 @@ from training.program.startup import leave, run
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
 from training.restarts import checkpoint
+from training.restarts.last_good import last_good_named
 from training.restarts.resume_point import set_aside_newer
 
 
@@ -86,6 +87,7 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
             micro_batch_size=args.per_device_training_batch_size,
             critic_warmup_steps=args.critic_warmup_steps,
             unsup_coef=args.unsup_coef,
+            max_kl=args.max_kl,
             seed=args.seed,
         ),
     )
@@ -144,7 +146,10 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
 def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) -> None:
     """Every step up to the last, and what surrounds them."""
     profiler = profiling.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
-    with contextlib.closing(session.writer):  # of a run that stops, too: its last steps are written out, its bar ends
+    with (
+        last_good_named(args.output_dir),
+        contextlib.closing(session.writer),
+    ):  # of a run that stops, its last steps too
         session.begin()
         feed = ShuffledPrompts(
             plan.prompts,

@@ -15,6 +15,7 @@ from engine.zero.engines import TrainedModel
 from training.data.order import epoch_batches
 from training.flags.supervised_arguments import SupervisedFlags
 from training.program.output_folder import clear_output_dir, open_writer
+from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
 from training.reporting.phase_clock import peak_memory_gb
 from training.reporting.run_record import write_run_record
@@ -118,13 +119,15 @@ class SupervisedTrainer:
             raise RunStopped(
                 f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the "
                 "learning rate and the gradient norms of the steps before, and in fp16 the range of the "
-                "model."
+                "model.",
+                good_until=step - 1,
             )
         overflow = self.model.overflowed()
         if overflow and not self.model.scales_loss:
             raise RunStopped(
                 f"step {step}: a gradient is NaN or infinite, so no weight was changed. Look at the "
-                "learning rate and the gradient norms of the steps before."
+                "learning rate and the gradient norms of the steps before.",
+                good_until=step - 1,
             )
         lr = self.args.learning_rate * lr_factor(
             step - 1, self.total_steps, self.args.num_warmup_steps, self.args.lr_scheduler_type
@@ -132,6 +135,10 @@ class SupervisedTrainer:
         stepped = self.model.step(lr, overflow)
         if stepped:
             metrics.add("train/grad_norm", self.model.grad_norm, 1)
+            stop_unless_weights_finite(step, {"model": self.model})
+        if self.model.scales_loss:
+            metrics.add("train/skipped", float(overflow), 1)
+            metrics.add_max("train/loss_scale", self.model.loss_scale)
         metrics.add_max("train/lr", lr)
         metrics.add_max("time/step", time.perf_counter() - started)
         metrics.add_max("memory/peak_gb", peak_memory_gb())

@@ -1,6 +1,7 @@
 """Modules under DeepSpeed: the only file that calls deepspeed.initialize."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -13,6 +14,10 @@ from engine import distributed
 from engine.errors import RunStopped
 from engine.trace import traced
 from engine.zero.stages import stage_of
+
+FLOOR_OVERFLOWS = 16
+"""So many overflows in a row that leave the fp16 loss scale where it is end the run. One may be an odd batch, and with
+DeepSpeed's hysteresis the first few lower nothing; after these the model does not fit into fp16."""
 
 
 class Copies(Protocol):
@@ -45,6 +50,7 @@ class TrainedModel:
         self.scales_loss = self.ds_engine.fp16_enabled()
         """Whether gradients that overflow are a matter of course (fp16) and not a reason to stop."""
         self._by_stage = stage_of(self.ds_engine)
+        self._overflows_at_floor = 0  # in a row, the loss scale unchanged
         self.ds_engine.train()
 
     def __call__(self, *args, **kwargs):
@@ -83,22 +89,24 @@ class TrainedModel:
         Args:
             overflow: what `overflowed` said; in fp16 the loss scale is lowered and the gradients are dropped.
             skip: drop the gradients whatever they are, because a partner overflowed or the losses are not wanted.
+
+        Raises: RunStopped after FLOOR_OVERFLOWS overflows in a row that found the loss scale at its floor, or fixed.
         """
         for group in self.ds_engine.optimizer.param_groups:
             group["lr"] = lr
         if skip and not (overflow and self.scales_loss):
             self._by_stage.drop()
             return False
-        try:
-            norm = self._by_stage.step(overflow)
-        except Exception as error:
-            if not (overflow and self.scales_loss):
-                raise
+        scale = self.loss_scale
+        norm = self._by_stage.step(overflow)
+        self._overflows_at_floor = self._overflows_at_floor + 1 if overflow and self.loss_scale >= scale else 0
+        if self._overflows_at_floor >= FLOOR_OVERFLOWS:
             raise RunStopped(
-                f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} ({error}). "
-                "Look at the loss and the gradient norms of the steps before; bf16 or fp32 have the "
-                "range."
-            ) from None
+                f"fp16: the {self.role}'s gradients overflowed {FLOOR_OVERFLOWS} times in a row with the loss scale at "
+                f"its floor, {scale:g}, so that nothing more is learned. Look at the loss and the gradient norms of "
+                "the steps before, and lower the learning rates; bf16 and fp32 have the range.",
+                good_until=math.inf,
+            )
         if overflow:
             return False
         self.grad_norm = norm
@@ -109,6 +117,16 @@ class TrainedModel:
     def loss_scale(self) -> float:
         """The fp16 loss scale; 1 in other dtypes."""
         return float(self.ds_engine.optimizer.loss_scale) if self.scales_loss else 1.0
+
+    def weights_finite(self) -> bool:
+        """Whether all weights, over all ranks, are numbers of the dtype that is computed in (all ranks call this).
+
+        Reads each float32 master weight once, a fraction of what an optimizer step reads.
+        """
+        limit = torch.finfo(torch.float16 if self.scales_loss else torch.float32).max
+        ends = [torch.stack(torch.aminmax(shard)) for shard in self.master_shards() if shard.numel()]
+        own = not ends or bool((torch.stack(ends).abs() <= limit).all())  # NaN compares false
+        return not distributed.any_rank(not own)
 
     def master_shards(self) -> list[Tensor]:
         """This rank's float32 weights: the tensors that the optimizer updates, each on one rank (stage 0: on all)."""

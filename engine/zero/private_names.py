@@ -90,8 +90,15 @@ PRIVATE_NAMES = (
         for name, use, public in (
             ("has_overflow", "looking at gradients before the step", "none tells before the step"),
             ("override_loss_scale", "a step that divides by the scale it was multiplied by", "none"),
+            ("loss_scaler", "the next name's holder", "none gives it"),
             ("custom_loss_scaler", "taking the overriding scale away again", "none takes it away"),
         )
+    ),
+    PrivateName(
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "raise_error_at_min_scale",
+        "going on after one overflow at the smallest loss scale",
+        "none: the configuration has no field for it",
     ),
     # stage 0 in 16 bits
     PrivateName(_MASTERS, "fp16_groups", "the weights that belong to the masters", "none at stage 0"),

@@ -147,6 +147,9 @@ class Stage1And2:
 
     def __init__(self, ds_engine: DeepSpeedEngine):
         self.ds_engine, self.optimizer = ds_engine, ds_engine.optimizer
+        if ds_engine.fp16_enabled():
+            # A single overflow at the smallest scale would raise, which stage 0 does not: when to stop is ours to say.
+            self.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     def overflowed(self) -> bool:
         return self.optimizer.has_overflow()

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.e2e.programs import launch, metric_lines, run_here, snapshot
 
-WHAT_TO_LOOK_AT = ("reward model's score", "learning rates", "gradient norms", "--resume")
+WHAT_TO_LOOK_AT = ("reward model's score", "learning rates", "gradient norms", "restart point")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def test_a_reward_model_that_scores_nan_leaves_the_restart_points(tiny, poisoned
         "score nan, prompt 'w",
         "response '",
         *WHAT_TO_LOOK_AT,
+        f"The last good restart point is {out / 'checkpoints' / 'step_000002'}: go on from it with --resume {out}",
     )
     prompts = {json.loads(row)["prompt"] for row in (tiny.folder / "prompts.jsonl").read_text().splitlines()}
     assert any(f"prompt '{prompt}'" in result.stderr for prompt in prompts)
@@ -84,11 +85,46 @@ def test_the_steps_before_are_in_the_curves(tiny, tmp_path, capfd):
         num_eval_prompts=0,
         max_steps=4,
     )
-    assert_stopped(run_here(3, flags, capfd), "step 2: ", "logprobs (4)", *WHAT_TO_LOOK_AT)
+    assert_stopped(
+        run_here(3, flags, capfd),
+        "step 2: ",
+        "logprobs (4)",
+        *WHAT_TO_LOOK_AT,
+        f"There is no restart point of a sound step in {tmp_path / 'out'}",
+    )
     events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("policy/grad_norm")] == [1]
     assert [line["step"] for line in metric_lines(tmp_path / "out")] == [1]
+
+
+def test_max_kl_names_the_last_restart_point_within_it(tiny, tmp_path, capfd):
+    """Responses of a step are over the limit because of the update before: its restart point is not a good one."""
+    out = tmp_path / "out"
+    flags = tiny.flags(
+        3,
+        actor_learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        num_warmup_steps=0,
+        ppo_epochs=1,
+        num_eval_prompts=0,
+        max_steps=4,
+        save_steps=1,
+    )
+    assert run_here(3, {**flags, "output_dir": tmp_path / "free"}, capfd).code == 0
+    kl = [line["objective/kl"] for line in metric_lines(tmp_path / "free")]
+    further = next(step for step in range(3, 5) if kl[step - 1] > max(kl[: step - 1]) + 0.1)
+    limit = (max(kl[: further - 1]) + kl[further - 1]) / 2
+    result = run_here(3, {**flags, "output_dir": out, "max_kl": limit}, capfd)
+    points = out / "checkpoints"
+    assert_stopped(
+        result,
+        f"step {further}: objective/kl is {kl[further - 1]:.4g} nats a response, over --max_kl {limit:g}",
+        f"The last good restart point is {points / f'step_{further - 2:06d}'}: go on",
+        f"step_{further - 1:06d} came after it: do not go on from there.",
+    )
+    assert [line["step"] for line in metric_lines(out)] == list(range(1, further))
+    assert not (out / "actor").exists()
 
 
 @pytest.mark.parametrize("step", (1, 2))

@@ -38,6 +38,9 @@ class NoteTaker:
     def overflowed(self):
         return False
 
+    def weights_finite(self):
+        return True
+
     def step(self, lr, overflow=False, skip=False):
         self.steps.append((lr, self.passes))
         self.passes = []
@@ -84,6 +87,7 @@ def trainer_of(dialect, micro_batch_size: int, rollouts: int, critic: NoteTaker 
         critic=critic or NoteTaker(),
         reference=None,
         reward=object(),
+        trained={},
         ema=None,
         tokenizer=SimpleNamespace(eos_token_id=2, decode=lambda ids: f"tokens {ids.tolist()}"),
     )

@@ -54,6 +54,11 @@ class AlgorithmFlags(DataFlags):
     num_warmup_steps: int | None = flag(None, "optimizer steps of rising learning rate")
     max_grad_norm: float | None = flag(None, "gradients are clipped to this norm; 0 for no clipping")
     critic_warmup_steps: int = flag(0, "steps at the start that train the critic alone")
+    max_kl: float | None = flag(
+        None,
+        "end the run, before another update, when a step's responses are further from the reference than so many "
+        "nats a response (objective/kl)",
+    )
 
     per_device_generation_batch_size: int = flag(16, "prompts answered at once by each rank", group="batch sizes")
     generation_batches: int = flag(1, "so many times as many prompts in one step; they wait until others have ended")
@@ -76,6 +81,8 @@ class AlgorithmFlags(DataFlags):
             "gradient_accumulation_steps",
         )
         self.at_least(0, "critic_warmup_steps")
+        self.above(0, "max_kl")
+        self.finite("max_kl")
         self._validate_division()
 
     def resolved_dialect(self) -> tuple[Dialect, dict[str, tuple]]:

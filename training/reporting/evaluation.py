@@ -90,7 +90,7 @@ def _stop_if_not_finite(rows: list[dict]) -> None:
         raise RunStopped(
             f"evaluation: {len(bad)} of {len(rows)} held-out samples have a score or KL that is NaN or "
             f"infinite.\n{samples}\nLook at: the reward model's score of these texts, the learning rates "
-            "and gradient norms of the steps before. Restart points are untouched."
+            "and gradient norms of the steps before."
         )
 
 

@@ -38,7 +38,7 @@ class ResumePoint:
         """
         folder = Path(path)
         if not (folder / STATE_FILE).is_file():
-            points = _points(folder)
+            points = restart_points(folder)
             if not points:
                 raise UserError(
                     f"--resume {path}: no restart point there. Give a folder .../checkpoints/step_N, or the "
@@ -77,7 +77,7 @@ def set_aside_newer(output_dir: Path, step: int) -> None:
     """Rename the restart points after `step` to step_N.abandoned (rank 0 does): a run that goes on from an older point
     takes another course, and the next --resume must not find the course it left."""
     if distributed.is_main():
-        for point in _points(output_dir):
+        for point in restart_points(output_dir):
             if int(point.name.removeprefix("step_")) > step:
                 aside = point.with_name(point.name + ".abandoned")
                 shutil.rmtree(aside, ignore_errors=True)
@@ -85,7 +85,7 @@ def set_aside_newer(output_dir: Path, step: int) -> None:
     distributed.barrier()
 
 
-def _points(output_dir: Path) -> list[Path]:
+def restart_points(output_dir: Path) -> list[Path]:
     """The complete restart points of a run, oldest first."""
     return sorted(
         path.parent

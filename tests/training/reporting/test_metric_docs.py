@@ -14,6 +14,8 @@ EVALUATED = ("score", "kl", "response_length", "distinct_bigrams", *SCORE_PARTS)
 FAMILIES = {
     "{}/grad_norm": {"policy/grad_norm", "value/grad_norm"},
     "{}/lr": {"policy/lr", "value/lr"},
+    "{}/skipped": {"policy/skipped", "value/skipped"},
+    "{}/loss_scale": {"policy/loss_scale", "value/loss_scale"},
     "{}/accuracy": {"train/accuracy", "eval/accuracy"},
     "{}/margin": {"train/margin", "eval/margin"},
     "{}/margin_std": {"train/margin_std", "eval/margin_std"},
