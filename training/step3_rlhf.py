@@ -26,6 +26,7 @@ from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import dry_run, stopping
 from training.program.agreement import agreed, checked
 from training.program.checks import check_files
+from training.program.ending import models_told
 from training.program.first_lines import first_lines
 from training.program.output_folder import clear_output_dir
 from training.program.plan import Plan, make_plan
@@ -147,6 +148,7 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
     """Every step up to the last, and what surrounds them."""
     profiler = profiling.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
     with (
+        models_told(session.saved),
         last_good_named(args.output_dir),
         contextlib.closing(session.writer),
     ):  # of a run that stops, its last steps too
@@ -162,7 +164,8 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
                 with profiler.record(trainer.steps_done + 1):
                     report = trainer.step(feed.prompts(trainer.steps_done))
                 session.after_step(report)
-    session.end()
+    with models_told(session.saved):
+        session.end()
 
 
 def program() -> NoReturn:

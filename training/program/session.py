@@ -38,6 +38,7 @@ class Session:
             args, total_steps=plan.last_step, view=views.PPO, resume_step=trainer.steps_done if plan.resume else None
         )
         self.pending: dict[str, float] = {}  # measured after a step's line was written: goes into the next
+        self.saved: dict[str, Path] = {}  # the trained models' folders, from the last step on
 
     def begin(self) -> None:
         """Settings into run.json and TensorBoard; held-out scores before the first step, or those still owed."""
@@ -57,11 +58,16 @@ class Session:
         owed = self.plan.resume.state.get(OWED) if self.plan.resume else None
         if self.evaluator and owed is not None:
             step = self.trainer.steps_done
+            if step == self.plan.last_step:
+                self.saved |= self.save_models()
             metrics = owed | self.evaluate(self.name_of(step))
             self.writer.log(step, self.trainer.samples, metrics)
 
     def after_step(self, report: StepReport) -> None:
-        """Log the step; evaluate, show samples and save where it is time to; end where the run was asked to."""
+        """Log the step; evaluate, show samples and save where it is time to; end where the run was asked to.
+
+        After the last step the models are saved first: nothing that fails behind that can cost them.
+        """
         args, step, last = self.args, report.step, report.step == self.plan.last_step
         metrics = {**report.metrics, **self.pending}
         self.pending = {}
@@ -69,8 +75,14 @@ class Session:
         reason = stopping.agreed()
         if reason:
             self.end_early(reason, report, metrics, evaluates)
+        if last:
+            self.saved |= self.save_models()
         if evaluates:
-            metrics |= self.evaluate(self.name_of(step))
+            try:
+                metrics |= self.evaluate(self.name_of(step))
+            except BaseException:
+                self.writer.log(step, report.samples, metrics)  # the step was trained, whatever comes of its evaluation
+                raise
         self.writer.log(step, report.samples, metrics)
         if _is_due(step, args.print_answers_interval):
             self.show_samples(report)
@@ -110,8 +122,8 @@ class Session:
         for tag, values in distributions(report.batch).items():
             self.writer.histogram(report.step, tag, values)
 
-    def end(self) -> None:
-        """Save the models, draw the curves, print the summary."""
+    def save_models(self) -> dict[str, Path]:
+        """Write the trained models, and the actor with averaged weights if there are any, as Hugging Face folders."""
         models = self.models
         saved = {
             name: save_trained(model, self.own_tokenizer, self.output_dir / name)
@@ -120,11 +132,17 @@ class Session:
         if models.ema is not None:
             with models.ema.swapped():
                 saved["actor_ema"] = save_trained(models.actor, self.own_tokenizer, self.output_dir / "actor_ema")
+        return saved
+
+    def end(self) -> None:
+        """Save the models if no step has done so, draw the curves, print the summary."""
+        if not self.saved:  # a restart point of the last step leaves no step to train
+            self.saved |= self.save_models()
         if distributed.is_main():
             curves = self.output_dir / "curves.png"
             plot_curves(self.output_dir / METRICS_FILE, curves)
             rows = read_metrics(self.output_dir / METRICS_FILE)
-            print("\n" + summary_text(RunSummary.from_metrics(rows, saved=saved, curves=curves)), flush=True)
+            print("\n" + summary_text(RunSummary.from_metrics(rows, saved=self.saved, curves=curves)), flush=True)
 
 
 def _is_due(step: int, interval: int) -> bool:

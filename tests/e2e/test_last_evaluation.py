@@ -1,0 +1,64 @@
+"""What goes wrong after the last step costs neither the models nor a line of metrics, and is told with their places."""
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.e2e.programs import Result, Tiny, launch, metric_lines, run_here
+
+# The 8 held-out prompts are scored by fours before the first step and after the last, and 4 responses in both steps.
+REWARD = """
+import math
+import sys
+
+calls = 0
+
+def score(prompts, responses):
+    global calls
+    calls += 1
+    if calls == {call}:
+        {last}
+    return [0.5 + 0.1 * calls] * len(responses)
+"""
+FAILURES = {
+    "raises": ('raise ValueError("the judge is away")', "ValueError: the judge is away"),
+    "nan": ("return [math.nan] * len(responses)", "evaluation: "),
+    "exits": ("sys.exit(0)", "SystemExit"),
+}
+
+
+def write_reward(folder, last: str, ranks: int = 1) -> str:
+    """A reward function that does this when the last evaluation begins."""
+    (folder / f"{folder.name}_judge.py").write_text(REWARD.format(last=last, call=8 // 4 // ranks + 2 + 1))
+    return f"{folder / f'{folder.name}_judge.py'}:score"
+
+
+def check_kept(out, result: Result, expected: str) -> None:
+    assert result.code == 1, result.stdout + result.stderr
+    assert expected in result.stderr and "Traceback" not in result.stderr
+    assert f"its models are saved: {out / 'actor'}, {out / 'critic'}" in result.stderr
+    AutoModelForCausalLM.from_pretrained(out / "actor")
+    AutoModelForSequenceClassification.from_pretrained(out / "critic")
+    lines = metric_lines(out)
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert "objective/scores" in lines[2] and "eval/score" not in lines[2]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_last_evaluation_that_fails(failure, tiny: Tiny, tmp_path, capfd):
+    last, expected = FAILURES[failure]
+    out = tmp_path / "out"
+    reward = write_reward(tmp_path, last)
+    check_kept(out, run_here(3, tiny.flags(3, output_dir=out, reward_function=reward), capfd), expected)
+
+
+def test_samples_that_cannot_be_written(tiny: Tiny, tmp_path, capfd):
+    out = tmp_path / "out"
+    reward = write_reward(tmp_path, f"__import__('pathlib').Path({str(out / 'samples' / 'after.jsonl')!r}).mkdir()")
+    check_kept(out, run_here(3, tiny.flags(3, output_dir=out, reward_function=reward), capfd), "after.jsonl")
+
+
+def test_two_ranks(tiny: Tiny, tmp_path):
+    out = tmp_path / "out"
+    reward = write_reward(tmp_path, FAILURES["nan"][0], ranks=2)
+    flags = tiny.flags(3, output_dir=out, reward_function=reward, actor_zero_stage=3, critic_zero_stage=3)
+    check_kept(out, launch(3, flags), FAILURES["nan"][1])
