@@ -6,6 +6,7 @@ import torch
 
 from engine.trace import traced
 from engine.zero.engines import TrainedModel
+from engine.zero.shards import Shard, ShardSource, read
 
 
 class EMA:
@@ -19,24 +20,24 @@ class EMA:
 
     def __init__(self, actor: TrainedModel, decay: float, device: str | None = None):
         self.actor, self.decay = actor, decay
-        self.shards = [shard.detach().clone().to(device or shard.device) for shard in actor.master_shards()]
+        self.means = [shard.detach().clone().to(device or shard.device) for shard in actor.master_shards()]
 
     @traced("EMA update")
     @torch.no_grad()
     def update(self) -> None:
         """Take in the actor's weights after an optimizer step."""
-        for mean, shard in zip(self.shards, self.actor.master_shards(), strict=True):
+        for mean, shard in zip(self.means, self.actor.master_shards(), strict=True):
             mean.lerp_(shard.to(mean.device), 1.0 - self.decay)
 
     def swapped(self) -> contextlib.AbstractContextManager:
         """Context in which the actor computes, generates and saves with the averaged weights."""
-        return self.actor.swapped(self.shards)
+        return self.actor.swapped(self.means)
 
-    def state_dict(self) -> dict:
-        """This rank's shards."""
-        return {"shards": self.shards}
+    def shards(self) -> list[Shard]:
+        """This rank's part of the averages, named "ema/PARAMETER"; over all ranks each number comes exactly once."""
+        state = self.actor.state
+        return state.own(state.held("ema", self.means))
 
-    def load_state_dict(self, state: dict) -> None:
-        """Put this rank's shards back."""
-        for mean, shard in zip(self.shards, state["shards"], strict=True):
-            mean.copy_(shard)
+    def load_shards(self, source: ShardSource) -> None:
+        """Put back what `shards` gave, on whatever ranks and at whatever stage."""
+        read(source, self.actor.state.held("ema", self.means))

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import deepspeed
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engine import distributed
 from engine.errors import RunStopped
 from engine.trace import traced
+from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
 
 FLOOR_OVERFLOWS = 16
@@ -51,6 +52,7 @@ class TrainedModel:
         """Whether gradients that overflow are a matter of course (fp16) and not a reason to stop."""
         self._by_stage = stage_of(self.ds_engine)
         self._overflows_at_floor = 0  # in a row, the loss scale unchanged
+        self.state = TrainingState(self.module, self._by_stage)
         self.ds_engine.train()
 
     def __call__(self, *args, **kwargs):
@@ -130,7 +132,7 @@ class TrainedModel:
 
     def master_shards(self) -> list[Tensor]:
         """This rank's float32 weights: the tensors that the optimizer updates, each on one rank (stage 0: on all)."""
-        return self._by_stage.master_shards()
+        return [master.tensor.data for master in self._by_stage.masters()]
 
     @contextlib.contextmanager
     def swapped(self, shards: list[Tensor]) -> Iterator[None]:
@@ -153,20 +155,20 @@ class TrainedModel:
         self._by_stage.refresh_from_masters()
         self.version += 1
 
-    def save_checkpoint(self, folder: str, tag: str) -> None:
-        """Write weights, optimizer and loss scale (all ranks call this)."""
-        self.ds_engine.save_checkpoint(folder, tag=tag)
+    def shards(self) -> list[Shard]:
+        """This rank's part of the training state, as views; over all ranks each number comes exactly once."""
+        return self.state.shards()
 
-    def load_checkpoint(self, folder: str, tag: str) -> None:
-        """Read back what `save_checkpoint` wrote (all ranks call this); Adam's settings stay those of this run."""
-        names = ("betas", "eps", "weight_decay")
-        settings = [
-            {name: group[name] for name in names if name in group} for group in self.ds_engine.optimizer.param_groups
-        ]
-        path, _ = self.ds_engine.load_checkpoint(folder, tag=tag)
-        assert path is not None, f"DeepSpeed found no checkpoint {tag} in {folder}"
-        for group, own in zip(self.ds_engine.optimizer.param_groups, settings, strict=True):
-            group.update(own)
+    def scalars(self) -> dict:
+        """The rest of the training state, the same on all ranks: step counts and the loss scale, as JSON has them."""
+        return self.state.scalars()
+
+    def load_shards(self, source: ShardSource, scalars: Mapping) -> None:
+        """Put back what `shards` and `scalars` gave, on whatever ranks and at whatever stage (all ranks call this).
+
+        Adam's settings stay those of this run. Raises: UserError where the state is another model's.
+        """
+        self.state.load(source, scalars)
         self.version += 1
 
 

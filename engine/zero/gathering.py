@@ -45,6 +45,16 @@ def full_numel(parameter: Tensor) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
+def own_run(parameter: Any) -> tuple[int, int]:
+    """(start, length) of the run of a partitioned parameter's numbers, flattened, that this rank holds.
+
+    Rank r holds the r-th run, all of one length; the last ones are shorter, or have none, and are padded.
+    """
+    size, numbers = parameter.ds_tensor.ds_numel, parameter.ds_numel
+    start = min(distributed.rank() * size, numbers)
+    return start, min(size, numbers - start)
+
+
 def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
     """Overwrite a parameter, partitioned or not, on all ranks; `value` has its full shape."""
     partitioned = is_partitioned(parameter)

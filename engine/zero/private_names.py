@@ -50,6 +50,12 @@ PRIVATE_NAMES = (
     # engine/zero/stages.py, stage 3
     PrivateName(
         _ZERO3,
+        "fp16_groups",
+        "whose runs lie in which master, for restart points that other ranks and stages can read",
+        "save_checkpoint, and a conversion of what it wrote",
+    ),
+    PrivateName(
+        _ZERO3,
         "fp32_partitioned_groups_flat",
         "this rank's master weights, in place",
         "safe_get_local_fp32_param, which copies each to the GPU where the optimizer is offloaded, in every update of "
@@ -79,6 +85,13 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         _ZERO12,
+        "round_robin_bit16_groups",
+        "whose numbers lie in which master",
+        "save_checkpoint, and a conversion of what it wrote",
+    ),
+    PrivateName(_ZERO12, "round_robin_bit16_offsets", "where in it they lie", "as for round_robin_bit16_groups"),
+    PrivateName(
+        _ZERO12,
         "update_lp_params",
         "the weights that the masters hold",
         "safe_set_full_fp32_param, which changes the master alone",
@@ -88,6 +101,8 @@ PRIVATE_NAMES = (
         PrivateName(owner, name, use, public)
         for owner in (_ZERO3, _ZERO12)
         for name, use, public in (
+            ("loss_scaler", "the loss scale's counters, for restart points", "save_checkpoint, which writes files"),
+            ("dynamic_loss_scale", "whether it has counters", "the configuration, read as DeepSpeed reads it"),
             ("has_overflow", "looking at gradients before the step", "none tells before the step"),
             ("override_loss_scale", "a step that divides by the scale it was multiplied by", "none"),
             ("loss_scaler", "the next name's holder", "none gives it"),
@@ -110,6 +125,28 @@ PRIVATE_NAMES = (
     ),
     PrivateName("deepspeed.runtime.fp16.loss_scaler.LossScaleConfig", "cur_iter", "counting a step once", "none"),
     PrivateName(_MASTERS, "_update_scale", "changing the scale after the step and not within", "none"),
+    # engine/zero/shards.py and adam_state.py
+    *(
+        PrivateName(
+            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", name, "restart points", "none gives the counters"
+        )
+        for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+    ),
+    *(
+        PrivateName(
+            "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig", name, "restart points", "none gives the counters"
+        )
+        for name in ("cur_scale", "last_overflow_iter")
+    ),
+    *(
+        PrivateName(
+            "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
+            name,
+            "setting the powers of beta that it keeps in C++",
+            "none: load_state_dict leaves them",
+        )
+        for name in ("ds_opt_adam", "opt_id")
+    ),
     # engine/zero/communication.py
     PrivateName("deepspeed.launcher.runner", "fetch_hostfile", "counting a dry run's processes", "the launcher itself"),
     PrivateName("deepspeed.comm.comm", "cdb", "the backend that ZeRO calls", "none gives it"),

@@ -8,13 +8,15 @@ stage 3                 the model's weights too
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from engine import distributed
+from engine.zero.gathering import own_run
+from engine.zero.shards import Master, Span
 
 
 class Stage(Protocol):
@@ -36,8 +38,15 @@ class Stage(Protocol):
     def drop(self) -> None:
         """A step that changes neither weights nor moments, and after which there are no gradients."""
 
-    def master_shards(self) -> list[Tensor]:
-        """This rank's float32 weights: the tensors that the optimizer updates."""
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds all masters."""
+
+    def masters(self) -> list[Master]:
+        """This rank's float32 weights, the tensors that the optimizer updates, and whose numbers lie where in them."""
+
+    def loss_scaler(self) -> Any:
+        """DeepSpeed's object that has the loss scale and its counters; None where it is a constant."""
 
     def refresh_from_masters(self) -> None:
         """Give the module the weights that its float32 masters hold. All ranks call this together."""
@@ -57,6 +66,8 @@ def stage_of(ds_engine: DeepSpeedEngine) -> Stage:
 
 class Stage0:
     """All float32 weights and gradients on each rank."""
+
+    replicated = True
 
     def __init__(self, ds_engine: DeepSpeedEngine):
         self.ds_engine, self.optimizer = ds_engine, ds_engine.optimizer
@@ -78,8 +89,12 @@ class Stage0:
         with _without_gradients(self.optimizer):
             self.ds_engine.step()
 
-    def master_shards(self) -> list[Tensor]:
-        return [p.data for group in self.optimizer.param_groups for p in group["params"]]
+    def masters(self) -> list[Master]:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [_whole(parameter, parameter, self.optimizer) for parameter in parameters]
+
+    def loss_scaler(self) -> Any:
+        return None
 
     def refresh_from_masters(self) -> None:
         """The masters are the module's own weights."""
@@ -115,8 +130,17 @@ class Stage0WithMasters(Stage0):
         with self._loss_scale_kept(overflow=False), _without_gradients(self.optimizer.optimizer):
             self.ds_engine.step()
 
-    def master_shards(self) -> list[Tensor]:
-        return [p.data for group in self.optimizer.fp32_groups for p in group]
+    def masters(self) -> list[Master]:
+        pairs = zip(self.optimizer.fp16_groups, self.optimizer.fp32_groups, strict=True)
+        return [
+            _whole(parameter, master, self.optimizer.optimizer)
+            for group, masters in pairs
+            for parameter, master in zip(group, masters, strict=True)
+        ]
+
+    def loss_scaler(self) -> Any:
+        scaler = self.optimizer.loss_scale_config
+        return scaler if scaler.dynamic_loss_scale else None
 
     def refresh_from_masters(self) -> None:
         for group, masters in zip(self.optimizer.fp16_groups, self.optimizer.fp32_groups, strict=True):
@@ -144,6 +168,7 @@ class Stage1And2:
     """Shards of the float32 masters and of Adam's moments; at stage 2 of the gradients too."""
 
     loss_factor = 1.0
+    replicated = False
 
     def __init__(self, ds_engine: DeepSpeedEngine):
         self.ds_engine, self.optimizer = ds_engine, ds_engine.optimizer
@@ -163,8 +188,21 @@ class Stage1And2:
         with self._loss_scale_kept(), _without_gradients(self.optimizer.optimizer):
             self.ds_engine.step()
 
-    def master_shards(self) -> list[Tensor]:
-        return [shard.data for shard in self.optimizer.single_partition_of_fp32_groups]
+    def masters(self) -> list[Master]:
+        """A group's parameters stand one behind the other, and each rank has the run of its number of them."""
+        zero = self.optimizer
+        return [
+            Master(master, zero.optimizer, parameters, _spans_within(parameters, offsets, len(master)))
+            for master, parameters, offsets in zip(
+                zero.single_partition_of_fp32_groups,
+                zero.round_robin_bit16_groups,
+                zero.round_robin_bit16_offsets,
+                strict=True,
+            )
+        ]
+
+    def loss_scaler(self) -> Any:
+        return self.optimizer.loss_scaler if self.optimizer.dynamic_loss_scale else None
 
     def refresh_from_masters(self) -> None:
         self.optimizer.update_lp_params()
@@ -186,14 +224,43 @@ class Stage1And2:
 class Stage3(Stage1And2):
     """Shards of the weights too, which are gathered layer by layer where they are computed with."""
 
-    def master_shards(self) -> list[Tensor]:
-        return [shard.data for shard in self.optimizer.fp32_partitioned_groups_flat]
+    def masters(self) -> list[Master]:
+        """Each rank has a run of each parameter, and these stand one behind the other, with their padding."""
+        zero = self.optimizer
+        return [
+            Master(master, zero.optimizer, parameters, _spans_of_runs(parameters))
+            for master, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
+        ]
 
     def refresh_from_masters(self) -> None:
         self.optimizer.checkpoint_event_prologue()  # some may still stand gathered, with what they held before
         for index in range(len(self.optimizer.fp32_partitioned_groups_flat)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
         self.optimizer.checkpoint_event_epilogue()  # gathers what is never partitioned between uses
+
+
+def _whole(parameter: Any, master: Tensor, adam: torch.optim.Optimizer) -> Master:
+    return Master(master, adam, [parameter], [Span(parameter, 0, 0, master.numel())])
+
+
+def _spans_within(parameters: list[Any], offsets: list[int], size: int) -> list[Span]:
+    """What lies in this rank's run of `size` numbers; offsets: where each parameter begins in all ranks' together."""
+    first, spans = distributed.rank() * size, []
+    for parameter, offset in zip(parameters, offsets, strict=True):
+        begin, end = max(offset, first), min(offset + parameter.numel(), first + size)
+        if begin < end:
+            spans.append(Span(parameter, begin - offset, begin - first, end - begin))
+    return spans
+
+
+def _spans_of_runs(parameters: list[Any]) -> list[Span]:
+    offset, spans = 0, []
+    for parameter in parameters:
+        start, length = own_run(parameter)
+        if length:
+            spans.append(Span(parameter, start, offset, length))
+        offset += parameter.ds_tensor.ds_numel
+    return spans
 
 
 @contextlib.contextmanager

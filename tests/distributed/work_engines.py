@@ -52,7 +52,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
     found["files"] = sorted(path.name for path in point.iterdir())
     one_step(engine.actor, rollout)
     engine.ema.update()
-    found["end"] = weights(engine.actor), [shard.clone() for shard in engine.ema.shards]
+    found["end"] = weights(engine.actor), [shard.clone() for shard in engine.ema.means]
     found["saved"] = sorted(
         save_trained(model, engine.tokenizer, f"{output}/{role}").name for role, model in engine.trained.items()
     )
@@ -60,7 +60,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
     checkpoint.load(ResumePoint.find(output, with_ema=True), resumed)
     one_step(resumed.actor, rollout)
     resumed.ema.update()
-    found["resumed"] = weights(resumed.actor), [shard.clone() for shard in resumed.ema.shards]
+    found["resumed"] = weights(resumed.actor), [shard.clone() for shard in resumed.ema.means]
     return found
 
 

@@ -90,7 +90,7 @@ def one_run(
     result |= {
         "after": weights(engine.actor),
         "branch_after": branch(engine.actor),
-        "ema": [shard.clone() for shard in engine.ema.shards],
+        "ema": [shard.clone() for shard in engine.ema.means],
     }
     resumed = new_trainer()
     point = ResumePoint.find(output, with_ema=True)
@@ -101,7 +101,7 @@ def one_run(
         "after": weights(resumed.models.actor),
         "branch": branch(resumed.models.actor),
         "logprobs": judged(resumed.models, own, rollout),
-        "ema": [shard.clone() for shard in resumed.models.ema.shards],
+        "ema": [shard.clone() for shard in resumed.models.ema.means],
     }
     return result
 

@@ -89,7 +89,7 @@ def overflow_on_last_rank(model: TrainedModel | None):
 def everything(trainer: PPOTrainer) -> dict:
     """All that a step may change in the engines (all ranks call this)."""
     engine = trainer.models
-    found = {"ema": [shard.clone() for shard in engine.ema.shards] if engine.ema else []}
+    found = {"ema": [shard.clone() for shard in engine.ema.means] if engine.ema else []}
     for name, model in (("actor", engine.actor), ("critic", engine.critic)):
         found[name] = {
             "weights": weights(model),

@@ -56,7 +56,7 @@ def new_trainer(folder: str, stage: int, config: str, dtype: str, changed: dict 
 def state(trainer: PPOTrainer) -> dict:
     """The weights of actor and critic, the EMA, the loss scales and the counters."""
     engine = trainer.models
-    tensors = {"ema": dict(enumerate(shard.clone() for shard in engine.ema.shards))}
+    tensors = {"ema": dict(enumerate(shard.clone() for shard in engine.ema.means))}
     for name, model in engine.trained.items():
         tensors |= {f"{name} weights": weights(model), f"{name} masters": masters(model)}
     counters = {

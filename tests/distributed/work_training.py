@@ -51,7 +51,7 @@ def swapped(actor: TrainedModel, ema: EMA) -> dict:
     def now() -> dict:
         return {"masters": masters(actor), "weights": weights(actor), "logprobs": _logprobs(actor)}
 
-    shards = [shard.clone() for shard in ema.shards]
+    shards = [shard.clone() for shard in ema.means]
     before = now()
     with ema.swapped():
         within = now()
@@ -60,7 +60,7 @@ def swapped(actor: TrainedModel, ema: EMA) -> dict:
         "within_swap": within,
         "after_swap": now(),
         "shards_before_swap": shards,
-        "shards_after_swap": ema.shards,
+        "shards_after_swap": ema.means,
     }
 
 
