@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from engine.errors import UserError
+from training.data.chat import render
 from training.data.records import described, shortened
 
 Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a record needs to have
@@ -188,10 +189,11 @@ def _rendered(where: str, record: dict, names: tuple[str, ...], tokenizer, ends_
             f"{where}, column {names[0]}: found no message that an assistant answers. Begin with one of "
             "the user, or take the record out."
         )
-    prompt = _template(where, names[0], tokenizer, context, add_generation_prompt=True)
+    prompt = render(tokenizer, context, f"{where}, column {names[0]}", add_generation_prompt=True)
+    check_text(where, f"{names[0]}, by the chat template", prompt)
     texts = {"prompt": prompt}
     for name, answer in answers.items():
-        dialogue = _template(where, name, tokenizer, context + answer)
+        dialogue = render(tokenizer, context + answer, f"{where}, column {name if name in names else names[0]}")
         if not answer or answer[0]["role"] != "assistant" or not dialogue.startswith(prompt):
             raise UserError(
                 f"{where}, column {name if name in names else names[0]}: found {described(answer)}, which "
@@ -239,15 +241,3 @@ def _check_messages(where: str, column: str, messages: object) -> None:
                 "with role and content. Mend the record or take it out."
             )
         check_text(where, f"{column}, message {number}, content", message.get("content"), may_be_blank=True)
-
-
-def _template(where: str, column: str, tokenizer, messages: list[dict], **options) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except TemplateError as error:
-        raise UserError(
-            f"{where}, column {column}: the tokenizer's chat template refuses these messages ({error}). "
-            "Mend the record or take it out."
-        ) from None

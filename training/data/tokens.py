@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from training.data.chat import TURNS, render
 
 
 class TextEncoder:
@@ -101,9 +102,7 @@ def _end_of_turn(tokenizer) -> int | None:
     """The first special or added token behind what an assistant says; None without a template or such a token."""
     if not tokenizer.chat_template:
         return None
-    reply = "the-reply"
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": reply}]
-    _, found, tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(reply)
+    _, found, tail = render(tokenizer, list(TURNS)).rpartition(TURNS[-1]["content"])
     if not found:
         return None
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
