@@ -12,6 +12,10 @@ class UserError(Exception):
     """
 
 
+class SharedError(UserError):
+    """A UserError that all ranks raise together: it is told once."""
+
+
 class RunStopped(Exception):
     """A run that cannot go on, by no mistake that could have been caught before: a NaN, say.
 

@@ -55,7 +55,8 @@ class EngineSpec:
     where none is to be built. reward_path: the critic's path unless given. with_reward_model: False where scores come
     from elsewhere, and no such model is loaded. hydra_layers: how many of the actor's last layers train; the reference
     is then copies of those in the actor's engine. 0: all train, and the reference is an engine of its own.
-    pad_token: the rule for the tokenizer's pad token (engine/models/pad_tokens.py).
+    pad_token: the rule for the tokenizer's pad token (engine/models/pad_tokens.py). trust_remote_code: whether code in
+    the models' folders may run.
     reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.
     ema_decay: None for no average; ema_device: "cpu" keeps it in host memory.
     """
@@ -67,6 +68,7 @@ class EngineSpec:
     with_reward_model: bool = True
     hydra_layers: int = 0
     pad_token: str = "tokenizer"
+    trust_remote_code: bool = False
     dtype: str = "fp32"
     actor: EngineConfig = field(default_factory=lambda: EngineConfig("actor", 0))
     critic: EngineConfig = field(default_factory=lambda: EngineConfig("critic", 0))
@@ -131,9 +133,9 @@ class RLHFEngine:
     def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
         """Load the models and wrap each in an engine; joins the process group if that has not been done."""
         init()
-        tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token)
+        tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token, spec.trust_remote_code)
         if spec.hydra_layers:
-            check_hydra(spec.actor_path, spec.hydra_layers, "actor")
+            check_hydra(spec.actor_path, spec.hydra_layers, "actor", spec.trust_remote_code)
         configs = {config.role: config for config in spec.engine_configs}
         load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
         actor = trained_model(
@@ -176,7 +178,13 @@ def trained_model(
     ds_config = build_ds_config(
         config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, gradient_clipping=optimizer.max_grad_norm
     )
-    module = load(path, DTYPES[spec.dtype], ds_config, what=f"{config.role} model")
+    module = load(
+        path,
+        DTYPES[spec.dtype],
+        ds_config,
+        what=f"{config.role} model",
+        trust_remote_code=spec.trust_remote_code,
+    )
     return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing)
 
 
@@ -209,7 +217,13 @@ def wrap_trained(
 def frozen_model(load, path: str, config: EngineConfig, spec: EngineSpec) -> FrozenModel:
     """An engine without optimizer around what `load` makes of `path`."""
     ds_config = build_ds_config(config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)
-    module = load(path, DTYPES[spec.dtype], ds_config, what=f"{config.role} model")
+    module = load(
+        path,
+        DTYPES[spec.dtype],
+        ds_config,
+        what=f"{config.role} model",
+        trust_remote_code=spec.trust_remote_code,
+    )
     model = FrozenModel(module, ds_config, config.offload, config.role)
     _probe(model)
     return model

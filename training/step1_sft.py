@@ -36,7 +36,14 @@ def main(args: SFTFlags) -> None:
         return
     tokenizer, examples, held_out = agreed(lambda: load_examples(args))
     ds_config = args.ds_settings()
-    module = load_policy(args.model_name_or_path, DTYPES[args.dtype], ds_config, "--model_name_or_path", args.dropout)
+    module = load_policy(
+        args.model_name_or_path,
+        DTYPES[args.dtype],
+        ds_config,
+        "--model_name_or_path",
+        args.dropout,
+        args.trust_remote_code,
+    )
     model = wrap_trained(module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing)
 
     def negative_log_likelihood(batch: SFTBatch):
@@ -90,7 +97,9 @@ class SFTTrainer(SupervisedTrainer):
 
 def load_examples(args: SFTFlags) -> tuple:
     """Tokenizer, training examples and held-out ones; raises UserError before a model is loaded."""
-    tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+    tokenizer = read_tokenizer(
+        args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
+    )
     examples, held_out = (
         SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache)
         for rows in args.load_rows(SFT, tokenizer, held_out=args.held_out, undivided=args.sft_only_data_path)
@@ -104,9 +113,9 @@ def check(args: SFTFlags) -> None:
     check_run(args)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
-        config = check_policy(args.model_name_or_path, "--model_name_or_path")
+        config = check_policy(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
         check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
-        read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+        read_tokenizer(args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def main(args: RewardFlags) -> None:
         "--model_name_or_path",
         args.dropout,
         starting_scale(args, tokenizer, prompts, pad) if args.normalize_before else 1.0,
+        args.trust_remote_code,
     )
     model = wrap_trained(module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing)
     trainer = RewardTrainer(model, args, examples, held_out, tokenizer.pad_token_id)
@@ -149,10 +150,15 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
     Source: openai/lm-human-preferences cbfd210b, train_reward.py, `normalize_before`.
     """
 
-    def load(path: str, dtype: torch.dtype, ds_config: dict, what: str):
-        return new_scorer(path, dtype, pad_token_id, args.seed, ds_config, what)
+    def load(path: str, dtype: torch.dtype, ds_config: dict, what: str, trust_remote_code: bool):
+        return new_scorer(path, dtype, pad_token_id, args.seed, ds_config, what, trust_remote_code=trust_remote_code)
 
-    spec = EngineSpec(actor_path="", critic_path=args.model_name_or_path, dtype=args.dtype)
+    spec = EngineSpec(
+        actor_path="",
+        critic_path=args.model_name_or_path,
+        dtype=args.dtype,
+        trust_remote_code=args.trust_remote_code,
+    )
     model = frozen_model(
         load, args.model_name_or_path, EngineConfig("reward", frozen_stage(args.engine_config())), spec
     )
@@ -174,7 +180,13 @@ def score_statistics(
 
     Raises: RunStopped if all scores are the same, which nothing can scale to variance 1.
     """
-    spec = EngineSpec(actor_path=args.sft_path, critic_path="", dtype=args.dtype, actor_optimizer=OptimizerSpec(lr=0.0))
+    spec = EngineSpec(
+        actor_path=args.sft_path,
+        critic_path="",
+        dtype=args.dtype,
+        actor_optimizer=OptimizerSpec(lr=0.0),
+        trust_remote_code=args.trust_remote_code,
+    )
     choice = EngineConfig("reference", frozen_stage(args.engine_config()))
     policy = frozen_model(load_policy, args.sft_path, choice, spec)
     rollouts = build_rollouts(
@@ -187,7 +199,7 @@ def score_statistics(
     sampling = SamplingConfig(
         max_new_tokens=args.max_answer_seq_len,
         pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=generation_stops(args.sft_path, tokenizer),
+        stop_token_ids=generation_stops(args.sft_path, tokenizer, args.trust_remote_code),
         temperature=args.temperature,
         seed=args.seed,
         vocabulary_size=vocabulary_size(tokenizer),
@@ -221,7 +233,9 @@ def load_examples(args: RewardFlags) -> tuple:
 
     Raises UserError before a model is loaded.
     """
-    tokenizer = read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+    tokenizer = read_tokenizer(
+        args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
+    )
     examples, held_out = (
         PairExamples(rows, tokenizer, args.max_seq_len, args.cache)
         for rows in args.load_rows(PAIRS, tokenizer, held_out=args.held_out)
@@ -248,20 +262,23 @@ def check(args: RewardFlags) -> None:
     check_run(args)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
-        config = check_trunk(args.model_name_or_path, "--model_name_or_path")
+        config = check_trunk(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
         check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
-        read_tokenizer(args.model_name_or_path, "--model_name_or_path")
+        read_tokenizer(args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code)
     if args.normalization_samples and args.looks_at(args.sft_path):
         flag_name = "--sft_model_name_or_path" if args.sft_model_name_or_path else "--model_name_or_path"
         check_positions(
-            check_policy(args.sft_path, flag_name),
+            check_policy(args.sft_path, flag_name, args.trust_remote_code),
             f"{flag_name} {args.sft_path}",
             max_prompt_seq_len=args.max_prompt_seq_len,
             max_answer_seq_len=args.max_answer_seq_len,
         )
         if args.looks_at(args.model_name_or_path):
             check_vocabularies(
-                read_tokenizer(args.sft_path, flag_name), args.model_name_or_path, "--model_name_or_path"
+                read_tokenizer(args.sft_path, flag_name, trust_remote_code=args.trust_remote_code),
+                args.model_name_or_path,
+                "--model_name_or_path",
+                args.trust_remote_code,
             )
 
 

@@ -19,10 +19,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.errors import UserError
 from engine.models.checking import check_policy
+from engine.models.classes import LANGUAGE_MODEL, model_class
 from engine.models.loading import load_policy
 from engine.models.policy import Policy
 from engine.zero.gathering import full_shape, gathered_params, is_partitioned
@@ -74,24 +75,30 @@ class HydraPolicy(Policy):
 
 
 def load_hydra(
-    path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "model", *, layers: int
+    path: str,
+    dtype: torch.dtype,
+    ds_config: dict | None = None,
+    what: str = "model",
+    *,
+    layers: int,
+    trust_remote_code: bool = False,
 ) -> HydraPolicy:
     """What `load_policy` gives, as a HydraPolicy of which the last `layers` layers train.
 
     Raises: UserError as `check_policy` and `trained_parts` do.
     """
-    policy = load_policy(path, dtype, ds_config, what)
+    policy = load_policy(path, dtype, ds_config, what, trust_remote_code=trust_remote_code)
     return HydraPolicy(policy.model, policy.dropouts, layers=layers)
 
 
-def check_hydra(path: str, layers: int, what: str) -> None:
+def check_hydra(path: str, layers: int, what: str, trust_remote_code: bool = False) -> None:
     """Raise UserError, naming `what` (a flag), unless the model at `path` has a stack of at least `layers` layers.
 
     Only the configuration is read.
     """
-    config = check_policy(path, what)
+    config = check_policy(path, what, trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)._from_config(config)
     try:
         trained_parts(model, layers)
     except UserError as error:

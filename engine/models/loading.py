@@ -1,24 +1,34 @@
 """Policy and Scorer modules from the folders, or names on the Hub, where their models stand."""
 
 import math
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+from torch import nn
+from transformers import GenerationConfig
 
+from engine import distributed
+from engine.errors import SharedError, UserError
 from engine.models.checking import check_policy, check_scorer, check_trunk
+from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.deepspeed_chat import deepspeed_chat_state, take_pad_token
+from engine.models.fit import Misfit, listed
 from engine.models.policy import Policy
 from engine.models.reading import read_config, read_tokenizer
 from engine.models.scorer import Scorer
-from engine.zero.gathering import set_parameter
+from engine.zero.gathering import own_part, set_parameter
 from engine.zero.partitioned_loading import partitioned_loading
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def load_policy(
-    path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "model", dropout: float = 0.0
+    path: str,
+    dtype: torch.dtype,
+    ds_config: dict | None = None,
+    what: str = "model",
+    dropout: float = 0.0,
+    trust_remote_code: bool = False,
 ) -> Policy:
     """The causal language model at `path`, partitioned while it loads where `ds_config` is for stage 3.
 
@@ -26,12 +36,15 @@ def load_policy(
         dtype: always given, because otherwise stage 3 would load another one (the checkpoint's own) than stages 0 to 2.
         what: how messages name the model.
         dropout: replaces every dropout probability of the model's configuration; it counts in train mode only.
+        trust_remote_code: as for `read_config`.
 
-    Raises: UserError as `check_policy` does.
+    Raises: UserError as `check_policy` does, and for weights that are NaN or infinite.
     """
-    config, dropouts = _with_dropout(check_policy(path, what), dropout)
-    with partitioned_loading(ds_config):
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+    config, dropouts = _with_dropout(check_policy(path, what, trust_remote_code), dropout)
+    kind = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
+    model = _loaded(kind, path, config, dtype, ds_config, what)
+    if not Path(path).is_dir():
+        check_policy(path, what, trust_remote_code)  # of a name on the Hub, now that its files are here
     _make_saveable(model)
     return Policy(model, dropouts)
 
@@ -39,30 +52,34 @@ def load_policy(
 def empty_like(module: Policy | Scorer, device: torch.device) -> Policy | Scorer:
     """An unpartitioned, frozen module of the same architecture and dtype, whose weights are still to be filled in."""
     dtype = next(module.parameters()).dtype
-    auto = AutoModelForCausalLM if isinstance(module, Policy) else AutoModelForSequenceClassification
     with torch.device(device):
-        model = auto.from_config(module.model.config, dtype=dtype)
+        model = type(module.model)._from_config(module.model.config, dtype=dtype)
     return module.with_model(model).to(device).requires_grad_(False).eval()
 
 
-def load_scorer(path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "reward model") -> Scorer:
+def load_scorer(
+    path: str,
+    dtype: torch.dtype,
+    ds_config: dict | None = None,
+    what: str = "reward model",
+    trust_remote_code: bool = False,
+) -> Scorer:
     """The reward model or critic at `path`, dropout off; partitioned while it loads where `ds_config` is for stage 3.
 
     It may be ours, any decoder-only classifier with num_labels = 1, or one in DeepSpeed-Chat's format.
 
-    Raises: UserError as `check_scorer` does.
+    Raises: UserError as `check_scorer` does, and for weights that are NaN or infinite.
     """
-    form = check_scorer(path, what)
-    config, dropouts = _with_dropout(read_config(path, what), 0.0)
+    form = check_scorer(path, what, trust_remote_code)
+    config, dropouts = _with_dropout(read_config(path, what, trust_remote_code), 0.0)
     config.num_labels = 1
-    model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-    with partitioned_loading(ds_config):
-        if form == "deepspeed_chat":
-            take_pad_token(config, path, what)
-            state = deepspeed_chat_state(path, model_class.base_model_prefix)
-            model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype)
-        else:
-            model = model_class.from_pretrained(path, config=config, dtype=dtype)
+    kind, state = model_class(config, CLASSIFIER, path, what, trust_remote_code), None
+    if form == "deepspeed_chat":
+        take_pad_token(config, path, what, trust_remote_code)
+        state = deepspeed_chat_state(path, kind.base_model_prefix)
+    model = _loaded(kind, path, config, dtype, ds_config, what, state=state)
+    if not Path(path).is_dir():
+        check_scorer(path, what, trust_remote_code)
     return Scorer(model, dropouts)
 
 
@@ -75,6 +92,7 @@ def new_scorer(
     what: str = "model",
     dropout: float = 0.0,
     scale: float = 1.0,
+    trust_remote_code: bool = False,
 ) -> Scorer:
     """A reward model to be trained: the trunk of the language model at `path`, and a head drawn from
     N(0, 1 / sqrt(d + 1)).
@@ -89,14 +107,15 @@ def new_scorer(
         dropout: replaces every dropout probability of the trunk; it counts in train mode only.
         scale: multiplies the head.
 
-    Raises: UserError as `check_trunk` does.
+    Raises: UserError as `check_trunk` does, and for weights that are NaN or infinite.
     """
-    config, dropouts = _with_dropout(check_trunk(path, what), dropout)
+    config, dropouts = _with_dropout(check_trunk(path, what, trust_remote_code), dropout)
     config.num_labels, config.pad_token_id = 1, pad_token_id
     config.score_position, config.score_offset = "last", 0.0
-    model_class = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
-    with partitioned_loading(ds_config):
-        model = model_class.from_pretrained(path, config=config, dtype=dtype)
+    kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)
+    model = _loaded(kind, path, config, dtype, ds_config, what, new_head=True)
+    if not Path(path).is_dir():
+        check_trunk(path, what, trust_remote_code)
     scorer = Scorer(model, dropouts)
     width = scorer.model.score.in_features
     fresh = torch.zeros(1, width)
@@ -106,15 +125,61 @@ def new_scorer(
     return scorer
 
 
-def new_critic(path: str, dtype: torch.dtype, ds_config: dict | None = None, what: str = "model") -> Scorer:
+def new_critic(
+    path: str,
+    dtype: torch.dtype,
+    ds_config: dict | None = None,
+    what: str = "model",
+    trust_remote_code: bool = False,
+) -> Scorer:
     """A critic where there is no reward model to start from: the language model's trunk and a head of zeros.
 
     Zeros, as openai/lm-human-preferences cbfd210b has for its values: a random head would add noise of the scores' own
     size to the first advantages. The first update moves the head alone, and from then on the trunk learns too.
     """
-    tokenizer = read_tokenizer(path, what)
+    tokenizer = read_tokenizer(path, what, trust_remote_code=trust_remote_code)
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
-    return new_scorer(path, dtype, pad, None, ds_config, what)
+    return new_scorer(path, dtype, pad, None, ds_config, what, trust_remote_code=trust_remote_code)
+
+
+def _loaded(
+    kind, path: str, config, dtype: torch.dtype, ds_config: dict | None, what: str, new_head=False, state=None
+) -> nn.Module:
+    """A model of class `kind` with the weights at `path`, or of `state` (all ranks call this).
+
+    new_head: whether the score head, which is drawn anew, may be missing, and another one left over.
+
+    Raises: SharedError where the real load misses or leaves out a weight, or a number is NaN or infinite.
+    """
+    source = path if state is None else None
+    with partitioned_loading(ds_config):
+        model, info = kind.from_pretrained(
+            source, config=config, dtype=dtype, state_dict=state, output_loading_info=True, trust_remote_code=False
+        )
+    misfit, message = Misfit.of(info), None
+    if new_head:
+        misfit = Misfit(tuple(name for name in misfit.missing if not name.startswith("score.")), (), misfit.misshapen)
+    try:
+        misfit.refuse(path, what)
+        _refuse_not_finite(model, path, dtype, what)
+    except UserError as error:
+        message = str(error)
+    messages = [text for text in distributed.all_gather_objects(message) if text is not None]
+    if messages:
+        raise SharedError(messages[0])
+    return model
+
+
+def _refuse_not_finite(model: nn.Module, path: str, dtype: torch.dtype, what: str) -> None:
+    """Raise UserError, naming them, where weights of this rank's part are NaN or infinite."""
+    parts = ((name, own_part(parameter)) for name, parameter in model.named_parameters())
+    bad = [name for name, part in parts if not torch.isfinite(part.detach()).all()]
+    if bad:
+        why = " Numbers over 65504 do not fit into fp16: try --dtype bf16." if dtype == torch.float16 else ""
+        raise UserError(
+            f"{what}: {len(bad)} weights in {path} hold NaN or infinite numbers ({listed(bad)}).{why} Give a model "
+            "whose training did not fail, or write it again."
+        )
 
 
 def _make_saveable(model) -> None:

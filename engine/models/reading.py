@@ -7,35 +7,52 @@ from engine.models.pad_tokens import set_pad_token
 from engine.models.places import one_line, require_model
 
 
-def read_config(path: str, what: str):
+def read_config(path: str, what: str, trust_remote_code: bool = False):
     """The model configuration at `path`.
 
-    Raises: UserError, naming `what` (a flag), if there is none.
+    trust_remote_code: whether code in the model's folder may run, where its `auto_map` names some.
+
+    Raises: UserError, naming `what` (a flag), if there is none, or it cannot be read without such code.
     """
     require_model(path, what)
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a broken config.json leads transformers to
+        _refuse_code(error, path, what)
         raise UserError(
             f"{what}: no model at {path!r} ({one_line(error)}). Give a Hugging Face folder or hub name."
         ) from None
 
 
-def read_tokenizer(path: str, what: str, pad_token: str = "tokenizer") -> PreTrainedTokenizerBase:
+def read_tokenizer(
+    path: str, what: str, pad_token: str = "tokenizer", trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, left-padding, with the pad token that the rule `pad_token` gives it (`set_pad_token`).
+
+    trust_remote_code: as for `read_config`.
 
     Raises: UserError, naming `what` (a flag), if there is none or it has neither pad nor EOS.
     """
     require_model(path, what)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever broken files lead transformers to
+        _refuse_code(error, path, what)
         raise UserError(f"{what}: no tokenizer at {path!r} ({one_line(error)}). Save one beside the model.") from None
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(f"{what}: the tokenizer at {path!r} has neither a pad nor an EOS token. Set one.")
-    rows = read_config(path, what).get_text_config().vocab_size if pad_token != "tokenizer" else 0
+    rows = read_config(path, what, trust_remote_code).get_text_config().vocab_size if pad_token != "tokenizer" else 0
     set_pad_token(tokenizer, pad_token, path, room=vocabulary_size(tokenizer) < rows)
     return tokenizer
+
+
+def _refuse_code(error: Exception, path: str, what: str) -> None:
+    """Raise UserError where what failed is that code of the folder's own may not run."""
+    if "trust_remote_code" in str(error):
+        raise UserError(
+            f"{what}: {path} brings code of its own (`auto_map` in its JSON files), without which it cannot be read. "
+            "None of it was run. Look at its .py files, and give --trust_remote_code if you trust them."
+        ) from None
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -4,21 +4,22 @@ import inspect
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.errors import UserError
 from engine.experience import position_ids
+from engine.models.classes import LANGUAGE_MODEL, model_class
 from engine.models.reading import read_config
 from engine.rollout.cache import SlotCache
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that keep keys and values
 
 
-def check_attention(path: str, what: str) -> None:
+def check_attention(path: str, what: str, trust_remote_code: bool = False) -> None:
     """Raise UserError, naming `what` (a flag), if the language model at `path` keeps a state where others keep keys and
     values: the decoding loop has rows come and go, and a state cannot be cut out of its batch."""
-    config = read_config(path, what)
-    family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config = read_config(path, what, trust_remote_code)
+    family = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
     other = set(getattr(config.get_text_config(), "layer_types", None) or []) - ATTENTION
     if other or getattr(family, "_is_stateful", False):
         raise UserError(

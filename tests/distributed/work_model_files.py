@@ -42,5 +42,5 @@ def what_they_say(
     return said
 
 
-def _new_scorer(path, dtype, ds_config, what):
-    return new_scorer(path, dtype, PAD, HEAD_SEED, ds_config, what)
+def _new_scorer(path, dtype, ds_config, what, trust_remote_code):
+    return new_scorer(path, dtype, PAD, HEAD_SEED, ds_config, what, trust_remote_code=trust_remote_code)

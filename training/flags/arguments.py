@@ -64,6 +64,9 @@ class RunFlags:
         "check everything that needs no GPU and no download, print the command and each "
         "engine's configuration, and end",
     )
+    trust_remote_code: bool = flag(
+        False, "run the code that a model's folder brings along (`auto_map`), where transformers lacks its class"
+    )
     seed: int = flag(1234, "of data order, fresh weights and sampling")
     dtype: str | None = flag(
         None,

@@ -150,6 +150,7 @@ class ModelFlags(AlgorithmFlags):
             with_reward_model=scored,
             hydra_layers=dialect.hydra_layers,
             pad_token=dialect.pad_token,
+            trust_remote_code=self.trust_remote_code,
             dtype=self.dtype,
             actor=actor,
             critic=critic,

@@ -3,13 +3,9 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from engine.errors import UserError
+from engine.errors import SharedError, UserError
 
 Result = TypeVar("Result")
-
-
-class SharedError(UserError):
-    """A UserError that all ranks raise together."""
 
 
 def checked(check: Callable[[], Result]) -> Result:

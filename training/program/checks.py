@@ -29,7 +29,8 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
     """Whether the dialect's choices go together with the run's sizes and the actor."""
     layers, path = None, args.actor_model_name_or_path
     if args.looks_at(path):
-        layers = read_config(path, "--actor_model_name_or_path").get_text_config().num_hidden_layers
+        config = read_config(path, "--actor_model_name_or_path", args.trust_remote_code)
+        layers = config.get_text_config().num_hidden_layers
     check(
         dialect,
         rows_per_rank=args.rows_per_rank,
@@ -48,24 +49,24 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
         for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
         if getattr(args, name) is not None and args.looks_at(getattr(args, name))
     ]
-    tokenizer = None
+    tokenizer, trusted = None, args.trust_remote_code
     for name in names:
         path = getattr(args, name)
         if name == "actor_model_name_or_path":
-            tokenizer = read_tokenizer(path, f"--{name}", dialect.pad_token)
-            check_policy(path, f"--{name}")
-            check_attention(path, f"--{name}")
+            tokenizer = read_tokenizer(path, f"--{name}", dialect.pad_token, trusted)
+            check_policy(path, f"--{name}", trusted)
+            check_attention(path, f"--{name}", trusted)
             if dialect.hydra_layers:
-                check_hydra(path, dialect.hydra_layers, f"--{name}")
+                check_hydra(path, dialect.hydra_layers, f"--{name}", trusted)
             starts_anew = dialect.critic_start == "zero_head" or args.critic_model_name_or_path is None
             if dialect.has_critic and starts_anew:
-                check_trunk(path, f"--{name}")
+                check_trunk(path, f"--{name}", trusted)
         else:
-            check_scorer(path, f"--{name}")
+            check_scorer(path, f"--{name}", trusted)
             if tokenizer is not None:
-                check_vocabularies(tokenizer, path, f"--{name}")
+                check_vocabularies(tokenizer, path, f"--{name}", trusted)
         check_positions(
-            read_config(path, f"--{name}"),
+            read_config(path, f"--{name}", trusted),
             f"--{name} {path}",
             max_prompt_seq_len=args.max_prompt_seq_len,
             max_answer_seq_len=args.max_answer_seq_len,

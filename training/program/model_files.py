@@ -1,20 +1,34 @@
 """What a run takes from a model's folder beside its weights: how many positions it has, which tokens end a response."""
 
+from pathlib import Path
+
 from engine.errors import UserError
 
 
-def generation_stops(path: str, tokenizer) -> tuple[int, ...]:
-    """The tokens that end a response of the model at `path`: the one thing taken from its generation_config."""
+def generation_stops(path: str, tokenizer, trust_remote_code: bool = False) -> tuple[int, ...]:
+    """The tokens that end a response of the model at `path`: the one thing taken from its generation_config.
+
+    Raises: UserError where that is broken.
+    """
     from transformers import GenerationConfig
 
+    from engine.models.places import one_line
     from engine.models.reading import read_config
     from training.data.tokens import stop_token_ids
 
     try:
         generation = GenerationConfig.from_pretrained(path)
-    except OSError:
+    except OSError as error:
+        if (Path(path) / "generation_config.json").is_file():
+            raise UserError(
+                f"{path}/generation_config.json is broken ({one_line(error)}). Mend or remove it."
+            ) from None
         generation = None
-    return tuple(stop_token_ids(tokenizer, generation, read_config(path, "model")))
+    except Exception as error:  # whatever wrong values lead transformers to
+        raise UserError(
+            f"{path}/generation_config.json is broken ({type(error).__name__}: {one_line(error)}). Mend or remove it."
+        ) from None
+    return tuple(stop_token_ids(tokenizer, generation, read_config(path, "model", trust_remote_code)))
 
 
 def check_positions(config, model: str, **lengths: int) -> None:

@@ -45,7 +45,9 @@ class Plan:
 
 def make_plan(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> Plan:
     """What this rank reads for itself; raises UserError before any model is loaded."""
-    tokenizer = read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path", dialect.pad_token)
+    tokenizer = read_tokenizer(
+        args.actor_model_name_or_path, "--actor_model_name_or_path", dialect.pad_token, args.trust_remote_code
+    )
     prompts, held_out, fingerprints = read_prompts(args, dialect, tokenizer)
     total_steps = count_steps(args, len(prompts))
     last_step = min(total_steps, args.test_stop_step or total_steps)
@@ -108,7 +110,7 @@ def sampling_config(args: RLHFFlags, dialect: Dialect, tokenizer) -> SamplingCon
     end_token_id(tokenizer, dialect)
     return SamplingConfig.of(
         dialect,
-        generation_stops(args.actor_model_name_or_path, tokenizer),
+        generation_stops(args.actor_model_name_or_path, tokenizer, args.trust_remote_code),
         args.dtype,
         max_new_tokens=args.max_answer_seq_len,
         pad_token_id=tokenizer.pad_token_id,

@@ -33,7 +33,9 @@ class Session:
         self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
         self.output_dir, self.models = Path(args.output_dir), trainer.models
         # With its own pad token, whatever the run pads with: the models' configurations speak of that one.
-        self.own_tokenizer = read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
+        self.own_tokenizer = read_tokenizer(
+            args.actor_model_name_or_path, "--actor_model_name_or_path", trust_remote_code=args.trust_remote_code
+        )
         self.writer = open_writer(
             args, total_steps=plan.last_step, view=views.PPO, resume_step=trainer.steps_done if plan.resume else None
         )

@@ -18,10 +18,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from engine.errors import EndedEarly, RunStopped, UserError
+from engine.errors import EndedEarly, RunStopped, SharedError, UserError
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
-from training.program.agreement import SharedError
 from training.program.output_folder import check_output_dirs
 from training.program.watch import ENDED_EARLY, STOPPED, watching
 from training.reporting.wandb_sync import check_wandb
