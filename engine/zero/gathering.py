@@ -45,7 +45,6 @@ def full_numel(parameter: Tensor) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
-<<<<<<< HEAD
 def own_run(parameter: Any) -> tuple[int, int]:
     """(start, length) of the run of a partitioned parameter's numbers, flattened, that this rank holds.
 
@@ -54,11 +53,11 @@ def own_run(parameter: Any) -> tuple[int, int]:
     size, numbers = parameter.ds_tensor.ds_numel, parameter.ds_numel
     start = min(distributed.rank() * size, numbers)
     return start, min(size, numbers - start)
-=======
+
+
 def own_part(parameter: Any) -> Tensor:
-    """What this rank holds of a parameter: its partition under ZeRO-3, all of it otherwise."""
-    return parameter.ds_tensor if is_partitioned(parameter) else parameter
->>>>>>> 91d93b4 (Weights that are not those of config.json are refused by name; code in a model's folder runs with --trust_remote_code alone)
+    """What this rank holds of a parameter: its partition, flat and without padding, or all of it."""
+    return parameter.ds_tensor.view(-1)[: own_run(parameter)[1]] if is_partitioned(parameter) else parameter
 
 
 def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
