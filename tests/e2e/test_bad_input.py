@@ -1,5 +1,7 @@
 """What a user's mistake gets: one message that names it, exit code 2, no stack trace, nothing written."""
 
+import os
+
 import pytest
 
 from engine.zero.accelerator import device, why_not
@@ -233,6 +235,21 @@ def test_mistakes_of_every_kind(world, tmp_path, capfd, monkeypatch):
     assert failed == {}
     assert len({case.mistake.kind for case in tried}) == 21, "some kind of mistake is no longer tried"
     assert (snapshot(world.folder), snapshot(world.tiny.folder)) == before
+
+
+def test_nothing_is_read_from_stdin(tiny, tmp_path, capfd):
+    (tmp_path / "asks.py").write_text("import os\nraise ValueError(f'was told {os.read(0, 9)}')\n")
+    reading, writing = os.pipe()
+    os.write(writing, b"y\n")
+    kept = os.dup(0)
+    os.dup2(reading, 0)
+    try:
+        result = run_here(3, tiny.flags(3, output_dir=tmp_path / "out", reward_function=f"{tmp_path}/asks.py:f"), capfd)
+    finally:
+        os.dup2(kept, 0)
+        for number in (reading, writing, kept):
+            os.close(number)
+    assert_one_message(result, ["ValueError: was told b''"])
 
 
 @pytest.mark.skipif(why_not("fp16") is None, reason="this machine trains in fp16")

@@ -7,11 +7,13 @@ another name and then renamed, so that processes that build the same table at on
 are mapped into memory: the ranks of a machine share one copy. The folder may be deleted at any time.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import tempfile
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -21,9 +23,12 @@ from pathlib import Path
 
 import pyarrow
 
+from engine.errors import UserError
+
 IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
 FORMAT = 1  # to be raised when the same rows are to become other tables
 DIGEST = 64  # bytes of the hash at the beginning of a file; a multiple of 8 keeps Arrow's columns aligned
+DAY = 86_400  # seconds
 BATCH = 10_000  # examples that are put into Arrow's format at once
 
 
@@ -44,10 +49,17 @@ def cache_key(rows, tokenizer, **settings) -> str:
 
 def tokenizer_hash(tokenizer) -> str:
     """A hash of all that the tokenizer would save, chat template included, except how it last padded and cut."""
+    try:
+        folder = tempfile.TemporaryDirectory()
+        tokenizer.save_pretrained(folder.name)
+    except OSError as error:
+        raise UserError(
+            f"the tokenizer cannot be written into a temporary folder ({error.strerror or error}). Set TMPDIR to "
+            "a folder where there is room."
+        ) from None
     total = hashlib.sha256()
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for file in sorted(file for file in Path(folder).rglob("*") if file.is_file()):
+    with folder:
+        for file in sorted(file for file in Path(folder.name).rglob("*") if file.is_file()):
             content = file.read_bytes()
             if file.name == "tokenizer.json":
                 content = json.dumps(json.loads(content) | {"padding": None, "truncation": None}).encode()
@@ -69,6 +81,7 @@ def cached_table(build: Callable[[], pyarrow.Table], folder: Path | None, rows, 
     table = build()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(folder)
         write_table(table, path)
     except OSError as error:
         if int(os.environ.get("RANK", 0)) == 0:
@@ -114,6 +127,14 @@ def write_table(table: pyarrow.Table, path: Path) -> None:
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what runs that were killed left half written, a day ago or more."""
+    for file in folder.glob("*.tmp"):
+        with contextlib.suppress(OSError):  # another process was quicker
+            if file.stat().st_mtime < time.time() - DAY:
+                file.unlink()
 
 
 def _digest(body) -> bytes:

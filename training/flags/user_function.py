@@ -1,10 +1,11 @@
 """The reward that a user names: module:function or path/to/file.py:function; a RewardSource class will do, too."""
 
-import importlib
+import importlib.util
 import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +27,8 @@ def load_function(name: str) -> Callable:
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         raise UserError(f"{what}: give module:function or path/to/file.py:function.")
-    module = _imported_file(Path(where), what) if where.endswith(".py") else _imported(where, Path.cwd(), what)
+    named_file = where.endswith(".py") or "/" in where or _is_file(Path(where))
+    module = _imported_file(Path(where), what) if named_file else _imported(where, Path.cwd(), what)
     if not hasattr(module, attribute):
         raise UserError(f"{what}: {_origin(module)} has no {attribute}. Give the name of a function in it.")
     function = getattr(module, attribute)
@@ -45,19 +47,56 @@ def is_source(function: Callable) -> bool:
 
 
 def _imported_file(path: Path, what: str) -> ModuleType:
-    if not path.is_file():
+    """The module in a file of any name, which may be a link, and called like an installed module."""
+    if not _is_file(path):
         raise UserError(f"{what}: there is no file {path} (relative paths start from {Path.cwd()}).")
-    module = _imported(path.stem, path.resolve().parent, what)
-    if Path(_origin(module)).resolve() != path.resolve():
-        raise UserError(f"{what}: the name {path.stem} belongs to another module, {_origin(module)}. Rename the file.")
-    return module
+    path = path.absolute()
+    for folder in (path.resolve().parent, path.parent):
+        _add_to_path(folder)
+    if path.suffix == ".py" and path.stem.isidentifier() and _by_name(path.stem) == path:
+        return _imported(path.stem, path.parent, what)  # so that processes which it starts can import it, too
+    name = f"reward_function {path}"  # a name that no import statement can mean
+    if name not in sys.modules:
+        loader = SourceFileLoader(name, str(path))
+        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            loader.exec_module(module)
+        except BaseException as error:
+            del sys.modules[name]
+            if isinstance(error, (Exception, SystemExit)):  # whatever the user's code raises
+                raise UserError(_import_failed(error, path.name, what)) from None
+            raise
+    return sys.modules[name]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name too long, a folder that may not be entered
+        return False
+
+
+def _by_name(name: str) -> Path | None:
+    """The file that `import name` would take the module from, or has taken it from."""
+    if name in sys.modules:
+        return Path(getattr(sys.modules[name], "__file__", None) or "/")
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def _add_to_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    importlib.invalidate_caches()
 
 
 def _imported(module: str, folder: Path, what: str) -> ModuleType:
     """The module, looked for in `folder` too; it stays on the path, for what the module imports later."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    importlib.invalidate_caches()
+    _add_to_path(folder)
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

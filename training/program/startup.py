@@ -16,6 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from engine.errors import EndedEarly, RunStopped, SharedError, UserError
@@ -35,6 +36,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
     once: by rank 0, or by the rank that it befell alone.
     """
     try:
+        _leave_stdin()
         quiet_libraries()
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
         from engine import distributed  # seconds of imports: a mistyped flag is reported before them
@@ -80,6 +82,12 @@ def _run(main: Callable, args: RunFlags) -> int:
     distributed.barrier()
     distributed.shutdown()
     return code
+
+
+def _leave_stdin() -> None:
+    """From here on nothing is read from stdin: a library that asks a question there gets its end for an answer."""
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
 
 
 def _parse(arguments_class: type, argv: Sequence[str], description: str):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 
+from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import EOS, chat_tokenizer, word_tokenizer
 from training.data import cache
 from training.data.blocks import TextBlocks
@@ -245,6 +246,35 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(os, "fsync", full)
     assert cached_table(table, tmp_path, [], word_tokenizer()).equals(table())
     assert "No space left on device" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_what_killed_runs_left_half_written_is_removed_after_a_day(tmp_path):
+    old, young = tmp_path / "a.1.tmp", tmp_path / "b.2.tmp"
+    for file in (old, young):
+        file.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    cached_table(table, tmp_path, [], word_tokenizer(), kind="x")
+    assert not old.exists() and young.exists()
+
+
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(path)]
+)
+def test_what_stands_in_the_place_of_a_file(tmp_path, capsys, make):
+    make(tmp_path / f"{cache_key([], word_tokenizer(), kind='x')}.arrow")
+    for _ in range(2):
+        assert cached_table(table, tmp_path, [], word_tokenizer(), kind="x").equals(table())
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_no_room_for_temporary_files(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    tokenizer = word_tokenizer()
+    monkeypatch.setattr(tokenizer, "save_pretrained", full)
+    with pytest.raises(UserError, match=r"temporary folder \(No space left on device\)\. Set TMPDIR"):
+        cached_table(table, tmp_path, [], tokenizer, kind="x")
 
 
 def test_the_folder(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """Functions that a user names, and the mistakes that can be made."""
 
 import itertools
+import json
 import sys
 
 import pytest
@@ -95,10 +96,48 @@ def test_parameters(module, parameters, fits):
         load_function(f"{name}:f")
 
 
-def test_a_file_whose_name_is_another_modules(module, tmp_path):
-    (tmp_path / "json.py").write_text(GOOD)
-    with pytest.raises(UserError, match="the name json belongs to another module, .*json/__init__.py. Rename the file"):
-        load_function("json.py:f")
+@pytest.mark.parametrize("name", ["json.py", "rules.v2.py", "my-rules.py", "my rules.py", "rules", "rules.txt", "2.py"])
+def test_a_file_may_have_any_name(module, tmp_path, name):
+    source = f"from dataclasses import dataclass\nimport beside\n@dataclass\nclass C:\n    a: int\n{GOOD}"
+    for folder in ("first", "second"):  # of one name, and not one module
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "beside.py").write_text("")
+        (tmp_path / folder / name).write_text(source + f"f.folder = '{folder}'\nf.calls = []\n")
+        function = load_function(f"{folder}/{name}:f")
+        assert function.folder == folder
+        assert function([], ["abc"]) == [3]
+        assert load_function(f"{folder}/{name}:f") is function  # imported once
+    assert json.loads("3") == 3
+    (tmp_path / name).write_text(source)
+    assert load_function(f"{name}:f")(["a"], ["bcd"]) == [3]
+
+
+def test_a_file_given_by_a_link(module, tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "beside_the_target.py").write_text("LENGTH = 7\n")
+    (tmp_path / "store" / "rules_of_may.py").write_text(f"import beside_the_target\n{GOOD}")
+    (tmp_path / "linked_rules.py").symlink_to("store/rules_of_may.py")
+    assert load_function("linked_rules.py:f")(["a"], ["bcd"]) == [3]
+    (tmp_path / "linked_folder").symlink_to("store")
+    assert load_function("linked_folder/rules_of_may.py:f")(["a"], ["bcd"]) == [3]
+    (tmp_path / "nowhere.py").symlink_to("gone.py")
+    with pytest.raises(UserError, match="there is no file nowhere.py"):
+        load_function("nowhere.py:f")
+
+
+def test_a_file_that_other_processes_can_import_by_name_keeps_its_name(module, tmp_path):
+    name = module(GOOD)
+    assert load_function(f"{name}.py:f").__module__ == name
+
+
+@pytest.mark.parametrize("source", [b"\0", b"\xff\xfe", b"1 / 0", b"import sys\nsys.exit(0)", b"f ="])
+def test_a_file_of_another_name_that_cannot_be_imported(module, tmp_path, source):
+    (tmp_path / "bad-rules.py").write_bytes(source)
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match="--reward_function bad-rules.py:f: importing bad-rules.py raised .*Mend the"
+        ):
+            load_function("bad-rules.py:f")
 
 
 SOURCE = """
