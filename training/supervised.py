@@ -14,6 +14,7 @@ from engine.optim import lr_factor
 from engine.zero.engines import TrainedModel
 from training.data.order import epoch_batches
 from training.flags.supervised_arguments import SupervisedFlags
+from training.program import output_lock
 from training.program.output_folder import clear_output_dir, open_writer
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
@@ -70,6 +71,7 @@ class SupervisedTrainer:
             for batches in itertools.islice(self._steps(epoch), self.total_steps - step):
                 step += 1
                 metrics = self.optimizer_step(step, batches)
+                output_lock.check_held()
                 last = step % self.steps_per_epoch == 0 or step == self.total_steps
                 if last or (self.args.eval_interval and step % self.args.eval_interval == 0):
                     found = self.held_out_metrics()

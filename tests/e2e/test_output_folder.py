@@ -1,8 +1,12 @@
 """Output folders: what cannot be written, and what an earlier run left is overwritten on request alone."""
 
+import json
+import os
+
 import pytest
 
 from tests.e2e.programs import assert_one_message, metric_lines, run_here, snapshot
+from training.program import output_lock
 
 
 def test_a_folder_that_cannot_be_written(tiny, capfd):
@@ -31,6 +35,20 @@ def test_another_run_is_overwritten_on_request_only(step, tiny, tmp_path, capfd)
     assert [line["step"] for line in metric_lines(out)] == steps
     assert not any(path.exists() for path in stale), "what the earlier run left stands among the new run's files"
     assert len(list((out / "tensorboard").iterdir())) == 1
+
+
+@pytest.mark.parametrize("step", (1, 2, 3))
+def test_a_folder_that_another_run_writes_into(step, tiny, tmp_path, capfd):
+    parent = os.getppid()
+    record = {**output_lock.this_process(), "pid": parent, "process_started": output_lock._start_time(parent)}
+    (tmp_path / output_lock.LOCK_FILE).write_text(json.dumps(record))
+    (tmp_path / "metrics.jsonl").write_text("")
+    flags, before = tiny.flags(step, output_dir=tmp_path, overwrite_output_dir=True), snapshot(tmp_path)
+    expected = [f"--output_dir {tmp_path}: another run writes there, process {parent} on this machine"]
+    assert_one_message(run_here(step, flags, capfd), expected)
+    assert snapshot(tmp_path) == before
+    assert run_here(step, {**flags, "dry_run": True}, capfd).code == 0
+    assert snapshot(tmp_path) == before
 
 
 def test_resuming_into_the_folder_of_a_third_run(tiny, bad, tmp_path, capfd):

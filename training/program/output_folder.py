@@ -7,6 +7,8 @@ from pathlib import Path
 
 from engine.errors import UserError
 from training.flags.arguments import RunFlags
+from training.program import output_lock
+from training.program.output_lock import LOCK_FILE
 from training.reporting.views import View
 
 CHECKPOINTS = "checkpoints"  # the folder of restart points in --output_dir
@@ -15,17 +17,24 @@ PROFILE = "profile"  # that of recorded steps
 
 def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
     """Make sure that the output folder and TensorBoard's are the run's own: new, empty, resumed, or given up by their
-    owner.
+    owner; and that no other run writes there, now or (but for a dry run) until `output_lock.release`.
 
     resumed: whether the run that is gone on with stands there. Raises: UserError if another run, or anything else,
     stands there, or if nothing can be written there.
     """
-    _check_own("--output_dir", Path(args.output_dir), args.overwrite_output_dir or resumed)
-    if tensorboard_dir(args).parent != Path(args.output_dir):
-        _check_own("--tensorboard_path", tensorboard_dir(args), args.overwrite_output_dir or resumed)
+    output_dir = Path(args.output_dir)
+    folders = {"--output_dir": output_dir}
+    if tensorboard_dir(args).parent != output_dir:
+        folders["--tensorboard_path"] = tensorboard_dir(args)
+    for name, folder in folders.items():
+        _check_writable(name, folder)
+    if not args.dry_run:
+        output_lock.take(output_dir)
+    for name, folder in folders.items():
+        _check_own(name, folder, args.overwrite_output_dir or resumed)
 
 
-def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
+def _check_writable(name: str, folder: Path) -> None:
     nearest = next(part for part in (folder, *folder.parents) if os.path.lexists(part))
     if not nearest.is_dir():
         kind = "a link that leads nowhere" if nearest.is_symlink() and not nearest.is_file() else "a file"
@@ -36,8 +45,13 @@ def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
         raise UserError(
             f"{name} {folder}: nothing can be written into {nearest} ({error.strerror}). Give another folder."
         ) from None
+
+
+def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
     # A log is often there before the program starts: `... > out/training.log`.
-    if folder.is_dir() and any(file.suffix != ".log" for file in folder.iterdir()) and not may_hold_files:
+    found = folder.iterdir() if folder.is_dir() else ()
+    others = [file for file in found if file.suffix != ".log" and not file.name.startswith(LOCK_FILE)]
+    if others and not may_hold_files:
         go_on = " go on from a restart point in it with --resume," if (folder / CHECKPOINTS).is_dir() else ""
         raise UserError(
             f"{name} {folder} is not empty. Choose another folder,{go_on} or give --overwrite_output_dir "

@@ -10,7 +10,7 @@ from engine.models.reading import read_tokenizer
 from engine.models.saving import save_trained
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
-from training.program import stopping
+from training.program import output_lock, stopping
 from training.program.output_folder import open_writer
 from training.program.plan import Plan
 from training.reporting import views
@@ -70,6 +70,7 @@ class Session:
 
         After the last step the models are saved first: nothing that fails behind that can cost them.
         """
+        output_lock.check_held()
         args, step, last = self.args, report.step, report.step == self.plan.last_step
         metrics = {**report.metrics, **self.pending}
         self.pending = {}

@@ -22,6 +22,7 @@ from typing import NoReturn
 from engine.errors import EndedEarly, RunStopped, SharedError, UserError
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
+from training.program import output_lock
 from training.program.output_folder import check_output_dirs
 from training.program.watch import ENDED_EARLY, STOPPED, watching
 from training.reporting.wandb_sync import check_wandb
@@ -56,6 +57,8 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         return _end(f"error: {error}", USER_ERROR, everywhere=isinstance(error, SharedError))
     except RunStopped as stop:
         return _end(f"stopped: {stop}", STOPPED, everywhere=True)
+    finally:
+        output_lock.release()
 
 
 def _run(main: Callable, args: RunFlags) -> int:

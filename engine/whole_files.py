@@ -1,0 +1,91 @@
+"""Files and folders that are there whole or not at all, whatever instant a process is killed or a machine stops at."""
+
+import contextlib
+import ctypes
+import os
+import shutil
+from pathlib import Path
+
+PARTIAL, OLD = ".partial", ".old"
+"""Endings of a folder's name: what is being written to take its place, and what stood there, on its way out."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, linux/fs.h
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file that takes the place of an earlier one only when all of it is on the disk.
+
+    Raises: OSError; the earlier file then stands as it was.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have the system put a file, or the names in a folder, on the disk; some file systems have no such call for
+    folders, and need none."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """`sync` for all that stands below a folder, and for itself; raises OSError."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if not path.is_symlink():
+            sync(path)
+    sync(folder)
+
+
+def exchange(new: Path, place: Path) -> Path | None:
+    """Put the folder `new`, which is written and synced, to `place`; returns where the one that stood there is now.
+
+    At each instant there is a whole folder under one of the names. Linux exchanges two names at once; where the file
+    system cannot, the earlier folder is called `place`.old for an instant, which `restored` undoes after a kill.
+
+    Raises: OSError.
+    """
+    if not place.exists():
+        new.replace(place)
+        sync(place.parent)
+        return None
+    if _exchanged(new, place):
+        sync(place.parent)
+        return new
+    old = place.with_name(place.name + OLD)
+    shutil.rmtree(old, ignore_errors=True)
+    place.replace(old)
+    new.replace(place)
+    sync(place.parent)
+    return old
+
+
+def restored(place: Path) -> bool:
+    """Give a folder its name back that a kill within `exchange` has left as `place`.old; whether there was one."""
+    old = place.with_name(place.name + OLD)
+    if place.exists() or not old.is_dir():
+        return False
+    old.replace(place)
+    return True
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    return libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0

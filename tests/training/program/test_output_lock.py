@@ -1,0 +1,158 @@
+"""One writer a folder: who is refused, whose lock is stale, and what a run does that has lost its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.errors import RunStopped, UserError
+from training.program import output_lock
+from training.program.output_lock import LOCK_FILE, STALE
+
+HOLD = """
+import sys
+from pathlib import Path
+from training.program import output_lock
+from engine.errors import UserError
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    output_lock.take(Path(sys.argv[1]))
+    print("taken", flush=True)
+except UserError as error:
+    print(error, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def given_back():
+    yield
+    output_lock.release()
+
+
+def start(folder: Path) -> subprocess.Popen:
+    """A process that takes the folder at the first line on its stdin, says what came of it, and lives to the second."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def go(process: subprocess.Popen) -> None:
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def write(folder: Path, **changes) -> Path:
+    """A lock as this process would write it, with these changes."""
+    path = folder / LOCK_FILE
+    path.write_text(json.dumps({"token": "another", **output_lock.this_process(), **changes}))
+    return path
+
+
+def aged(path: Path, seconds: float) -> Path:
+    os.utime(path, (time.time() - seconds,) * 2)
+    return path
+
+
+def test_of_many_at_once_one_takes_it_and_it_goes_with_a_killed_process(tmp_path):
+    """The lock that all of them find is a dead process's: they race for its removal as well."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write(folder, pid=2**22 + 1)
+    processes = [start(folder) for _ in range(4)]
+    try:
+        for process in processes:
+            go(process)
+        said = [process.stdout.readline() for process in processes]
+        assert sorted(line == "taken\n" for line in said) == [False, False, False, True]
+        holder = processes[said.index("taken\n")]
+        for line in said:
+            assert line == "taken\n" or f"process {holder.pid} on this machine since" in line
+        with pytest.raises(
+            UserError, match=f"--output_dir {folder}: another run writes there, process {holder.pid} on"
+        ):
+            output_lock.take(folder)
+        holder.kill()
+        holder.wait()
+        output_lock.take(folder)
+        assert output_lock.read(folder / LOCK_FILE)["pid"] == os.getpid()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [path.name for path in folder.iterdir()] == [LOCK_FILE]
+
+
+def test_a_number_that_another_process_has_by_now_is_no_holder(tmp_path):
+    write(tmp_path, pid=os.getppid(), process_started="1")
+    output_lock.take(tmp_path)
+
+
+def test_a_living_process_is_one_however_old_its_lock(tmp_path):
+    parent = os.getppid()
+    aged(write(tmp_path, pid=parent, process_started=output_lock._start_time(parent)), 10 * STALE)
+    with pytest.raises(UserError, match=f"process {parent} on this machine"):
+        output_lock.take(tmp_path)
+
+
+@pytest.mark.parametrize("machine", ["another boot pid:[1]", None])
+def test_a_process_of_another_machine_lives_while_it_refreshes_the_file(tmp_path, machine):
+    path = aged(write(tmp_path, machine=machine, host="node7", pid=1), STALE - 60)
+    with pytest.raises(UserError, match="process 1 on node7 since"):
+        output_lock.take(tmp_path)
+    aged(path, STALE + 60)
+    output_lock.take(tmp_path)
+
+
+def test_a_file_that_says_nothing(tmp_path):
+    (tmp_path / LOCK_FILE).touch()  # being written at this instant, as far as anyone knows
+    with pytest.raises(UserError, match="another run writes there, which one its run.lock does not say"):
+        output_lock.take(tmp_path)
+    aged(tmp_path / LOCK_FILE, STALE + 60)
+    output_lock.take(tmp_path)
+
+
+def test_giving_back_leaves_no_trace_but_what_was_written(tmp_path):
+    output_lock.take(tmp_path / "new" / "out")
+    output_lock.release()
+    assert list(tmp_path.iterdir()) == []
+    output_lock.take(tmp_path / "new" / "out")
+    (tmp_path / "new" / "out" / "metrics.jsonl").touch()
+    output_lock.release()
+    assert [path.name for path in (tmp_path / "new" / "out").iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_whose_folder_was_taken_over_stops_and_leaves_the_others_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_lock, "REFRESHED", 0.01)
+    output_lock.take(tmp_path)
+    output_lock.check_held()
+    write(tmp_path, host="node7", machine="another", pid=1)
+    wait(lambda: output_lock._held.taken_by is not None)
+    with pytest.raises(RunStopped, match="process 1 on node7 since .* has taken this folder over"):
+        output_lock.check_held()
+    output_lock.release()
+    assert output_lock.read(tmp_path / LOCK_FILE)["host"] == "node7"
+
+
+def test_a_folder_that_is_moved_is_made_again_and_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(output_lock, "REFRESHED", 0.01)
+    output_lock.take(tmp_path / "out")
+    (tmp_path / "out").rename(tmp_path / "moved")
+    wait(lambda: (tmp_path / "out" / LOCK_FILE).exists())
+    output_lock.check_held()
+    with pytest.raises(UserError, match="another run writes there"):
+        output_lock.OutputLock(tmp_path / "out")
+
+
+def wait(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
