@@ -118,6 +118,8 @@ class PPOTrainer:
         self.learner = Learner(models, self.algorithm, config.micro_batch_size, pretraining)
         self.step_metrics = metrics
         self.steps_done = self.optimizer_steps = self.samples = 0
+        self.weights_are_whole = True
+        """Whether weights and counters are those after `steps_done` steps; not while a step changes them."""
 
     def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
         """Train to the last step, reporting after each."""
@@ -155,12 +157,14 @@ class PPOTrainer:
         sums = torch.stack([batch.measured_kl.double().sum(), batch.kl.double().sum()])
         kl, objective_kl = (distributed.all_reduce_sum(sums) / responses).tolist()
         stop_if_too_far(self.steps_done + 1, objective_kl, self.config.max_kl)
+        self.weights_are_whole = False
         with clock("train"):
             self.train_actor_and_critic(batch, kl, metrics)
         self.kl_controller.after_step(kl, responses)
 
         self.steps_done += 1
         self.samples += responses
+        self.weights_are_whole = True
         add_parts(metrics, experience)
         for add_to in self.step_metrics:
             add_to(metrics, batch, algorithm)
@@ -208,7 +212,7 @@ class PPOTrainer:
         return lr_factor(*position, dialect.warmup_steps, dialect.lr_schedule, dialect.warmup_from_zero)
 
     def state_dict(self) -> dict:
-        """What a restart needs beside the engines' own checkpoints."""
+        """What a restart needs beside the models' weights and moments."""
         return {
             "steps_done": self.steps_done,
             "optimizer_steps": self.optimizer_steps,

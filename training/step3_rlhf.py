@@ -34,15 +34,16 @@ from training.program.session import Session
 from training.program.startup import leave, run
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
-from training.restarts import checkpoint
 from training.restarts.last_good import last_good_named
-from training.restarts.resume_point import set_aside_newer
+from training.restarts.resume_point import ResumePoint, set_aside_newer
+from training.restarts.restore import restore
 
 
 def main(args: RLHFFlags) -> None:
     """Check everything, build the models, train, report."""
     dialect, changed = args.resolved_dialect()
-    point = checked(lambda: check_files(args, dialect))
+    point = ResumePoint.find(args.resume, args.output_dir, with_ema=args.enable_ema)
+    checked(lambda: check_files(args, dialect, point))
     if args.dry_run:
         dry_run.report_rlhf(args, dialect, changed, point)
         return
@@ -121,8 +122,10 @@ def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
     Not before the models are loaded: until then the new run may come to nothing.
     """
     if plan.resume:
-        checkpoint.load(plan.resume, trainer.models)
+        notes = restore(plan.resume, trainer.models.trained, trainer.models.ema)
         trainer.load_state_dict(plan.resume.state)
+        if distributed.is_main() and notes:
+            print("\n".join(notes), flush=True)
     if plan.resume and plan.resume.in_output_dir:
         set_aside_newer(Path(args.output_dir), trainer.steps_done)
         profiling.set_aside_newer(Path(args.output_dir), trainer.steps_done)
@@ -149,9 +152,9 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
     profiler = profiling.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
     with (
         models_told(session.saved),
-        last_good_named(args.output_dir),
-        contextlib.closing(session.writer),
-    ):  # of a run that stops, its last steps too
+        contextlib.closing(session.writer),  # of a run that stops, too: its last steps are written out, its bar ends
+        last_good_named(session.checkpoints, lambda: trainer.steps_done if trainer.weights_are_whole else None),
+    ):
         session.begin()
         feed = ShuffledPrompts(
             plan.prompts,
@@ -164,6 +167,7 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
                 with profiler.record(trainer.steps_done + 1):
                     report = trainer.step(feed.prompts(trainer.steps_done))
                 session.after_step(report)
+        session.checkpoints.wait()
     with models_told(session.saved):
         session.end()
 

@@ -7,6 +7,7 @@ reward = FunctionReward(exact_answer, tokenizer, rows=ConcatDataset([training_ro
 """
 
 import inspect
+import math
 import numbers
 import traceback
 from collections.abc import Callable, Sequence
@@ -60,8 +61,8 @@ class FunctionReward(RewardSource):
         if problems:
             raise RunStopped(
                 f"the reward function {self.name} {problems[0]}. It is called with lists of texts and returns "
-                "one number a response. Mend it; restart points are untouched, go on from one with "
-                "--resume."
+                "one number a response. Mend it.",
+                good_until=math.inf,
             )
         return torch.tensor(values, dtype=torch.float32, device=rollout.sequences.device)
 

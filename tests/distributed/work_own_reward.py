@@ -52,7 +52,7 @@ def run(actor: str, stage: int) -> dict:
         tokenizer=engine.tokenizer,
         first_index=TRAINING,
     )
-    result["eval_metrics"], result["eval_rows"] = evaluator.run()
+    result["eval_metrics"], result["eval_rows"] = evaluator.run(step=1)
     if distributed.rank() == distributed.world_size() - 1:
         function.function = lambda prompts, responses, rows: rows[0]["no such column"]
     try:

@@ -9,10 +9,11 @@ from engine.rollout import DECODING, ROLLOUT_BACKENDS
 from training.flags import deepspeed_chat
 from training.flags.arguments import OldFlag, flag
 from training.flags.model_flags import ModelFlags
+from training.flags.restart_flags import RestartFlags
 
 
 @dataclass(kw_only=True)
-class RLHFFlags(ModelFlags):
+class RLHFFlags(RestartFlags, ModelFlags):
     """Step 3: the algorithm's flags, the models', and those of prompts, lengths, rollouts and restart points."""
 
     phase: ClassVar[int] = 3
@@ -66,8 +67,6 @@ class RLHFFlags(ModelFlags):
         128, "how many held-out prompts are answered at each evaluation; 0 for none", group="looking and saving"
     )
     eval_steps: int = flag(0, "steps between evaluations; 0: before the first and after the last step only")
-    save_steps: int = flag(0, "steps between restart points; 0 for none")
-    resume: str | None = flag(None, "a restart point, or the output folder of a run, to go on from")
     print_answers_interval: int = flag(10, "steps between tables of samples; 0 for none")
     profile_steps: list[int] = flag(
         [],
@@ -78,6 +77,7 @@ class RLHFFlags(ModelFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
         ModelFlags.validate(self)
+        RestartFlags.validate(self)
         self.at_least(1, "max_prompt_seq_len", "max_answer_seq_len", "num_train_epochs", "max_steps")
         self.at_least(
             0,
@@ -85,7 +85,6 @@ class RLHFFlags(ModelFlags):
             "unsup_coef",
             "test_stop_step",
             "eval_steps",
-            "save_steps",
             "print_answers_interval",
         )
         if any(step < 1 for step in self.profile_steps):

@@ -13,16 +13,14 @@ from training.program.startup import check_run
 from training.restarts.resume_point import ResumePoint
 
 
-def check_files(args: RLHFFlags, dialect: Dialect) -> ResumePoint | None:
-    """What can be wrong with files, models and machine, looked at by one process; returns what is gone on from."""
-    point = ResumePoint.find(args.resume, with_ema=args.enable_ema, output_dir=args.output_dir) if args.resume else None
+def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> None:
+    """What can be wrong with files, models and machine, looked at by one process; point: what is gone on from."""
     check_run(args, resumed=point is not None and point.in_output_dir)
     args.engine_configs(dialect)
     if args.reward_function is not None:
         load_function(args.reward_function)
     check_dialect(args, dialect)
     check_models(args, dialect)
-    return point
 
 
 def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:

@@ -41,5 +41,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> str:
 
 
 def changes_since(plan: Plan) -> list[str]:
-    """A line for each setting that is another one than when the restart point was written that the run goes on from."""
-    return plan.conditions.changes_since(Conditions.read(plan.resume.state)) if plan.resume else []
+    """Which restart point the run goes on from, and a line for each setting that has changed since."""
+    if plan.resume is None:
+        return []
+    return plan.resume.lines() + plan.conditions.changes_since(Conditions.read(plan.resume.state))

@@ -10,8 +10,8 @@ from training.flags.arguments import RunFlags
 from training.program import output_lock
 from training.program.output_lock import LOCK_FILE
 from training.reporting.views import View
+from training.restarts.layout import CHECKPOINTS
 
-CHECKPOINTS = "checkpoints"  # the folder of restart points in --output_dir
 PROFILE = "profile"  # that of recorded steps
 
 

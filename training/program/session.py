@@ -1,7 +1,6 @@
 """What surrounds the training loop of step 3: evaluation, metrics, tables, restart points, models, the summary."""
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,10 +19,12 @@ from training.reporting.plot import plot_curves
 from training.reporting.run_record import write_run_record
 from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, summary_text
-from training.restarts import checkpoint
+from training.restarts.checkpoints import Checkpoints
+from training.restarts.config_files import config_files
 
 OWED = "metrics_without_evaluation"
-"""In a restart point: a step's metrics, where the run ended before the evaluation that belongs into their line."""
+"""In a restart point: the metrics of its step, where it was written before the evaluation that goes into their line."""
+SCORE = "eval/score"
 
 
 class Session:
@@ -36,10 +37,23 @@ class Session:
         self.own_tokenizer = read_tokenizer(
             args.actor_model_name_or_path, "--actor_model_name_or_path", trust_remote_code=args.trust_remote_code
         )
+        self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
+        logged = trainer.steps_done - (self.owed is not None)
         self.writer = open_writer(
-            args, total_steps=plan.last_step, view=views.PPO, resume_step=trainer.steps_done if plan.resume else None
+            args, total_steps=plan.last_step, view=views.PPO, resume_step=logged if plan.resume else None
         )
-        self.pending: dict[str, float] = {}  # measured after a step's line was written: goes into the next
+        self.checkpoints = Checkpoints(
+            self.output_dir,
+            args.schedule(),
+            models=self.models.trained,
+            ema=self.models.ema,
+            state=lambda: trainer.state_dict() | ({OWED: self.owed} if self.owed is not None else {}),
+            conditions=plan.conditions,
+            config_files=config_files(self.models.trained, self.own_tokenizer) if distributed.is_main() else {},
+            resumed=plan.resume.folder if plan.resume else None,
+            scores=held_out_scores(self.output_dir) if plan.resume and plan.resume.in_output_dir else {},
+            say=self.writer.write,
+        )
         self.saved: dict[str, Path] = {}  # the trained models' folders, from the last step on
 
     def begin(self) -> None:
@@ -54,16 +68,13 @@ class Session:
         )
         self.writer.hparams({**flags, "resolved_dialect": dialect})
         if self.evaluator and self.trainer.steps_done == 0:
-            metrics, rows = self.evaluator.run()
+            metrics, rows = self.evaluator.run(0)
             write_rows(self.output_dir / "samples" / "before.jsonl", rows)
             self.writer.log(0, 0, metrics)
-        owed = self.plan.resume.state.get(OWED) if self.plan.resume else None
-        if self.evaluator and owed is not None:
-            step = self.trainer.steps_done
-            if step == self.plan.last_step:
+        if self.owed is not None:
+            if self.trainer.steps_done == self.plan.last_step:
                 self.saved |= self.save_models()
-            metrics = owed | self.evaluate(self.name_of(step))
-            self.writer.log(step, self.trainer.samples, metrics)
+            self.log_step(self.trainer.steps_done, self.trainer.samples)
 
     def after_step(self, report: StepReport) -> None:
         """Log the step; evaluate, show samples and save where it is time to; end where the run was asked to.
@@ -72,36 +83,40 @@ class Session:
         """
         output_lock.check_held()
         args, step, last = self.args, report.step, report.step == self.plan.last_step
-        metrics = {**report.metrics, **self.pending}
-        self.pending = {}
-        evaluates = self.evaluator is not None and (last or _is_due(step, args.eval_steps))
+        self.owed = {**report.metrics, **self.checkpoints.take_metrics()}
         reason = stopping.agreed()
         if reason:
-            self.end_early(reason, report, metrics, evaluates)
+            self.end_early(reason, report)
         if last:
             self.saved |= self.save_models()
-        if evaluates:
-            try:
-                metrics |= self.evaluate(self.name_of(step))
-            except BaseException:
-                self.writer.log(step, report.samples, metrics)  # the step was trained, whatever comes of its evaluation
-                raise
-        self.writer.log(step, report.samples, metrics)
+            self.checkpoints.save_if_due(step)
+        score = self.log_step(step, report.samples)
         if _is_due(step, args.print_answers_interval):
             self.show_samples(report)
-        if _is_due(step, args.save_steps):
-            started = time.perf_counter()
-            point = checkpoint.save(self.output_dir, self.models, self.trainer.state_dict(), self.plan.conditions)
-            stopping.request.saved = point
-            self.pending["time/checkpoint"] = time.perf_counter() - started
+        self.checkpoints.save_if_due(step, score)
+        stopping.request.saved = self.checkpoints.newest
 
-    def end_early(self, reason: stopping.Reason, report: StepReport, metrics: dict, evaluates: bool) -> NoReturn:
+    def log_step(self, step: int, samples: int) -> float | None:
+        """Evaluate where it is time to, and write the step's line; returns the held-out score, if there is one."""
+        metrics = dict(self.owed or {})
+        try:
+            if self.evaluates_after(step):
+                metrics |= self.evaluate(self.name_of(step))
+        finally:  # the step was trained, whatever comes of its evaluation
+            self.writer.log(step, samples, metrics)
+        self.owed = None
+        return metrics.get(SCORE)
+
+    def end_early(self, reason: stopping.Reason, report: StepReport) -> NoReturn:
         """Save a restart point and end; an evaluation that is due is left to the run that goes on, with its line."""
-        if not evaluates:
-            self.writer.log(report.step, report.samples, metrics)
-        state = self.trainer.state_dict() | ({OWED: metrics} if evaluates else {})
-        point = checkpoint.save(self.output_dir, self.models, state, self.plan.conditions)
+        if not self.evaluates_after(report.step):
+            self.log_step(report.step, report.samples)
+        point = self.checkpoints.save(report.step, wait=True)
         stopping.end_early(reason, report.step, self.plan.last_step, point)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the held-out prompts are answered after this step."""
+        return self.evaluator is not None and (step == self.plan.last_step or _is_due(step, self.args.eval_steps))
 
     def name_of(self, step: int) -> str:
         """The file of a step's samples, without its ending."""
@@ -109,11 +124,11 @@ class Session:
 
     def evaluate(self, name: str) -> dict[str, float]:
         """Answer the held-out prompts, with the averaged weights too if there are any; samples go to a file."""
-        metrics, rows = self.evaluator.run()
+        metrics, rows = self.evaluator.run(self.trainer.steps_done)
         write_rows(self.output_dir / "samples" / f"{name}.jsonl", rows)
         if self.models.ema is not None:
             with self.models.ema.swapped():
-                averaged, rows = self.evaluator.run()
+                averaged, rows = self.evaluator.run(self.trainer.steps_done)
             write_rows(self.output_dir / "samples" / f"{name}_ema.jsonl", rows)
             metrics |= {key.replace("eval/", "eval/ema_"): value for key, value in averaged.items()}
         return metrics
@@ -146,6 +161,13 @@ class Session:
             plot_curves(self.output_dir / METRICS_FILE, curves)
             rows = read_metrics(self.output_dir / METRICS_FILE)
             print("\n" + summary_text(RunSummary.from_metrics(rows, saved=self.saved, curves=curves)), flush=True)
+
+
+def held_out_scores(output_dir: Path) -> dict[int, float]:
+    """The held-out scores of a run so far, by step."""
+    path = output_dir / METRICS_FILE
+    rows = read_metrics(path) if path.is_file() else []
+    return {row["step"]: row[SCORE] for row in rows if SCORE in row}
 
 
 def _is_due(step: int, interval: int) -> bool:

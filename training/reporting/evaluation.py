@@ -40,10 +40,11 @@ class Evaluator:
         self.sampling = dataclasses.replace(sampling, seed=sampling.seed ^ EVAL_SEED)
         self.tokenizer, self.first_index = tokenizer, first_index
 
-    def run(self) -> tuple[dict[str, float], list[dict]]:
+    def run(self, step: int) -> tuple[dict[str, float], list[dict]]:
         """Metrics and one row a prompt (prompt, response, score, its parts, kl), the same on all ranks (all call this).
 
-        Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
+        step: after which the weights are what they are. Raises: RunStopped on all ranks for a score or KL that is NaN or
+            infinite.
         """
         indices = self._own_prompts()
         answered = self._answer(indices)
@@ -59,7 +60,7 @@ class Evaluator:
                 own[index][name] = value
         found = {index: row for part in distributed.all_gather_objects(own) for index, row in part.items()}
         rows = [found[index] for index in sorted(found)]
-        _stop_if_not_finite(rows)
+        _stop_if_not_finite(rows, step)
         columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
         columns |= {name: name for name in experience.score_parts}
         metrics = {f"eval/{name}": sum(row[column] for row in rows) / len(rows) for name, column in columns.items()}
@@ -79,7 +80,7 @@ class Evaluator:
         return self.rollouts.generate(batch.to(distributed.device()), self.sampling)
 
 
-def _stop_if_not_finite(rows: list[dict]) -> None:
+def _stop_if_not_finite(rows: list[dict], step: int) -> None:
     bad = [row for row in rows if not (math.isfinite(row["score"]) and math.isfinite(row["kl"]))]
     if bad:
         samples = "\n".join(
@@ -90,7 +91,8 @@ def _stop_if_not_finite(rows: list[dict]) -> None:
         raise RunStopped(
             f"evaluation: {len(bad)} of {len(rows)} held-out samples have a score or KL that is NaN or "
             f"infinite.\n{samples}\nLook at: the reward model's score of these texts, the learning rates "
-            "and gradient norms of the steps before."
+            "and gradient norms of the steps before.",
+            good_until=step - 1,
         )
 
 

@@ -1,11 +1,10 @@
 """What a restart point's trainer_state.json says: the state, what must be equal in a run that goes on, what may change.
 
     steps_done, optimizer_steps, samples, kl, score_scale    the state: PPOTrainer.state_dict
-    world_size, ema     what the files beside it fit: the number of ranks, and whether there is a moving average
+    models              step counts and loss scales: TrainedModel.scalars of each
+    ema                 whether there is a moving average
     identity            what must be equal, or the state would have no meaning or another one
     settings            what may change; every change that has an effect is printed
-
-A point of an older version of the program that does not mention a setting which may change is taken as it is.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from engine.optim import CONSTANT_SCHEDULES
 from training.flags.rlhf_arguments import RLHFFlags
 
 DATA = "the data"  # whose fingerprints say nothing to people
-TOTAL_STEPS, MICRO_BATCH = "total steps", "--per_device_training_batch_size"
+TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
 # Fields of the dialect that must be equal: those that say what the state counts, which models there are, and what a
 # score is, as the flags of the score do.
 FIXED_FIELDS = (
@@ -36,10 +35,7 @@ FIXED_FIELDS = (
     "missing_end",
     "missing_end_value",
 )
-LATER_FIXED = ("missing_end", "missing_end_value")  # the first restart points do not have these
-BEFORE = {"pad_token": "tokenizer", "score_before_pad": False}  # what fields that came later were, in effect
 FIXED_FLAGS = (
-    "generation_batches",
     "dtype",
     "reward_function",
     "reward_function_weight",
@@ -76,9 +72,8 @@ class Conditions:
         identity = {
             "seed": args.seed,
             DATA: data,
-            "responses a step and rank": args.rows_per_rank,
+            "responses a step": args.rows_per_rank * distributed.world_size(),
             **{name: fields.pop(name) for name in FIXED_FIELDS},
-            **{f"--{role}_zero_stage": args.stage(role) for role in ("actor", "critic")},
             **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS},
         }
         settings = {
@@ -86,6 +81,8 @@ class Conditions:
             **{f"--{name}": getattr(args, name) for name in MODELS},
             TOTAL_STEPS: total_steps,
             MICRO_BATCH: args.per_device_training_batch_size,
+            RANKS: distributed.world_size(),
+            **{f"--{role}_zero_stage": args.stage(role) for role in ("actor", "critic")},
         }
         idle = {
             TOTAL_STEPS: dialect.lr_schedule in CONSTANT_SCHEDULES,
@@ -95,32 +92,13 @@ class Conditions:
 
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
-        """Those that a state file holds, an older version's too.
-
-        That one had the settings as "choices", the fields for a missing end among them, and a penalty for it beside,
-        which was subtracted before all else.
-
-        Raises: UserError where that penalty cannot be said in fields, because something came after it.
-        """
-        identity = dict(state["identity"])
-        settings = dict(state["settings"]) if "settings" in state else BEFORE | state.get("choices", {})
-        identity |= {name: settings.pop(name) for name in FIXED_FIELDS if name in settings}
-        penalty = identity.pop("--missing_eos_penalty", 0)
-        if penalty:
-            later = [name for name in ("missing_end", "score_scaling") if identity.get(name, "none") != "none"]
-            if later:
-                raise UserError(
-                    f"--resume: this restart point's run subtracted --missing_eos_penalty {penalty} before "
-                    f"{' and '.join(later)} came, which is no longer done. Finish it with the version that began it, "
-                    "or begin anew."
-                )
-            identity |= {"missing_end": "subtract", "missing_end_value": penalty}
-        return cls(identity, settings)
+        """Those that a state file holds."""
+        return cls(dict(state["identity"]), dict(state["settings"]))
 
     def check(self, written: "Conditions", folder: Path) -> None:
         """Raise UserError if this run differs from the one that wrote the point in `folder` in what must be equal."""
         for name, value in self.identity.items():
-            then = written.identity.get(name, value if name in LATER_FIXED else None)
+            then = written.identity.get(name)
             if then != value and name == DATA:
                 raise UserError(
                     f"--resume {folder}: the prompts, the held-out ones or the texts are others than when it "
@@ -143,6 +121,8 @@ class Conditions:
     def _note(self, name: str) -> str:
         if name == TOTAL_STEPS:
             return " (learning rates go on as in a run of so many steps)"
+        if name == RANKS or name.endswith("_zero_stage"):
+            return " (the state is the same to the last bit; from here on sums are rounded otherwise)"
         if name == MICRO_BATCH:
             return " (losses or advantages of this dialect are a micro-batch's)"
         if name == "kl_coef" and self.identity["kl_controller"] == "adaptive":
@@ -150,27 +130,17 @@ class Conditions:
         return ""
 
 
-def state_file(trainer_state: Mapping, conditions: Conditions, with_ema: bool) -> str:
-    """The text of trainer_state.json; trainer_state: of PPOTrainer.state_dict."""
+def state_file(trainer_state: Mapping, scalars: Mapping, conditions: Conditions, with_ema: bool) -> str:
+    """The text of trainer_state.json.
+
+    trainer_state: of PPOTrainer.state_dict, or another loop's; it has steps_done. scalars: TrainedModel.scalars of each
+    model, by name.
+    """
     state = {
         **trainer_state,
-        "world_size": distributed.world_size(),
+        "models": scalars,
         "ema": with_ema,
         "identity": conditions.identity,
         "settings": conditions.settings,
     }
     return json.dumps(state, indent=2) + "\n"
-
-
-def check_fit(state: Mapping, folder: Path, with_ema: bool) -> None:
-    """Raise UserError where the files of the point in `folder` do not fit this run's ranks or its moving average."""
-    if state["world_size"] != distributed.world_size():
-        raise UserError(
-            f"--resume {folder}: written by {state['world_size']} ranks, this run has "
-            f"{distributed.world_size()}. DeepSpeed's partitions fit the same number only."
-        )
-    if state["ema"] != with_ema:
-        raise UserError(
-            f"--resume {folder}: written {'with' if state['ema'] else 'without'} --enable_ema. "
-            "Give the same flags as when the run began."
-        )

@@ -1,70 +1,84 @@
 """The restart point that a run goes on from, and the others that stand beside it."""
 
 import json
-import re
-import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine import distributed
 from engine.errors import UserError
-from training.program.output_folder import CHECKPOINTS
-from training.restarts.conditions import Conditions, check_fit
+from training.program.agreement import SharedError, checked
+from training.restarts.conditions import Conditions
+from training.restarts.layout import MANIFEST, STATE_FILE, points_in, set_aside, step_of
+from training.restarts.manifest import damages
 
-STATE_FILE = "trainer_state.json"
+AUTO = "auto"
+SHOWN = 3  # damaged files that a message names
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """A restart point, found once in a run and handed on.
+    """A restart point, found once in a run, seen to be whole, and handed on.
 
     folder: .../checkpoints/step_N. state: what its state file holds; training/restarts/conditions.py says what that is.
-    in_output_dir: whether its run stands in this run's --output_dir, where the curves then go on.
+    in_output_dir: whether its run stands in this run's --output_dir, where the curves then go on. passed_over: a line
+    for each newer point that is damaged.
     """
 
     folder: Path
     state: dict
     in_output_dir: bool = False
+    passed_over: tuple[str, ...] = ()
 
     @classmethod
-    def find(cls, path: str, *, with_ema: bool, output_dir: str | None = None) -> "ResumePoint":
-        """The restart point at `path`, or the newest one in a run's output folder.
+    def find(cls, path: str | None, output_dir: str, with_ema: bool = False) -> "ResumePoint | None":
+        """The restart point that --resume names (all ranks call this); None where there is nothing to go on from.
+
+        Every file of a point is hashed before it is taken. In a run's output folder a damaged point is passed over for
+        the one before it.
 
         Args:
-            with_ema: whether the run that goes on keeps a moving average.
-            output_dir: where it writes.
+            path: a restart point's folder, the output folder of a run, or "auto": the newest point in `output_dir`, and
+                none where that has none.
+            output_dir: where the run that goes on writes.
+            with_ema: whether it keeps a moving average.
 
-        Raises: UserError if there is none, if its state file is broken, or if its files do not fit the run.
+        Raises: UserError on all ranks if there is none, if the one that is named, or all of them, are damaged, or if it
+            has an average and the run has none.
         """
-        folder = Path(path)
-        if not (folder / STATE_FILE).is_file():
-            points = restart_points(folder)
-            if not points:
-                raise UserError(
-                    f"--resume {path}: no restart point there. Give a folder .../checkpoints/step_N, or the "
-                    "output folder of a run that wrote some (--save_steps)."
-                )
-            folder = points[-1]
-        state = _read(folder / STATE_FILE)
-        check_fit(state, folder, with_ema)
-        in_output_dir = output_dir is not None and folder.resolve().parent.parent == Path(output_dir).resolve()
-        return cls(folder, state, in_output_dir)
+        if path is None:
+            return None
+        by_name, folders = checked(lambda: _candidates(path, output_dir))
+        passed_over: list[str] = []
+        for folder in folders:
+            found = damages(folder)
+            if not found:
+                state = checked(partial(_read, folder / STATE_FILE, with_ema))
+                in_output_dir = folder.resolve().parent.parent == Path(output_dir).resolve()
+                return cls(folder, state, in_output_dir, tuple(passed_over))
+            passed_over.append(f"the restart point {folder} is damaged: {_shortened(found)}")
+            if by_name:
+                older = _newest_whole_before(folder)
+                instead = f"Give the older one, {older}" if older else "There is no older whole one beside it"
+                raise SharedError(f"--resume: {passed_over[0]}. {instead}.")
+        if path == AUTO and not passed_over:
+            return None
+        raise SharedError(f"--resume {path}: {'; '.join(passed_over)}. There is no other one: begin anew.")
 
     @property
     def steps_done(self) -> int:
         """How many steps had been trained when it was written."""
         return self.state["steps_done"]
 
-    def check(self, conditions: Conditions, last_step: int) -> None:
-        """Raise UserError if a run under these conditions, up to this step, cannot go on from here.
+    def lines(self) -> list[str]:
+        """What the run says of where it goes on from."""
+        return [
+            *(f"PASSED OVER: {line}" for line in self.passed_over),
+            f"goes on from {self.folder}, after step {self.steps_done}",
+        ]
 
-        Each rank calls this for itself, so that a node on which the folder is not there is named.
-        """
-        if not self.folder.is_dir():
-            raise UserError(
-                f"--resume {self.folder}: not there on rank {distributed.rank()}. Put the restart point where every "
-                "node sees it."
-            )
+    def check(self, conditions: Conditions, last_step: int) -> None:
+        """Raise UserError if a run under these conditions, up to this step, cannot go on from here."""
         conditions.check(Conditions.read(self.state), self.folder)
         if self.steps_done > last_step:
             raise UserError(
@@ -73,33 +87,58 @@ class ResumePoint:
             )
 
 
+def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
+    """Whether `path` names a restart point itself, and the folders to be tried, the best first."""
+    if path == AUTO:
+        return False, points_in(Path(output_dir))[::-1]
+    folder = Path(path)
+    is_point = step_of(folder) is not None or any((folder / name).is_file() for name in (MANIFEST, STATE_FILE))
+    if folder.is_dir() and is_point:
+        return True, [folder]
+    points = points_in(folder)[::-1]
+    if not points:
+        raise UserError(
+            f"--resume {path}: no restart point there. Give a folder .../checkpoints/step_N, or the output folder of a "
+            "run that wrote some (--save_steps)."
+        )
+    return False, points
+
+
+def _newest_whole_before(damaged: Path) -> Path | None:
+    step, output_dir = step_of(damaged), damaged.resolve().parent.parent
+    if step is None:
+        return None
+    older = checked(lambda: [point for point in points_in(output_dir) if (step_of(point) or 0) < step])
+    return next((point for point in reversed(older) if not damages(point)), None)
+
+
+def _shortened(found: list[str]) -> str:
+    more = f", and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return ", ".join(found[:SHOWN]) + more
+
+
+def _read(path: Path, with_ema: bool) -> dict:
+    """The state file of a whole point."""
+    try:
+        state = json.loads(path.read_text())
+        missing = {"steps_done", "models", "ema", "identity", "settings"} - set(state)
+    except (ValueError, TypeError, OSError) as error:
+        raise UserError(f"--resume: {path} is broken ({error}). Use an earlier restart point.") from None
+    if missing:
+        raise UserError(f"--resume: {path} lacks {', '.join(sorted(missing))}. Use an earlier restart point.")
+    if state["ema"] and not with_ema:
+        raise UserError(
+            f"--resume {path.parent}: it has a moving average, which would be lost. Give --enable_ema, as when the "
+            "run began."
+        )
+    return state
+
+
 def set_aside_newer(output_dir: Path, step: int) -> None:
     """Rename the restart points after `step` to step_N.abandoned (rank 0 does): a run that goes on from an older point
     takes another course, and the next --resume must not find the course it left."""
     if distributed.is_main():
-        for point in restart_points(output_dir):
-            if int(point.name.removeprefix("step_")) > step:
-                aside = point.with_name(point.name + ".abandoned")
-                shutil.rmtree(aside, ignore_errors=True)
-                point.replace(aside)
+        for point in points_in(output_dir):
+            if (step_of(point) or 0) > step:
+                set_aside(point)
     distributed.barrier()
-
-
-def restart_points(output_dir: Path) -> list[Path]:
-    """The complete restart points of a run, oldest first."""
-    return sorted(
-        path.parent
-        for path in output_dir.glob(f"{CHECKPOINTS}/step_*/{STATE_FILE}")
-        if re.fullmatch(r"step_\d+", path.parent.name)
-    )
-
-
-def _read(path: Path) -> dict:
-    try:
-        state = json.loads(path.read_text())
-        missing = {"world_size", "ema", "identity"} - set(state)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"--resume: {path} is broken ({error}). Use an earlier restart point.") from None
-    if missing:
-        raise UserError(f"--resume: {path} lacks {', '.join(sorted(missing))}. Use an earlier restart point.")
-    return state

@@ -6,51 +6,49 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import UserError
+from tests.training.restarts.tiny_points import IDENTITY, flip_bit, write_points
 from training.restarts.conditions import Conditions
-from training.restarts.resume_point import STATE_FILE, ResumePoint, set_aside_newer
-
-IDENTITY = {"seed": 1, "--dtype": "fp32"}
+from training.restarts.resume_point import ResumePoint, set_aside_newer
 
 
-def write_point(output_dir, name, **state):
-    folder = output_dir / "checkpoints" / name
-    folder.mkdir(parents=True)
-    state = {"steps_done": 5, "world_size": 1, "identity": IDENTITY, "ema": False} | state
-    (folder / STATE_FILE).write_text(json.dumps(state))
-    return folder
+def find(path, output_dir="elsewhere", **run) -> ResumePoint:
+    return ResumePoint.find(str(path), str(output_dir), **run)
 
 
-def find(path, **run) -> ResumePoint:
-    return ResumePoint.find(str(path), **({"with_ema": False} | run))
+def test_the_newest_point_is_found_by_its_number(tmp_path):
+    write_points(tmp_path, 5, 999_998, 1_000_000)
+    for name in ("step_2000000.partial", "step_2000001.abandoned", "step_2000002.pruned"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert find(tmp_path).folder.name == "step_1000000" and find(tmp_path).steps_done == 1_000_000
 
 
-def test_the_newest_complete_point_is_found(tmp_path):
-    for name in ("step_000005", "step_000010", "step_000015.partial", "step_000020.abandoned"):
-        write_point(tmp_path, name)
-    assert find(tmp_path).folder.name == "step_000010"
+def test_auto_is_the_beginning_where_there_is_none(tmp_path):
+    assert find("auto", tmp_path / "new") is None and find("auto", tmp_path) is None
+    write_points(tmp_path, 5)
+    point = find("auto", tmp_path)
+    assert point.steps_done == 5 and point.in_output_dir
+    assert ResumePoint.find(None, str(tmp_path)) is None
 
 
 def test_going_on_from_an_older_point_sets_the_newer_ones_aside(tmp_path):
-    for step in (5, 10, 15):
-        write_point(tmp_path, f"step_{step:06d}")
+    write_points(tmp_path, 5, 10, 15)
+    set_aside_newer(tmp_path, 5)
+    write_points(tmp_path, 10)
     set_aside_newer(tmp_path, 5)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert left == ["step_000005", "step_000010.abandoned", "step_000015.abandoned"]
+    assert left == ["step_000005", "step_000010.abandoned", "step_000010.abandoned2", "step_000015.abandoned"]
     assert find(tmp_path).folder.name == "step_000005"
 
 
 def test_whether_the_run_stands_in_the_output_folder(tmp_path, monkeypatch):
-    write_point(tmp_path, "step_000005")
+    write_points(tmp_path, 5)
     monkeypatch.chdir(tmp_path)
-    assert (
-        find(tmp_path, output_dir=".").in_output_dir
-        and find("checkpoints/step_000005", output_dir="x/..").in_output_dir
-    )
-    assert not find(tmp_path, output_dir="elsewhere").in_output_dir and not find(tmp_path).in_output_dir
+    assert find(tmp_path, ".").in_output_dir and find("checkpoints/step_000005", "x/..").in_output_dir
+    assert not find(tmp_path).in_output_dir
 
 
 def test_other_settings_are_refused_by_name(tmp_path):
-    point = find(write_point(tmp_path, "step_000005"))
+    point = find(*write_points(tmp_path, 5))
     point.check(Conditions(IDENTITY), last_step=5)
     with pytest.raises(UserError, match="seed was 1 when it was written and is 2 now"):
         point.check(Conditions({**IDENTITY, "seed": 2}), last_step=5)
@@ -58,20 +56,64 @@ def test_other_settings_are_refused_by_name(tmp_path):
         point.check(Conditions(IDENTITY), last_step=4)
 
 
-@pytest.mark.parametrize(
-    "state, run, message",
-    [
-        ({"world_size": 2}, {}, "written by 2 ranks, this run has 1"),
-        ({"ema": True}, {}, "written with --enable_ema. Give the same flags"),
-        ({}, {"with_ema": True}, "written without --enable_ema. Give the same flags"),
-    ],
-)
-def test_files_that_do_not_fit_the_run_are_refused(tmp_path, state, run, message):
-    with pytest.raises(UserError, match=message):
-        find(write_point(tmp_path, "step_000005", **state), **run)
+def test_a_damaged_point_is_passed_over_for_the_one_before_it(tmp_path):
+    older, newer = write_points(tmp_path, 5, 10)
+    flip_bit(newer / "actor" / "rank_00000.safetensors")
+    for path in (tmp_path, "auto"):
+        point = find(path, tmp_path)
+        assert point.folder == older and point.state["samples"] == 40
+        assert point.lines() == [
+            f"PASSED OVER: the restart point {newer} is damaged: actor/rank_00000.safetensors holds other bytes than "
+            "were written",
+            f"goes on from {older}, after step 5",
+        ]
 
 
-def test_a_node_that_does_not_see_the_point_is_named(tmp_path):
-    point = replace(find(write_point(tmp_path, "step_000005")), folder=tmp_path / "gone")
-    with pytest.raises(UserError, match="gone: not there on rank 0. Put the restart point where every node sees it"):
-        point.check(Conditions(IDENTITY), last_step=5)
+def test_a_damaged_point_that_is_named_is_refused_with_the_older_whole_one(tmp_path):
+    first, second, third = write_points(tmp_path, 5, 10, 15)
+    (third / "trainer_state.json").unlink()
+    (second / "manifest.json").write_text("{}")
+    with pytest.raises(UserError) as refusal:
+        find(third)
+    assert str(refusal.value) == (
+        f"--resume: the restart point {third} is damaged: trainer_state.json is missing. Give the older one, {first}."
+    )
+    flip_bit(first / "config/actor/config.json")
+    with pytest.raises(UserError, match="There is no older whole one beside it"):
+        find(third)
+    for path in (tmp_path, "auto"):
+        with pytest.raises(UserError, match="step_000010 is damaged.*There is no other one: begin anew"):
+            find(path, tmp_path)
+
+
+def test_a_point_of_the_version_before_is_refused_with_that_version(tmp_path):
+    folder = tmp_path / "checkpoints" / "step_000005"
+    (folder / "actor").mkdir(parents=True)
+    (folder / "actor" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    (folder / "trainer_state.json").write_text("{}")
+    for path in (tmp_path, folder):
+        with pytest.raises(UserError, match="as version 0.1.0 wrote them.*Finish the run with version 0.1.0"):
+            find(path)
+
+
+def test_an_average_is_not_lost_by_a_flag_that_was_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.restarts.checkpoints.state_file", state_with_average)
+    folder = write_points(tmp_path, 5)[0]
+    with pytest.raises(UserError, match="it has a moving average, which would be lost. Give --enable_ema"):
+        find(folder)
+    assert find(folder, with_ema=True).steps_done == 5
+
+
+def state_with_average(state, scalars, conditions, with_ema) -> str:
+    return json.dumps({**state, "models": scalars, "identity": {}, "settings": {}, "ema": True})
+
+
+def test_nothing_there_is_said_with_what_to_do(tmp_path):
+    for path in (tmp_path, tmp_path / "gone"):
+        with pytest.raises(UserError, match="no restart point there.*--save_steps"):
+            find(path)
+
+
+def test_the_point_is_a_value_that_can_be_handed_to_other_ranks(tmp_path):
+    point = find(*write_points(tmp_path, 5))
+    assert replace(point, passed_over=("a",)).lines()[0] == "PASSED OVER: a"

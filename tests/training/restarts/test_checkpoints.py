@@ -1,0 +1,140 @@
+"""When restart points are written, what becomes of a write that fails, and which older ones are deleted."""
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.training.restarts.tiny_points import TinyRun, write_points
+from training.restarts import checkpoints as module
+from training.restarts import pending_point
+from training.restarts.manifest import damages
+from training.restarts.shard_files import ShardFiles
+
+
+def names(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in (output_dir / "checkpoints").iterdir())
+
+
+def test_a_point_holds_the_numbers_of_its_step(tmp_path):
+    run = TinyRun(tmp_path, steps=2)
+    run.train_to(5)
+    assert names(tmp_path) == ["step_000002", "step_000004"]
+    folder = tmp_path / "checkpoints" / "step_000004" / "actor"
+    held = load_file(folder / "rank_00000.safetensors")  # by the library alone
+    assert held.keys() == {"weights/matrix@4", "weights/matrix@0", "frozen/vector@0"}
+    assert held["weights/matrix@0"].tolist() == [4.0] * 4 and held["frozen/vector@0"].dtype == torch.bfloat16
+    files, out = ShardFiles(folder), torch.zeros(3)
+    assert files.shapes() == {"weights/matrix": (2, 3), "frozen/vector": (4,)}
+    files.read("weights/matrix", 3, out)
+    assert out.tolist() == [4.0] * 3 and files.whole("weights/matrix").shape == (2, 3)
+    assert damages(folder.parent) == []
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_training_goes_on_while_a_point_is_written_unless_that_is_not_wanted(tmp_path, monkeypatch, asynchronous):
+    going_on = pending_point.threading.Event()
+    write = pending_point.write_shards
+
+    def write_later(path, shards):
+        if asynchronous:
+            going_on.wait(60)
+        return write(path, shards)
+
+    monkeypatch.setattr(pending_point, "write_shards", write_later)
+    run = TinyRun(tmp_path, steps=1, asynchronous=asynchronous)
+    run.step = 1
+    run.checkpoints.save_if_due(1)
+    assert names(tmp_path) == (["step_000001.partial"] if asynchronous else ["step_000001"])
+    run.model.matrix.fill_(7.0)  # the next step
+    going_on.set()
+    run.checkpoints.wait()
+    point = tmp_path / "checkpoints" / "step_000001"
+    assert ShardFiles(point / "actor").whole("weights/matrix").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    metrics = run.checkpoints.take_metrics()
+    assert metrics.keys() == {"time/checkpoint", "checkpoint/seconds", "checkpoint/bytes"}
+    files = [path for path in point.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert metrics["checkpoint/bytes"] == sum(path.stat().st_size for path in files)
+    assert str(point) in run.said[0] and run.checkpoints.take_metrics() == {}
+
+
+def test_minutes_are_counted_from_the_point_before(tmp_path, monkeypatch):
+    run, clock = TinyRun(tmp_path, minutes=2.0), [0.0]
+    monkeypatch.setattr(run.checkpoints, "_clock", lambda: clock[0])
+    run.checkpoints._last_saved = 0.0
+    for now in (60.0, 119.0, 121.0, 200.0, 241.0):
+        clock[0] = now
+        run.train_to(run.step + 1)
+    assert names(tmp_path) == ["step_000003", "step_000005"]
+
+
+def test_a_failed_write_leaves_the_run_going_and_is_tried_again(tmp_path, monkeypatch):
+    run, clock = TinyRun(tmp_path, steps=2), [0.0]
+    monkeypatch.setattr(run.checkpoints, "_clock", lambda: clock[0])
+    run.train_to(2)
+    write, full = pending_point.write_shards, [True]
+
+    def write_or_fail(path, shards):
+        write(path, shards)
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(pending_point, "write_shards", write_or_fail)
+    run.train_to(4)
+    assert names(tmp_path) == ["step_000002"]
+    assert run.said[-1].startswith("RESTART POINT NOT WRITTEN, of step 4: rank 0: [Errno 28] No space left on device")
+    assert "step_000002 is untouched" in run.said[-1]
+    monkeypatch.setattr(pending_point, "write_shards", write)
+    run.train_to(5)
+    assert names(tmp_path) == ["step_000002"]
+    clock[0] = module.RETRY_AFTER + 1
+    run.train_to(7)
+    assert names(tmp_path) == ["step_000002", "step_000006"]  # due by its number and as another try: once
+
+
+def test_a_folder_that_cannot_be_made_is_a_failed_write_too(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file")
+    run = TinyRun(tmp_path, steps=1)
+    run.train_to(2)
+    assert len(run.said) == 2 and all("RESTART POINT NOT WRITTEN" in line for line in run.said)
+    assert "there is none before it" in run.said[0] and (tmp_path / "checkpoints").read_text() == "a file"
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    run = TinyRun(tmp_path, steps=2, keep=2, keep_best=True)
+    run.train_to(9, scores={3: 0.5, 4: 0.1, 8: 0.2})
+    assert names(tmp_path) == ["step_000003", "step_000006", "step_000008"]
+    run.train_to(11, scores={11: 0.9})
+    assert names(tmp_path) == ["step_000010", "step_000011"]
+
+
+def test_scores_of_before_a_restart_count(tmp_path):
+    points = write_points(tmp_path, 1, 2)
+    run = TinyRun(tmp_path, resumed=points[1], scores={1: 0.5}, steps=1, keep=1, keep_best=True)
+    run.step = 2
+    run.train_to(4, scores={3: 0.4})
+    assert names(tmp_path) == ["step_000001", "step_000004"]
+
+
+def test_nothing_is_deleted_that_the_program_did_not_write(tmp_path):
+    write_points(tmp_path, 1, 2)
+    (tmp_path / "checkpoints" / "step_000001" / "notes.txt").write_text("mine")
+    (tmp_path / "checkpoints" / "step_000000").mkdir()
+    (tmp_path / "checkpoints" / "mine").mkdir()
+    run = TinyRun(tmp_path, steps=1, keep=1)
+    run.step = 2
+    run.train_to(4)
+    assert names(tmp_path) == ["mine", "step_000000", "step_000001", "step_000004"]
+
+
+def test_a_point_is_written_once_and_another_course_is_set_aside(tmp_path):
+    run = TinyRun(tmp_path)
+    run.train_to(3)
+    first = run.checkpoints.save(3, wait=True)
+    assert run.checkpoints.save(3, wait=True) == first and len(run.said) == 1
+    other = TinyRun(tmp_path)
+    other.train_to(3)
+    assert other.checkpoints.save(3, wait=True) == first
+    assert names(tmp_path) == ["step_000003", "step_000003.abandoned"]
