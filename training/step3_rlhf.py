@@ -35,8 +35,8 @@ from training.program.startup import leave, run
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
 from training.restarts.last_good import last_good_named
-from training.restarts.resume_point import ResumePoint, set_aside_newer
 from training.restarts.restore import restore
+from training.restarts.resume_point import ResumePoint, set_aside_newer
 
 
 def main(args: RLHFFlags) -> None:

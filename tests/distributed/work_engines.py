@@ -14,12 +14,10 @@ from engine.reference import EngineReference, HydraReference
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
+from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import engine_spec, prompt_batch
 from tests.distributed.work_hydra import local_bytes
 from tests.engine.zero.inspecting import weights
-from training.restarts import checkpoint
-from training.restarts.conditions import Conditions
-from training.restarts.resume_point import ResumePoint
 
 LR = 1e-2
 RESPONSE = 4
@@ -48,7 +46,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
     rollout = whole_rollout(prompt_batch([0, 1, 2, 3]))
     one_step(engine.actor, rollout)
     engine.ema.update()
-    point = checkpoint.save(Path(output), engine, {"steps_done": 1}, Conditions())
+    point = save_point(output, engine, {"steps_done": 1})
     found["files"] = sorted(path.name for path in point.iterdir())
     one_step(engine.actor, rollout)
     engine.ema.update()
@@ -57,7 +55,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
         save_trained(model, engine.tokenizer, f"{output}/{role}").name for role, model in engine.trained.items()
     )
     resumed = RLHFEngine.from_pretrained(alone)
-    checkpoint.load(ResumePoint.find(output, with_ema=True), resumed)
+    load_point(output, resumed)
     one_step(resumed.actor, rollout)
     resumed.ema.update()
     found["resumed"] = weights(resumed.actor), [shard.clone() for shard in resumed.ema.means]

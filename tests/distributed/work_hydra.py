@@ -1,6 +1,5 @@
 """Run by ranks: actors of which only the last layers train, with frozen copies of these for a reference."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -12,12 +11,10 @@ from engine.reference import EngineReference
 from engine.rlhf_engine import EngineSpec, RLHFEngine, frozen_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
+from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, timeless
 from tests.engine.zero.inspecting import parameter_bytes, pretend_cpus_have_fp16, weights
 from training.ppo_trainer import PPOTrainer
-from training.restarts import checkpoint
-from training.restarts.conditions import Conditions
-from training.restarts.resume_point import ResumePoint
 
 EMA_DECAY = 0.5
 STEPS, SAVED_AFTER = 3, 2
@@ -80,7 +77,7 @@ def one_run(
         if report.step == 1:
             result["first"] = report.batch
         if report.step == SAVED_AFTER:
-            checkpoint.save(Path(output), engine, trainer.state_dict(), Conditions())
+            save_point(output, engine, trainer.state_dict())
     rollout = report.batch.rollout
     result["logprobs"] = judged(engine, own, rollout)
     with engine.ema.swapped():
@@ -93,9 +90,7 @@ def one_run(
         "ema": [shard.clone() for shard in engine.ema.means],
     }
     resumed = new_trainer()
-    point = ResumePoint.find(output, with_ema=True)
-    checkpoint.load(point, resumed.models)
-    resumed.load_state_dict(point.state)
+    resumed.load_state_dict(load_point(output, resumed.models))
     result["resumed_metrics"] = [timeless(report.metrics) for report in resumed.fit(TinyPrompts(8))]
     result["resumed"] = {
         "after": weights(resumed.models.actor),

@@ -3,12 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
 from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16, weights
 from training.ppo_trainer import PPOTrainer
-from training.restarts import checkpoint
-from training.restarts.conditions import Conditions
-from training.restarts.resume_point import ResumePoint
 
 STEPS, SAVED_AFTER = 4, 2
 
@@ -22,7 +20,7 @@ def uninterrupted(folder: str, output: str, runs: dict[str, dict]) -> dict[str, 
         for report in trainer.fit(TinyPrompts(8)):
             metrics.append(timeless(report.metrics))
             if report.step == SAVED_AFTER:
-                checkpoint.save(Path(output) / name, trainer.models, trainer.state_dict(), Conditions())
+                save_point(Path(output) / name, trainer.models, trainer.state_dict())
                 saved = state(trainer)
         found[name] = {"metrics": metrics, "saved": saved, "end": state(trainer)}
     return found
@@ -34,9 +32,7 @@ def resumed(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
     for name, arguments in runs.items():
         trainer = new_trainer(folder, **arguments)
         fresh = state(trainer)
-        point = ResumePoint.find(str(Path(output) / name), with_ema=True)
-        checkpoint.load(point, trainer.models)
-        trainer.load_state_dict(point.state)
+        trainer.load_state_dict(load_point(Path(output) / name, trainer.models))
         loaded = state(trainer)
         metrics = [timeless(report.metrics) for report in trainer.fit(TinyPrompts(8))]
         found[name] = {"metrics": metrics, "fresh": fresh, "loaded": loaded, "end": state(trainer)}

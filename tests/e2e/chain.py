@@ -26,7 +26,7 @@ EVERY_STEP = {
 }
 EVALUATION = {f"eval/{name}" for name in ("score", "kl", "response_length", "distinct_bigrams")}
 AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION}
-MACHINE = ("time/", "memory/", "rollout/tokens_per_second")
+MACHINE = ("time/", "memory/", "checkpoint/", "rollout/tokens_per_second")
 """What differs between two runs of the same numbers."""
 
 

@@ -43,8 +43,8 @@ class Evaluator:
     def run(self, step: int) -> tuple[dict[str, float], list[dict]]:
         """Metrics and one row a prompt (prompt, response, score, its parts, kl), the same on all ranks (all call this).
 
-        step: after which the weights are what they are. Raises: RunStopped on all ranks for a score or KL that is NaN or
-            infinite.
+        step: after which the weights are what they are.
+        Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
         indices = self._own_prompts()
         answered = self._answer(indices)

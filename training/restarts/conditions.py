@@ -1,10 +1,10 @@
 """What a restart point's trainer_state.json says: the state, what must be equal in a run that goes on, what may change.
 
-    steps_done, optimizer_steps, samples, kl, score_scale    the state: PPOTrainer.state_dict
-    models              step counts and loss scales: TrainedModel.scalars of each
-    ema                 whether there is a moving average
-    identity            what must be equal, or the state would have no meaning or another one
-    settings            what may change; every change that has an effect is printed
+steps_done, optimizer_steps, samples, kl, score_scale    the state: PPOTrainer.state_dict
+models              step counts and loss scales: TrainedModel.scalars of each
+ema                 whether there is a moving average
+identity            what must be equal, or the state would have no meaning or another one
+settings            what may change; every change that has an effect is printed
 """
 
 import dataclasses

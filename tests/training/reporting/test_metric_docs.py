@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-GROUPS = "objective|policy|value|advantages|returns|rollout|time|memory|eval|train"
+GROUPS = "objective|policy|value|advantages|returns|rollout|time|checkpoint|memory|eval|train"
 ADDING = {"add", "add_sum", "add_max", "add_moments", "add_explained_variance"}  # an Accumulator's methods
 
 # Names that are put together: the form in the code, with {} for what is filled in, and what it becomes.

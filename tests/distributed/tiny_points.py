@@ -1,0 +1,32 @@
+"""Restart points of the ranks of a test: written, and gone on from."""
+
+from pathlib import Path
+
+from engine.rlhf_engine import RLHFEngine
+from training.restarts.checkpoints import Checkpoints
+from training.restarts.conditions import Conditions
+from training.restarts.restore import restore
+from training.restarts.resume_point import ResumePoint
+from training.restarts.schedule import Schedule
+
+
+def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:
+    """Write the restart point of these models; returns its folder."""
+    checkpoints = Checkpoints(
+        Path(output),
+        Schedule(),
+        models=models.trained,
+        ema=models.ema,
+        state=lambda: state,
+        conditions=Conditions(),
+    )
+    point = checkpoints.save(state["steps_done"], wait=True)
+    assert point is not None
+    return point
+
+
+def load_point(output: str | Path, models: RLHFEngine) -> dict:
+    """Put the models to the newest restart point; returns its state."""
+    point = ResumePoint.find(str(output), str(output), with_ema=models.ema is not None)
+    restore(point, models.trained, models.ema)
+    return point.state
