@@ -13,7 +13,7 @@ from engine.algo.masked import masked_sum
 from engine.experience import position_ids
 from engine.models.checking import check_policy
 from engine.models.loading import DTYPES, load_policy
-from engine.models.reading import read_tokenizer
+from engine.models.reading import read_tokenizer, vocabulary_size
 from engine.models.saving import save_trained
 from engine.rlhf_engine import wrap_trained
 from training.data.forms import SFT
@@ -25,7 +25,11 @@ from training.program.model_files import check_positions
 from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
+from training.reporting.metrics_file import read_metrics
+from training.reporting.verdict import conclude, of_sft
 from training.supervised import SupervisedTrainer
+
+LARGEST = 700.0  # nats whose e-th power is a float
 
 
 def main(args: SFTFlags) -> None:
@@ -83,7 +87,9 @@ def main(args: SFTFlags) -> None:
     found = trainer.fit()
     save_trained(model, tokenizer, args.output_dir)
     if distributed.is_main():
-        print(f"held-out perplexity {found['eval/perplexity']:.3f} a token; saved in {args.output_dir}", flush=True)
+        print(f"held-out perplexity {found['eval/perplexity']:.4g} a token", flush=True)
+    vocabulary = vocabulary_size(tokenizer)
+    conclude(lambda: of_sft(read_metrics(trainer.metrics_path), vocabulary), args.output_dir)
 
 
 class SFTTrainer(SupervisedTrainer):
@@ -92,7 +98,8 @@ class SFTTrainer(SupervisedTrainer):
     def held_out_metrics(self) -> dict[str, float]:
         """Loss and perplexity: e to the mean negative log-likelihood of a token, in nats."""
         metrics = super().held_out_metrics()
-        return {**metrics, "eval/perplexity": math.exp(metrics["eval/loss"])}
+        loss = metrics["eval/loss"]
+        return {**metrics, "eval/perplexity": math.exp(loss) if not loss > LARGEST else math.inf}
 
 
 def load_examples(args: SFTFlags) -> tuple:

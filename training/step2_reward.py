@@ -9,6 +9,7 @@ AutoModelForSequenceClassification; its score plus `score_offset` of config.json
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine import distributed
@@ -36,6 +37,8 @@ from training.program.model_files import check_positions, generation_stops
 from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
+from training.reporting.metrics_file import read_metrics
+from training.reporting.verdict import conclude, of_reward
 from training.supervised import SupervisedTrainer
 
 
@@ -90,9 +93,10 @@ def main(args: RewardFlags) -> None:
     if distributed.is_main():
         print(
             f"held-out pair accuracy {found['eval/accuracy']:.3f}, margin {found['eval/margin']:.3f} before "
-            f"normalisation; saved in {args.output_dir}",
+            "normalisation",
             flush=True,
         )
+    conclude(lambda: of_reward(read_metrics(trainer.metrics_path), len(held_out)), args.output_dir)
 
 
 class RewardTrainer(SupervisedTrainer):
@@ -139,6 +143,8 @@ class RewardTrainer(SupervisedTrainer):
         margins = (scores[: len(scores) // 2] - scores[len(scores) // 2 :]).detach()
         metrics.add(f"{prefix}/accuracy", (margins > 0).sum(), len(margins))
         everywhere = torch.ones_like(margins, dtype=torch.bool)
+        if prefix == "eval":
+            metrics.add_moments(-F.logsigmoid(margins.double()), everywhere, mean="eval/loss", std="eval/loss_std")
         metrics.add_moments(margins, everywhere, mean=f"{prefix}/margin", std=f"{prefix}/margin_std")
 
 

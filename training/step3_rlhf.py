@@ -170,6 +170,7 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
         session.checkpoints.wait()
     with models_told(session.saved):
         session.end()
+    session.judge()
 
 
 def program() -> NoReturn:

@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from training.program import output_lock
 from training.program.output_folder import clear_output_dir, open_writer
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
+from training.reporting.metrics_file import METRICS_FILE
 from training.reporting.phase_clock import peak_memory_gb
 from training.reporting.run_record import write_run_record
 from training.reporting.views import View
@@ -55,6 +57,11 @@ class SupervisedTrainer:
         torch.manual_seed(args.seed + 100_003 * distributed.rank())  # of dropout, which every rank draws for itself
         clear_output_dir(args)  # the model is loaded by now: the run will come to something
         self.writer = open_writer(args, total_steps=self.total_steps, view=view)
+
+    @property
+    def metrics_path(self) -> Path:
+        """The file of the run's metrics."""
+        return Path(self.args.output_dir) / METRICS_FILE
 
     def fit(self) -> dict[str, float]:
         """Train all epochs; returns the last held-out metrics."""

@@ -24,7 +24,9 @@ EVERY_STEP = {
     *(f"time/{name}" for name in ("generate", "make_experience", "train", "step")),
     "memory/peak_gb",
 }
-EVALUATION = {f"eval/{name}" for name in ("score", "kl", "response_length", "distinct_bigrams")}
+EVALUATION = {
+    f"eval/{name}" for name in ("score", "score_std", "kl", "response_length", "distinct_bigrams", "distinct_responses")
+}
 AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION}
 MACHINE = ("time/", "memory/", "checkpoint/", "rollout/tokens_per_second")
 """What differs between two runs of the same numbers."""

@@ -19,6 +19,7 @@ from training.reporting.plot import plot_curves
 from training.reporting.run_record import write_run_record
 from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, summary_text
+from training.reporting.verdict import conclude, of_ppo
 from training.restarts.checkpoints import Checkpoints
 from training.restarts.config_files import config_files
 
@@ -161,6 +162,11 @@ class Session:
             plot_curves(self.output_dir / METRICS_FILE, curves)
             rows = read_metrics(self.output_dir / METRICS_FILE)
             print("\n" + summary_text(RunSummary.from_metrics(rows, saved=self.saved, curves=curves)), flush=True)
+
+    def judge(self) -> None:
+        """Say the run's last words; raises RunStopped where training has broken the actor."""
+        prompts = len(self.evaluator.prompts) if self.evaluator else 0
+        conclude(lambda: of_ppo(read_metrics(self.output_dir / METRICS_FILE), prompts), self.args.output_dir)
 
 
 def held_out_scores(output_dir: Path) -> dict[int, float]:

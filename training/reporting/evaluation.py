@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import statistics
 from pathlib import Path
 
 import torch
@@ -64,6 +65,8 @@ class Evaluator:
         columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
         columns |= {name: name for name in experience.score_parts}
         metrics = {f"eval/{name}": sum(row[column] for row in rows) / len(rows) for name, column in columns.items()}
+        metrics["eval/score_std"] = statistics.pstdev(row["score"] for row in rows)
+        metrics["eval/distinct_responses"] = float(len({row["response"] for row in rows}))
         metrics["eval/distinct_bigrams"] = float(distinct_bigrams([row["response"] for row in rows]))
         return metrics, rows
 

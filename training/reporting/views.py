@@ -96,7 +96,7 @@ REWARD = View(
     charts={
         "pairs": {
             "accuracy": ("train/accuracy", "eval/accuracy"),
-            "loss": ("train/loss",),
+            "loss": ("train/loss", "eval/loss"),
             "margin": ("train/margin", "eval/margin"),
             "margin, standard deviation": ("train/margin_std", "eval/margin_std"),
         },

@@ -10,7 +10,10 @@ ADDING = {"add", "add_sum", "add_max", "add_moments", "add_explained_variance"} 
 
 # Names that are put together: the form in the code, with {} for what is filled in, and what it becomes.
 SCORE_PARTS = ("scores_model", "scores_function", "length_penalty")
-EVALUATED = ("score", "kl", "response_length", "distinct_bigrams", *SCORE_PARTS)
+EVALUATED = (
+    *("score", "score_std", "kl", "response_length", "distinct_bigrams", "distinct_responses"),
+    *SCORE_PARTS,
+)
 FAMILIES = {
     "{}/grad_norm": {"policy/grad_norm", "value/grad_norm"},
     "{}/lr": {"policy/lr", "value/lr"},
@@ -30,6 +33,7 @@ READERS = {
     "reporting/plot.py",
     "reporting/summary.py",
     "reporting/compare_runs.py",
+    "reporting/verdict.py",
     *(f"reporting/health/{name}.py" for name in ("__init__", "optimization", "policy", "responses")),
 }
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
