@@ -27,6 +27,7 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.learner import Learner
 from training.mixed_pretraining import MixedPretraining, TextFeed
+from training.reporting.first_kl import stop_unless_at_reference
 from training.reporting.guards import stop_if_too_far, stop_unless_finite, stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
 from training.reporting.phase_clock import PhaseClock, peak_memory_gb
@@ -42,6 +43,8 @@ class PPOConfig:
     critic_warmup_steps: steps at the start in which the critic alone is trained.
     unsup_coef: of the language-model loss where there are texts; 27.8 is InstructGPT's.
     max_kl: nats a response; a rollout further from the reference ends the run. None for no such limit.
+    first_kl_bound: how far actor and reference may be apart before the first update, where they are one model
+        (`rounding_bound`); None where they are not.
     """
 
     total_steps: int
@@ -50,6 +53,7 @@ class PPOConfig:
     seed: int = 0
     unsup_coef: float = 27.8
     max_kl: float | None = None
+    first_kl_bound: float | None = None
 
 
 class PromptFeed(Protocol):
@@ -137,6 +141,7 @@ class PPOTrainer:
             experience = self.experience_maker.make_experience(rollout)
             self.rollouts.release_memory()
             stop_unless_finite(self.steps_done + 1, experience, self.models.tokenizer)
+            stop_unless_at_reference(self.steps_done + 1, experience, self.config.first_kl_bound)
             slots = algorithm.slots(experience.rollout.responses, experience.rollout.response_mask)
             scores = algorithm.process_scores(experience.scores, experience.rollout.ended)
             rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, slots, kl_coef)

@@ -34,6 +34,7 @@ from training.program.session import Session
 from training.program.startup import leave, run
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
+from training.reporting.first_kl import rounding_bound
 from training.restarts.last_good import last_good_named
 from training.restarts.restore import restore
 from training.restarts.resume_point import ResumePoint, set_aside_newer
@@ -90,6 +91,7 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
             critic_warmup_steps=args.critic_warmup_steps,
             unsup_coef=args.unsup_coef,
             max_kl=args.max_kl,
+            first_kl_bound=rounding_bound(args.dtype, plan.dialect.logprob_temperature),
             seed=args.seed,
         ),
     )

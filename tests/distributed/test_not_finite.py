@@ -50,6 +50,9 @@ def test_max_kl_is_of_all_ranks_responses_and_stops_before_the_update(folder):
         assert rank["good_until"] == 0  # that of the start: what the first step made is too far
     for rank in run_ranks("tests.distributed.work_not_finite:too_far", folder=folder, limit=6.5):
         assert rank["message"] == "None" and not rank["unchanged"]
+        other = rank["other_reference"]  # of rank 1 alone, so about half a nat over both
+        assert other["message"].startswith("step 1: no weight has been changed") and "differ by 0." in other["message"]
+        assert other["unchanged"] and other["steps_done"] == 0
 
 
 def test_fp16_at_the_floor_of_its_loss_scale_stops_after_16_overflows_at_every_stage(folder):

@@ -123,10 +123,13 @@ def at_the_floor(folder: str, stages: tuple[int, ...]) -> dict[int, tuple[int, f
 
 def too_far(folder: str, limit: float) -> dict:
     """A trainer with --max_kl at `limit` over a reference that is far away: how its first and second step end."""
-    trainer = build_trainer(engine_spec(folder, 0), dialect=DIALECT.override(warmup_steps=0), max_kl=limit)
+    dialect = DIALECT.override(warmup_steps=0)
+    trainer = build_trainer(engine_spec(folder, 0), dialect=dialect, max_kl=limit, first_kl_bound=1e-3)
+    with further(trainer):
+        other_reference = outcome(trainer, contextlib.nullcontext())
     first = trainer.step(TinyPrompts(8).prompts(0)).metrics["objective/kl"]
     with further(trainer):
-        return {"first": first, **outcome(trainer, contextlib.nullcontext())}
+        return {"other_reference": other_reference, "first": first, **outcome(trainer, contextlib.nullcontext())}
 
 
 def further(trainer: PPOTrainer):
