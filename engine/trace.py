@@ -1,4 +1,4 @@
-"""Names in torch.profiler's traces: what is to be seen in one as a range says so where it is defined."""
+"""Names in torch.profiler's traces: what is to be seen in one as a range says so where it is defined, and is counted."""
 
 import functools
 from collections.abc import Callable
@@ -11,6 +11,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_moves = 0
+
+
+def moves() -> int:
+    """How many ranges have begun in this process: where this stands still, so does the process."""
+    return _moves
+
+
+def moved() -> None:
+    """Count one more."""
+    global _moves
+    _moves += 1
+
+
 def traced(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator: while torch.profiler records, calls of the function are ranges of this name in the trace.
 
@@ -21,6 +35,7 @@ def traced(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            moved()
             if not torch.autograd._profiler_enabled():
                 return function(*args, **kwargs)
             with record_function(name.format(*args)):

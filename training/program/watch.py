@@ -1,9 +1,12 @@
 """A thread of each rank that looks after the process while the main thread computes or waits for others.
 
-Once a second it looks whether the launcher is still there, and whether a request to end has passed its deadline;
-signals wake it. It is what ends a process whose main thread waits in a collective call that will never end.
+Once a second it looks whether the launcher is still there, whether a request to end has passed its deadline, and
+whether the roll call misses a rank; signals wake it. It is what ends a process whose main thread waits in a collective
+call that will never end.
 """
 
+import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -11,20 +14,26 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 
+from engine import distributed
 from training.program.launchers import Launchers
+from training.program.member import Member, print_line
+from training.program.phases import place
+from training.program.roll_call import RollCall, Verdict
 from training.program.stopping import SIGNALS, Followed, Reason, StopRequest, listening
 
 SECONDS = 1.0  # between looks
+LAST_LOOK = 3.0  # seconds that a request waits before the first step: another rank's end may be what brought it
+TOLD_WITHIN = 15.0  # seconds in which the roll call tells of an error; then this rank does
+JOINING = "joining the process group"
 ENDED_EARLY, STOPPED = 75, 1  # exit codes; 75 is EX_TEMPFAIL of sysexits.h: try again
 
 
-@contextmanager
-def watching(grace: float) -> Iterator["Watch"]:
+@contextlib.contextmanager
+def watching(grace: float, timeout_minutes: float) -> Iterator["Watch"]:
     """A watch over this process until the block is left."""
     with listening(grace) as request:
-        watch = Watch(request)
+        watch = Watch(request, timeout_minutes)
         watch.start()
         try:
             yield watch
@@ -33,10 +42,13 @@ def watching(grace: float) -> Iterator["Watch"]:
 
 
 class Watch:
-    """The thread, and what wakes it."""
+    """The thread, and what wakes it. timeout_minutes: how long all ranks may stand still."""
 
-    def __init__(self, request: StopRequest):
-        self.request, self.launchers = request, Launchers()
+    def __init__(self, request: StopRequest, timeout_minutes: float):
+        self.request, self.timeout_minutes, self.launchers = request, timeout_minutes, Launchers()
+        self.member: Member | None = None
+        self._roll_call: RollCall | None = None
+        self._asked_at: float | None = None
         self._awake, self._wake = socket.socketpair()
         self._awake.settimeout(SECONDS)
         self._wake.setblocking(False)
@@ -45,10 +57,37 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch; SIGUSR2 prints the stacks of all threads from now on."""
         if threading.current_thread() is threading.main_thread():
             self._wakeup_before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # of a standard error that is no file
+                faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
         self._thread.start()
+
+    def join(self) -> None:
+        """Take part in the roll call of the process group (all ranks call this, once it stands)."""
+        if distributed.world_size() == 1:
+            return
+        address = None
+        if distributed.is_main():
+            self._roll_call = RollCall(distributed.world_size(), self.timeout_minutes)
+            self._roll_call.start()
+            address = self._roll_call.port, self._roll_call.token
+        port, token = distributed.broadcast_object(address)
+        host = "127.0.0.1" if distributed.is_main() else os.environ["MASTER_ADDR"]
+        self.member = Member(distributed.rank(), host, port, token)
+
+    def leave(self, code: int) -> None:
+        """Say that this rank ends by itself, and how."""
+        if self.member is not None:
+            self.member.say(left=code)
+
+    def tell(self, trouble: str) -> None:
+        """Have one rank print what befell this one, and all of them end; where none does, this one prints it."""
+        if self.member is not None:
+            self.member.say(trouble=trouble)
+            time.sleep(TOLD_WITHIN)
+        print_line(trouble)
 
     def stop(self) -> None:
         """End the thread."""
@@ -57,6 +96,10 @@ class Watch:
             signal.set_wakeup_fd(self._wakeup_before)
         self._wake.send(b"\0")
         self._thread.join()
+        if self._roll_call is not None:
+            self._roll_call.close()
+        if self.member is not None:
+            self.member.close()
         self._awake.close()
         self._wake.close()
 
@@ -66,10 +109,8 @@ class Watch:
                 self.request.ask(SIGNALS[number])
                 if number == signal.SIGINT and self.request.interrupted_again():
                     end(STOPPED, "second Ctrl-C: ended at once; what was trained since the last restart point is lost.")
-            gone = self.launchers.gone()
-            if gone and self.request.reason != Reason.LAUNCHER:
-                self.request.ask(Reason.LAUNCHER)
-                say(f"{gone} has gone: the run ends.")
+            self._look_for_launchers()
+            self._look_for_ranks()
             self._follow()
 
     def _signals(self) -> list[int]:
@@ -79,17 +120,40 @@ class Watch:
             return []
         return [number for number in numbers if number in SIGNALS]
 
+    def _look_for_launchers(self) -> None:
+        gone = self.launchers.gone()
+        if gone and self.request.reason != Reason.LAUNCHER:
+            self.request.ask(Reason.LAUNCHER)
+            say(f"{gone} has gone: the run ends.")
+
+    def _look_for_ranks(self) -> None:
+        if self.member is None:
+            waited = time.time() - place.since
+            if place.phase == JOINING and waited > self.timeout_minutes * 60:
+                where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                end(
+                    STOPPED,
+                    f"not all of {os.environ['WORLD_SIZE']} ranks have come to {where} within {self.timeout_minutes:g} "
+                    "minutes (--timeout_minutes). Look at the nodes that are missing.",
+                )
+            return
+        for line in self.member.look():
+            print_line(line)
+        if self.member.verdict is not None:
+            conclude(self.member.verdict, self.member)
+
     def _follow(self) -> None:
         """End the process where the request cannot wait for the main thread."""
-        request = self.request
+        request, now = self.request, time.monotonic()
         if request.reason is None or request.followed == Followed.NOT_ANY_MORE:
             return
+        self._asked_at = self._asked_at or now
         if request.followed == Followed.AT_ONCE:
+            if self.member is not None and (now < self._asked_at + LAST_LOOK or self.member.others_left):
+                return
             end(ENDED_EARLY, f"{request.reason.text}: ended before the first step; there was nothing to save.")
-        if request.deadline is not None and time.monotonic() > request.deadline:
-            left = (
-                f"go on with --resume {request.saved.parent.parent}" if request.saved else "no restart point is there"
-            )
+        if request.deadline is not None and now > request.deadline:
+            left = f"go on with --resume {request.saved.parent.parent}" if request.saved else "no restart point is there"
             end(
                 STOPPED,
                 f"{request.reason.text}: the step was not finished within --grace_seconds {request.grace:g}, and what "
@@ -97,11 +161,27 @@ class Watch:
             )
 
 
+def conclude(verdict: Verdict, member: Member) -> None:
+    """End this process as the roll call says: rank 0 with the message, those it names with their stacks."""
+    if verdict.message:
+        say(verdict.message)
+    if member.rank in verdict.stacks:
+        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+    for machine, pid in verdict.stuck:
+        if machine == member.machine and pid != os.getpid():
+            for number in (signal.SIGUSR2, signal.SIGCONT):  # its stacks come as it goes on
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)
+            time.sleep(1)
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+    os._exit(verdict.code)
+
+
 def say(message: str) -> None:
     """One line on standard error, by rank 0."""
     if int(os.environ.get("RANK", 0)) == 0:
-        with suppress(OSError):  # of a terminal that has gone
-            print(message, file=sys.stderr, flush=True)
+        print_line(message)
 
 
 def end(code: int, message: str) -> None:

@@ -1,0 +1,155 @@
+"""A rank's side of the roll call: it says once a second where it is, and hears whether the run ends."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+from engine import trace
+from training.program.phases import place
+from training.program.roll_call import LINE, ROUND, SETTLE, SILENT, STOPPED_STATES, Verdict, alive, where
+
+
+class Member:
+    """One rank.
+
+    verdict: why all ranks end, once that is known. others_left: whether another rank has ended or is lost.
+    """
+
+    def __init__(self, rank: int, host: str, port: int, token: str):
+        self.rank, self.machine = rank, this_machine()
+        self.verdict: Verdict | None = None
+        self.others_left = False
+        self.words: dict = {}  # what is said of this rank beside its place: "left", "trouble"
+        self._first: dict = {}  # the last that is known of rank 0
+        self._states: dict[int, str] = {}
+        self._token, self._rest, self._quiet, self._lost_for, self._round = token, b"", 0, 0, 0.0
+        self._lost: str | None = None
+        self._connection = socket.create_connection((host, port), timeout=60)
+        alive(self._connection)
+        self.say()
+
+    def say(self, **words) -> None:
+        """Tell rank 0 where this rank is, and more if there is more."""
+        self.words |= words
+        beat = {
+            "token": self._token,
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "machine": self.machine,
+            "pid": os.getpid(),
+            "phase": place.phase,
+            "step": place.step,
+            "since": place.since,
+            "moves": trace.moves(),
+            "states": self._states,
+            **self.words,
+        }
+        if self._lost is None:
+            try:
+                self._connection.sendall(json.dumps(beat).encode() + b"\n")
+            except TimeoutError:
+                pass  # rank 0 reads nothing: a matter of its silence
+            except OSError as error:
+                self._lose(error)
+
+    def look(self) -> list[str]:
+        """Say and hear, at most once a round; returns lines to be printed. `verdict` is set where the run ends."""
+        now = time.monotonic()
+        self.hear()
+        if now - self._round < ROUND * 0.9 or self.verdict is not None:
+            return []
+        self._round = now
+        self.say()
+        self._quiet += 1
+        if self._lost is not None:
+            self._lost_for += 1
+            if self._lost_for > SETTLE:
+                self._conclude(f"rank 0 {self._place_of_first()} {self._lost} {where(self._first)}: the run ends.")
+            return []
+        return self._silence_of_first()
+
+    def hear(self) -> None:
+        """Read what rank 0 has said."""
+        while self._lost is None and self.verdict is None:
+            try:
+                self._connection.setblocking(False)
+                data = self._connection.recv(1 << 16)
+                if not data:
+                    raise ConnectionResetError
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._lose(error)
+                break
+            finally:
+                self._connection.settimeout(0.5)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            self._quiet = 0
+            for line in lines:
+                self._take(json.loads(line))
+
+    def close(self) -> None:
+        """Leave the roll call."""
+        self._connection.close()
+
+    def _take(self, words: dict) -> None:
+        if words.get("say") and self.rank == 0:
+            print_line(words["say"])
+        self._first, self.others_left = words["first"] or self._first, self.others_left or words["left"]
+        self._states = {
+            number: state_of(pid) for number, machine, pid in words["look"] if machine == self.machine
+        }
+        if words.get("end"):
+            self.verdict = Verdict(**words["end"])
+
+    def _lose(self, error: OSError) -> None:
+        died = isinstance(error, (ConnectionResetError, BrokenPipeError))
+        self._lost = "has died" if died else f"is cut off ({error.strerror})"
+        self.others_left = True
+
+    def _silence_of_first(self) -> list[str]:
+        """What is to be said of a rank 0 that has not been heard; it is judged as rank 0 judges the others."""
+        if self._quiet < LINE or not self._first:
+            return []
+        state = state_of(self._first["pid"]) if self._first["machine"] == self.machine else None
+        stopped = "is stopped (a signal stopped its process)" if state in STOPPED_STATES else "is silent"
+        line = f"rank 0 {self._place_of_first()} {stopped} {where(self._first)} for {self._quiet} s"
+        if self._quiet >= SILENT and state in (None, *STOPPED_STATES):
+            stuck = ((self._first["machine"], self._first["pid"]),)
+            self._conclude(f"{line}: the run ends.", stuck)
+        return [line] if self._quiet == LINE and self.rank == 1 else []
+
+    def _conclude(self, message: str, stuck: tuple = ()) -> None:
+        """Without rank 0: rank 1 says why, or after a while the first rank of each machine."""
+        if self.rank > 1:
+            time.sleep(3)
+        told = self.rank == 1 or int(os.environ.get("LOCAL_RANK", 0)) == 0
+        if told:
+            print_line(message)
+        self.verdict = Verdict("", stuck=stuck)
+
+    def _place_of_first(self) -> str:
+        return f"(process {self._first['pid']} on {self._first['host']})" if self._first else ""
+
+
+def this_machine() -> str:
+    """What two processes have in common that can see each other: the boot of the machine, and the process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def state_of(pid: int) -> str | None:
+    """The state of a process by the kernel: "R", "S", "T" where it is stopped; None where it is not there."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return None
+
+
+def print_line(message: str) -> None:
+    """On standard error, if somebody is there to read it."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)

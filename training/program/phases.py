@@ -1,0 +1,37 @@
+"""Where this process is in its run, for messages about it: the phase, since when, and the step."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+# Phases in which one rank may be busy for as long as it takes while the others wait for it.
+ALONE = ("reading data", "loading models", "writing a restart point", "saving models")
+
+
+@dataclass
+class Place:
+    """step: the one that is being trained, from 1; 0 before. since: by time.time()."""
+
+    phase: str = "starting"
+    step: int = 0
+    since: float = field(default_factory=time.time)
+
+    def enter(self, phase: str) -> None:
+        """Go on with a phase."""
+        self.phase, self.since = phase, time.time()
+
+
+place = Place()
+"""This process's."""
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Name what the block does; what was done before goes on behind it."""
+    before = place.phase
+    place.enter(name)
+    try:
+        yield
+    finally:
+        place.enter(before)

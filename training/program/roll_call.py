@@ -1,0 +1,242 @@
+"""Which ranks are there: rank 0 hears each of them once a second, and finds out which is missing and what of it.
+
+The ranks' watch threads speak to it by a socket each, apart from all collective calls. A rank
+    died        its connection ended without a word
+    is cut off  its machine has not answered for CUT_OFF seconds
+    is silent   its machine answers and it does not: a process that is stopped, or one in a call that lets no other
+                thread run. Those beside it on its machine say which.
+Rounds are counted, not seconds: those in which rank 0 itself did not run do not count against the others.
+"""
+
+import contextlib
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from training.program.phases import ALONE
+
+ROUND = 1.0  # seconds
+SETTLE = 2  # rounds before the first sign of a failure is judged: the cause may come behind its effects
+CUT_OFF = 40  # seconds without an answer of a rank's machine
+LINE, SILENT = 60, 75  # rounds of silence before a line says so, and before the run is ended
+OTHERS_END = 10  # rounds that the other ranks have to end by themselves when one has ended with a message
+STOPPED_STATES = ("T", "t")  # of /proc/PID/stat
+
+
+@dataclass
+class Rank:
+    """What is known of a rank. quiet: rounds since it was heard. left: its exit code, once it said that it ends."""
+
+    number: int
+    beat: dict = field(default_factory=dict)
+    quiet: int = 0
+    left: int | None = None
+    lost: str | None = None
+    trouble: str | None = None
+    state: str | None = None
+    said: set = field(default_factory=set)
+
+    def described(self) -> str:
+        """By number, host and process, with phase and step."""
+        if not self.beat:
+            return f"rank {self.number}"
+        return f"rank {self.number} (process {self.beat['pid']} on {self.beat['host']})"
+
+    @property
+    def where(self) -> str:
+        """Its phase and step."""
+        return where(self.beat)
+
+
+def where(beat: dict) -> str:
+    """The phase and step of a rank's last words, and since when."""
+    if not beat:
+        return "before it could say where"
+    step = f" of step {beat['step']}" if beat["step"] else ""
+    return f"in phase {beat['phase']}{step} (since {time.strftime('%H:%M:%S', time.localtime(beat['since']))})"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why all ranks end. stacks: of the ranks that are asked for theirs. stuck: pids by the machine they are on."""
+
+    message: str
+    code: int = 1
+    stacks: tuple[int, ...] = ()
+    stuck: tuple[tuple[str, int], ...] = ()
+
+
+class RollCall(threading.Thread):
+    """Rank 0's side."""
+
+    def __init__(self, world: int, timeout_minutes: float):
+        super().__init__(name="roll call", daemon=True)
+        self.token, self.timeout = secrets.token_hex(16), timeout_minutes * 60 / ROUND
+        self.ranks = [Rank(number) for number in range(world)]
+        self._listener = socket.create_server(("", 0), backlog=world)
+        self.port = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._lines: dict[socket.socket, tuple[bytes, Rank | None]] = {}
+        self._still = self._trouble_since = 0
+        self._moves: list[tuple] = []
+        self._over = threading.Event()
+
+    def close(self) -> None:
+        """Stop hearing."""
+        self._over.set()
+        self.join()
+        for connection in [self._listener, *self._lines]:
+            connection.close()
+
+    def run(self) -> None:
+        """Hear the ranks until all have left, or one is missing."""
+        verdict = None
+        while not self._over.is_set() and verdict is None:
+            self._hear(time.monotonic() + ROUND)
+            verdict = self._judge()
+            self._tell({} if verdict is None else {"end": verdict.__dict__})
+
+    def _hear(self, until: float) -> None:
+        heard: set[int] = set()
+        while (left := until - time.monotonic()) > 0 and not self._over.is_set():
+            for key, _ in self._selector.select(min(left, 0.2)):
+                if key.fileobj is self._listener:
+                    connection, _ = self._listener.accept()
+                    alive(connection)
+                    self._lines[connection] = b"", None
+                    self._selector.register(connection, selectors.EVENT_READ)
+                else:
+                    self._read(key.fileobj, heard)
+        for rank in self.ranks:
+            rank.quiet = 0 if rank.number in heard else rank.quiet + 1
+
+    def _read(self, connection: socket.socket, heard: set[int]) -> None:
+        rest, rank = self._lines[connection]
+        try:
+            data = connection.recv(1 << 16)
+            lost = "has died" if not data else None
+        except ConnectionResetError:
+            data, lost = b"", "has died"
+        except TimeoutError:
+            return
+        except OSError as error:
+            data, lost = b"", f"is cut off ({error.strerror})"
+        if lost:
+            self._selector.unregister(connection)
+            connection.close()
+            del self._lines[connection]
+            if rank is not None and rank.left is None:
+                rank.lost = rank.lost or lost
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            beat = json.loads(line)
+            if rank is None:
+                if not hmac.compare_digest(str(beat.get("token")), self.token):
+                    self._lines.pop(connection)
+                    self._selector.unregister(connection)
+                    connection.close()
+                    return
+                rank = self.ranks[beat["rank"]]
+            heard.add(rank.number)
+            rank.beat = beat
+            rank.left, rank.trouble = beat.get("left", rank.left), rank.trouble or beat.get("trouble")
+            for number, state in beat.get("states", {}).items():
+                self.ranks[int(number)].state = state
+        self._lines[connection] = rest, rank
+
+    def _tell(self, words: dict) -> None:
+        """A line for every rank: where rank 0 is, whose state is to be looked at, and whether to end."""
+        asked = [[rank.number, rank.beat["machine"], rank.beat["pid"]] for rank in self.ranks if _asked_about(rank)]
+        left = any(rank.left or rank.lost or rank.trouble for rank in self.ranks)
+        line = json.dumps({**words, "first": self.ranks[0].beat, "look": asked, "left": left}).encode() + b"\n"
+        for connection in list(self._lines):
+            with contextlib.suppress(OSError):
+                connection.send(line)
+
+    def _judge(self) -> Verdict | None:
+        return self._failed() or self._silent() or self._stuck()
+
+    def _failed(self) -> Verdict | None:
+        """A rank that died, was cut off, or met an error."""
+        lost = [rank for rank in self.ranks if rank.lost]
+        troubled = [rank for rank in self.ranks if rank.trouble]
+        ended = [rank for rank in self.ranks if rank.left]
+        if not (lost or troubled or ended):
+            return None
+        self._trouble_since += 1
+        if self._trouble_since <= (SETTLE if lost or troubled else OTHERS_END):
+            return None
+        if ended:
+            return Verdict("", code=ended[0].left or 1)
+        if lost:
+            return Verdict("\n".join(f"{rank.described()} {rank.lost} {rank.where}: the run ends." for rank in lost))
+        first = troubled[0]
+        return Verdict((f"rank {first.number}: " if first.number else "") + (first.trouble or ""))
+
+    def _silent(self) -> Verdict | None:
+        """Ranks whose machine answers and which do not."""
+        silent = [rank for rank in self.ranks if rank.quiet >= LINE and rank.left is None]
+        for rank in silent:
+            if "silent" not in rank.said:
+                rank.said.add("silent")
+                self._tell({"say": f"{_silence(rank)} for {rank.quiet} s"})
+        missing = [rank for rank in silent if rank.quiet >= SILENT and rank.state in (None, *STOPPED_STATES)]
+        if not missing:
+            return None
+        return Verdict(
+            "\n".join(f"{_silence(rank)} for {rank.quiet} s: the run ends." for rank in missing),
+            stuck=tuple((rank.beat["machine"], rank.beat["pid"]) for rank in missing if rank.beat),
+        )
+
+    def _stuck(self) -> Verdict | None:
+        """All ranks there, and none of them moving: no pass through a model, no phase begun."""
+        moves = [(rank.beat.get("moves"), rank.beat.get("phase"), rank.beat.get("step")) for rank in self.ranks]
+        alone = any(phase in ALONE for _, phase, _ in moves)
+        self._still = 0 if moves != self._moves or alone else self._still + 1
+        self._moves = moves
+        behind = self._behind()
+        if self._still == LINE and behind:
+            names = ", ".join(f"{rank.described()} {rank.where}" for rank in behind)
+            self._tell({"say": f"no rank has moved for {LINE} s; the others wait for {names}"})
+        if self._still < self.timeout:
+            return None
+        named = behind or self.ranks[:1]
+        return Verdict(
+            f"no rank has moved for {self.timeout * ROUND / 60:g} minutes (--timeout_minutes): "
+            + ", ".join(f"{rank.described()} is {rank.where}" for rank in named)
+            + ". The run ends; stacks follow.",
+            stacks=tuple(rank.number for rank in named),
+        )
+
+    def _behind(self) -> list[Rank]:
+        """The ranks in the phase that fewest are in, where they are not all in the same."""
+        groups: dict[tuple, list[Rank]] = {}
+        for rank in self.ranks:
+            groups.setdefault((rank.beat.get("step"), rank.beat.get("phase")), []).append(rank)
+        return min(groups.values(), key=lambda group: (len(group), -group[0].number)) if len(groups) > 1 else []
+
+
+def _asked_about(rank: Rank) -> bool:
+    return rank.quiet > 5 and bool(rank.beat) and rank.left is None
+
+
+def _silence(rank: Rank) -> str:
+    what = {"T": "is stopped (a signal stopped its process)", "t": "is stopped (by a debugger)", None: "is silent"}
+    return f"{rank.described()} {what.get(rank.state, 'says nothing, though its process lives')} {rank.where}"
+
+
+def alive(connection: socket.socket) -> None:
+    """Have the system report a connection whose other end is cut off."""
+    connection.settimeout(0.5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("KEEPIDLE", 10), ("KEEPINTVL", 10), ("KEEPCNT", 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, CUT_OFF * 1000)
