@@ -1,4 +1,4 @@
-"""Names in torch.profiler's traces: what is to be seen in one as a range says so where it is defined, and is counted."""
+"""Names in torch.profiler's traces: what is to be seen in one as a range says so where it is defined; counted."""
 
 import functools
 from collections.abc import Callable

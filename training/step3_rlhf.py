@@ -29,6 +29,7 @@ from training.program.checks import check_files
 from training.program.ending import models_told
 from training.program.first_lines import first_lines
 from training.program.output_folder import clear_output_dir
+from training.program.phases import phase, place
 from training.program.plan import Plan, make_plan
 from training.program.session import Session
 from training.program.startup import leave, run
@@ -48,10 +49,12 @@ def main(args: RLHFFlags) -> None:
     if args.dry_run:
         dry_run.report_rlhf(args, dialect, changed, point)
         return
-    plan = agreed(lambda: make_plan(args, dialect, point))
+    with phase("reading data"):
+        plan = agreed(lambda: make_plan(args, dialect, point))
     if distributed.is_main():
         print(first_lines(args, plan, changed), flush=True)
-    models = RLHFEngine.from_pretrained(plan.spec)
+    with phase("loading models"):
+        models = RLHFEngine.from_pretrained(plan.spec)
     rollouts = choose_rollouts(args, plan, models)
     trainer = build_trainer(args, plan, models, rollouts)
     resume_or_clear(args, plan, trainer)
@@ -166,7 +169,8 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
         )
         with stopping.at_borders():
             while trainer.steps_done < plan.last_step:
-                with profiler.record(trainer.steps_done + 1):
+                place.step = trainer.steps_done + 1
+                with phase("between phases"), profiler.record(place.step):
                     report = trainer.step(feed.prompts(trainer.steps_done))
                 session.after_step(report)
         session.checkpoints.wait()

@@ -17,6 +17,7 @@ from training.data.order import epoch_batches
 from training.flags.supervised_arguments import SupervisedFlags
 from training.program import output_lock
 from training.program.output_folder import clear_output_dir, open_writer
+from training.program.phases import phase, place
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import METRICS_FILE
@@ -63,6 +64,7 @@ class SupervisedTrainer:
         """The file of the run's metrics."""
         return Path(self.args.output_dir) / METRICS_FILE
 
+    @phase("training")
     def fit(self) -> dict[str, float]:
         """Train all epochs; returns the last held-out metrics."""
         with contextlib.closing(self.writer):  # of a run that stops, too: its last steps are written out, its bar ends
@@ -77,6 +79,7 @@ class SupervisedTrainer:
         for epoch in range(math.ceil(self.total_steps / self.steps_per_epoch)):
             for batches in itertools.islice(self._steps(epoch), self.total_steps - step):
                 step += 1
+                place.step = step
                 metrics = self.optimizer_step(step, batches)
                 output_lock.check_held()
                 last = step % self.steps_per_epoch == 0 or step == self.total_steps
@@ -153,6 +156,7 @@ class SupervisedTrainer:
         metrics.add_max("memory/peak_gb", peak_memory_gb())
         return metrics.reduce()
 
+    @phase("evaluating")
     @torch.no_grad()
     def held_out_metrics(self) -> dict[str, float]:
         """`evaluate` over all held-out examples; every rank runs equally many batches, some of them empty."""

@@ -55,7 +55,7 @@ class FunctionReward(RewardSource):
         problem = None
         try:
             values, problem = _numbers(self.function(prompts, responses, **named), len(responses))
-        except Exception as error:  # whatever the user's code raises
+        except BaseException as error:  # whatever the user's code raises, sys.exit too
             problem = f"raised {_described(error)}"
         problems = [text for text in distributed.all_gather_objects(problem) if text is not None]
         if problems:
@@ -81,7 +81,7 @@ def _numbers(returned, count: int) -> tuple[list[float], str | None]:
     return [float(value) for value in values], None
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     """The error, with the deepest line of the file that the function stands in."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call, above
     own = [frame for frame in frames if frame.filename == frames[0].filename]

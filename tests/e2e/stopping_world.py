@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 FUNCTION = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 from pathlib import Path
 import psutil
 
@@ -31,6 +31,8 @@ def score(prompts, responses):
                 if plan["to"] in " ".join(process.cmdline()[:4]) or plan["to"] == "self"
             )
             target.send_signal(getattr(signal, plan["signal"]))
+            if plan["to"] != "self":
+                time.sleep(5)  # until the ranks have noticed: steps are short here
     return [len(set(response.split())) for response in responses]
 """
 

@@ -85,9 +85,16 @@ class RunFlags:
         "step and saves; launchers kill after 30",
     )
 
+    timeout_minutes: float = flag(
+        30.0,
+        "after how many minutes a run ends in which no rank moves (no pass through a model, no new phase), where none "
+        "is reading, tokenising, loading or writing",
+    )
+
     def validate(self) -> None:
         """Raise UserError for values that cannot work; called after parsing."""
         self.at_least(0, "seed", "grace_seconds")
+        self.above(0, "timeout_minutes")
         self.at_most(2**31 - 1, "seed")
         for spec in dataclasses.fields(self):
             for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import select
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +30,7 @@ class Member:
         self._states: dict[int, str] = {}
         self._token, self._rest, self._quiet, self._lost_for, self._round = token, b"", 0, 0, 0.0
         self._lost: str | None = None
+        self._sending = threading.Lock()  # the main thread speaks, too
         self._connection = socket.create_connection((host, port), timeout=60)
         alive(self._connection)
         self.say()
@@ -48,13 +51,14 @@ class Member:
             "states": self._states,
             **self.words,
         }
-        if self._lost is None:
-            try:
-                self._connection.sendall(json.dumps(beat).encode() + b"\n")
-            except TimeoutError:
-                pass  # rank 0 reads nothing: a matter of its silence
-            except OSError as error:
-                self._lose(error)
+        with self._sending:
+            if self._lost is None:
+                try:
+                    self._connection.sendall(json.dumps(beat).encode() + b"\n")
+                except TimeoutError:
+                    pass  # rank 0 reads nothing: a matter of its silence
+                except OSError as error:
+                    self._lose(error)
 
     def look(self) -> list[str]:
         """Say and hear, at most once a round; returns lines to be printed. `verdict` is set where the run ends."""
@@ -74,19 +78,14 @@ class Member:
 
     def hear(self) -> None:
         """Read what rank 0 has said."""
-        while self._lost is None and self.verdict is None:
+        while self._lost is None and self.verdict is None and select.select([self._connection], [], [], 0)[0]:
             try:
-                self._connection.setblocking(False)
                 data = self._connection.recv(1 << 16)
                 if not data:
                     raise ConnectionResetError
-            except BlockingIOError:
-                break
             except OSError as error:
                 self._lose(error)
-                break
-            finally:
-                self._connection.settimeout(0.5)
+                return
             *lines, self._rest = (self._rest + data).split(b"\n")
             self._quiet = 0
             for line in lines:
@@ -100,9 +99,7 @@ class Member:
         if words.get("say") and self.rank == 0:
             print_line(words["say"])
         self._first, self.others_left = words["first"] or self._first, self.others_left or words["left"]
-        self._states = {
-            number: state_of(pid) for number, machine, pid in words["look"] if machine == self.machine
-        }
+        self._states = {number: state_of(pid) for number, machine, pid in words["look"] if machine == self.machine}
         if words.get("end"):
             self.verdict = Verdict(**words["end"])
 
@@ -139,7 +136,7 @@ class Member:
 def this_machine() -> str:
     """What two processes have in common that can see each other: the boot of the machine, and the process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def state_of(pid: int) -> str | None:

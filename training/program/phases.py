@@ -5,15 +5,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-# Phases in which one rank may be busy for as long as it takes while the others wait for it.
-ALONE = ("reading data", "loading models", "writing a restart point", "saving models")
+OUTSIDE = "outside of training"
+# Phases in which one rank may be busy for as long as it takes, while the others wait for it.
+ALONE = (OUTSIDE, "reading data", "loading models", "writing a restart point", "saving models")
 
 
 @dataclass
 class Place:
     """step: the one that is being trained, from 1; 0 before. since: by time.time()."""
 
-    phase: str = "starting"
+    phase: str = OUTSIDE
     step: int = 0
     since: float = field(default_factory=time.time)
 

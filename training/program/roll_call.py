@@ -202,7 +202,7 @@ class RollCall(threading.Thread):
         self._still = 0 if moves != self._moves or alone else self._still + 1
         self._moves = moves
         behind = self._behind()
-        if self._still == LINE and behind:
+        if self._still == LINE and behind and all(rank.quiet < LINE // 2 for rank in self.ranks):
             names = ", ".join(f"{rank.described()} {rank.where}" for rank in behind)
             self._tell({"say": f"no rank has moved for {LINE} s; the others wait for {names}"})
         if self._still < self.timeout:

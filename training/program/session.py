@@ -11,6 +11,7 @@ from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
 from training.program import output_lock, stopping
 from training.program.output_folder import open_writer
+from training.program.phases import phase
 from training.program.plan import Plan
 from training.reporting import views
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
@@ -69,7 +70,8 @@ class Session:
         )
         self.writer.hparams({**flags, "resolved_dialect": dialect})
         if self.evaluator and self.trainer.steps_done == 0:
-            metrics, rows = self.evaluator.run(0)
+            with phase("evaluating"):
+                metrics, rows = self.evaluator.run(0)
             write_rows(self.output_dir / "samples" / "before.jsonl", rows)
             self.writer.log(0, 0, metrics)
         if self.owed is not None:
@@ -123,6 +125,7 @@ class Session:
         """The file of a step's samples, without its ending."""
         return "after" if step == self.plan.last_step else f"step_{step:06d}"
 
+    @phase("evaluating")
     def evaluate(self, name: str) -> dict[str, float]:
         """Answer the held-out prompts, with the averaged weights too if there are any; samples go to a file."""
         metrics, rows = self.evaluator.run(self.trainer.steps_done)
@@ -141,6 +144,7 @@ class Session:
         for tag, values in distributions(report.batch).items():
             self.writer.histogram(report.step, tag, values)
 
+    @phase("saving models")
     def save_models(self) -> dict[str, Path]:
         """Write the trained models, and the actor with averaged weights if there are any, as Hugging Face folders."""
         models = self.models

@@ -22,12 +22,15 @@ from typing import NoReturn
 from engine.errors import EndedEarly, RunStopped, SharedError, UserError
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
-from training.program import output_lock
+from training.program import output_lock, stopping
+from training.program.member import print_line
 from training.program.output_folder import check_output_dirs
-from training.program.watch import ENDED_EARLY, STOPPED, watching
+from training.program.phases import phase
+from training.program.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 from training.reporting.wandb_sync import check_wandb
 
 USER_ERROR = 2
+COLLECTIVES = 7 * 24 * 60.0  # minutes, of a collective call: those that hang are ended by the watch, which knows more
 
 
 def run(main: Callable, arguments_class: type, description: str, argv: Sequence[str] | None = None) -> int:
@@ -40,49 +43,70 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         _leave_stdin()
         quiet_libraries()
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
-        from engine import distributed  # seconds of imports: a mistyped flag is reported before them
-        from engine.zero.accelerator import natural_dtype
-        from engine.zero.communication import init
-
-        _quiet_transformers()
-        args.dtype = args.dtype or natural_dtype()
-        if args.dry_run:
-            if distributed.is_main():
-                main(args)
-            return 0
-        with watching(args.grace_seconds):
-            init()
-            return _run(main, args)
     except UserError as error:
-        return _end(f"error: {error}", USER_ERROR, everywhere=isinstance(error, SharedError))
-    except RunStopped as stop:
-        return _end(f"stopped: {stop}", STOPPED, everywhere=True)
+        return _told(error)
+    from engine.zero.accelerator import natural_dtype  # seconds of imports: a mistyped flag is reported before them
+
+    _quiet_transformers()
+    args.dtype = args.dtype or natural_dtype()
+    if args.dry_run:
+        return _dry_run(main, args)
+    try:
+        with watching(args.grace_seconds, args.timeout_minutes) as watch:
+            return _in_group(main, args, watch)
     finally:
         output_lock.release()
 
 
-def _run(main: Callable, args: RunFlags) -> int:
-    """Call `main(args)` in the process group; no end but the run's own passes for success."""
+def _dry_run(main: Callable, args: RunFlags) -> int:
     from engine import distributed
 
     try:
+        if distributed.is_main():
+            main(args)
+    except UserError as error:
+        return _told(error)
+    return 0
+
+
+def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
+    """Join the process group and call `main(args)`; no end but the run's own passes for success."""
+    from engine import distributed
+    from engine.zero.communication import init
+
+    try:
+        with phase(JOINING):
+            init(COLLECTIVES)
+            watch.join()
         main(args)
-        code = 0
+        return _left_together(0, watch)
     except EndedEarly as end:
-        _end(str(end), ENDED_EARLY, everywhere=True, wait=False)
-        code = ENDED_EARLY
-    except (UserError, RunStopped):
-        raise
+        if distributed.is_main():
+            print_line(str(end))
+        return _left_together(ENDED_EARLY, watch)
+    except UserError as error:
+        watch.leave(USER_ERROR)
+        return _told(error)
+    except RunStopped as stop:
+        watch.tell(f"stopped: {stop}")
     except (SystemExit, KeyboardInterrupt) as leaving:
         place = traceback.extract_tb(leaving.__traceback__)[-1]
-        raise RunStopped(
-            f"{type(leaving).__name__}({leaving}) was raised in {place.filename}, line {place.lineno}, in the middle "
-            "of the run: nothing that the run calls may end it. Raise an error that says what is wrong instead."
-        ) from None
+        watch.tell(
+            f"stopped: {type(leaving).__name__}({leaving}) was raised in {place.filename}, line {place.lineno}, in the "
+            "middle of the run: nothing that the run calls may end it. Raise an error that says what is wrong instead."
+        )
     except BaseException:
-        traceback.print_exc()
-        return STOPPED
+        watch.tell(traceback.format_exc())
+    return STOPPED
+
+
+def _left_together(code: int, watch: Watch) -> int:
+    """Leave the process group with the others, so that no launcher takes the first to go for a failure."""
+    from engine import distributed
+
+    stopping.let_through()
     distributed.barrier()
+    watch.leave(code)
     distributed.shutdown()
     return code
 
@@ -104,12 +128,13 @@ def _parse(arguments_class: type, argv: Sequence[str], description: str):
         raise SharedError(str(error)) from None  # all ranks were given the same flags
 
 
-def _end(message: str, code: int, everywhere: bool, wait: bool = True) -> int:
-    if int(os.environ.get("RANK", 0)) == 0 or not everywhere:
-        print(message, file=sys.stderr, flush=True)
-    elif wait:
+def _told(error: UserError) -> int:
+    """Print a mistake once, by rank 0 or the rank that it befell alone; returns the exit code."""
+    if int(os.environ.get("RANK", 0)) == 0 or not isinstance(error, SharedError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
         time.sleep(5)  # the launcher kills all ranks once one has gone: let the main one print first
-    return code
+    return USER_ERROR
 
 
 def leave(code: int) -> NoReturn:

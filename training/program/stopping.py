@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine import distributed
-from engine.errors import EndedEarly
+from engine.errors import EndedEarly, RunStopped
 
 
 class Reason(IntEnum):
@@ -132,7 +132,12 @@ def let_through() -> None:
 
 
 def end_early(reason: Reason, step: int, last_step: int, point: Path | None) -> NoReturn:
-    """End the run at a step's border, when `point` is written (all ranks call this); raises EndedEarly."""
+    """End the run at a step's border, when `point` is written (all ranks call this).
+
+    Raises: EndedEarly; RunStopped where the point could not be written.
+    """
     let_through()
-    saved = f"saved in {point}. Go on with --resume {point.parent.parent}." if point else "nothing is saved."
-    raise EndedEarly(f"{reason.text}: ended early after step {step} of {last_step}, {saved}")
+    asked = f"{reason.text}: ended early after step {step} of {last_step}"
+    if point is None:
+        raise RunStopped(f"{asked}, and its restart point could not be written: see above.")
+    raise EndedEarly(f"{asked}, saved in {point}. Go on with --resume {point.parent.parent}.")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 
 from engine import distributed
+from training.program import output_lock
 from training.program.launchers import Launchers
 from training.program.member import Member, print_line
 from training.program.phases import place
@@ -149,11 +150,17 @@ class Watch:
             return
         self._asked_at = self._asked_at or now
         if request.followed == Followed.AT_ONCE:
-            if self.member is not None and (now < self._asked_at + LAST_LOOK or self.member.others_left):
+            if self.member is not None and now < self._asked_at + LAST_LOOK:
+                return
+            if self.member is not None and self.member.others_left:
+                if now > self._asked_at + 2 * LAST_LOOK:
+                    leave_now(STOPPED)  # one of them has told why
                 return
             end(ENDED_EARLY, f"{request.reason.text}: ended before the first step; there was nothing to save.")
         if request.deadline is not None and now > request.deadline:
-            left = f"go on with --resume {request.saved.parent.parent}" if request.saved else "no restart point is there"
+            left = (
+                f"go on with --resume {request.saved.parent.parent}" if request.saved else "no restart point is there"
+            )
             end(
                 STOPPED,
                 f"{request.reason.text}: the step was not finished within --grace_seconds {request.grace:g}, and what "
@@ -175,7 +182,7 @@ def conclude(verdict: Verdict, member: Member) -> None:
             time.sleep(1)
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-    os._exit(verdict.code)
+    leave_now(verdict.code)
 
 
 def say(message: str) -> None:
@@ -187,4 +194,11 @@ def say(message: str) -> None:
 def end(code: int, message: str) -> None:
     """End this process now, whatever its other threads do."""
     say(message)
+    leave_now(code)
+
+
+def leave_now(code: int) -> None:
+    """End this process without waiting for its main thread; the output folder is given back."""
+    with contextlib.suppress(Exception):
+        output_lock.release()
     os._exit(code)

@@ -11,18 +11,22 @@ from torch.profiler import record_function
 
 from engine import distributed
 from engine.zero.accelerator import on_gpu
+from training.program import phases
 from training.reporting.metrics import Accumulator
 
 
 class PhaseClock:
-    """Seconds of wall-clock time by phase, with the device's queue emptied at both ends; in a trace, ranges."""
+    """Seconds of wall-clock time by phase, with the device's queue emptied at both ends.
+
+    In a trace phases are ranges, and for the watch over the run they are its places.
+    """
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        with record_function(phase):
+        with record_function(phase), phases.phase(phase):
             started = self._now()
             yield
             self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - started

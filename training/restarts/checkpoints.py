@@ -19,6 +19,7 @@ from engine import distributed
 from engine.ema import EMA
 from engine.zero.engines import TrainedModel
 from engine.zero.shards import Shard
+from training.program.phases import phase
 from training.restarts.conditions import Conditions, state_file
 from training.restarts.layout import EMA as EMA_FOLDER
 from training.restarts.layout import PARTIAL, STATE_FILE, point_folder, rank_file, set_aside
@@ -97,6 +98,7 @@ class Checkpoints:
     def _clock() -> float:
         return distributed.broadcast_object(time.monotonic())
 
+    @phase("writing a restart point")
     def save(self, step: int, wait: bool = False) -> Path | None:
         """Write the point of this step, unless it is there; returns its folder, or None where it cannot be written.
 
@@ -197,6 +199,7 @@ class Checkpoints:
                 f"in {RETRY_AFTER:.0f} s or more; {older}."
             )
 
+    @phase("writing a restart point")
     def wait(self) -> None:
         """Wait until the point under way is whole, or has failed, and the older ones are pruned."""
         self._look(wait=True)
