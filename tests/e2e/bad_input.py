@@ -61,27 +61,32 @@ class Case:
 
     def problem(self, result: Result, output_dir: Path) -> str | None:
         """What is wrong with how the program ended, or None."""
-        printed = result.stdout + result.stderr
         left = {name: text.decode(errors="replace") for name, text in snapshot(output_dir).items()}
         if output_dir.exists() != self.occupied or left != (STALE if self.occupied else {}):
             return f"something was written into the output folder (exit code {result.code}): {result.stderr[-300:]!r}"
-        if "Traceback" in printed:
-            return f"a stack trace: {result.stderr.strip().splitlines()[-1][:300]!r}"
-        if result.code != 2:
-            return f"exit code {result.code}: {printed[-300:]!r}"
-        messages = sum(line.startswith("error: ") for line in printed.splitlines())
-        if messages != 1 or "error: " not in result.stderr:
-            return f"{messages} messages: {printed[-300:]!r}"
-        if result.stderr.count("\n") != 1 or not result.stderr.rstrip("\n").isprintable():
-            return f"more than one clean line: {result.stderr[-300:]!r}"
-        if result.stderr.rstrip()[-1] not in ".?":
-            return f"no sentence that says what to do: {result.stderr[-300:]!r}"
-        return None
+        return message_problem(result)
 
     def __str__(self) -> str:
         wrong = command_line(self.mistake.changes) + list(self.mistake.words)
         text = " ".join(repr(word)[1:-1] for word in wrong) or repr(self.mistake.yaml)
         return f"{self.mistake.kind}, step {self.step}: {text if len(text) <= 120 else text[:117] + '...'}"
+
+
+def message_problem(result: Result) -> str | None:
+    """What is wrong with how a program ended that had one thing to say, or None."""
+    printed = result.stdout + result.stderr
+    if "Traceback" in printed:
+        return f"a stack trace: {result.stderr.strip().splitlines()[-1][:300]!r}"
+    if result.code != 2:
+        return f"exit code {result.code}: {printed[-300:]!r}"
+    messages = sum(line.startswith("error: ") for line in printed.splitlines())
+    if messages != 1 or "error: " not in result.stderr:
+        return f"{messages} messages: {printed[-300:]!r}"
+    if result.stderr.count("\n") != 1 or not result.stderr.rstrip("\n").isprintable():
+        return f"more than one clean line: {result.stderr[-300:]!r}"
+    if result.stderr.rstrip()[-1] not in ".?":
+        return f"no sentence that says what to do: {result.stderr[-300:]!r}"
+    return None
 
 
 def cases(world: BadWorld, count: int, seed: int) -> list[Case]:

@@ -1,5 +1,6 @@
 """What a user's mistake gets: one message that names it, exit code 2, no stack trace, nothing written."""
 
+import json
 import os
 
 import pytest
@@ -235,6 +236,12 @@ def test_mistakes_of_every_kind(world, tmp_path, capfd, monkeypatch):
     assert failed == {}
     assert len({case.mistake.kind for case in tried}) == 21, "some kind of mistake is no longer tried"
     assert (snapshot(world.folder), snapshot(world.tiny.folder)) == before
+
+
+def test_a_message_is_one_line_whatever_it_quotes(tiny, bad, tmp_path, capfd):
+    (tmp_path / "odd.json").write_text(json.dumps({"a\nb\u202e\x1b[31m\0\ud800": 1}))
+    flags = tiny.flags(1, output_dir=tmp_path / "out", ds_config=tmp_path / "odd.json")
+    assert_one_message(run_here(1, flags, capfd), [r"unknown key a\nb\u202e\x1b[31m\x00\ud800."])
 
 
 def test_nothing_is_read_from_stdin(tiny, tmp_path, capfd):

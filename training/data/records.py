@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import pyarrow
 
 from engine.errors import UserError
 from training.data.data_file import DataFile
@@ -89,7 +90,11 @@ class ArrowRecords:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> tuple[str, object]:
-        return f"{self.name}, record {index + 1}", self.dataset[index]
+        where = f"{self.name}, record {index + 1}"
+        try:
+            return where, self.dataset[index]
+        except (ValueError, OSError, pyarrow.ArrowException) as error:  # ValueError: also a text that is not UTF-8
+            raise UserError(f"{where}: cannot be read ({_reason(error)}). Write the file again.") from None
 
 
 def read_records(path: str | Path) -> Records:
@@ -193,7 +198,6 @@ def _csv_header(where: str, cells: list[str]) -> list[str]:
 
 
 def _parquet(file: DataFile) -> ArrowRecords:
-    import pyarrow
     from datasets import Dataset
     from pyarrow import parquet
 

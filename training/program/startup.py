@@ -27,6 +27,7 @@ from training.program.member import print_line
 from training.program.output_folder import check_output_dirs
 from training.program.phases import phase
 from training.program.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
+from training.reporting.sample_tables import visible
 from training.reporting.wandb_sync import check_wandb
 
 USER_ERROR = 2
@@ -131,7 +132,7 @@ def _parse(arguments_class: type, argv: Sequence[str], description: str):
 def _told(error: UserError) -> int:
     """Print a mistake once, by rank 0 or the rank that it befell alone; returns the exit code."""
     if int(os.environ.get("RANK", 0)) == 0 or not isinstance(error, SharedError):
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
     else:
         time.sleep(5)  # the launcher kills all ranks once one has gone: let the main one print first
     return USER_ERROR

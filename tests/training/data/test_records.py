@@ -78,6 +78,17 @@ def test_parquet(tmp_path):
         read_records(path)
 
 
+def test_a_parquet_file_with_texts_that_are_no_utf8(tmp_path):
+    texts = pyarrow.array([b"good", b"\xff\xfe"]).cast(pyarrow.binary())
+    parquet.write_table(
+        pyarrow.table({"text": pyarrow.StringArray.from_buffers(2, *texts.buffers()[1:])}), tmp_path / "rows.parquet"
+    )
+    records = read_records(tmp_path / "rows.parquet")
+    assert records[0][1] == {"text": "good"}
+    with pytest.raises(UserError, match=r"rows.parquet, record 2: cannot be read \(.*utf-8.*\)\. Write the file again"):
+        records[1]
+
+
 @pytest.mark.parametrize(
     "content, name, message",
     [
