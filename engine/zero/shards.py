@@ -5,11 +5,11 @@
 
 Each rank writes the numbers that it holds, or its share of what all hold, and reads those that it holds. A name is
 "weights/", "exp_avg/" or "exp_avg_sq/" and the parameter's in the module (float32 masters where there are some); or
-"frozen/" and that of a parameter that does not train, or of a buffer. Tied weights have one name, the first. A
-parameter that was never stepped has no moments: its step count in the scalars is 0.
+"frozen/" and that of a parameter that does not train, or of a buffer. Tied weights have one name, the first. Before
+the first step there are no moments, and the step count in the scalars is 0.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from engine.errors import UserError
 from engine.zero.adam_state import MOMENTS, moment_of, set_steps, settle, steps_of
 from engine.zero.gathering import full_shape, is_partitioned, own_run
 
+KINDS = ("weights", *MOMENTS, "frozen")
 # What of a loss scaler changes during a run; all else of it is a setting.
 SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -106,7 +107,8 @@ class TrainingState:
     def shards(self) -> list[Shard]:
         """What this rank writes: over all ranks each number comes exactly once."""
         partitioned, replicated = self._frozen()
-        return self.own(self.held("weights", self._tensors()) + self._moments()) + partitioned + _rank_share(replicated)
+        own = self.own(self.held("weights", self._tensors()) + self._moments()) + partitioned + _rank_share(replicated)
+        return [shard for shard in own if len(shard.values)]
 
     def held(self, kind: str, tensors: Sequence[Tensor | None]) -> list[Shard]:
         """What this rank holds of tensors that lie as the masters do, under the names kind/PARAMETER.
@@ -130,14 +132,12 @@ class TrainingState:
         return _rank_share(held) if self.stage.replicated else held
 
     def scalars(self) -> dict:
-        """Adam's step count of each parameter that trains, and the loss scale with its counters, as JSON has them."""
-        scaler = self.stage.loss_scaler()
+        """Adam's step count, and the loss scale with its counters if it moves, as JSON has them."""
+        scaler, masters = self.stage.loss_scaler(), self.stage.masters()
+        counts = {steps_of(master.adam, master.tensor) for master in masters}
+        assert len(counts) == 1, f"weights that train were stepped {sorted(counts)} times; ZeRO steps all alike"
         return {
-            "adam_steps": {
-                self.names[parameter]: steps_of(master.adam, master.tensor)
-                for master in self.stage.masters()
-                for parameter in master.parameters
-            },
+            "adam_steps": counts.pop(),
             "loss_scale": {name: getattr(scaler, name) for name in SCALER_COUNTERS if hasattr(scaler, name)},
         }
 
@@ -147,21 +147,15 @@ class TrainingState:
 
         What does not train is read too: a run that goes on may have been given another model to start from.
 
-        Raises: UserError where the state is another model's.
+        Raises: UserError where the state is another model's, before anything is changed.
         """
-        steps = scalars["adam_steps"]
-        self._check(source.shapes(), steps)
+        self._check(source.shapes(), stepped=scalars["adam_steps"] > 0)
         for master in self.stage.masters():
-            set_steps(master.adam, master.tensor, max(steps[self.names[p]] for p in master.parameters))
+            set_steps(master.adam, master.tensor, scalars["adam_steps"])
         for adam in {master.adam for master in self.stage.masters()}:
-            settle(adam, max(steps.values()))
-        for shard in self._moments():  # those of a parameter that was never stepped, beside others that were, are 0
-            if not steps[shard.name.partition("/")[2]]:
-                shard.values.zero_()
+            settle(adam, scalars["adam_steps"])
         partitioned, replicated = self._frozen()
-        weights = self.held("weights", self._tensors())
-        moments = [shard for shard in self._moments() if steps[shard.name.partition("/")[2]]]
-        read(source, weights + moments + partitioned + replicated)
+        read(source, self.held("weights", self._tensors()) + self._moments() + partitioned + replicated)
         scaler = self.stage.loss_scaler()
         for name, value in scalars["loss_scale"].items():
             if hasattr(scaler, name):
@@ -196,35 +190,37 @@ class TrainingState:
         for name, buffer in self.module.named_buffers():
             if name in persistent:
                 replicated.append(_frozen_shard(name, buffer, 0, _flat(buffer)))
-        return [shard for shard in partitioned if len(shard.values)], replicated
+        return partitioned, replicated
 
-    def _check(self, there: Mapping[str, tuple[int, ...]], steps: Mapping[str, int]) -> None:
-        """Raise UserError, on all ranks alike, where the state lacks something of this model, or has it otherwise."""
-        trained = {self.names[p]: tuple(full_shape(p)) for master in self.stage.masters() for p in master.parameters}
-        if steps.keys() != trained.keys():
-            raise UserError(
-                f"the restart point is another model's: {_some(steps.keys() ^ trained.keys())} trained in one and not "
-                "in the other. Give the model that the run began with."
-            )
-        expected = {f"weights/{name}": shape for name, shape in trained.items()}
-        expected |= {f"{moment}/{name}": trained[name] for moment in MOMENTS for name in trained if steps[name]}
+    def _check(self, there: Mapping[str, tuple[int, ...]], stepped: bool) -> None:
+        """Raise UserError, on all ranks alike, where the state has not exactly this model's tensors."""
+        there = {name: shape for name, shape in there.items() if name.partition("/")[0] in KINDS}
         partitioned, replicated = self._frozen()
-        expected |= {shard.name: shard.shape for shard in partitioned + replicated}
+        expected = {shard.name: shard.shape for shard in partitioned + replicated}
+        for kind in ("weights", *(MOMENTS if stepped else ())):
+            expected |= {
+                f"{kind}/{self.names[parameter]}": tuple(full_shape(parameter))
+                for master in self.stage.masters()
+                for parameter in master.parameters
+            }
         other = [
-            f"{name} ({there.get(name, 'absent')}, not {shape})"
-            for name, shape in expected.items()
-            if there.get(name) != shape
+            f"{name} is {there.get(name, 'absent')} there and {expected.get(name, 'absent')} here"
+            for name in sorted(there.keys() | expected.keys())
+            if there.get(name) != expected.get(name)
         ]
         if other:
+            more = f", and {len(other) - 3} more" if len(other) > 3 else ""
             raise UserError(
-                f"the restart point is another model's: {_some(other)}. Give the model that the run began with."
+                f"the restart point is another model's: {'; '.join(other[:3])}{more}. Give the model that the run "
+                "began with."
             )
 
 
 def read(source: ShardSource, held: list[Shard]) -> None:
     """Fill the runs that this rank holds."""
     for shard in held:
-        source.read(shard.name, shard.start, shard.values)
+        if len(shard.values):
+            source.read(shard.name, shard.start, shard.values)
 
 
 def _frozen_shard(name: str, tensor: Tensor, start: int, values: Tensor) -> Shard:
@@ -245,9 +241,3 @@ def _rank_share(held: list[Shard]) -> list[Shard]:
             found.append(Shard(shard.name, shard.shape, shard.start + begin, shard.values[begin:end]))
         place += len(shard.values)
     return found
-
-
-def _some(names: Iterable[str]) -> str:
-    """Up to three of them, and how many more."""
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -43,7 +43,7 @@ def test_the_next_sound_step_learns(ranks, stage):
 def test_moments_are_those_of_the_sound_step_alone(ranks):
     """Of Adam's first moments, 0.1 of the gradient: left-out gradients would stand in them with 0.9 of their tenth."""
     for rank in ranks:
-        norm = torch.cat([part.flatten() for part in rank["fp32_0"]["momenta"].values()]).norm().item()
+        norm = torch.cat([part.flatten() for part in rank["fp32_0"]["moments"].values()]).norm().item()
         clipped = min(rank["fp32_0"]["sound"]["policy/grad_norm"], 1.0)
         assert norm == pytest.approx(0.1 * clipped, rel=1e-4)
 

@@ -92,7 +92,7 @@ def test_the_optimizer_is_given_the_gradient_without_the_loss_scale(ranks, folde
     for model in MODELS:
         fp16 = found[model]["weights"]["score.weight" if model == "critic" else "lm_head.weight"].dtype == torch.float16
         assert found[model]["loss_scale"] > LOSS_SCALE if fp16 else found[model]["loss_scale"] == 1
-        got = {name: moment / (1 - STEADY.betas[0] ** ROUNDS) for name, moment in found[model]["momenta"].items()}
+        got = {name: moment / (1 - STEADY.betas[0] ** ROUNDS) for name, moment in found[model]["moments"].items()}
         assert plain.relative_error(got, expected[model]) < (0.02 if fp16 else 0.1)
 
 

@@ -7,7 +7,7 @@ import torch
 from engine import distributed
 from engine.algorithms import Dialect
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec
-from tests.engine.zero.inspecting import masters, momenta
+from tests.engine.zero.inspecting import masters, moments
 from training.ppo_trainer import PPOTrainer
 from training.reporting.metrics import Accumulator
 
@@ -35,7 +35,7 @@ def exploding(folder: str, stages: dict[str, tuple[int, str, str]]) -> dict[str,
             "sound": one(trainer, batch),
             "end": state(trainer),
         }
-        found[name]["momenta"] = momenta(trainer.models.actor)
+        found[name]["moments"] = moments(trainer.models.actor)
     return found
 
 

@@ -6,7 +6,7 @@ from engine import distributed
 from engine.rlhf_engine import OptimizerSpec
 from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
-from tests.engine.zero.inspecting import masters, momenta, pretend_cpus_have_fp16, weights
+from tests.engine.zero.inspecting import masters, moments, pretend_cpus_have_fp16, weights
 from training.ppo_trainer import PPOTrainer
 from training.reporting.metrics import Accumulator
 
@@ -50,7 +50,7 @@ def repeated_gradient(folder: str, dtype: str, stage: int) -> dict:
     for _ in range(ROUNDS - 1):
         trainer.train_actor_and_critic(report.batch, 0.0, Accumulator())
     found = {
-        name: {"momenta": momenta(model), "weights": weights(model), "loss_scale": model.loss_scale}
+        name: {"moments": moments(model), "weights": weights(model), "loss_scale": model.loss_scale}
         for name, model in (("actor", trainer.models.actor), ("critic", trainer.models.critic))
     }
     return {"repeated": found | {"experience": report.batch}}

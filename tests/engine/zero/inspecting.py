@@ -24,22 +24,37 @@ def weights(model: TrainedModel | FrozenModel) -> dict[str, Tensor]:
 
 def masters(model: TrainedModel) -> dict[str, Tensor]:
     """Copies of the full float32 weights that the optimizer updates (all ranks call this)."""
-    named = model.module.model.named_parameters()
+    named = _trained(model)
     if model.stage > 0:
         return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in named}
     return {name: _master(model, parameter).detach().clone() for name, parameter in named}
 
 
-def momenta(model: TrainedModel) -> dict[str, Tensor]:
-    """Copies of Adam's full first moments (all ranks call this)."""
-    named = model.module.model.named_parameters()
+def moments(model: TrainedModel, moment: str = "exp_avg") -> dict[str, Tensor]:
+    """Copies of Adam's full first or second ("exp_avg_sq") moments (all ranks call this)."""
+    named = _trained(model)
     if model.stage in (1, 2):  # DeepSpeed links them when the first group has been stepped, and the others have none
-        model.ds_engine.optimizer._hp_optimizer_states_linked = False
         model.ds_engine.optimizer._lazy_init_hp_params_optimizer_state()
     if model.stage > 0:
-        return {name: safe_get_full_optimizer_state(parameter, "exp_avg").clone() for name, parameter in named}
+        return {name: safe_get_full_optimizer_state(parameter, moment).clone() for name, parameter in named}
     state = model.ds_engine.optimizer.state
-    return {name: state[_master(model, parameter)]["exp_avg"].clone() for name, parameter in named}
+    return {name: state[_master(model, parameter)][moment].clone() for name, parameter in named}
+
+
+def _trained(model: TrainedModel) -> list[tuple[str, Tensor]]:
+    if model.stage in (1, 2):
+        _link(model.ds_engine.optimizer)
+    return [(name, parameter) for name, parameter in model.module.model.named_parameters() if parameter.requires_grad]
+
+
+def _link(zero) -> None:
+    """Have DeepSpeed look up anew where masters lie. Only where parameters are padded does it look at their order,
+    which `round_robin_gradients` changes; else it answers with other parameters' numbers."""
+    padding = zero.round_robin_bit16_padding
+    zero.round_robin_bit16_padding = [[1] * len(group) for group in padding]
+    zero._link_all_hp_params()
+    zero.round_robin_bit16_padding = padding
+    zero._hp_optimizer_states_linked = False
 
 
 def _master(model: TrainedModel, parameter: Tensor) -> Tensor:

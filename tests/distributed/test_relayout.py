@@ -1,0 +1,127 @@
+"""A training state goes over other numbers of ranks and other ZeRO stages bit by bit: 2 ranks, then 1, then 3."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.zero.shards import SCALER_COUNTERS
+from tests.distributed.harness import run_ranks
+from tests.tiny_models import make_causal_lm
+
+RANKS, BEFORE = (2, 1, 3), (3, 1, 0)  # of each hop: ranks, and steps trained before it is left
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+CHANGED = {
+    "stage1_aligned": (1, {"round_robin_gradients": True, "parameter_alignment": True}),
+    "stage2_round_robin": (2, {"round_robin_gradients": True}),
+    "stage2_offload": (2, OFFLOAD),
+    "stage3_groups": (3, {"sub_group_size": 2000}),
+    "stage3_offload": (3, OFFLOAD | {"offload_param": {"device": "cpu"}}),
+}
+
+
+def run(*layouts: str, dtype: str = "fp32", **made) -> dict:
+    """layouts: a DeepSpeed JSON for each hop."""
+    return {"layouts": [(int(name[5]), f"{name}.json") for name in layouts], "dtype": dtype, **made}
+
+
+TIED = ("tied", "other_tied")
+RUNS = {
+    "fp32": run("stage3", "stage2", "stage3"),
+    "bf16": run("stage3", "stage2", "stage3", dtype="bf16"),
+    "replicated": run("stage0", "stage1_aligned", "stage0"),
+    "replicated_bf16": run("stage1_aligned", "stage0", "stage2_round_robin", dtype="bf16"),
+    "groups": run("stage2_round_robin", "stage3_groups", "stage3_offload"),
+    "tied": run("stage3_persistent", "stage2_offload", "stage3_persistent", dtype="bf16", starts=TIED),
+    "hydra": run("stage3", "stage0", "stage2", hydra_layers=1, form="tf_adam", starts=TIED),
+    "fp16": run("stage3_growing", "stage0_growing", "stage2_growing", dtype="fp16", hydra_layers=1),
+}
+FULL = ("weights", "masters", "exp_avg", "exp_avg_sq", "ema")
+
+
+@pytest.fixture(scope="module")
+def hops(folder, output) -> list[list[dict]]:
+    """What each rank of each hop found."""
+    for seed, name, tied in ((7, "other", False), (8, "other_tied", True)):
+        make_causal_lm(Path(folder) / name, "llama", seed=seed, tied=tied)
+    for name, (stage, changed) in CHANGED.items():
+        config = json.loads((Path(folder) / f"stage{stage}.json").read_text())
+        config["zero_optimization"] |= changed
+        (Path(folder) / f"{name}.json").write_text(json.dumps(config))
+    target = "tests.distributed.work_relayout:hop"
+    return [
+        run_ranks(target, world=ranks, folder=folder, output=output, runs=RUNS, number=number, before=BEFORE[number])
+        for number, ranks in enumerate(RANKS)
+    ]
+
+
+def assert_equal(got: dict, expected: dict) -> None:
+    assert got.keys() == expected.keys()
+    for kind, tensors in expected.items():
+        if kind in ("counters", "loss scale"):
+            continue
+        for name, tensor in tensors.items():
+            assert torch.equal(got[kind][name], tensor), (kind, name)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_everything_is_bit_by_bit_what_the_layout_before_left(hops, name):
+    for before, after in pairwise(hops):
+        left = before[0][name]["saved"]
+        for rank in after:
+            fresh, loaded = rank[name]["fresh"], rank[name]["loaded"]
+            assert_equal(loaded, left)
+            assert set(FULL) <= loaded.keys()
+            for kind in ("weights", "masters", "ema"):
+                assert any(not torch.equal(fresh[kind][weight], loaded[kind][weight]) for weight in loaded[kind])
+            assert loaded["counters"]["adam_steps"] == (3 if before is hops[0] else 4)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name]["dtype"] != "fp32"])
+def test_the_16_bit_weights_are_the_rounded_masters(hops, name):
+    for hop in hops[1:]:
+        loaded = hop[-1][name]["loaded"]
+        for weight, master in loaded["masters"].items():
+            assert loaded["weights"][weight].dtype == (torch.float16 if name == "fp16" else torch.bfloat16)
+            assert torch.equal(loaded["weights"][weight], master.to(loaded["weights"][weight].dtype))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_replayed_step_has_the_loss_that_the_layout_before_found(hops, name):
+    """The first from the same weights; the second after an update by the same moments, in 16 bits as they round."""
+    for before, after in pairwise(hops):
+        expected = before[0][name]["losses"][-2:]
+        for rank in after:
+            first, second = rank[name]["losses"][:2]
+            assert first == pytest.approx(expected[0], rel=1e-5)
+            assert second == pytest.approx(expected[1], rel=1e-5 if RUNS[name]["dtype"] == "fp32" else 1e-2)
+            assert abs(first - second) > 1e-3
+
+
+def test_the_loss_scale_goes_on_with_those_counters_that_both_stages_have(hops):
+    for before, after in pairwise(hops):
+        left, loaded = before[0]["fp16"]["saved"], after[-1]["fp16"]["loaded"]
+        assert loaded["loss scale"] == left["loss scale"] > 2**8
+        shared = loaded["counters"]["loss_scale"].keys() & left["counters"]["loss_scale"].keys()
+        assert len(shared) == len(SCALER_COUNTERS) - 1
+        for counter in shared:
+            assert loaded["counters"]["loss_scale"][counter] == left["counters"]["loss_scale"][counter]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_rank_reads_no_more_than_it_holds(hops, name):
+    """Of a weight and its moments a third on each of 3 ranks at stages 1 to 3, one after the other; all at stage 0."""
+    asked = [rank[name]["asked"] for rank in hops[2]]
+    stage = RUNS[name]["layouts"][2][0]
+    tensors = hops[2][0][name]["loaded"]["masters"]
+    for kind in ("weights", "exp_avg", "exp_avg_sq", "ema"):
+        for weight, tensor in tensors.items():
+            numbers = [rank[f"{kind}/model.{weight}"] for rank in asked]
+            if stage == 0:
+                assert numbers == [tensor.numel()] * 3
+            else:
+                assert sum(numbers) == tensor.numel()
+            if stage == 3:
+                assert max(numbers) == -(-tensor.numel() // 3)
