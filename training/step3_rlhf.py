@@ -36,6 +36,7 @@ from training.program.startup import leave, run
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
 from training.reporting.first_kl import rounding_bound
+from training.restarts.inputs import fingerprints
 from training.restarts.last_good import last_good_named
 from training.restarts.restore import restore
 from training.restarts.resume_point import ResumePoint, set_aside_newer
@@ -50,7 +51,8 @@ def main(args: RLHFFlags) -> None:
         dry_run.report_rlhf(args, dialect, changed, point)
         return
     with phase("reading data"):
-        plan = agreed(lambda: make_plan(args, dialect, point))
+        inputs = checked(lambda: fingerprints(args))
+        plan = agreed(lambda: make_plan(args, dialect, point, inputs))
     if distributed.is_main():
         print(first_lines(args, plan, changed), flush=True)
     with phase("loading models"):

@@ -29,6 +29,7 @@ from training.program.first_lines import changes_since, dialect_lines, plan_line
 from training.program.plan import make_plan
 from training.program.startup import leave, run
 from training.reporting.run_record import command_line
+from training.restarts.inputs import fingerprints
 from training.restarts.resume_point import ResumePoint
 
 PROGRAMS = {"step1_sft": "SFTFlags", "step2_reward": "RewardFlags", "step3_rlhf": "RLHFFlags"}
@@ -85,7 +86,7 @@ def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumeP
     unseen += unseen_data(data)
     checked = [dialect_lines(dialect, changed), *opened(data, unseen)]
     if not unseen:
-        plan = make_plan(args, dialect, point)
+        plan = make_plan(args, dialect, point, fingerprints(args))
         checked += [plan_lines(args, plan), *changes_since(plan)]
     report(checked, unseen, args.engine_configs(dialect))
 

@@ -1,6 +1,6 @@
 """What a run of step 3 is settled to be before a model is loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from engine import distributed
@@ -43,8 +43,13 @@ class Plan:
     pad_token: str
 
 
-def make_plan(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> Plan:
-    """What this rank reads for itself; raises UserError before any model is loaded."""
+def make_plan(
+    args: RLHFFlags, dialect: Dialect, point: ResumePoint | None, inputs: Mapping[str, str] | None = None
+) -> Plan:
+    """What this rank reads for itself; raises UserError before any model is loaded.
+
+    inputs: `training.restarts.inputs.fingerprints`, by rank 0.
+    """
     tokenizer = read_tokenizer(
         args.actor_model_name_or_path, "--actor_model_name_or_path", dialect.pad_token, args.trust_remote_code
     )
@@ -53,7 +58,7 @@ def make_plan(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> P
     last_step = min(total_steps, args.test_stop_step or total_steps)
     function = load_function(args.reward_function) if args.reward_function else None
     texts, texts_fingerprints = read_texts(args, tokenizer)
-    conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps)
+    conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps, inputs)
     if point:
         point.check(conditions, last_step)
     check_profile_steps(args.profile_steps, point.steps_done + 1 if point else 1, last_step)

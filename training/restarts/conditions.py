@@ -18,8 +18,10 @@ from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.optim import CONSTANT_SCHEDULES
 from training.flags.rlhf_arguments import RLHFFlags
+from training.restarts.inputs import FUNCTION, MODELS, changed_models
 
 DATA = "the data"  # whose fingerprints say nothing to people
+CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
 # Fields of the dialect that must be equal: those that say what the state counts, which models there are, and what a
 # score is, as the flags of the score do.
@@ -48,7 +50,6 @@ FIXED_FLAGS = (
     "critic_warmup_steps",
     "stop",
 )
-MODELS = ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,18 @@ class Conditions:
     idle: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, args: RLHFFlags, dialect: Dialect, data: list[str], total_steps: int) -> "Conditions":
+    def of(
+        cls,
+        args: RLHFFlags,
+        dialect: Dialect,
+        data: list[str],
+        total_steps: int,
+        inputs: Mapping[str, str] | None = None,
+    ) -> "Conditions":
         """Those of this run.
 
         data: fingerprints of the prompts and of the texts. total_steps: of the whole run, by which learning rates fall.
+        inputs: fingerprints of models and of the reward function, by flag.
         """
         fields = dataclasses.asdict(dialect)
         identity = {
@@ -79,6 +88,7 @@ class Conditions:
         settings = {
             **fields,
             **{f"--{name}": getattr(args, name) for name in MODELS},
+            **{_contents(flag): value for flag, value in (inputs or {}).items()},
             TOTAL_STEPS: total_steps,
             MICRO_BATCH: args.per_device_training_batch_size,
             RANKS: distributed.world_size(),
@@ -109,16 +119,36 @@ class Conditions:
                     f"--resume {folder}: {name} was {then!r} when it was written and is {value!r} now. Give "
                     "the same flags and data as when the run began."
                 )
+        for flag in changed_models(self.settings, written.settings, _contents):
+            raise UserError(
+                f"--resume {folder}: {flag} {self.settings[flag]} holds another model than when it was written. The KL "
+                "to it, or its scores, would jump. Put the old one back; or give the new one by another path, if it is "
+                "meant to be another."
+            )
 
     def changes_since(self, written: "Conditions") -> list[str]:
         """A line for each setting that has changed since the point was written, where that changes what is computed."""
-        return [
-            f"changed since the restart point: {name} {then} -> {self.settings[name]}{self._note(name)}"
+        changed = [
+            (name, then)
             for name, then in written.settings.items()
             if name in self.settings and self.settings[name] != then and name not in self.idle
         ]
+        lines = [
+            f"changed since the restart point: {name} {then} -> {self.settings[name]}{self._note(name, written)}"
+            for name, then in changed
+            if not name.startswith(CONTENTS)
+        ]
+        if _contents(f"--{FUNCTION}") in dict(changed):
+            name = self.identity[f"--{FUNCTION}"]
+            lines.append(
+                f"changed since the restart point: the source of --{FUNCTION} {name} (scores are its own from here on)"
+            )
+        return lines
 
-    def _note(self, name: str) -> str:
+    def _note(self, name: str, written: "Conditions") -> str:
+        if name.removeprefix("--") in MODELS:
+            now, then = (conditions.settings.get(_contents(name)) for conditions in (self, written))
+            return "" if None in (now, then) else " (the same weights)" if now == then else " (other weights)"
         if name == TOTAL_STEPS:
             return " (learning rates go on as in a run of so many steps)"
         if name == RANKS or name.endswith("_zero_stage"):
@@ -128,6 +158,11 @@ class Conditions:
         if name == "kl_coef" and self.identity["kl_controller"] == "adaptive":
             return " (without effect: the adaptive coefficient goes on from where it was)"
         return ""
+
+
+def _contents(flag: str) -> str:
+    """Under which name the fingerprint of what a flag names stands among the settings."""
+    return CONTENTS + flag
 
 
 def state_file(trainer_state: Mapping, scalars: Mapping, conditions: Conditions, with_ema: bool) -> str:

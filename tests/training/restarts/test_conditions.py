@@ -14,14 +14,14 @@ DEFAULT = get_dialect("default")
 HERE = Path("out/checkpoints/step_000002")
 
 
-def conditions(dialect: Dialect = DEFAULT, total_steps: int = 10, data=("a", "b"), **flags) -> Conditions:
+def conditions(dialect: Dialect = DEFAULT, total_steps: int = 10, data=("a", "b"), inputs=None, **flags) -> Conditions:
     required = {
         "output_dir": "out",
         "data_path": ["d"],
         "actor_model_name_or_path": "a",
         "critic_model_name_or_path": "b",
     }
-    return Conditions.of(RLHFFlags(**(required | flags)), dialect, list(data), total_steps)
+    return Conditions.of(RLHFFlags(**(required | flags)), dialect, list(data), total_steps, inputs)
 
 
 def written(then: Conditions) -> Conditions:
@@ -113,3 +113,40 @@ def test_ranks_and_stages_may_change_where_a_step_has_as_many_responses(monkeypa
     ]
     with pytest.raises(UserError, match="responses a step was 16 when it was written and is 32 now"):
         conditions(per_device_generation_batch_size=16).check(then, HERE)
+
+
+ACTOR, REWARD, FUNCTION = "--actor_model_name_or_path", "--reward_model_name_or_path", "--reward_function"
+
+
+def test_other_weights_at_the_same_path_are_refused_and_at_another_path_told():
+    then = written(conditions(inputs={ACTOR: "1", REWARD: "2"}, reward_model_name_or_path="r"))
+    same = conditions(inputs={ACTOR: "1", REWARD: "2"}, reward_model_name_or_path="r")
+    same.check(then, HERE)
+    assert same.changes_since(then) == []
+    for inputs, flag, path in (({ACTOR: "9", REWARD: "2"}, ACTOR, "a"), ({ACTOR: "1", REWARD: "9"}, REWARD, "r")):
+        with pytest.raises(UserError, match=rf"^--resume out/.*: {flag} {path} holds another model than when it was"):
+            conditions(inputs=inputs, reward_model_name_or_path="r").check(then, HERE)
+    for print_now, note in (("1", "the same weights"), ("9", "other weights")):
+        moved = conditions(inputs={ACTOR: print_now, REWARD: "2"}, reward_model_name_or_path="r")
+        moved.settings[ACTOR] = "b"
+        moved.check(then, HERE)
+        assert moved.changes_since(then) == [f"changed since the restart point: {ACTOR} a -> b ({note})"]
+
+
+def test_another_source_of_the_reward_function_is_told():
+    then = written(conditions(inputs={FUNCTION: "1"}, reward_function="rules.py:score"))
+    now = conditions(inputs={FUNCTION: "2"}, reward_function="rules.py:score")
+    now.check(then, HERE)
+    assert now.changes_since(then) == [
+        "changed since the restart point: the source of --reward_function rules.py:score (scores are its own from "
+        "here on)"
+    ]
+
+
+def test_a_point_without_fingerprints_is_taken_as_it_is():
+    inputs = {ACTOR: "1", FUNCTION: "2"}
+    now, then = conditions(inputs=inputs), written(conditions())
+    now.check(then, HERE)
+    assert now.changes_since(then) == []
+    conditions().check(written(now), HERE)
+    assert conditions().changes_since(written(now)) == []

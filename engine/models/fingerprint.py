@@ -1,0 +1,46 @@
+"""Fingerprints of models, by which a run that goes on tells that other weights stand at a path than when it began."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from engine.models.weight_files import weight_files, weights_folder
+
+BLOCK, BLOCKS = 1 << 16, 64  # bytes read at a time, and how many times a file
+_PASSING = ("transformers_version", "_name_or_path")  # what saving a model anew may change in its config.json
+
+
+def fingerprint(path: str, what: str) -> str | None:
+    """What the model at `path` is known by: a hash of its config.json and of its weight files; of a name on the Hub the
+    commit that was fetched, or None before that.
+
+    Of each weight file its name, its size, and 64 blocks of 64 KiB at even distances count, the first and the last
+    bytes among them: the header, and a part of every large tensor. That is 4 MiB a file however large a model is, and
+    all of a file up to that size. What it can miss are changes between these blocks: single numbers, or a few rows of a
+    large model. Training changes every number.
+
+    Raises: UserError, naming `what` (a flag), where there are no weights.
+    """
+    folder = weights_folder(path)
+    if folder is None:
+        return None
+    if not Path(path).is_dir():
+        return f"commit {folder.name}"
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kept = {name: value for name, value in config.items() if name not in _PASSING}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    for file in weight_files(folder, what):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as content:
+            for start in block_starts(size):
+                content.seek(start)
+                digest.update(content.read(BLOCK))
+    return digest.hexdigest()
+
+
+def block_starts(size: int) -> list[int]:
+    """Where the blocks of a file of so many bytes begin: the first at 0, and the last one ends with the file."""
+    if size <= BLOCK * BLOCKS:
+        return list(range(0, size, BLOCK))
+    return [(size - BLOCK) * number // (BLOCKS - 1) for number in range(BLOCKS)]

@@ -1,0 +1,62 @@
+"""What a run reads at paths that it is given, besides data: fingerprints by which a run that goes on knows them again.
+
+A point holds them among its settings. One of an older version of the program, which has none, is taken as it is.
+"""
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from engine.models.fingerprint import fingerprint
+from training.flags.rlhf_arguments import RLHFFlags
+from training.flags.user_function import load_function
+
+MODELS = ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
+FUNCTION = "reward_function"
+
+
+def fingerprints(args: RLHFFlags) -> dict[str, str]:
+    """By flag, those of the models and of the reward function's source that are on this machine."""
+    found = {}
+    for name in MODELS:
+        path = getattr(args, name)
+        if path is not None and args.looks_at(path):
+            found[f"--{name}"] = fingerprint(path, f"--{name}")
+    if args.reward_function is not None:
+        found[f"--{FUNCTION}"] = source_fingerprint(args.reward_function)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def source_fingerprint(name: str) -> str | None:
+    """A hash of the files in which the reward function `name` is named and written; a class's too. None where there are
+    none. What these files import is not looked at."""
+    function, where = load_function(name), name.rpartition(":")[0]
+    files = {where if where.endswith(".py") else getattr(sys.modules[where], "__file__", None), _written_in(function)}
+    texts = [Path(file).read_bytes() for file in sorted(filter(None, {_resolved(file) for file in files}))]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest() if texts else None
+
+
+def changed_models(now: Mapping[str, object], then: Mapping[str, object], contents: Callable[[str], str]) -> list[str]:
+    """Flags of models that name the same path in both settings, with other contents; contents: flag -> its key."""
+    return [
+        flag
+        for flag in (f"--{name}" for name in MODELS)
+        if now.get(flag) == then.get(flag)
+        and None not in (now.get(contents(flag)), then.get(contents(flag)))
+        and now[contents(flag)] != then[contents(flag)]
+    ]
+
+
+def _written_in(function: Callable) -> str | None:
+    for candidate in (inspect.unwrap(function), type(function)):
+        try:
+            return inspect.getsourcefile(candidate)
+        except TypeError:  # an object that can be called, or one that is built in
+            continue
+    return None
+
+
+def _resolved(file: str | None) -> str | None:
+    return None if file is None or not Path(file).is_file() else str(Path(file).resolve())
