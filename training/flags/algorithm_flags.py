@@ -171,7 +171,7 @@ class AlgorithmFlags(DataFlags):
     def no_flag(cls, name: str, value: str) -> str | None:
         """For a field of the dialect that is no flag: how it is set."""
         if name == "name" or name not in Dialect.__dataclass_fields__:
-            return None
+            return super().no_flag(name, value)
         own = [f"--{flag_} {value}, or " for flag_, field in DIALECT_FLAGS.items() if field == name]
         return f"{name} is a field of the dialect. Give {''.join(own)}--set {name}={value}."
 

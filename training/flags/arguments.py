@@ -105,6 +105,11 @@ class RunFlags:
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:
         """What is said of an unknown flag or key `name` with this value, where that is no misspelling."""
+        if name == "max_restarts":
+            return (
+                "It stands before the launcher: python -m training.program.restarting --max_restarts "
+                f"{value} deepspeed ... runs the command again after it died."
+            )
         return None
 
     @classmethod

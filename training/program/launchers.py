@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+PROGRAMS = ("step1_sft", "step2_reward", "step3_rlhf")
 RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner", "runner.py")
 PER_NODE = "deepspeed.launcher.launch"
 LAUNCHERS = (

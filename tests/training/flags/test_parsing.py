@@ -109,3 +109,9 @@ def test_old_flags_whose_value_asks_for_nothing():
         args = parse_flags(RLHFFlags, [*REQUIRED_FLAGS[RLHFFlags], *words], "a program", told.append)
         assert args == parse(flags_class=RLHFFlags) and told == []
     assert parse("--only_optimize_lora", "false", flags_class=RLHFFlags) == parse(flags_class=RLHFFlags)
+
+
+@pytest.mark.parametrize("flags_class", [SFTFlags, RLHFFlags])
+def test_max_restarts_is_said_to_stand_before_the_launcher(flags_class):
+    with pytest.raises(UserError, match="training.program.restarting --max_restarts 3 deepspeed"):
+        parse_flags(flags_class, ["--output_dir", "out", "--max_restarts", "3"], "")
