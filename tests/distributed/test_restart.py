@@ -1,10 +1,14 @@
 """A run that goes on from a restart point, in new processes, is the run that was never interrupted."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_restart import SAVED_AFTER, STEPS
+from tests.e2e.programs import snapshot
+from training.restarts.export import export
 
 RUNS = {
     f"{dtype}_{stage}{suffix}": {"stage": stage, "config": f"stage{stage}{suffix}.json", "dtype": dtype}
@@ -69,6 +73,16 @@ def test_everything_is_loaded_as_it_was_saved(whole, resumed, run):
         fresh, loaded = (other[run][when]["tensors"] for when in ("fresh", "loaded"))
         for kind in ["ema", "actor masters", *(["critic masters"] if run != "rloo" else [])]:
             assert any(not torch.equal(fresh[kind][name], loaded[kind][name]) for name in fresh[kind])
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_an_export_is_what_the_run_would_have_saved(whole, output, run, tmp_path):
+    point = str(Path(output) / run)
+    roles = ["actor"] if run == "rloo" else ["actor", "critic"]
+    exported = {role: export(point, str(tmp_path / role), model=role) for role in roles}
+    exported["actor_ema"] = export(point, str(tmp_path / "actor_ema"), ema=True)
+    for role, folder in exported.items():
+        assert snapshot(folder) == snapshot(Path(point) / "saved" / role)
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from engine import distributed
 from engine.rlhf_engine import RLHFEngine
 from training.restarts.checkpoints import Checkpoints
 from training.restarts.conditions import Conditions
+from training.restarts.config_files import config_files
 from training.restarts.restore import restore
 from training.restarts.resume_point import ResumePoint
 from training.restarts.schedule import Schedule
@@ -19,6 +21,7 @@ def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:
         ema=models.ema,
         state=lambda: state,
         conditions=Conditions(),
+        config_files=config_files(models.trained, models.tokenizer) if distributed.is_main() else {},
     )
     point = checkpoints.save(state["steps_done"], wait=True)
     assert point is not None

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from engine.models.saving import save_trained
 from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
 from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16, weights
@@ -21,6 +22,7 @@ def uninterrupted(folder: str, output: str, runs: dict[str, dict]) -> dict[str, 
             metrics.append(timeless(report.metrics))
             if report.step == SAVED_AFTER:
                 save_point(Path(output) / name, trainer.models, trainer.state_dict())
+                save_models(trainer, Path(output) / name / "saved")
                 saved = state(trainer)
         found[name] = {"metrics": metrics, "saved": saved, "end": state(trainer)}
     return found
@@ -37,6 +39,15 @@ def resumed(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]:
         metrics = [timeless(report.metrics) for report in trainer.fit(TinyPrompts(8))]
         found[name] = {"metrics": metrics, "fresh": fresh, "loaded": loaded, "end": state(trainer)}
     return found
+
+
+def save_models(trainer: PPOTrainer, folder: Path) -> None:
+    """What a run saves that ends here."""
+    models = trainer.models
+    for role, model in models.trained.items():
+        save_trained(model, models.tokenizer, folder / role)
+    with models.ema.swapped():
+        save_trained(models.actor, models.tokenizer, folder / "actor_ema")
 
 
 def new_trainer(folder: str, stage: int, config: str, dtype: str, changed: dict | None = None) -> PPOTrainer:

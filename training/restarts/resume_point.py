@@ -13,6 +13,7 @@ from training.restarts.layout import MANIFEST, STATE_FILE, points_in, set_aside,
 from training.restarts.manifest import damages
 
 AUTO = "auto"
+STATE_FIELDS = {"steps_done": int, "models": dict, "ema": bool, "identity": dict, "settings": dict}
 SHOWN = 3  # damaged files that a message names
 
 
@@ -121,11 +122,11 @@ def _read(path: Path, with_ema: bool) -> dict:
     """The state file of a whole point."""
     try:
         state = json.loads(path.read_text())
-        missing = {"steps_done", "models", "ema", "identity", "settings"} - set(state)
-    except (ValueError, TypeError, OSError) as error:
+        missing = [name for name, kind in STATE_FIELDS.items() if not isinstance(state.get(name), kind)]
+    except (ValueError, AttributeError, OSError) as error:
         raise UserError(f"--resume: {path} is broken ({error}). Use an earlier restart point.") from None
     if missing:
-        raise UserError(f"--resume: {path} lacks {', '.join(sorted(missing))}. Use an earlier restart point.")
+        raise UserError(f"--resume: {path} has no {', '.join(missing)}. Use an earlier restart point.")
     if state["ema"] and not with_ema:
         raise UserError(
             f"--resume {path.parent}: it has a moving average, which would be lost. Give --enable_ema, as when the "

@@ -1,0 +1,185 @@
+"""A Hugging Face folder from a restart point, without engines and a tensor at a time.
+
+    python -m training.restarts.export out/checkpoints/step_000100 exported
+    python -m training.restarts.export out exported_ema --ema               # of the newest whole point of a run
+
+What is written opens with from_pretrained, and is what the run would have saved after that step, bit by bit. It takes
+the memory of the largest tensor, and no GPU.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from engine.errors import UserError
+from training.restarts.layout import CONFIG, EMA, PARTIAL, sync_folder
+from training.restarts.resume_point import ResumePoint
+from training.restarts.shard_files import ShardFiles, write_bytes, write_tensors
+
+FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+INDEX = "model.safetensors.index.json"
+WITHIN = "model."  # the transformers model within a Policy or Scorer
+SHARD_SIZE = "50GB"  # as save_pretrained has it
+
+
+class PointTensors(Mapping):
+    """The weights of one model of a restart point as they are saved: each is read when it is asked for.
+
+    files: the numbers of the model. averages: those of the moving average, to be taken instead of the weights. given:
+    what floats are to become; by default weights take the dtype that the run computed in, `computed`, and what does not
+    train stays as it is.
+    """
+
+    def __init__(
+        self, files: ShardFiles, averages: ShardFiles | None, computed: torch.dtype, given: torch.dtype | None
+    ):
+        self._computed, self._given = computed, given
+        self._places: dict[str, tuple[ShardFiles, str]] = {}
+        for name in files.shapes():
+            kind, _, parameter = name.partition("/")
+            if kind in ("weights", "frozen") and parameter.startswith(WITHIN):
+                self._places[parameter.removeprefix(WITHIN)] = files, name
+        for name in averages.shapes() if averages is not None else ():
+            self._places[name.partition("/")[2].removeprefix(WITHIN)] = averages, name
+
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Of a tensor, before it is read."""
+        files, place = self._places[name]
+        dtype = files.dtype(place)
+        if dtype.is_floating_point:
+            trained = not place.startswith("frozen/")
+            dtype = self._given or (self._computed if trained else dtype)
+        return files.shapes()[place], dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        files, place = self._places[name]
+        return files.whole(place).to(self.shape_and_dtype(name)[1])
+
+    def __iter__(self) -> Iterator[str]:
+        """As safetensors orders them: larger dtypes first, then by name."""
+        return iter(sorted(self._places, key=lambda name: (-self.shape_and_dtype(name)[1].itemsize, name)))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def only(self, names: Sequence[str]) -> "PointTensors":
+        """Some of them."""
+        part = PointTensors.__new__(PointTensors)
+        part._computed, part._given = self._computed, self._given
+        part._places = {name: self._places[name] for name in names}
+        return part
+
+
+def export(
+    point: str,
+    output: str,
+    *,
+    model: str = "actor",
+    ema: bool = False,
+    dtype: str | None = None,
+    max_shard_size: str = SHARD_SIZE,
+) -> Path:
+    """Write a model of a restart point as a Hugging Face folder; returns the folder.
+
+    Args:
+        point: a restart point, or the output folder of a run: then its newest whole one.
+        output: a folder that is not there, or empty.
+        ema: the moving average instead of the weights.
+        dtype: "fp32", "fp16" or "bf16" instead of what the run computed in.
+        max_shard_size: files larger than this are split.
+
+    Raises: UserError where the point is damaged or has no such model, or where something stands in `output`.
+    """
+    folder = Path(output)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there and not an empty folder. Give another one to write into.")
+    found = ResumePoint.find(point, output, with_ema=True)
+    assert found is not None, "a path was given"
+    for line in found.passed_over:
+        print(f"PASSED OVER: {line}", file=sys.stderr)
+    tensors = _tensors(found, model, ema, dtype)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
+    try:
+        partial.mkdir(parents=True)
+        _write(tensors, max_shard_size, partial)
+        _write_config(found.folder / CONFIG / model, dtype, partial)
+        sync_folder(partial)
+        partial.rename(folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}). Make room, or give another folder.") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    sync_folder(folder.parent)
+    return folder
+
+
+def _tensors(point: ResumePoint, model: str, ema: bool, dtype: str | None) -> PointTensors:
+    if model not in point.state["models"]:
+        raise UserError(f"{point.folder} has no {model}. It has: {', '.join(point.state['models'])}.")
+    if ema and (model != "actor" or not point.state["ema"]):
+        raise UserError(f"{point.folder} has no moving average of the {model}. Leave --ema out.")
+    config = json.loads((point.folder / CONFIG / model / "config.json").read_text())
+    if get_checkpoint_conversion_mapping(config["model_type"]):
+        raise UserError(
+            f"{point.folder}: files of {config['model_type']} models hold the weights in another arrangement than "
+            "models compute with, which needs the model. Go on from the point with --resume and --max_steps "
+            f"{point.steps_done}, which saves it."
+        )
+    averages = ShardFiles(point.folder / EMA) if ema else None
+    computed = getattr(torch, config["dtype"])
+    return PointTensors(ShardFiles(point.folder / model), averages, computed, FLOATS[dtype] if dtype else None)
+
+
+def _write(tensors: PointTensors, max_shard_size: str, folder: Path) -> None:
+    described = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape, kind in _described(tensors)}
+    split = split_torch_state_dict_into_shards(described, max_shard_size=max_shard_size)
+    for name, members in split.filename_to_tensors.items():
+        write_tensors(folder / name, tensors.only(members), {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_bytes(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def _described(tensors: PointTensors) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    for name in tensors:
+        yield name, *tensors.shape_and_dtype(name)
+
+
+def _write_config(source: Path, dtype: str | None, folder: Path) -> None:
+    for path in sorted(source.iterdir()):
+        data = path.read_bytes()
+        if path.name == "config.json" and dtype is not None:
+            config = json.loads(data) | {"dtype": str(FLOATS[dtype]).removeprefix("torch.")}
+            data = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+        write_bytes(folder / path.name, data)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Export by a command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("point", help="a restart point, or the output folder of a run")
+    parser.add_argument("output", help="a folder that is not there, or empty")
+    parser.add_argument("--model", default="actor", choices=("actor", "critic", "model"), help="which one (actor)")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the actor")
+    parser.add_argument("--dtype", choices=tuple(FLOATS), help="by default what the run computed in")
+    parser.add_argument("--max_shard_size", default=SHARD_SIZE, help=f"larger files are split ({SHARD_SIZE})")
+    given = vars(parser.parse_args(argv))
+    try:
+        print(f"written: {export(given.pop('point'), given.pop('output'), **given)}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
