@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.e2e.chain import AVERAGED, EVALUATION, EVERY_STEP, MACHINE, STEPS, assert_finite
 from tests.e2e.programs import metric_lines
+from training.restarts.layout import rank_file
 
 
 @pytest.mark.parametrize("path", ("sft", "ppo/actor", "ppo/actor_ema", "resumed/actor", "resumed/actor_ema"))
@@ -59,7 +60,11 @@ def test_restart_points_are_timed_and_whole(chain):
     assert [point.name for point in points] == ["step_000002", "step_000004"]
     for point in points:
         names = {path.name for path in point.iterdir()}
-        assert {"actor", "critic", "trainer_state.json", "ema_rank0.pt", "ema_rank1.pt"} <= names
+        assert names == {"actor", "critic", "ema", "config", "trainer_state.json", "manifest.json"}
+        assert [path.name for path in sorted((point / "ema").iterdir())] == [rank_file(0), rank_file(1)]
+    sizes = [line["checkpoint/bytes"] for line in metric_lines(chain["ppo"]) if "checkpoint/bytes" in line]
+    files = [path for path in points[0].rglob("*") if path.is_file() and path.name != "manifest.json"]
+    assert sizes[0] == sum(path.stat().st_size for path in files)
 
 
 def test_a_resumed_run_ends_like_the_uninterrupted_one(chain):

@@ -10,7 +10,7 @@ from training.flags.arguments import RunFlags
 from training.program import output_lock
 from training.program.output_lock import LOCK_FILE
 from training.reporting.views import View
-from training.restarts.layout import CHECKPOINTS
+from training.restarts.layout import CHECKPOINTS, points_in
 
 PROFILE = "profile"  # that of recorded steps
 
@@ -52,7 +52,7 @@ def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
     found = folder.iterdir() if folder.is_dir() else ()
     others = [file for file in found if file.suffix != ".log" and not file.name.startswith(LOCK_FILE)]
     if others and not may_hold_files:
-        go_on = " go on from a restart point in it with --resume," if (folder / CHECKPOINTS).is_dir() else ""
+        go_on = " go on from a restart point in it with --resume," if points_in(folder) else ""
         raise UserError(
             f"{name} {folder} is not empty. Choose another folder,{go_on} or give --overwrite_output_dir "
             "to overwrite what stands there."

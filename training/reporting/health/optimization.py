@@ -69,8 +69,8 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
         return Finding(
             ALARM,
             f"the score rose from {first:.3g} to {highest:.3g} (step {step}) and fell back to "
-            f"{last:.3g}. Take an earlier restart point; lower --actor_learning_rate or raise "
-            "--kl_coef.",
+            f"{last:.3g}. Lower --actor_learning_rate or raise --kl_coef; a restart point of before "
+            "(--save_steps) keeps what was reached.",
         )
     if last <= first + error:
         return Finding(
