@@ -22,6 +22,7 @@ from training.flags.supervised_arguments import SFTFlags
 from training.program import dry_run
 from training.program.agreement import agreed, checked
 from training.program.model_files import check_positions
+from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
@@ -38,6 +39,7 @@ def main(args: SFTFlags) -> None:
     if args.dry_run:
         dry_run.report_supervised(args, load_examples)
         return
+    check_shared(args.output_dir)
     tokenizer, examples, held_out = agreed(lambda: load_examples(args))
     ds_config = args.ds_settings()
     module = load_policy(

@@ -34,6 +34,7 @@ from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
 from training.program.agreement import agreed, checked
 from training.program.model_files import check_positions, generation_stops
+from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
@@ -48,6 +49,7 @@ def main(args: RewardFlags) -> None:
     if args.dry_run:
         dry_run.report_supervised(args, load_examples)
         return
+    check_shared(args.output_dir)
     tokenizer, examples, held_out, prompts = agreed(lambda: load_examples(args))
     ds_config = args.ds_settings()
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id

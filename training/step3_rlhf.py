@@ -32,6 +32,7 @@ from training.program.output_folder import clear_output_dir
 from training.program.phases import phase, place
 from training.program.plan import Plan, make_plan
 from training.program.session import Session
+from training.program.shared_folder import check_shared
 from training.program.startup import leave, run
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
@@ -50,6 +51,7 @@ def main(args: RLHFFlags) -> None:
     if args.dry_run:
         dry_run.report_rlhf(args, dialect, changed, point)
         return
+    check_shared(args.output_dir)
     with phase("reading data"):
         inputs = checked(lambda: fingerprints(args))
         plan = agreed(lambda: make_plan(args, dialect, point, inputs))

@@ -1,5 +1,6 @@
 """Whether all ranks see what rank 0 writes under --output_dir: models and restart points need one folder for all."""
 
+import contextlib
 import os
 import socket
 import tempfile
@@ -22,15 +23,13 @@ def check_shared(output_dir: str) -> None:
         return
     folder = Path(output_dir).absolute()
     nearest = next(part for part in (folder, *folder.parents) if part.exists())
-    written, place = None, None
-    if distributed.is_main():
-        written = tempfile.NamedTemporaryFile(prefix=".seen_by_all_ranks_", dir=nearest)
-        place = written.name
-    place = distributed.broadcast_object(place)
-    seen = distributed.all_gather_objects(None if _seen(Path(place)) else socket.gethostname())
+    with contextlib.ExitStack() as stack:
+        place = None
+        if distributed.is_main():
+            place = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".seen_by_all_ranks_", dir=nearest)).name
+        place = distributed.broadcast_object(place)
+        seen = distributed.all_gather_objects(None if _seen(Path(place)) else socket.gethostname())
     writer = distributed.broadcast_object(socket.gethostname())
-    if written is not None:
-        written.close()
     blind = [f"rank {rank} on {host}" for rank, host in enumerate(seen) if host is not None]
     if blind:
         raise SharedError(
