@@ -168,6 +168,14 @@ class Dialect:
         return self.loss_scope != "optimizer_step" or self.advantages_at == "micro_batch"
 
     @property
+    def ranks_matter(self) -> bool:
+        """Whether over how many ranks the same responses are spread changes what is learned, beyond rounding."""
+        whitens = self.whiten_rewards or self.whiten_advantages
+        by_rank = whitens and (self.whiten_over == "rank" or self.whiten_variance == "unbiased_alone")
+        steered_by_rank = self.kl_controller == "adaptive" and self.kl_update == "epoch"
+        return by_rank or steered_by_rank or self.micro_batches_matter
+
+    @property
     def measures_prompts(self) -> bool:
         """Whether the KL that steers the coefficient is summed over the prompt's tokens too."""
         return self.kl_controller == "adaptive" and self.kl_measure == "exp_delta"

@@ -57,11 +57,13 @@ class Conditions:
     """The settings under which a run trains, by name: `identity` must be equal when it goes on, `settings` may change.
 
     Values are as JSON has them, without tuples. idle: settings that change no number of this run, beyond rounding.
+    ranks_matter: whether another number of ranks does (`Dialect.ranks_matter`).
     """
 
     identity: dict[str, object] = field(default_factory=dict)
     settings: dict[str, object] = field(default_factory=dict)
     idle: frozenset[str] = frozenset()
+    ranks_matter: bool = False
 
     @classmethod
     def of(
@@ -98,7 +100,8 @@ class Conditions:
             TOTAL_STEPS: dialect.lr_schedule in CONSTANT_SCHEDULES,
             MICRO_BATCH: not dialect.micro_batches_matter,
         }
-        return cls(*json.loads(json.dumps([identity, settings])), frozenset(name for name in idle if idle[name]))
+        without_effect = frozenset(name for name in idle if idle[name])
+        return cls(*json.loads(json.dumps([identity, settings])), without_effect, dialect.ranks_matter)
 
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
@@ -151,6 +154,8 @@ class Conditions:
             return "" if None in (now, then) else " (the same weights)" if now == then else " (other weights)"
         if name == TOTAL_STEPS:
             return " (learning rates go on as in a run of so many steps)"
+        if name == RANKS and self.ranks_matter:
+            return " (the state is the same to the last bit; this dialect computes by rank, and goes on otherwise)"
         if name == RANKS or name.endswith("_zero_stage"):
             return " (the state is the same to the last bit; from here on sums are rounded otherwise)"
         if name == MICRO_BATCH:

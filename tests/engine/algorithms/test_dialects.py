@@ -204,3 +204,23 @@ def test_variance_by_the_number_of_ranks():
 
     assert unbiased("openai") == unbiased("summarize") == [False, False]
     assert unbiased("trl_ppo") == [True, True] and unbiased("trlx") == [True, False]
+
+
+@pytest.mark.parametrize(
+    "changed, matter",
+    [
+        ({}, False),
+        ({"whiten_over": "rank"}, True),
+        ({"whiten_over": "rank", "whiten_advantages": False}, False),
+        ({"whiten_over": "rank", "whiten_advantages": False, "whiten_rewards": True}, True),
+        ({"whiten_variance": "unbiased"}, False),
+        ({"whiten_variance": "unbiased_alone"}, True),
+        ({"kl_controller": "adaptive"}, False),
+        ({"kl_controller": "adaptive", "kl_update": "epoch"}, True),
+        ({"loss_scope": "micro_batch"}, True),
+        ({"advantages_at": "micro_batch"}, True),
+        ({"advantages_at": "mini_batch", "mini_batches": 2}, False),
+    ],
+)
+def test_what_depends_on_how_many_ranks_share_the_same_responses(changed, matter):
+    assert get_dialect("default").override(**changed).ranks_matter == matter

@@ -114,6 +114,15 @@ def test_ranks_and_stages_may_change_where_a_step_has_as_many_responses(monkeypa
     with pytest.raises(UserError, match="responses a step was 16 when it was written and is 32 now"):
         conditions(per_device_generation_batch_size=16).check(then, HERE)
 
+    by_rank = DEFAULT.override(whiten_over="rank")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    then = written(conditions(by_rank, per_device_generation_batch_size=16))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert conditions(by_rank, per_device_generation_batch_size=8).changes_since(then) == [
+        "changed since the restart point: ranks 1 -> 2 (the state is the same to the last bit; this dialect computes "
+        "by rank, and goes on otherwise)"
+    ]
+
 
 ACTOR, REWARD, FUNCTION = "--actor_model_name_or_path", "--reward_model_name_or_path", "--reward_function"
 
