@@ -14,13 +14,13 @@ from engine.experience import position_ids
 from engine.models.checking import check_policy
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import read_tokenizer, vocabulary_size
-from engine.models.saving import save_trained
 from engine.rlhf_engine import wrap_trained
 from training.data.forms import SFT
 from training.data.sft_examples import SFTBatch, SFTExamples, collate_sft
 from training.flags.supervised_arguments import SFTFlags
 from training.program import dry_run
 from training.program.agreement import agreed, checked
+from training.program.ending import models_told
 from training.program.model_files import check_positions
 from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
@@ -79,6 +79,7 @@ def main(args: SFTFlags) -> None:
         collate=lambda rows: collate_sft(rows, tokenizer.pad_token_id),
         count=lambda batch: int(batch.loss_mask.sum()),
         view=views.SFT,
+        tokenizer=tokenizer,
     )
     if distributed.is_main():
         print(
@@ -86,10 +87,9 @@ def main(args: SFTFlags) -> None:
             f"held out; {trainer.total_steps} steps on {distributed.world_size()} ranks",
             flush=True,
         )
-    found = trainer.fit()
-    save_trained(model, tokenizer, args.output_dir)
-    if distributed.is_main():
-        print(f"held-out perplexity {found['eval/perplexity']:.4g} a token", flush=True)
+    with models_told(trainer.saved):
+        found = trainer.fit()
+        trainer.end(f"held-out perplexity {found['eval/perplexity']:.4g} a token")
     vocabulary = vocabulary_size(tokenizer)
     conclude(lambda: of_sft(read_metrics(trainer.metrics_path), vocabulary), args.output_dir)
 

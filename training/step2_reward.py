@@ -20,7 +20,6 @@ from engine.experience import position_ids
 from engine.models.checking import check_policy, check_trunk, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, new_scorer
 from engine.models.reading import read_tokenizer, vocabulary_size
-from engine.models.saving import save_trained
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, frozen_stage, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
@@ -33,6 +32,7 @@ from training.data.rows import load_rows
 from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
 from training.program.agreement import agreed, checked
+from training.program.ending import models_told
 from training.program.model_files import check_positions, generation_stops
 from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
@@ -65,47 +65,46 @@ def main(args: RewardFlags) -> None:
         args.trust_remote_code,
     )
     model = wrap_trained(module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing)
-    trainer = RewardTrainer(model, args, examples, held_out, tokenizer.pad_token_id)
+    trainer = RewardTrainer(model, args, examples, held_out, tokenizer)
     if distributed.is_main():
         print(
             f"{len(examples)} pairs ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
             f"held out; {trainer.total_steps} steps on {distributed.world_size()} ranks",
             flush=True,
         )
-    found = trainer.fit()
     module.model.config.score_offset = 0.0
-    save_trained(model, tokenizer, args.output_dir)  # what was trained is kept whatever becomes of its normalisation
-    gain, offset = 1.0, 0.0
-    if args.normalization_samples:
-        mean, variance = score_statistics(args, model, tokenizer, prompts)
-        gain, offset = variance**-0.5, -mean * variance**-0.5
-        if distributed.is_main():
-            print(
-                f"scores of {args.normalization_samples} responses of the SFT model: mean {mean:.3f}, standard "
-                f"deviation {variance**0.5:.3f}; stored so that they become 0 and 1",
-                flush=True,
-            )
-    module.model.config.score_offset = offset
-    save_trained(
-        model,
-        tokenizer,
-        args.output_dir,
-        edit=lambda state: state.update({"score.weight": state["score.weight"] * gain}),
-    )
-    if distributed.is_main():
-        print(
+    with models_told(trainer.saved):  # what was trained is kept whatever becomes of its normalisation
+        found = trainer.fit()
+        normalize(args, trainer, prompts)
+        trainer.end(
             f"held-out pair accuracy {found['eval/accuracy']:.3f}, margin {found['eval/margin']:.3f} before "
-            "normalisation",
-            flush=True,
+            "normalisation"
         )
     conclude(lambda: of_reward(read_metrics(trainer.metrics_path), len(held_out)), args.output_dir)
+
+
+def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | None) -> None:
+    """Save the model once more, with what makes its scores of the SFT model's responses have mean 0 and variance 1."""
+    model, tokenizer = trainer.model, trainer.tokenizer
+    if prompts is None:
+        return
+    mean, variance = score_statistics(args, model, tokenizer, prompts)
+    gain, offset = variance**-0.5, -mean * variance**-0.5
+    if distributed.is_main():
+        print(
+            f"scores of {args.normalization_samples} responses of the SFT model: mean {mean:.3f}, standard "
+            f"deviation {variance**0.5:.3f}; stored so that they become 0 and 1",
+            flush=True,
+        )
+    model.module.model.config.score_offset = offset
+    trainer.save(edit=lambda state: state.update({"score.weight": state["score.weight"] * gain}))
 
 
 class RewardTrainer(SupervisedTrainer):
     """The supervised loop over pairs."""
 
     def __init__(
-        self, model: TrainedModel, args: RewardFlags, examples: PairExamples, held_out: PairExamples, pad_token_id: int
+        self, model: TrainedModel, args: RewardFlags, examples: PairExamples, held_out: PairExamples, tokenizer
     ):
         super().__init__(
             model,
@@ -114,9 +113,10 @@ class RewardTrainer(SupervisedTrainer):
             held_out=held_out,
             loss=self._loss,
             evaluate=self._evaluate,
-            collate=lambda pairs: collate_pairs(pairs, pad_token_id),
+            collate=lambda pairs: collate_pairs(pairs, tokenizer.pad_token_id),
             count=lambda batch: len(batch.first_difference),
             view=views.REWARD,
+            tokenizer=tokenizer,
         )
 
     def _scores(self, batch: PairBatch) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from training.program.agreement import agreed, checked
 from training.program.checks import check_files
 from training.program.ending import models_told
 from training.program.first_lines import first_lines
-from training.program.output_folder import clear_output_dir
+from training.program.output_folder import begin_output_dir
 from training.program.phases import phase, place
 from training.program.plan import Plan, make_plan
 from training.program.session import Session
@@ -135,11 +135,11 @@ def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
         trainer.load_state_dict(plan.resume.state)
         if distributed.is_main() and notes:
             print("\n".join(notes), flush=True)
-    if plan.resume and plan.resume.in_output_dir:
+    resumed = plan.resume is not None and plan.resume.in_output_dir
+    begin_output_dir(args, resumed)
+    if resumed:
         set_aside_newer(Path(args.output_dir), trainer.steps_done)
         profiling.set_aside_newer(Path(args.output_dir), trainer.steps_done)
-    else:
-        clear_output_dir(args)
 
 
 def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:

@@ -15,14 +15,15 @@ from engine.optim import lr_factor
 from engine.zero.engines import TrainedModel
 from training.data.order import epoch_batches
 from training.flags.supervised_arguments import SupervisedFlags
-from training.program import output_lock
-from training.program.output_folder import clear_output_dir, open_writer
+from training.program import model_folders, output_lock
+from training.program.output_folder import begin_output_dir, open_writer
 from training.program.phases import phase, place
+from training.program.unwritten import check_all_written, going_on
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import METRICS_FILE
 from training.reporting.phase_clock import peak_memory_gb
-from training.reporting.run_record import write_run_record
+from training.reporting.run_record import RUN_FILE, write_run_record
 from training.reporting.views import View
 
 
@@ -49,14 +50,16 @@ class SupervisedTrainer:
         count: Callable,
         evaluate: Callable,
         view: View,
+        tokenizer,
     ):
-        self.model, self.args = model, args
+        self.model, self.args, self.tokenizer = model, args, tokenizer
+        self.saved: dict[str, Path] = {}  # the model's folder, from the last step on
         self.examples, self.held_out = examples, held_out
         self.collate, self.loss, self.count, self.evaluate = collate, loss, count, evaluate
         self.steps_per_epoch = args.steps_per_epoch(len(examples))
         self.total_steps = args.total_steps(len(examples))
         torch.manual_seed(args.seed + 100_003 * distributed.rank())  # of dropout, which every rank draws for itself
-        clear_output_dir(args)  # the model is loaded by now: the run will come to something
+        begin_output_dir(args)  # the model is loaded by now: the run will come to something
         self.writer = open_writer(args, total_steps=self.total_steps, view=view)
 
     @property
@@ -70,8 +73,23 @@ class SupervisedTrainer:
         with contextlib.closing(self.writer):  # of a run that stops, too: its last steps are written out, its bar ends
             return self._fit()
 
+    def save(self, edit: Callable[[dict], None] | None = None) -> None:
+        """Write the model into the output folder; `edit` may change the weights on the way."""
+        output_dir = Path(self.args.output_dir)
+        self.saved["."] = model_folders.save(self.model, self.tokenizer, output_dir, ".", edit)
+        model_folders.finish(output_dir, self.saved, self.total_steps)
+
+    def end(self, line: str) -> None:
+        """Print what came of the run; raises RunStopped if something could not be written."""
+        if distributed.is_main():
+            print(line, flush=True)
+        check_all_written()
+
     def _fit(self) -> dict[str, float]:
-        write_run_record(self.args.output_dir, flags=self.args.as_dict(), ds_configs={"model": self.args.ds_settings()})
+        with going_on(Path(self.args.output_dir) / RUN_FILE):
+            write_run_record(
+                self.args.output_dir, flags=self.args.as_dict(), ds_configs={"model": self.args.ds_settings()}
+            )
         self.writer.hparams(self.args.as_dict())
         found = self.held_out_metrics()
         self.writer.log(0, 0, found)
@@ -82,6 +100,8 @@ class SupervisedTrainer:
                 place.step = step
                 metrics = self.optimizer_step(step, batches)
                 output_lock.check_held()
+                if step == self.total_steps:
+                    self.save()  # before the last evaluation, which can fail
                 last = step % self.steps_per_epoch == 0 or step == self.total_steps
                 if last or (self.args.eval_interval and step % self.args.eval_interval == 0):
                     found = self.held_out_metrics()

@@ -1,5 +1,7 @@
 """What goes wrong after the last step costs neither the models nor a line of metrics, and is told with their places."""
 
+import json
+
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -32,7 +34,7 @@ def write_reward(folder, last: str, ranks: int = 1) -> str:
     return f"{folder / f'{folder.name}_judge.py'}:score"
 
 
-def check_kept(out, result: Result, expected: str) -> None:
+def check_kept(out, result: Result, expected: str, evaluated: bool = False) -> None:
     assert result.code == 1, result.stdout + result.stderr
     assert expected in result.stderr and "Traceback" not in result.stderr
     assert f"its models are saved: {out / 'actor'}, {out / 'critic'}" in result.stderr
@@ -40,7 +42,9 @@ def check_kept(out, result: Result, expected: str) -> None:
     AutoModelForSequenceClassification.from_pretrained(out / "critic")
     lines = metric_lines(out)
     assert [line["step"] for line in lines] == [0, 1, 2]
-    assert "objective/scores" in lines[2] and "eval/score" not in lines[2]
+    assert "objective/scores" in lines[2] and ("eval/score" in lines[2]) == evaluated
+    models = json.loads((out / "run.json").read_text())["starts"][-1]["models"]
+    assert models == {"step": 2, "actor": str(out / "actor"), "critic": str(out / "critic")}
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -54,7 +58,12 @@ def test_a_last_evaluation_that_fails(failure, tiny: Tiny, tmp_path, capfd):
 def test_samples_that_cannot_be_written(tiny: Tiny, tmp_path, capfd):
     out = tmp_path / "out"
     reward = write_reward(tmp_path, f"__import__('pathlib').Path({str(out / 'samples' / 'after.jsonl')!r}).mkdir()")
-    check_kept(out, run_here(3, tiny.flags(3, output_dir=out, reward_function=reward), capfd), "after.jsonl")
+    result = run_here(3, tiny.flags(3, output_dir=out, reward_function=reward), capfd)
+    check_kept(out, result, f"not all of it is on the disk: {out / 'samples' / 'after.jsonl'} (Is a directory)", True)
+    assert f"WARNING: {out / 'samples' / 'after.jsonl'} cannot be written (Is a directory). The run goes on." in (
+        result.stderr
+    )
+    assert (out / "curves.png").is_file() and "held-out prompts" in result.stdout
 
 
 def test_two_ranks(tiny: Tiny, tmp_path):

@@ -17,9 +17,14 @@ def test_a_folder_that_cannot_be_written(tiny, capfd):
 @pytest.mark.parametrize("step", (1, 2, 3))
 def test_another_run_is_overwritten_on_request_only(step, tiny, tmp_path, capfd):
     out = tmp_path / "out"
-    assert run_here(step, tiny.flags(step, output_dir=out), capfd).code == 0
-    stale = [out / "checkpoints" / "step_000009" / "trainer_state.json", out / "samples" / "stale.jsonl"]
-    for path in stale:
+    first = {"enable_ema": True, "save_steps": 1, "eval_steps": 1} if step == 3 else {}
+    assert run_here(step, tiny.flags(step, output_dir=out, **first), capfd).code == 0
+    stale = [out / "checkpoints" / "step_000009" / "trainer_state.json"]
+    if step == 3:
+        stale += [out / "checkpoints" / "step_000001", out / "samples" / "step_000001.jsonl", out / "actor_ema"]
+        assert all(path.exists() for path in stale[1:])
+    own = [out / name / "mine.txt" for name in ("samples", "checkpoints/step_000010", "profile", "actor", "notes")]
+    for path in (stale[0], *own):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('{"world_size": 1, "ema": false, "identity": {}}')
     before, steps = snapshot(out), [line["step"] for line in metric_lines(out)]
@@ -31,7 +36,10 @@ def test_another_run_is_overwritten_on_request_only(step, tiny, tmp_path, capfd)
     assert run_here(step, tiny.flags(step, output_dir=out, overwrite_output_dir=True, **{size: 36}), capfd).code == 2
     assert snapshot(out) == before
 
-    assert run_here(step, tiny.flags(step, output_dir=out, seed=7, overwrite_output_dir=True), capfd).code == 0
+    result = run_here(step, tiny.flags(step, output_dir=out, seed=7, overwrite_output_dir=True), capfd)
+    assert result.code == 0
+    assert all(path.is_file() for path in own), "a user's file was removed"
+    assert f"{out}: not this program's, and left alone: actor/mine.txt, checkpoints/step_000010/mine" in result.stdout
     assert [line["step"] for line in metric_lines(out)] == steps
     assert not any(path.exists() for path in stale), "what the earlier run left stands among the new run's files"
     assert len(list((out / "tensorboard").iterdir())) == 1
@@ -52,12 +60,12 @@ def test_a_folder_that_another_run_writes_into(step, tiny, tmp_path, capfd):
 
 
 def test_resuming_into_the_folder_of_a_third_run(tiny, bad, tmp_path, capfd):
+    first = tiny.flags(3, output_dir=tmp_path / "one", save_steps=1)
+    assert run_here(3, first, capfd).code == 0
     point = tmp_path / "one" / "checkpoints" / "step_000001"
-    point.mkdir(parents=True)
-    (point / "trainer_state.json").write_text('{"world_size": 1, "ema": false, "identity": {}}')
-    flags = tiny.flags(3, output_dir=bad, resume=tmp_path / "one")
     before = snapshot(bad)
-    assert_one_message(run_here(3, flags, capfd), [f"--output_dir {bad} is not empty", "--overwrite_output_dir"])
+    result = run_here(3, {**first, "output_dir": bad, "resume": point}, capfd)
+    assert_one_message(result, [f"--output_dir {bad} is not empty", "--overwrite_output_dir"])
     assert snapshot(bad) == before
 
 

@@ -1,14 +1,18 @@
 """The folder of a run: whose it may be, what is removed from it, where TensorBoard's files and the metrics go."""
 
 import os
-import shutil
+import socket
 import tempfile
 from pathlib import Path
 
 from engine.errors import UserError
 from training.flags.arguments import RunFlags
-from training.program import output_lock
+from training.program import output_lock, written
+from training.program.agreement import checked
 from training.program.output_lock import LOCK_FILE
+from training.program.unwritten import reason_of
+from training.reporting.metrics_file import METRICS_FILE
+from training.reporting.run_record import RUN_FILE
 from training.reporting.views import View
 from training.restarts.layout import CHECKPOINTS, points_in
 
@@ -30,6 +34,8 @@ def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
         _check_writable(name, folder)
     if not args.dry_run:
         output_lock.take(output_dir)
+    _check_links(output_dir)
+    _check_apart(args, output_dir)
     for name, folder in folders.items():
         _check_own(name, folder, args.overwrite_output_dir or resumed)
 
@@ -45,6 +51,33 @@ def _check_writable(name: str, folder: Path) -> None:
         raise UserError(
             f"{name} {folder}: nothing can be written into {nearest} ({error.strerror}). Give another folder."
         ) from None
+
+
+def _check_links(output_dir: Path) -> None:
+    """Raise UserError for a link among the names that the run writes: it may lead to another run's files, or two of
+    them to one folder."""
+    for name in (*written.MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard", METRICS_FILE):
+        path = output_dir / name
+        if path.is_symlink():
+            raise UserError(
+                f"--output_dir {output_dir}: {name} in it is a link to {path.readlink()}, whose files the run would "
+                "replace. Remove the link, or make all of --output_dir a link."
+            )
+
+
+def _check_apart(args: RunFlags, output_dir: Path) -> None:
+    """Raise UserError where the output folder is, contains or lies in a model or data set that the run reads."""
+    own = output_dir.resolve()
+    for name, value in args.as_dict().items():
+        if name.endswith(("model_name_or_path", "data_path", "dataset_name")):
+            for given in value if isinstance(value, list) else [value]:
+                path = Path(given).expanduser().resolve() if given else None
+                if path is not None and path.exists() and (own.is_relative_to(path) or path.is_relative_to(own)):
+                    how = "is" if own == path else "lies in" if own.is_relative_to(path) else "contains"
+                    raise UserError(
+                        f"--output_dir {output_dir}: it {how} --{name} {given}, which the run reads. Give a folder "
+                        "apart from it."
+                    )
 
 
 def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
@@ -71,23 +104,45 @@ def tensorboard_dir(args: RunFlags) -> Path:
     return output_dir / "tensorboard" if shared.resolve() == output_dir.resolve() else shared
 
 
-def clear_output_dir(args: RunFlags) -> None:
-    """Remove what an earlier run logged and recorded there and its restart points (rank 0 does), so that its curves do
-    not go on in the new run's and --resume does not find a point of it.
+def begin_output_dir(args: RunFlags, resumed: bool = False) -> None:
+    """Make the folder ready for this run's files (rank 0 does): what a kill has left half done is put in order, what
+    the run will write is listed, and, unless the run that stands there goes on, what an earlier one wrote is removed.
 
-    Models are left until they are overwritten.
+    Models of an earlier run are left until this one's are whole. Raises: UserError on all ranks if that cannot be done.
     """
     from engine import distributed
 
     distributed.barrier()  # no rank may still be reading there
-    if distributed.is_main():
-        folder = Path(args.output_dir)
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
-        for path in (folder / "samples", folder / CHECKPOINTS, folder / PROFILE):
-            shutil.rmtree(path, ignore_errors=True)
-        for file in tensorboard_dir(args).glob("events.out.tfevents.*"):
-            file.unlink()
-    distributed.barrier()
+    checked(lambda: _begin(args, resumed))
+
+
+def _begin(args: RunFlags, resumed: bool) -> None:
+    from training.program.model_folders import finish_interrupted
+
+    folder, events = Path(args.output_dir), tensorboard_dir(args)
+    try:
+        finish_interrupted(folder)
+        if not resumed:
+            left = written.remove_earlier(folder)
+            if events.parent != folder:
+                left += [str(events / name) for name in written.remove_earlier(events)]
+            if left:
+                shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+                print(f"{folder}: not this program's, and left alone: {shown}", flush=True)
+        names = [METRICS_FILE, RUN_FILE, "curves.png", written.POINTS]
+        names += [f"{PROFILE}/step_{step:06d}_rank*.json.gz*" for step in getattr(args, "profile_steps", ())]
+        if args.enable_tensorboard:
+            own = f"events.out.tfevents.*.{socket.gethostname()}.{os.getpid()}.*"
+            if events.parent == folder:
+                names.append(f"{events.name}/{own}")
+            else:
+                written.announce(events, own)
+        written.announce(folder, *names)
+    except OSError as error:
+        raise UserError(
+            f"--output_dir {folder}: {error.filename or folder} cannot be made ready ({reason_of(error)}). Run the "
+            "same command again then."
+        ) from None
 
 
 def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: int | None = None):

@@ -6,18 +6,18 @@ from typing import NoReturn
 
 from engine import distributed
 from engine.models.reading import read_tokenizer
-from engine.models.saving import save_trained
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
-from training.program import output_lock, stopping
+from training.program import model_folders, output_lock, stopping, written
 from training.program.output_folder import open_writer
 from training.program.phases import phase
 from training.program.plan import Plan
+from training.program.unwritten import check_all_written, going_on
 from training.reporting import views
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
 from training.reporting.plot import plot_curves
-from training.reporting.run_record import write_run_record
+from training.reporting.run_record import RUN_FILE, write_run_record
 from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, summary_text
 from training.reporting.verdict import conclude, of_ppo
@@ -61,18 +61,19 @@ class Session:
     def begin(self) -> None:
         """Settings into run.json and TensorBoard; held-out scores before the first step, or those still owed."""
         flags, dialect = self.args.as_dict(), dataclasses.asdict(self.plan.dialect)
-        write_run_record(
-            self.output_dir,
-            flags=flags,
-            dialect=dialect,
-            ds_configs=self.args.engine_configs(self.plan.dialect),
-            resumed=self.plan.resume is not None and self.plan.resume.in_output_dir,
-        )
+        with going_on(self.output_dir / RUN_FILE):
+            write_run_record(
+                self.output_dir,
+                flags=flags,
+                dialect=dialect,
+                ds_configs=self.args.engine_configs(self.plan.dialect),
+                resumed=self.plan.resume is not None and self.plan.resume.in_output_dir,
+            )
         self.writer.hparams({**flags, "resolved_dialect": dialect})
         if self.evaluator and self.trainer.steps_done == 0:
             with phase("evaluating"):
                 metrics, rows = self.evaluator.run(0)
-            write_rows(self.output_dir / "samples" / "before.jsonl", rows)
+            self.write_samples("before", rows)
             self.writer.log(0, 0, metrics)
         if self.owed is not None:
             if self.trainer.steps_done == self.plan.last_step:
@@ -129,13 +130,21 @@ class Session:
     def evaluate(self, name: str) -> dict[str, float]:
         """Answer the held-out prompts, with the averaged weights too if there are any; samples go to a file."""
         metrics, rows = self.evaluator.run(self.trainer.steps_done)
-        write_rows(self.output_dir / "samples" / f"{name}.jsonl", rows)
+        self.write_samples(name, rows)
         if self.models.ema is not None:
             with self.models.ema.swapped():
                 averaged, rows = self.evaluator.run(self.trainer.steps_done)
-            write_rows(self.output_dir / "samples" / f"{name}_ema.jsonl", rows)
+            self.write_samples(f"{name}_ema", rows)
             metrics |= {key.replace("eval/", "eval/ema_"): value for key, value in averaged.items()}
         return metrics
+
+    def write_samples(self, name: str, rows: list[dict]) -> None:
+        """Write held-out samples into a file of this name; a run goes on where that cannot be done."""
+        path = f"samples/{name}.jsonl"
+        with going_on(self.output_dir / path):
+            if distributed.is_main():
+                written.announce(self.output_dir, path)
+                write_rows(self.output_dir / path, rows)
 
     def show_samples(self, report: StepReport, count: int = 4) -> None:
         """A few of this step's responses as a table, and the distributions of scores and lengths."""
@@ -146,26 +155,36 @@ class Session:
 
     @phase("saving models")
     def save_models(self) -> dict[str, Path]:
-        """Write the trained models, and the actor with averaged weights if there are any, as Hugging Face folders."""
+        """Write the trained models, and the actor with averaged weights if there are any, as Hugging Face folders; then
+        remove those of an earlier run that this one does not have."""
         models = self.models
         saved = {
-            name: save_trained(model, self.own_tokenizer, self.output_dir / name)
+            name: model_folders.save(model, self.own_tokenizer, self.output_dir, name)
             for name, model in models.trained.items()
         }
         if models.ema is not None:
             with models.ema.swapped():
-                saved["actor_ema"] = save_trained(models.actor, self.own_tokenizer, self.output_dir / "actor_ema")
+                saved["actor_ema"] = model_folders.save(models.actor, self.own_tokenizer, self.output_dir, "actor_ema")
+        model_folders.finish(self.output_dir, saved, self.trainer.steps_done)
         return saved
 
     def end(self) -> None:
-        """Save the models if no step has done so, draw the curves, print the summary."""
+        """Save the models if no step has done so, draw the curves, print the summary.
+
+        Raises: RunStopped if something could not be written.
+        """
         if not self.saved:  # a restart point of the last step leaves no step to train
             self.saved |= self.save_models()
         if distributed.is_main():
-            curves = self.output_dir / "curves.png"
-            plot_curves(self.output_dir / METRICS_FILE, curves)
-            rows = read_metrics(self.output_dir / METRICS_FILE)
-            print("\n" + summary_text(RunSummary.from_metrics(rows, saved=self.saved, curves=curves)), flush=True)
+            metrics, curves = self.output_dir / METRICS_FILE, self.output_dir / "curves.png"
+            with going_on(curves):
+                plot_curves(metrics, curves)
+            with going_on("the summary"):
+                summary = RunSummary.from_metrics(
+                    read_metrics(metrics), saved=self.saved, curves=curves if curves.exists() else None
+                )
+                print("\n" + summary_text(summary), flush=True)
+        check_all_written()
 
     def judge(self) -> None:
         """Say the run's last words; raises RunStopped where training has broken the actor."""

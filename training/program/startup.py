@@ -22,7 +22,7 @@ from typing import NoReturn
 from engine.errors import EndedEarly, RunStopped, SharedError, UserError
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
-from training.program import output_lock, stopping
+from training.program import output_lock, stopping, unwritten
 from training.program.member import print_line
 from training.program.output_folder import check_output_dirs
 from training.program.phases import phase
@@ -41,6 +41,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
     once: by rank 0, or by the rank that it befell alone.
     """
     try:
+        unwritten.forget()
         _leave_stdin()
         quiet_libraries()
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)

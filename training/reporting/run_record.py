@@ -23,6 +23,7 @@ import torch
 
 from engine import distributed
 from engine.errors import UserError
+from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
 
 RUN_FILE = "run.json"
@@ -60,16 +61,26 @@ def write_run_record(
             "flags": dict(flags),
             "dialect": dialect,
             "deepspeed": dict(ds_configs),
+            "models": None,
         }
     )
+    _write(path, starts)
+
+
+def record_models(output_dir: str | Path, saved: Mapping[str, Path], step: int) -> None:
+    """Say in run.json's last start which models it has saved, and after which step (one process calls this).
+
+    Until then models that stand in the folder are an earlier run's. Raises: OSError, or UserError as reading does.
+    """
+    path = Path(output_dir) / RUN_FILE
+    starts = read_run_record(path)
+    starts[-1]["models"] = {"step": step, **{name: str(place) for name, place in saved.items()}}
+    _write(path, starts)
+
+
+def _write(path: Path, starts: list[dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump({"starts": starts}, file, indent=2, default=str)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_whole(path, json.dumps({"starts": starts}, indent=2, default=str) + "\n")
 
 
 def read_run_record(path: str | Path) -> list[dict]:

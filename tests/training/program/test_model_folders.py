@@ -1,0 +1,100 @@
+"""A kill at any instant of saving leaves the earlier model or the new one whole, and the next run puts all in order."""
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from training.program import model_folders
+from training.program.model_folders import COMPLETE, finish_interrupted
+from training.program.written import Written
+
+OLD = {"config.json": "old", "model-00001-of-00002.safetensors": "old", "model-00002-of-00002.safetensors": "old"}
+NEW = {"config.json": "new", "model.safetensors": "new"}
+OPERATIONS = ((Path, "replace"), (Path, "rename"), (Path, "unlink"), (os, "link"), (shutil, "rmtree"), (os, "unlink"))
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the program catches it."""
+
+
+def write(files: dict[str, str]):
+    def into(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        for name, text in files.items():
+            (folder / name).write_text(text)
+
+    return into
+
+
+def model_in(folder: Path) -> dict[str, str]:
+    """The model's files in a folder; what else is there is no part of it."""
+    if not folder.is_dir():
+        return {}
+    return {path.name: path.read_text() for path in folder.iterdir() if path.name in {**OLD, **NEW}}
+
+
+def kill_at(number: int, monkeypatch) -> None:
+    """Have the file operation of this number, and all after it, not happen."""
+    counter = itertools.count()
+
+    def killing(operation):
+        def wrapped(*args, **kwargs):
+            if next(counter) >= number:
+                raise Killed
+            return operation(*args, **kwargs)
+
+        return wrapped
+
+    for owner, name in OPERATIONS:
+        monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
+    monkeypatch.setattr("engine.whole_files._exchanged", killing(EXCHANGED[0]))
+
+
+EXCHANGED = [None]
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["exchanged", "renamed"])
+@pytest.mark.parametrize("name", ["actor", "."])
+def test_every_instant(name, at_once, tmp_path):
+    from engine import whole_files
+
+    EXCHANGED[0] = whole_files._exchanged if at_once else lambda one, other: False
+    for number in range(100):
+        out = tmp_path / str(number)
+        model_folders._replace(write(OLD), out, name)
+        (out / name / "notes.txt").write_text("the user's")
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            kill_at(number, monkeypatch)
+            try:
+                model_folders._replace(write(NEW), out, name)
+                done = True
+            except Killed:
+                done = False
+        places = [out / name, out / "actor.old", out / "actor.partial", out / COMPLETE]
+        whole = [model_in(place) for place in places if model_in(place) in (OLD, NEW)]
+        assert whole, f"killed at {number}: {sorted(map(str, out.rglob('*')))}"
+        if name == "." and "config.json" in model_in(out):
+            assert model_in(out) in (OLD, NEW), f"killed at {number}: a mixture can be loaded"
+        finish_interrupted(out)
+        assert model_in(out / name) in (OLD, NEW), f"killed at {number}"
+        assert [path.name for path in out.iterdir() if path.suffix in (".partial", ".old", ".complete")] == []
+        if done:
+            break
+        model_folders._replace(write(NEW), out, name)  # the next run's
+        assert model_in(out / name) == NEW
+    assert done and number > 3
+    assert model_in(out / name) == NEW
+    assert (out / name / "notes.txt").read_text() == "the user's"
+    assert Written.read(out).models == {name: sorted(NEW)}
+
+
+@pytest.mark.parametrize("name", ["actor", "."])
+def test_a_users_file_of_a_models_name_is_kept_beside_it(name, tmp_path):
+    (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / name / "config.json").write_text("the user's")
+    model_folders._replace(write(NEW), tmp_path, name)
+    assert model_in(tmp_path / name) == NEW
+    assert (tmp_path / name / "config.json.kept").read_text() == "the user's"

@@ -1,0 +1,167 @@
+"""Trained models as Hugging Face folders that are whole at every instant: the earlier ones go when the new ones stand.
+
+A model is written beside its place (actor.partial), put on the disk, and exchanged with what stood there. Steps 1 and 2
+save into the output folder itself, which cannot be exchanged: their model is written to model.partial, renamed to
+model.complete, and linked from there file by file. A kill in between leaves either the earlier model or model.complete
+whole, and the output folder without a config.json, so that no mixture can be loaded.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from engine import distributed
+from engine.errors import RunStopped
+from engine.models.saving import save_model
+from engine.whole_files import OLD, PARTIAL, exchange, restored, sync, sync_tree
+from engine.zero.engines import TrainedModel
+from engine.zero.gathering import full_state
+from training.program import written
+from training.program.unwritten import going_on, note, reason_of
+from training.program.written import KEPT, MODEL_FOLDERS, Written
+from training.reporting.run_record import RUN_FILE, record_models
+
+COMPLETE = "model.complete"
+PATIENCE, INTERVAL = 600.0, 10.0  # seconds that a save waits for space, and between two tries
+
+
+def save(
+    model: TrainedModel, tokenizer, output_dir: Path, name: str, edit: Callable[[dict], None] | None = None
+) -> Path:
+    """Write a trained model as the folder `name` of the output folder, "." for itself (all ranks call this).
+
+    Where the disk is full, the model goes to another place: a temporary folder, the home or the working directory; and
+    where none of them has the space, it is tried again for ten minutes.
+
+    edit: may change the weights on the way. Returns the folder. Raises: RunStopped on all ranks if no place could be
+    written.
+    """
+    state = full_state(model.module.model)
+    place, problem = output_dir / name, None
+    if distributed.is_main():
+        if edit is not None:
+            edit(state)
+        try:
+            place = _save_somewhere(lambda folder: save_model(model.module, state, tokenizer, folder), output_dir, name)
+        except OSError as error:
+            problem = f"the trained model {place} cannot be written ({reason_of(error)}), nor could any other place"
+    place, problem = distributed.broadcast_object((place, problem))
+    if problem is not None:
+        raise RunStopped(f"{problem}. A restart point has its weights, if the run wrote some (--save_steps).")
+    return place
+
+
+def _save_somewhere(write: Callable[[Path], None], output_dir: Path, name: str) -> Path:
+    """Write to the place or to another one; returns it. Raises: OSError after ten minutes."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            _replace(write, output_dir, name)
+            return output_dir / name
+        except OSError as error:
+            note(str(output_dir / name), error)
+            failed = error
+        for folder in {Path(tempfile.gettempdir()): 0, Path.home(): 0, Path.cwd(): 0}:
+            other = folder / f"trained_model_{uuid.uuid4().hex[:8]}" / (output_dir.name if name == "." else name)
+            try:
+                write(other)
+                sync_tree(other)
+                return other
+            except OSError:
+                shutil.rmtree(other.parent, ignore_errors=True)
+        if time.monotonic() > deadline:
+            raise failed
+        time.sleep(INTERVAL)
+
+
+def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None:
+    """Write a model and put it to its place; raises OSError, and what stood there then stands there still."""
+    partial = output_dir / ("model" if name == "." else name)
+    partial = partial.with_name(partial.name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        sync_tree(partial)
+        files = [path.name for path in partial.iterdir()]
+        before = written.list_model(output_dir, name, files)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if name == ".":
+        for file in set(files) - set(before):
+            if (output_dir / file).exists():
+                (output_dir / file).rename(output_dir / f"{file}{KEPT}")
+        partial.replace(output_dir / COMPLETE)
+        _link_complete(output_dir)
+    else:
+        old = exchange(partial, output_dir / name)
+        if old is not None:
+            _keep_others(old, output_dir / name, before)
+    written.list_model(output_dir, name, files, only=True)
+
+
+def _link_complete(output_dir: Path) -> None:
+    """Make the files of model.complete the model of the output folder itself, and remove it."""
+    complete = output_dir / COMPLETE
+    (output_dir / "config.json").unlink(missing_ok=True)  # from here to the end nothing there can be loaded
+    files = sorted(complete.iterdir(), key=lambda path: path.name == "config.json")
+    for name in set(Written.read(output_dir).models.get(".", [])) - {path.name for path in files}:
+        (output_dir / name).unlink(missing_ok=True)
+    for file in files:
+        link = output_dir / f"{file.name}.tmp"
+        link.unlink(missing_ok=True)
+        try:
+            os.link(file, link)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(file, link)
+            sync(link)
+        link.replace(output_dir / file.name)
+    sync(output_dir)
+    rest = output_dir / f"model{PARTIAL}"  # at once: a folder that is removed is not whole any more
+    shutil.rmtree(rest, ignore_errors=True)
+    complete.replace(rest)
+    shutil.rmtree(rest)
+
+
+def _keep_others(old: Path, place: Path, ours: list[str]) -> None:
+    """Remove the folder that a new one has replaced; files in it that no run wrote go into the new one."""
+    for path in list(old.iterdir()):
+        if path.name not in ours:
+            target = place / path.name
+            path.rename(target.with_name(target.name + KEPT) if os.path.lexists(target) else target)
+    shutil.rmtree(old)
+
+
+def finish(output_dir: Path, saved: dict[str, Path], step: int) -> None:
+    """After all models of a run: take those of an earlier run away, and say in run.json which there are (rank 0 does).
+
+    Nothing is taken away if a model of this run had to go to another place.
+    """
+    if not distributed.is_main():
+        return
+    if all(place == output_dir / name for name, place in saved.items()):
+        with going_on(output_dir):
+            written.remove_other_models(output_dir, saved)
+    with going_on(output_dir / RUN_FILE):
+        record_models(output_dir, saved, step)
+
+
+def finish_interrupted(output_dir: Path) -> None:
+    """Put in order what a kill within `save` has left: a whole model gets its place, the rest of others is removed.
+
+    Raises: OSError.
+    """
+    if (output_dir / COMPLETE).is_dir():
+        _link_complete(output_dir)
+    for name in MODEL_FOLDERS:
+        place = output_dir / ("model" if name == "." else name)
+        with contextlib.suppress(OSError):
+            restored(place)
+        for ending in (PARTIAL, OLD):
+            shutil.rmtree(place.with_name(place.name + ending), ignore_errors=True)

@@ -1,0 +1,204 @@
+"""The list of what this program wrote into an output folder: what --overwrite_output_dir removes, and nothing else.
+
+OUTPUT_DIR/written.json names it before it is made, so that a kill in between leaves nothing that is not listed:
+
+    files       names relative to the folder, with * and ? as in a shell; "samples/after.jsonl"
+    models      a model's folder ("." for the output folder itself) and the files that are the model in it
+
+Rank 0 alone keeps it. What stands in the folder and not in the list is somebody else's and stays, also within folders
+of the program's. A folder of an older version of the program has no list; then the names that it used are taken, where
+its run.json says that a run of this program was there.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.whole_files import PARTIAL, write_whole
+from training.reporting.run_record import RUN_FILE
+
+WRITTEN_FILE = "written.json"
+POINTS = "checkpoints/step_*"
+"""Restart points are known by what they hold, since they are renamed when they are set aside."""
+OWN_FILES = (WRITTEN_FILE, "run.lock")
+KEPT = ".kept"  # the ending that a user's file gets which has a name that the run writes
+MODEL_FOLDERS = ("actor", "critic", "actor_ema", ".")
+OLD_FILES = (
+    "metrics.jsonl",
+    RUN_FILE,
+    "curves.png",
+    "samples/before.jsonl",
+    "samples/after.jsonl",
+    "samples/after_ema.jsonl",
+    "samples/step_[0-9]*.jsonl",
+    "profile/step_[0-9]*_rank[0-9]*.json.gz*",
+    "tensorboard/events.out.tfevents.*",
+    POINTS,
+)
+OLD_MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_ABOUT = "what this program wrote here: --overwrite_output_dir removes this, and nothing else"
+_lock = threading.Lock()
+
+
+@dataclass
+class Written:
+    """The list of one folder."""
+
+    folder: Path
+    files: list[str] = field(default_factory=list)
+    models: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Written":
+        """The folder's list; without one, what an older version of the program left there. It may be empty."""
+        try:
+            found = json.loads((folder / WRITTEN_FILE).read_text(encoding="utf-8"))
+            return cls(folder, [str(name) for name in found["files"]], {k: list(v) for k, v in found["models"].items()})
+        except FileNotFoundError:
+            return cls._of_older_version(folder)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls(folder)  # damaged: nothing is known to be the program's
+
+    @classmethod
+    def _of_older_version(cls, folder: Path) -> "Written":
+        try:
+            if "starts" not in json.loads((folder / RUN_FILE).read_text(encoding="utf-8")):
+                return cls(folder)
+        except (OSError, ValueError, TypeError):
+            return cls(folder)
+        models = {
+            name: sorted(path.name for pattern in OLD_MODEL_FILES for path in (folder / name).glob(pattern))
+            for name in MODEL_FOLDERS
+            if (folder / name / "config.json").is_file()
+        }
+        return cls(folder, list(OLD_FILES), models)
+
+    def write(self) -> None:
+        """Put the list into the folder; raises OSError."""
+        text = json.dumps({"about": _ABOUT, "files": self.files, "models": self.models}, indent=2)
+        write_whole(self.folder / WRITTEN_FILE, text + "\n")
+
+    def has(self, name: str) -> bool:
+        """Whether the list names this file."""
+        path = self.folder / name
+        return any(path in self._found(pattern) for pattern in self.files)
+
+    def present(self) -> Iterator[Path]:
+        """The files and restart points of the list that stand there, models aside."""
+        for pattern in self.files:
+            yield from self._found(pattern)
+
+    def _found(self, pattern: str) -> list[Path]:
+        points = pattern == POINTS
+        return [path for path in self.folder.glob(pattern) if (is_point(path) if points else not path.is_dir())]
+
+
+def is_point(path: Path) -> bool:
+    """Whether a folder is a restart point of this program's, or was to become one."""
+    if path.is_symlink() or not path.is_dir() or re.fullmatch(r"step_\d+(\.\w+)?", path.name) is None:
+        return False
+    return path.suffix == PARTIAL or any((path / name).is_file() for name in ("trainer_state.json", "manifest.json"))
+
+
+def announce(folder: Path, *names: str) -> None:
+    """List what is about to be made in the folder. A file of that name that is not listed is the user's: it is renamed.
+
+    Raises: OSError.
+    """
+    with _lock:
+        listed = Written.read(folder)
+        new = [name for name in names if name not in listed.files]
+        for name in new:
+            path = folder / name
+            if not set(name) & set("*?[") and path.is_file() and not listed.has(name):
+                path.rename(path.with_name(path.name + KEPT))
+        if new:
+            listed.files += new
+            listed.write()
+
+
+def list_model(folder: Path, name: str, files: Iterable[str], only: bool = False) -> list[str]:
+    """List the files of the model `name`, beside those listed before or instead of them; returns those.
+
+    Raises: OSError.
+    """
+    with _lock:
+        listed = Written.read(folder)
+        before = listed.models.get(name, [])
+        after = sorted(set(files) | set(() if only else before))
+        if after != before:
+            listed.models[name] = after
+            listed.write()
+        return before
+
+
+def remove_earlier(folder: Path) -> list[str]:
+    """Remove all that the list names but for models, and the folders that are empty then; returns what is left in the
+    folder that is neither listed nor a log.
+
+    Raises: OSError.
+    """
+    listed = Written.read(folder)
+    for path in list(listed.present()):
+        _remove(path)
+        for parent in path.relative_to(folder).parents:
+            with contextlib.suppress(OSError):
+                if parent != Path():
+                    (folder / parent).rmdir()
+    listed.files = []
+    if folder.is_dir() and (listed.models or (folder / WRITTEN_FILE).exists()):
+        listed.write()
+    ours = {Path(name, file) for name, files in listed.models.items() for file in files}
+    left = sorted(path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    return [str(path) for path in left if path not in ours and path.suffix != ".log" and path.name not in OWN_FILES]
+
+
+def remove_other_models(folder: Path, kept: Iterable[str]) -> None:
+    """Remove the models of the list but for these; their folders too if nothing else is in them. Raises: OSError."""
+    with _lock:
+        listed = Written.read(folder)
+        others = [name for name in listed.models if name not in set(kept)]
+        for name in others:
+            for file in listed.models.pop(name):
+                (folder / name / file).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                if name != ".":
+                    (folder / name).rmdir()
+        if others:
+            listed.write()
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or of a restart point what its manifest names; one without a manifest wholly."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    try:
+        names = [Path(name) for name in json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        shutil.rmtree(path)
+        return
+    for name in [*(name for name in names if ".." not in name.parts), Path("manifest.json")]:
+        (path / name).unlink(missing_ok=True)
+        for parent in (path / name).parents[: len(name.parts)]:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
