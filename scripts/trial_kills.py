@@ -1,0 +1,47 @@
+"""Kills a run on two ranks at ZeRO-3 at random instants, goes on with --resume auto, and compares the ends.
+
+    scripts/trial_kills.sh --kills 20 --seed 0
+
+Weights, held-out samples and metrics (time and memory aside) have to be to the last bit those of a run that nothing
+happened to. Exit code 1 if any are not.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
+
+
+def main() -> int:
+    """Kill, compare, print the table; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20, help="how many (default: 20)")
+    parser.add_argument("--seed", type=int, default=0, help="which instants (default: 0)")
+    parser.add_argument("--steps", type=int, default=4, help="of the run (default: 4)")
+    options = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
+
+    from tests.e2e.kills import KillTrial, random_instants
+    from tests.e2e.programs import Tiny
+
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # tokenised data
+        trial = KillTrial(Tiny(Path(folder) / "tiny"), Path(folder) / "runs", options.steps)
+        print("| kill | after | in the middle of | gone on from | identical |\n| --- | --- | --- | --- | --- |")
+        for number, instant in enumerate(random_instants(options.kills, options.steps, options.seed), start=1):
+            outcome = trial.kill(instant, f"run_{number:02d}")
+            failed += bool(outcome.different)
+            verdict = "yes" if not outcome.different else f"NO: {', '.join(outcome.different)}"
+            print(
+                f"| {number} | {outcome.seconds:.2f} s | {outcome.phase} | {outcome.resumed} | {verdict} |", flush=True
+            )
+    print(f"\n{options.kills - failed} of {options.kills} identical")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

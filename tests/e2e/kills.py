@@ -1,0 +1,217 @@
+"""Runs on two ranks at ZeRO-3 that are killed at a random instant of a phase, gone on with, and compared.
+
+trial = KillTrial(tiny, folder, steps=4)
+print(trial.kill(Instant("train", step=2, share=0.5), "a"))
+"""
+
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tests.e2e.announcing import WRITING
+from tests.e2e.chain import MACHINE
+from tests.e2e.programs import ROOT, TIMEOUT, Tiny, command_line, metric_lines
+from training.restarts.layout import points_in
+
+PHASES = ("evaluating", WRITING, "train", "generate", "make_experience", "saving models", "loading models")
+ALWAYS_PARTITIONED = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_model_persistence_threshold": 0,
+}
+
+
+@dataclass(frozen=True)
+class Instant:
+    """When a run is killed: in which phase of which step (0 before the first), and after which share of it."""
+
+    phase: str
+    step: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """phase: what rank 0 was in when it was killed, and what was written beside. seconds: after the start. resumed: the
+    restart point that was gone on from. different: what is not as in the uninterrupted run."""
+
+    instant: Instant
+    phase: str
+    seconds: float
+    resumed: str
+    different: tuple[str, ...]
+
+
+def random_instants(count: int, steps: int, seed: int) -> list[Instant]:
+    """Each phase comes in turn; its step and its share are drawn."""
+    rng = random.Random(seed)
+    found = []
+    for number in range(count):
+        phase = PHASES[number % len(PHASES)]
+        step = {"loading models": 0, "saving models": steps, "evaluating": steps}.get(phase, rng.randint(1, steps))
+        found.append(Instant(phase, step, rng.random()))
+    return found
+
+
+class KillTrial:
+    """The uninterrupted run, and those that are killed."""
+
+    def __init__(self, tiny: Tiny, folder: Path, steps: int = 4):
+        self.folder, self.steps = folder, steps
+        folder.mkdir(parents=True, exist_ok=True)
+        shipped = json.loads((ROOT / "configs" / "ds" / "zero3.json").read_text())
+        config = folder / "zero3.json"
+        zero = shipped["zero_optimization"] | ALWAYS_PARTITIONED
+        config.write_text(json.dumps(shipped | {"zero_optimization": zero}))
+        self.flags = tiny.flags(
+            3,
+            max_steps=steps,
+            save_steps=1,
+            enable_ema=True,
+            actor_ds_config=config,
+            critic_ds_config=config,
+            actor_zero_stage=3,
+            critic_zero_stage=3,
+            ppo_epochs=2,
+            set="kl_controller=adaptive",
+            actor_learning_rate=1e-3,
+            critic_learning_rate=1e-3,
+        )
+
+    @cached_property
+    def whole(self) -> Path:
+        """The folder of the uninterrupted run."""
+        run = Run(self, self.folder / "whole")
+        run.ended()
+        return run.output_dir
+
+    @cached_property
+    def seconds(self) -> dict[tuple[str, int], float]:
+        """How long each phase of rank 0 took, by name and step."""
+        assert self.whole
+        lines = [line for line in read_phases(self.folder / "whole.phases") if line["rank"] == 0]
+        found: dict[tuple[str, int], float] = {}
+        for group in (
+            [line for line in lines if line["phase"].startswith(WRITING)],
+            [line for line in lines if not line["phase"].startswith(WRITING)],
+        ):
+            for line, following in itertools.pairwise(group):
+                found[line["phase"], line["step"]] = following["time"] - line["time"]
+        return found
+
+    def kill(self, instant: Instant, name: str) -> Outcome:
+        """Kill a run there, go on from its newest restart point, and compare."""
+        wait = instant.share * self.seconds[instant.phase, instant.step]
+        run = Run(self, self.folder / name)
+        seconds, phase = run.killed(instant, wait)
+        points = points_in(run.output_dir)
+        again = Run(self, run.output_dir, resume="auto")
+        again.ended()
+        said = [line for line in again.stdout.splitlines() if line.startswith("goes on from ")]
+        resumed = said[0].partition("checkpoints/")[2] if said else "the beginning"
+        assert bool(said) == bool(points), (said, points)
+        return Outcome(instant, phase, seconds, resumed, differences(self.whole, run.output_dir))
+
+
+class Run:
+    """One launch of the announcing program on two ranks."""
+
+    def __init__(self, trial: KillTrial, output_dir: Path, **flags):
+        self.output_dir, self.phases = output_dir, Path(f"{output_dir}.phases")
+        self.stdout = ""
+        self.phases.unlink(missing_ok=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.log = Path(f"{output_dir}.log")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", str(port)]
+                + [str(ROOT / "tests" / "e2e" / "announcing.py")]
+                + command_line({**trial.flags, "output_dir": output_dir, **flags}),
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "DS_ACCELERATOR": "cpu",
+                    "PYTHONPATH": str(ROOT),
+                    "PHASES": str(self.phases),
+                },
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.started = time.time()
+
+    def ended(self) -> None:
+        """Wait for its end; raises AssertionError where that is not a good one."""
+        try:
+            code = self.process.wait(TIMEOUT)
+        finally:
+            self._kill()
+        self.stdout = self.log.read_text()
+        assert code == 0, self.stdout[-4000:]
+
+    def killed(self, instant: Instant, wait: float) -> tuple[float, str]:
+        """Kill all processes so long after rank 0 entered the phase; returns when that was, and where it was."""
+        deadline = time.time() + TIMEOUT
+        entered = None
+        while entered is None:
+            assert self.process.poll() is None and time.time() < deadline, self.log.read_text()[-4000:]
+            time.sleep(0.001)
+            wanted = (instant.phase, instant.step, 0)
+            lines = read_phases(self.phases)
+            entered = next((at["time"] for at in lines if (at["phase"], at["step"], at["rank"]) == wanted), None)
+        time.sleep(max(0.0, entered + wait - time.time()))
+        self._kill()
+        lines = [line for line in read_phases(self.phases) if line["rank"] == 0]
+        main = [line for line in lines if not line["phase"].startswith(WRITING)]
+        beside = [line["phase"] for line in lines if line["phase"].startswith(WRITING)][-1:]
+        place = f"{main[-1]['phase']}, step {main[-1]['step']}"
+        return time.time() - self.started, place + f"; {WRITING}" * (beside == [WRITING])
+
+    def _kill(self) -> None:
+        pids = {line["pid"] for line in read_phases(self.phases)}
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+        for pid in pids:
+            while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
+                time.sleep(0.01)
+
+
+def read_phases(path: Path) -> list[dict]:
+    """What was announced so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def differences(whole: Path, other: Path) -> tuple[str, ...]:
+    """What of another run's results is not the uninterrupted one's to the last bit, time and memory aside."""
+    names = [f"{role}/model.safetensors" for role in ("actor", "critic", "actor_ema")]
+    names += ["samples/before.jsonl", "samples/after.jsonl", "samples/after_ema.jsonl"]
+    found = [
+        name
+        for name in names
+        if not (other / name).is_file() or (whole / name).read_bytes() != (other / name).read_bytes()
+    ]
+    lines, others = (
+        [{name: value for name, value in line.items() if not name.startswith(MACHINE)} for line in metric_lines(folder)]
+        for folder in (whole, other)
+    )
+    return tuple(found + ["metrics.jsonl"] * (lines != others))
