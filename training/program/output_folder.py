@@ -14,7 +14,7 @@ from training.program.unwritten import reason_of
 from training.reporting.metrics_file import METRICS_FILE
 from training.reporting.run_record import RUN_FILE
 from training.reporting.views import View
-from training.restarts.layout import CHECKPOINTS, points_in
+from training.restarts.layout import AUTO, CHECKPOINTS, points_in
 
 PROFILE = "profile"  # that of recorded steps
 
@@ -37,7 +37,9 @@ def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
     _check_links(output_dir)
     _check_apart(args, output_dir)
     for name, folder in folders.items():
-        _check_own(name, folder, args.overwrite_output_dir or resumed)
+        # A run that died before its first restart point begins again.
+        begun = getattr(args, "resume", None) == AUTO and written.only_begun(folder)
+        _check_own(name, folder, args.overwrite_output_dir or resumed or begun)
 
 
 def _check_writable(name: str, folder: Path) -> None:

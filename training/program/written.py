@@ -172,6 +172,20 @@ def remove_earlier(folder: Path) -> list[str]:
     return [str(path) for path in left if path not in ours and path.suffix != ".log" and path.name not in OWN_FILES]
 
 
+def only_begun(folder: Path) -> bool:
+    """Whether nothing stands in the folder but what a run of this program listed that came to no model and no restart
+    point; logs aside."""
+    listed = Written.read(folder)
+    present = set(listed.present())
+    if any((path / "manifest.json").is_file() for path in present):
+        return False
+    for path in folder.rglob("*"):
+        own = path.suffix == ".log" or path.name.startswith(OWN_FILES) or path.suffix == PARTIAL
+        if not path.is_dir() and not own and not present & {path, *path.parents}:
+            return False
+    return True
+
+
 def remove_other_models(folder: Path, kept: Iterable[str]) -> None:
     """Remove the models of the list but for these; their folders too if nothing else is in them. Raises: OSError."""
     with _lock:

@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 
 CHECKPOINTS = "checkpoints"
+AUTO = "auto"  # for --resume: the newest point in --output_dir, if there is one
 STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"
 CONFIG, EMA = "config", "ema"
 PARTIAL, ABANDONED = ".partial", ".abandoned"

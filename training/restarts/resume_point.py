@@ -9,10 +9,9 @@ from engine import distributed
 from engine.errors import UserError
 from training.program.agreement import SharedError, checked
 from training.restarts.conditions import Conditions
-from training.restarts.layout import MANIFEST, STATE_FILE, points_in, set_aside, step_of
+from training.restarts.layout import AUTO, MANIFEST, STATE_FILE, points_in, set_aside, step_of
 from training.restarts.manifest import damages
 
-AUTO = "auto"
 STATE_FIELDS = {"steps_done": int, "models": dict, "ema": bool, "identity": dict, "settings": dict}
 SHOWN = 3  # damaged files that a message names
 
