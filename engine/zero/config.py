@@ -1,8 +1,10 @@
 """DeepSpeed configurations: read configs/ds/*.json, fill in what the program owns, refuse what contradicts it."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -38,6 +40,16 @@ _KNOWN = {
     "checkpoint",
     "seq_parallel_communication_data_type",
     "comment",
+}
+
+# Settings of ZeRO's under which numbers of the training state are on a disk, in another optimizer, or not what is
+# computed with.
+_OUT_OF_REACH: dict[str, Callable[[Any], bool]] = {
+    "offload_optimizer.device": lambda device: device == "nvme",
+    "offload_optimizer.ratio": lambda ratio: ratio < 1,
+    "offload_param.device": lambda device: device == "nvme",
+    "zenflow": bool,
+    "zero_quantized_nontrainable_weights": bool,
 }
 
 
@@ -125,6 +137,8 @@ def build_ds_config(
             f"{choice.path}: zero_optimization.compute_grad_norm is false, but the gradient norm is one of "
             "the metrics. Leave it out of the file."
         )
+    if trained:
+        _refuse_out_of_reach(config["zero_optimization"], choice.path)
     if choice.stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") not in (None, dtype):
         raise UserError(
             f"{choice.path}: data_types.grad_accum_dtype at stage 1 makes another optimizer of "
@@ -172,6 +186,18 @@ def read_ds_file(choice: EngineConfig) -> dict:
     for name, model in sections.items():
         _check_section(config[name], model, path, name)
     return config
+
+
+def _refuse_out_of_reach(zero: dict, path: str | None) -> None:
+    """Raise UserError for a file that keeps numbers of the training state where no restart point finds them."""
+    for name, elsewhere in _OUT_OF_REACH.items():
+        section, _, key = name.partition(".")
+        value = (zero.get(section) or {}).get(key) if key else zero.get(section)
+        if value is not None and elsewhere(value):
+            raise UserError(
+                f"{path}: zero_optimization.{name} is {value!r}, under which no restart point can be written, and a "
+                "run that is asked to end writes one. Leave it out of the file."
+            )
 
 
 def stage_of_file(path: str, role: str) -> int | None:

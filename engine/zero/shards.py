@@ -120,7 +120,7 @@ class TrainingState:
                 f"{kind}/{self.names[span.parameter]}",
                 tuple(full_shape(span.parameter)),
                 span.start,
-                _flat(tensor)[span.offset : span.offset + span.length],
+                _flat(tensor).narrow(0, span.offset, span.length),
             )
             for master, tensor in zip(self.stage.masters(), tensors, strict=True)
             if tensor is not None

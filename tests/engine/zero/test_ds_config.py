@@ -177,3 +177,26 @@ def test_the_stage_that_a_file_asks_for(given, tmp_path):
     assert stage_of_file(str(tmp_path / "missing.json"), "actor") is None
     with pytest.raises(UserError, match=r"ds\.json: zero_optimization\.stage is 4 for the critic"):
         stage_of_file(given({"zero_optimization": {"stage": 4}}).path, "critic")
+
+
+@pytest.mark.parametrize(
+    "zero, named",
+    [
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/ssd"}}, "offload_optimizer.device is 'nvme'"),
+        ({"offload_param": {"device": "nvme", "nvme_path": "/ssd"}}, "offload_param.device is 'nvme'"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio is 0.5"),
+        ({"zenflow": {"topk_ratio": 0.1}}, "zenflow is {'topk_ratio': 0.1}"),
+        ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights is True"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 1.0}, "offload_param": {"device": "none"}}, None),
+        ({"offload_optimizer": None, "stage3_param_persistence_threshold": 0}, None),
+    ],
+)
+def test_what_no_restart_point_could_hold_is_refused_of_engines_that_train(given, zero, named):
+    choice = given({"zero_optimization": zero}, stage=3)
+    build(choice, trained=False)
+    if named is None:
+        build(choice)
+        return
+    with pytest.raises(UserError) as refusal:
+        build(choice)
+    assert f"{choice.path}: zero_optimization.{named}, under which no restart point can be" in str(refusal.value)
