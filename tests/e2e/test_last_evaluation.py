@@ -71,3 +71,23 @@ def test_two_ranks(tiny: Tiny, tmp_path):
     reward = write_reward(tmp_path, FAILURES["nan"][0], ranks=2)
     flags = tiny.flags(3, output_dir=out, reward_function=reward, actor_zero_stage=3, critic_zero_stage=3)
     check_kept(out, launch(3, flags), FAILURES["nan"][1])
+
+
+def test_a_reward_function_that_changes_the_working_directory(tiny: Tiny, tmp_path, capfd, monkeypatch):
+    """All that the run reads and writes is named from where it began; the function goes elsewhere as it is imported."""
+    (tmp_path / "begin").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "begin")
+    for name in ("sft", "reward", "prompts.jsonl"):
+        (tmp_path / "begin" / name).symlink_to(tiny.folder / name)
+    text = f"import os\nos.chdir({str(tmp_path / 'elsewhere')!r})\n" + REWARD.format(last="pass", call=5)
+    (tmp_path / "begin" / "moving_judge.py").write_text(text)
+    flags = tiny.flags(3, output_dir="out", reward_function="moving_judge.py:score", save_steps=1)
+    flags |= {"actor_model_name_or_path": "sft", "critic_model_name_or_path": "reward", "data_path": "prompts.jsonl"}
+    result = run_here(3, flags, capfd)
+    assert result.code == 0, result.stderr
+    out = tmp_path / "begin" / "out"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert [line["step"] for line in metric_lines(out)] == [0, 1, 2]
+    for name in ("actor/config.json", "samples/after.jsonl", "curves.png", "checkpoints/step_000002/manifest.json"):
+        assert (out / name).is_file(), name

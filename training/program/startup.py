@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine.errors import EndedEarly, RunStopped, SharedError, UserError
+from training.flags.absolute_paths import make_paths_absolute
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
 from training.program import output_lock, stopping, unwritten
@@ -45,6 +46,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         _leave_stdin()
         quiet_libraries()
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
+        make_paths_absolute(args)
     except UserError as error:
         return _told(error)
     from engine.zero.accelerator import natural_dtype  # seconds of imports: a mistyped flag is reported before them

@@ -86,6 +86,7 @@ class Conditions:
             "responses a step": args.rows_per_rank * distributed.world_size(),
             **{name: fields.pop(name) for name in FIXED_FIELDS},
             **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS},
+            "--reward_function": args.reward_function and Path(args.reward_function).name,  # its folder may be moved
         }
         settings = {
             **fields,
