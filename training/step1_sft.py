@@ -11,7 +11,7 @@ import math
 from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
-from engine.models.checking import check_policy
+from engine.models.checking import check_policy, check_rows
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import read_tokenizer, vocabulary_size
 from engine.rlhf_engine import wrap_trained
@@ -124,7 +124,10 @@ def check(args: SFTFlags) -> None:
     if args.looks_at(args.model_name_or_path):
         config = check_policy(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
         check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
-        read_tokenizer(args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code)
+        tokenizer = read_tokenizer(
+            args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
+        )
+        check_rows(tokenizer, config, args.model_name_or_path, "--model_name_or_path")
 
 
 if __name__ == "__main__":

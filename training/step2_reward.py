@@ -17,7 +17,7 @@ from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
 from engine.algo.masked import mean_and_variance, moments
 from engine.errors import RunStopped
 from engine.experience import position_ids
-from engine.models.checking import check_policy, check_trunk, check_vocabularies
+from engine.models.checking import check_policy, check_rows, check_trunk, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, new_scorer
 from engine.models.reading import read_tokenizer, vocabulary_size
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, frozen_stage, wrap_trained
@@ -272,7 +272,10 @@ def check(args: RewardFlags) -> None:
     if args.looks_at(args.model_name_or_path):
         config = check_trunk(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
         check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
-        read_tokenizer(args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code)
+        tokenizer = read_tokenizer(
+            args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
+        )
+        check_rows(tokenizer, config, args.model_name_or_path, "--model_name_or_path")
     if args.normalization_samples and args.looks_at(args.sft_path):
         flag_name = "--sft_model_name_or_path" if args.sft_model_name_or_path else "--model_name_or_path"
         check_positions(

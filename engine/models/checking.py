@@ -42,7 +42,7 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
     if not _heads(config, "ForSequenceClassification"):
         kind = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
     trunk = MODEL_MAPPING.get(type(config), None)
-    if trunk is not None and trunk.__name__ in (config.architectures or []):
+    if trunk is not None and trunk.__name__ in _heads(config, "Model"):
         kind = trunk  # without any head
     check_weights(path, config, kind, what)
     return config
@@ -71,6 +71,16 @@ def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
         raise UserError(f"{what}: {path} has num_labels = {config.num_labels}. Give a reward model, which has 1.")
     check_weights(path, config, kind, what)
     return "sequence_classification"
+
+
+def check_rows(tokenizer: PreTrainedTokenizerBase, config, path: str, what: str) -> None:
+    """Raise UserError, naming `what` (a flag), if the tokenizer knows tokens for which the model has no embedding."""
+    rows, needed = getattr(config.get_text_config(), "vocab_size", None), vocabulary_size(tokenizer)
+    if rows is not None and rows < needed:
+        raise UserError(
+            f"{what}: the tokenizer in {path} has ids up to {needed - 1}, the model's embedding {rows} rows. Take the "
+            "added tokens out of the tokenizer, or give the model their rows (resize_token_embeddings)."
+        )
 
 
 def check_vocabularies(

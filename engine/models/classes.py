@@ -28,7 +28,9 @@ def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust
     own = (getattr(config, "auto_map", None) or {}).get(kind) if trust_remote_code else None
     if own is not None:
         try:
-            return add_generation_mixin_to_remote_model(get_class_from_dynamic_module(own, path))
+            found = get_class_from_dynamic_module(own, path)
+            found.register_for_auto_class(kind)  # so that its code is saved with the model
+            return add_generation_mixin_to_remote_model(found)
         except Exception as error:  # whatever the folder's code raises
             raise UserError(
                 f"{what}: {path} names {own} as its class, and importing it raised {type(error).__name__}: "

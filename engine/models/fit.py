@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from engine.errors import UserError
+from engine.models.places import one_line
 from engine.models.weight_files import Header, headers, weights_folder
 
 SHOWN = 3  # names in a message
@@ -97,7 +98,7 @@ def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConf
     except Exception as error:  # whatever sizes that make no model lead transformers to
         raise UserError(
             f"{what}: no model can be built as {path}/config.json says ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}). Mend it, or write the model again."
+            f"{one_line(error)[:300]}). Mend it, or write the model again."
         ) from None
     misfit.refuse(path, what)
     if model is None:

@@ -177,8 +177,8 @@ def _refuse_not_finite(model: nn.Module, path: str, dtype: torch.dtype, what: st
     if bad:
         why = " Numbers over 65504 do not fit into fp16: try --dtype bf16." if dtype == torch.float16 else ""
         raise UserError(
-            f"{what}: {len(bad)} weights in {path} hold NaN or infinite numbers ({listed(bad)}).{why} Give a model "
-            "whose training did not fail, or write it again."
+            f"{what}: NaN or infinite numbers stand in {len(bad)} of the weights in {path} ({listed(bad)}).{why} "
+            "Give a model whose training did not fail, or write it again."
         )
 
 

@@ -47,5 +47,6 @@ def require_model(path: str, what: str) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """A library's complaint in one line."""
-    return " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())
+    """A library's complaint in one line: its first, and the second where the first only announces it."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

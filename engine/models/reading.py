@@ -1,8 +1,10 @@
 """A model's configuration and its tokenizer, read before anything large is loaded."""
 
+from pathlib import Path
+
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from engine.errors import UserError
+from engine.errors import UserError, shortened
 from engine.models.pad_tokens import set_pad_token
 from engine.models.places import one_line, require_model
 
@@ -16,12 +18,23 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
     """
     require_model(path, what)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a broken config.json leads transformers to
         _refuse_code(error, path, what)
+        if Path(path).is_dir():
+            raise UserError(
+                f"{what}: {path}/config.json describes no model ({one_line(error)}). Mend it, or give another model."
+            ) from None
         raise UserError(
             f"{what}: no model at {path!r} ({one_line(error)}). Give a Hugging Face folder or hub name."
         ) from None
+    names = config.architectures
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserError(
+            f"{what}: {path}/config.json names no class of its weights: architectures is {shortened(names)}. Make it a "
+            'list of one name, such as ["LlamaForCausalLM"].'
+        )
+    return config
 
 
 def read_tokenizer(

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import UserError, shortened
+from engine.models.places import one_line
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of which the first is taken, as transformers does
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
@@ -138,7 +139,7 @@ def _of_pickle(file: Path, what: str) -> dict[str, Header]:
         ) from None
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(
-            f"{what}: {file} ({file.stat().st_size} bytes) is broken ({' '.join(str(error).split())[:200]}). Was its "
+            f"{what}: {file} ({file.stat().st_size} bytes) is broken ({one_line(error)[:200]}). Was its "
             "writing cut off? Copy it again, or write it again."
         ) from None
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):

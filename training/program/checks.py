@@ -2,13 +2,13 @@
 
 from engine import distributed
 from engine.algorithms import Dialect, check
-from engine.models.checking import check_policy, check_scorer, check_trunk, check_vocabularies
+from engine.models.checking import check_policy, check_rows, check_scorer, check_trunk, check_vocabularies
 from engine.models.hydra import check_hydra
 from engine.models.reading import read_config, read_tokenizer
 from engine.rollout.families import check_attention
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function
-from training.program.model_files import check_positions
+from training.program.model_files import check_positions, generation_stops
 from training.program.startup import check_run
 from training.restarts.resume_point import ResumePoint
 
@@ -52,8 +52,9 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
         path = getattr(args, name)
         if name == "actor_model_name_or_path":
             tokenizer = read_tokenizer(path, f"--{name}", dialect.pad_token, trusted)
-            check_policy(path, f"--{name}", trusted)
+            check_rows(tokenizer, check_policy(path, f"--{name}", trusted), path, f"--{name}")
             check_attention(path, f"--{name}", trusted)
+            generation_stops(path, tokenizer, trusted)
             if dialect.hydra_layers:
                 check_hydra(path, dialect.hydra_layers, f"--{name}", trusted)
             starts_anew = dialect.critic_start == "zero_head" or args.critic_model_name_or_path is None

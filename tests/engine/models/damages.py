@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 
 def edit_config(folder: str | Path, **changes) -> None:
@@ -62,7 +62,9 @@ def as_pickle(folder: str | Path) -> Path:
 
 def in_shards(folder: str | Path) -> Path:
     """The same weights in several files with an index; returns the index."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    scores = "score.weight" in load_file(Path(folder) / "model.safetensors")
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32)
     (Path(folder) / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="20KB")
     return Path(folder) / "model.safetensors.index.json"

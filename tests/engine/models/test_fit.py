@@ -124,7 +124,7 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path, value):
     edit_weights(make_causal_lm(tmp_path / "actor"), spoil)
     edit_weights(make_scorer(tmp_path / "critic"), spoil)
     for load, name in ((load_policy, "actor"), (load_scorer, "critic")):
-        with pytest.raises(UserError, match=r"1 weights in .* hold NaN or infinite numbers \(model\.norm\.weight\)"):
+        with pytest.raises(UserError, match=r"NaN or infinite numbers stand in 1 of .* \(model\.norm\.weight\)"):
             load(str(tmp_path / name), torch.float32)
 
 
