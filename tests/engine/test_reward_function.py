@@ -88,7 +88,7 @@ def test_nan_and_infinity_are_passed_on():
     ],
 )
 def test_what_is_no_score_stops_the_run(returned, told):
-    with pytest.raises(RunStopped, match=f"the reward function mine:f {told}.*--resume"):
+    with pytest.raises(RunStopped, match=f"the reward function mine:f {told}.*Mend it\\."):
         score(returning(returned), name="mine:f")
 
 
