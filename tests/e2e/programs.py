@@ -73,11 +73,20 @@ def launch(step: int, flags: dict, ranks: int = 2) -> Result:
 
 def launch_words(step: int, words: list[str], ranks: int = 2) -> Result:
     """The same, with the words as they are; raises TimeoutError."""
+    return _launched(_program(step), words, ranks)
+
+
+def launch_program(path: Path, flags: dict, ranks: int) -> Result:
+    """The same of a program of a trial's own; raises TimeoutError."""
+    return _launched(path, command_line(flags), ranks)
+
+
+def _launched(program: Path, words: list[str], ranks: int) -> Result:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks), "--master_port", str(port)]
-    return _started([*launcher, str(_program(step)), *words], ranks)
+    return _started([*launcher, str(program), *words], ranks)
 
 
 def start_words(step: int, words: list[str]) -> Result:
