@@ -7,6 +7,7 @@ unless --loss_on all.
 """
 
 import math
+from collections.abc import Mapping
 
 from engine import distributed
 from engine.algo.masked import masked_sum
@@ -28,6 +29,8 @@ from training.reporting import views
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import read_metrics
 from training.reporting.verdict import conclude, of_sft
+from training.restarts.resume_point import ResumePoint
+from training.restarts.supervised_conditions import supervised_conditions
 from training.supervised import SupervisedTrainer
 
 LARGEST = 700.0  # nats whose e-th power is a float
@@ -35,12 +38,16 @@ LARGEST = 700.0  # nats whose e-th power is a float
 
 def main(args: SFTFlags) -> None:
     """Check, load, train, save."""
-    checked(lambda: check(args))
+    point = ResumePoint.find(args.resume, args.output_dir)
+    checked(lambda: check(args, point))
     if args.dry_run:
         dry_run.report_supervised(args, load_examples)
         return
     check_shared(args.output_dir)
-    tokenizer, examples, held_out = agreed(lambda: load_examples(args))
+    tokenizer, examples, held_out, data = agreed(lambda: load_examples(args))
+    conditions = supervised_conditions(args, data, args.total_steps(len(examples)))
+    if point:
+        agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
     ds_config = args.ds_settings()
     module = load_policy(
         args.model_name_or_path,
@@ -80,6 +87,8 @@ def main(args: SFTFlags) -> None:
         count=lambda batch: int(batch.loss_mask.sum()),
         view=views.SFT,
         tokenizer=tokenizer,
+        conditions=conditions,
+        point=point,
     )
     if distributed.is_main():
         print(
@@ -97,6 +106,10 @@ def main(args: SFTFlags) -> None:
 class SFTTrainer(SupervisedTrainer):
     """The supervised loop, with perplexity among the held-out metrics."""
 
+    def held_out_score(self, metrics: Mapping[str, float]) -> float:
+        """Minus the loss."""
+        return -metrics["eval/loss"]
+
     def held_out_metrics(self) -> dict[str, float]:
         """Loss and perplexity: e to the mean negative log-likelihood of a token, in nats."""
         metrics = super().held_out_metrics()
@@ -105,21 +118,22 @@ class SFTTrainer(SupervisedTrainer):
 
 
 def load_examples(args: SFTFlags) -> tuple:
-    """Tokenizer, training examples and held-out ones; raises UserError before a model is loaded."""
+    """Tokenizer, training examples, held-out ones, and the fingerprints of both.
+
+    Raises UserError before a model is loaded.
+    """
     tokenizer = read_tokenizer(
         args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
     )
-    examples, held_out = (
-        SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache)
-        for rows in args.load_rows(SFT, tokenizer, held_out=args.held_out, undivided=args.sft_only_data_path)
-    )
+    parts = args.load_rows(SFT, tokenizer, held_out=args.held_out, undivided=args.sft_only_data_path)
+    examples, held_out = (SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache) for rows in parts)
     args.steps_per_epoch(len(examples))
-    return tokenizer, examples, held_out
+    return tokenizer, examples, held_out, [rows.fingerprint for rows in parts]
 
 
-def check(args: SFTFlags) -> None:
+def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
     """What can be wrong with files, model and machine, before anything large is loaded."""
-    check_run(args)
+    check_run(args, resumed=point is not None and point.in_output_dir)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
         config = check_policy(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)

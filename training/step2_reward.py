@@ -8,49 +8,53 @@ mean 0 and variance 1 on responses that the SFT model samples. What is saved ope
 AutoModelForSequenceClassification; its score plus `score_offset` of config.json is ours.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine import distributed
 from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
-from engine.algo.masked import mean_and_variance, moments
-from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.models.checking import check_policy, check_rows, check_trunk, check_vocabularies
-from engine.models.loading import DTYPES, load_policy, new_scorer
-from engine.models.reading import read_tokenizer, vocabulary_size
-from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, frozen_stage, wrap_trained
-from engine.rollout import SamplingConfig, build_rollouts
-from engine.zero.config import EngineConfig
-from engine.zero.engines import FrozenModel, TrainedModel
-from training.data.forms import PAIRS, PROMPTS
-from training.data.order import epoch_permutation
+from engine.models.loading import DTYPES, new_scorer
+from engine.models.reading import read_tokenizer
+from engine.rlhf_engine import wrap_trained
+from engine.zero.engines import TrainedModel
+from training.data.forms import PAIRS
 from training.data.pair_examples import PairBatch, PairExamples, collate_pairs
-from training.data.prompts import Prompts, collate_prompts
-from training.data.rows import load_rows
+from training.data.prompts import Prompts
 from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
 from training.program.agreement import agreed, checked
 from training.program.ending import models_told
-from training.program.model_files import check_positions, generation_stops
+from training.program.model_files import check_positions
 from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import read_metrics
 from training.reporting.verdict import conclude, of_reward
+from training.restarts.conditions import Conditions
+from training.restarts.resume_point import ResumePoint
+from training.restarts.supervised_conditions import supervised_conditions
+from training.score_normalization import normalization_prompts, score_statistics, starting_scale
 from training.supervised import SupervisedTrainer
 
 
 def main(args: RewardFlags) -> None:
     """Check, load, train, normalise, save."""
-    checked(lambda: check(args))
+    point = ResumePoint.find(args.resume, args.output_dir)
+    checked(lambda: check(args, point))
     if args.dry_run:
         dry_run.report_supervised(args, load_examples)
         return
     check_shared(args.output_dir)
-    tokenizer, examples, held_out, prompts = agreed(lambda: load_examples(args))
+    tokenizer, examples, held_out, prompts, data = agreed(lambda: load_examples(args))
+    conditions = supervised_conditions(args, data, args.total_steps(len(examples)))
+    if point:
+        agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
     ds_config = args.ds_settings()
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
     module = new_scorer(
@@ -61,11 +65,11 @@ def main(args: RewardFlags) -> None:
         ds_config,
         "--model_name_or_path",
         args.dropout,
-        starting_scale(args, tokenizer, prompts, pad) if args.normalize_before else 1.0,
+        starting_scale(args, tokenizer, prompts, pad) if args.normalize_before and not point else 1.0,
         args.trust_remote_code,
     )
     model = wrap_trained(module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing)
-    trainer = RewardTrainer(model, args, examples, held_out, tokenizer)
+    trainer = RewardTrainer(model, args, examples, held_out, tokenizer, conditions, point)
     if distributed.is_main():
         print(
             f"{len(examples)} pairs ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
@@ -104,7 +108,14 @@ class RewardTrainer(SupervisedTrainer):
     """The supervised loop over pairs."""
 
     def __init__(
-        self, model: TrainedModel, args: RewardFlags, examples: PairExamples, held_out: PairExamples, tokenizer
+        self,
+        model: TrainedModel,
+        args: RewardFlags,
+        examples: PairExamples,
+        held_out: PairExamples,
+        tokenizer,
+        conditions: Conditions,
+        point: ResumePoint | None,
     ):
         super().__init__(
             model,
@@ -117,7 +128,13 @@ class RewardTrainer(SupervisedTrainer):
             count=lambda batch: len(batch.first_difference),
             view=views.REWARD,
             tokenizer=tokenizer,
+            conditions=conditions,
+            point=point,
         )
+
+    def held_out_score(self, metrics: Mapping[str, float]) -> float:
+        """The accuracy."""
+        return metrics["eval/accuracy"]
 
     def _scores(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """Token scores (2B, S) and sequence scores (2B,), chosen first."""
@@ -150,124 +167,24 @@ class RewardTrainer(SupervisedTrainer):
         metrics.add_moments(margins, everywhere, mean=f"{prefix}/margin", std=f"{prefix}/margin_std")
 
 
-def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id: int | None) -> float:
-    """What the new head is multiplied by, so that it scores the SFT model's responses with variance 1 from the start.
-
-    Their mean stays what it is: pairs are compared by differences, which an offset does not change.
-
-    Source: openai/lm-human-preferences cbfd210b, train_reward.py, `normalize_before`.
-    """
-
-    def load(path: str, dtype: torch.dtype, ds_config: dict, what: str, trust_remote_code: bool):
-        return new_scorer(path, dtype, pad_token_id, args.seed, ds_config, what, trust_remote_code=trust_remote_code)
-
-    spec = EngineSpec(
-        actor_path="",
-        critic_path=args.model_name_or_path,
-        dtype=args.dtype,
-        trust_remote_code=args.trust_remote_code,
-    )
-    model = frozen_model(
-        load, args.model_name_or_path, EngineConfig("reward", frozen_stage(args.engine_config())), spec
-    )
-    mean, variance = score_statistics(args, model, tokenizer, prompts)
-    if distributed.is_main():
-        print(
-            f"before training: scores of these responses have mean {mean:.3f}, standard deviation "
-            f"{variance**0.5:.3f}; the new head is scaled so that this is 1",
-            flush=True,
-        )
-    return variance**-0.5
-
-
-@torch.no_grad()
-def score_statistics(
-    args: RewardFlags, model: TrainedModel | FrozenModel, tokenizer, prompts: Prompts
-) -> tuple[float, float]:
-    """Mean and variance of this model's scores of responses that the SFT model samples, over all ranks.
-
-    Raises: RunStopped if all scores are the same, which nothing can scale to variance 1.
-    """
-    spec = EngineSpec(
-        actor_path=args.sft_path,
-        critic_path="",
-        dtype=args.dtype,
-        actor_optimizer=OptimizerSpec(lr=0.0),
-        trust_remote_code=args.trust_remote_code,
-    )
-    choice = EngineConfig("reference", frozen_stage(args.engine_config()))
-    policy = frozen_model(load_policy, args.sft_path, choice, spec)
-    rollouts = build_rollouts(
-        "auto",
-        policy,
-        tokenizer,
-        rows_at_once=args.per_device_eval_batch_size,
-        row_length=args.max_prompt_seq_len + args.max_answer_seq_len,
-    )
-    sampling = SamplingConfig(
-        max_new_tokens=args.max_answer_seq_len,
-        pad_token_id=tokenizer.pad_token_id,
-        stop_token_ids=generation_stops(args.sft_path, tokenizer, args.trust_remote_code),
-        temperature=args.temperature,
-        seed=args.seed,
-        vocabulary_size=vocabulary_size(tokenizer),
-    )
-    world, size = distributed.world_size(), args.per_device_eval_batch_size
-    # The first prompts of one data set; of several, which stand one behind the other, some of each.
-    several = len(args.normalization_data_path or args.data_path) > 1
-    order = torch.from_numpy(epoch_permutation(len(prompts), args.seed, 0)) if several else torch.arange(len(prompts))
-    totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
-    for start in range(0, args.normalization_samples, size * world):
-        by_turns = torch.arange(start, start + size * world).view(size, world).T.flatten()  # one by one to each rank
-        numbers = by_turns[distributed.rank_share(size * world)]
-        indices, samples = order[numbers % len(prompts)], numbers // len(prompts)
-        batch = collate_prompts([prompts[index] for index in indices.tolist()], indices, samples, sampling.pad_token_id)
-        rollout = rollouts.generate(batch.to(distributed.device()), sampling)
-        token_scores = model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
-        scores = model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
-        totals += moments(scores, (numbers < args.normalization_samples).to(scores.device))
-    mean, variance = (value.item() for value in mean_and_variance(distributed.all_reduce_sum(totals)))
-    if not variance > 0:
-        raise RunStopped(
-            f"all {args.normalization_samples} responses of the SFT model score {mean:.4g}: nothing can "
-            "be normalised. Look at eval/accuracy and the learning rate, or give "
-            "--normalization_samples 0."
-        )
-    return mean, variance
-
-
 def load_examples(args: RewardFlags) -> tuple:
-    """Tokenizer, training pairs, held-out ones, and prompts to normalise on (or None).
+    """Tokenizer, training pairs, held-out ones, prompts to normalise on (or None), the pairs' fingerprints.
 
     Raises UserError before a model is loaded.
     """
     tokenizer = read_tokenizer(
         args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
     )
-    examples, held_out = (
-        PairExamples(rows, tokenizer, args.max_seq_len, args.cache)
-        for rows in args.load_rows(PAIRS, tokenizer, held_out=args.held_out)
-    )
+    parts = args.load_rows(PAIRS, tokenizer, held_out=args.held_out)
+    examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len, args.cache) for rows in parts)
     args.steps_per_epoch(len(examples))
-    return tokenizer, examples, held_out, normalization_prompts(args, tokenizer) if args.normalization_samples else None
+    prompts = normalization_prompts(args, tokenizer) if args.normalization_samples else None
+    return tokenizer, examples, held_out, prompts, [rows.fingerprint for rows in parts]
 
 
-def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
-    """The prompts whose responses normalise the scores; raises UserError with file and line."""
-    rows, _ = load_rows(
-        args.normalization_data_path or args.data_path,
-        PROMPTS,
-        tokenizer,
-        phase=args.phase,
-        seed=args.seed,
-        split=None if args.normalization_data_path else args.data_split,
-    )
-    return Prompts(rows, tokenizer, args.max_prompt_seq_len, cache=args.cache)
-
-
-def check(args: RewardFlags) -> None:
+def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
     """What can be wrong with files, models and machine, before anything large is loaded."""
-    check_run(args)
+    check_run(args, resumed=point is not None and point.in_output_dir)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
         config = check_trunk(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)

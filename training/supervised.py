@@ -1,12 +1,13 @@
 """The loop of steps 1 and 2: epochs over examples, optimizer steps over micro-batches, held-out metrics each epoch."""
 
 import contextlib
-import itertools
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
+import numpy as np
 import torch
 
 from engine import distributed
@@ -15,16 +16,25 @@ from engine.optim import lr_factor
 from engine.zero.engines import TrainedModel
 from training.data.order import epoch_batches
 from training.flags.supervised_arguments import SupervisedFlags
-from training.program import model_folders, output_lock
+from training.program import model_folders, output_lock, stopping
 from training.program.output_folder import begin_output_dir, open_writer
 from training.program.phases import phase, place
 from training.program.unwritten import check_all_written, going_on
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
-from training.reporting.metrics_file import METRICS_FILE
+from training.reporting.metrics_file import METRICS_FILE, read_metrics
 from training.reporting.phase_clock import peak_memory_gb
 from training.reporting.run_record import RUN_FILE, write_run_record
 from training.reporting.views import View
+from training.restarts.checkpoints import Checkpoints
+from training.restarts.conditions import Conditions
+from training.restarts.config_files import config_files
+from training.restarts.last_good import last_good_named
+from training.restarts.restore import restore
+from training.restarts.resume_point import ResumePoint, set_aside_newer
+
+OWED = "metrics_without_evaluation"
+"""In a restart point: the metrics of its step, where it was written before the evaluation that goes into their line."""
 
 
 class SupervisedTrainer:
@@ -51,33 +61,82 @@ class SupervisedTrainer:
         evaluate: Callable,
         view: View,
         tokenizer,
+        conditions: Conditions,
+        point: ResumePoint | None,
     ):
-        self.model, self.args, self.tokenizer = model, args, tokenizer
+        self.model, self.args, self.tokenizer, self.point = model, args, tokenizer, point
         self.saved: dict[str, Path] = {}  # the model's folder, from the last step on
         self.examples, self.held_out = examples, held_out
         self.collate, self.loss, self.count, self.evaluate = collate, loss, count, evaluate
         self.steps_per_epoch = args.steps_per_epoch(len(examples))
         self.total_steps = args.total_steps(len(examples))
-        torch.manual_seed(args.seed + 100_003 * distributed.rank())  # of dropout, which every rank draws for itself
-        begin_output_dir(args)  # the model is loaded by now: the run will come to something
-        self.writer = open_writer(args, total_steps=self.total_steps, view=view)
+        self.output_dir = Path(args.output_dir)
+        self.steps_done, self.weights_are_whole = 0, True  # the latter not while a step changes them
+        self.owed: dict | None = None
+        self._epoch_batches = lru_cache(maxsize=1)(self._batches_of_epoch)
+        self._resume_or_clear(conditions)
+        self.writer = open_writer(
+            args,
+            total_steps=self.total_steps,
+            view=view,
+            resume_step=self.steps_done - (self.owed is not None) if point else None,
+        )
+        self.checkpoints = Checkpoints(
+            self.output_dir,
+            args.schedule(),
+            models={"model": model},
+            state=self.state_dict,
+            conditions=conditions,
+            config_files=config_files({"model": model}, tokenizer) if distributed.is_main() else {},
+            resumed=point.folder if point else None,
+            scores=self._scores_so_far() if point and point.in_output_dir else {},
+            say=self.writer.write,
+        )
+
+    def held_out_score(self, metrics: Mapping[str, float]) -> float:
+        """What --keep_best_checkpoint compares, of an evaluation's metrics; larger is better."""
+        raise NotImplementedError
 
     @property
     def metrics_path(self) -> Path:
         """The file of the run's metrics."""
-        return Path(self.args.output_dir) / METRICS_FILE
+        return self.output_dir / METRICS_FILE
+
+    def state_dict(self) -> dict:
+        """What a restart needs beside the model: all else is drawn from the seed and the number of the step."""
+        return {"steps_done": self.steps_done, **({OWED: self.owed} if self.owed is not None else {})}
+
+    def _resume_or_clear(self, conditions: Conditions) -> None:
+        """Go on from the restart point; or remove what an earlier run left in the output folder: the model is loaded by
+        now, and the run will come to something."""
+        if self.point:
+            restore(self.point, {"model": self.model})
+            if distributed.is_main():
+                changes = conditions.changes_since(Conditions.read(self.point.state))
+                print("\n".join([*self.point.lines(), *changes]), flush=True)
+            self.steps_done, self.owed = self.point.steps_done, self.point.state.get(OWED)
+        resumed = self.point is not None and self.point.in_output_dir
+        begin_output_dir(self.args, resumed)
+        if resumed:
+            set_aside_newer(self.output_dir, self.steps_done)
+
+    def _scores_so_far(self) -> dict[int, float]:
+        rows = read_metrics(self.metrics_path) if self.metrics_path.is_file() else []
+        return {row["step"]: self.held_out_score(row) for row in rows if any(name.startswith("eval/") for name in row)}
 
     @phase("training")
     def fit(self) -> dict[str, float]:
         """Train all epochs; returns the last held-out metrics."""
-        with contextlib.closing(self.writer):  # of a run that stops, too: its last steps are written out, its bar ends
+        with (
+            contextlib.closing(self.writer),  # of a run that stops, too: its last steps are written out, its bar ends
+            last_good_named(self.checkpoints, lambda: self.steps_done if self.weights_are_whole else None),
+        ):
             return self._fit()
 
     def save(self, edit: Callable[[dict], None] | None = None) -> None:
         """Write the model into the output folder; `edit` may change the weights on the way."""
-        output_dir = Path(self.args.output_dir)
-        self.saved["."] = model_folders.save(self.model, self.tokenizer, output_dir, ".", edit)
-        model_folders.finish(output_dir, self.saved, self.total_steps)
+        self.saved["."] = model_folders.save(self.model, self.tokenizer, self.output_dir, ".", edit)
+        model_folders.finish(self.output_dir, self.saved, self.total_steps)
 
     def end(self, line: str) -> None:
         """Print what came of the run; raises RunStopped if something could not be written."""
@@ -86,44 +145,83 @@ class SupervisedTrainer:
         check_all_written()
 
     def _fit(self) -> dict[str, float]:
-        with going_on(Path(self.args.output_dir) / RUN_FILE):
+        with going_on(self.output_dir / RUN_FILE):
             write_run_record(
-                self.args.output_dir, flags=self.args.as_dict(), ds_configs={"model": self.args.ds_settings()}
+                self.output_dir,
+                flags=self.args.as_dict(),
+                ds_configs={"model": self.args.ds_settings()},
+                resumed=self.point is not None and self.point.in_output_dir,
             )
         self.writer.hparams(self.args.as_dict())
-        found = self.held_out_metrics()
-        self.writer.log(0, 0, found)
-        step = 0
-        for epoch in range(math.ceil(self.total_steps / self.steps_per_epoch)):
-            for batches in itertools.islice(self._steps(epoch), self.total_steps - step):
-                step += 1
-                place.step = step
-                metrics = self.optimizer_step(step, batches)
-                output_lock.check_held()
-                if step == self.total_steps:
-                    self.save()  # before the last evaluation, which can fail
-                last = step % self.steps_per_epoch == 0 or step == self.total_steps
-                if last or (self.args.eval_interval and step % self.args.eval_interval == 0):
-                    found = self.held_out_metrics()
-                    metrics |= found
-                    self.writer.write(
-                        (f"epoch {epoch + 1}: " if last else f"step {step}: ")
-                        + ", ".join(f"{k} {v:.4g}" for k, v in found.items())
-                    )
-                self.writer.log(
-                    step,
-                    step
-                    * self.args.per_device_train_batch_size
-                    * distributed.world_size()
-                    * self.args.gradient_accumulation_steps,
-                    metrics,
-                )
+        found = None
+        if self.steps_done == 0:
+            found = self.held_out_metrics()
+            self.writer.log(0, 0, found)
+        elif self.owed is not None:
+            if self.steps_done == self.total_steps:
+                self.save()
+            found = self.log_step()
+        with stopping.at_borders():
+            while self.steps_done < self.total_steps:
+                place.step = self.steps_done + 1
+                metrics = self.optimizer_step(self.steps_done + 1, self.batches(self.steps_done))
+                self.steps_done += 1
+                self.weights_are_whole = True
+                found = self.after_step(metrics) or found
+        self.checkpoints.wait()
+        if not self.saved:
+            self.save()
+        return found or self.held_out_metrics()  # nothing was left to train
+
+    def after_step(self, metrics: dict[str, float]) -> dict[str, float] | None:
+        """Log the step; evaluate and save where it is time to; end where the run was asked to."""
+        output_lock.check_held()
+        self.owed = {**metrics, **self.checkpoints.take_metrics()}
+        reason = stopping.agreed()
+        if reason:
+            self.end_early(reason)
+        if self.steps_done == self.total_steps:  # before the last evaluation, which can fail
+            self.save()
+            self.checkpoints.save_if_due(self.steps_done)
+        found = self.log_step()
+        self.checkpoints.save_if_due(self.steps_done, self.held_out_score(found) if found else None)
+        stopping.request.saved = self.checkpoints.newest
         return found
 
-    def _steps(self, epoch: int):
-        """The micro-batches of each optimizer step of an epoch, as example indices."""
+    def log_step(self) -> dict[str, float] | None:
+        """Evaluate where it is time to, and write the step's line; returns what was found, if anything."""
+        found = self.held_out_metrics() if self.evaluates() else None
+        if found:
+            epoch = f"epoch {self.steps_done // self.steps_per_epoch}"
+            where = epoch if self.steps_done % self.steps_per_epoch == 0 else f"step {self.steps_done}"
+            self.writer.write(f"{where}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()))
+        size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        samples = self.steps_done * size * distributed.world_size()
+        self.writer.log(self.steps_done, samples, {**(self.owed or {}), **(found or {})})
+        self.owed = None
+        return found
+
+    def evaluates(self) -> bool:
+        """Whether the held-out examples are looked at after this step."""
+        step, interval = self.steps_done, self.args.eval_interval
+        return step % self.steps_per_epoch == 0 or step == self.total_steps or bool(interval and step % interval == 0)
+
+    def end_early(self, reason: stopping.Reason) -> NoReturn:
+        """Save a restart point and end; an evaluation that is due is left to the run that goes on, with its line."""
+        if not self.evaluates():
+            self.log_step()
+        point = self.checkpoints.save(self.steps_done, wait=True)
+        stopping.end_early(reason, self.steps_done, self.total_steps, point)
+
+    def batches(self, step: int) -> list:
+        """This rank's micro-batches of a step, counted from 0."""
+        epoch, number = divmod(step, self.steps_per_epoch)
         accumulation = self.args.gradient_accumulation_steps
-        batches = epoch_batches(
+        indices = self._epoch_batches(epoch)[number * accumulation : (number + 1) * accumulation]
+        return [self._batch(self.examples, part) for part in indices]
+
+    def _batches_of_epoch(self, epoch: int) -> list[list[int]]:
+        return epoch_batches(
             len(self.examples),
             self.args.per_device_train_batch_size,
             epoch,
@@ -131,8 +229,6 @@ class SupervisedTrainer:
             distributed.rank(),
             distributed.world_size(),
         )
-        for start in range(0, self.steps_per_epoch * accumulation, accumulation):
-            yield [self._batch(self.examples, indices) for indices in batches[start : start + accumulation]]
 
     def _batch(self, examples: Sequence, indices: list[int]):
         return self.collate([examples[index] for index in indices]).to(distributed.device())
@@ -140,6 +236,7 @@ class SupervisedTrainer:
     def optimizer_step(self, step: int, batches: list) -> dict[str, float]:
         """One optimizer step over micro-batches, normalised by the number of targets over all ranks."""
         started, metrics, total = time.perf_counter(), Accumulator(), 0.0
+        seed_dropout(self.args.seed, step)
         self.model.module.train()
         own = torch.tensor(float(sum(self.count(batch) for batch in batches)), device=distributed.device())
         targets = distributed.all_reduce_sum(own)
@@ -152,7 +249,7 @@ class SupervisedTrainer:
                 f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the "
                 "learning rate and the gradient norms of the steps before, and in fp16 the range of the "
                 "model.",
-                good_until=step - 1,
+                good_until=step - 2,  # the last update may have done it
             )
         overflow = self.model.overflowed()
         if overflow and not self.model.scales_loss:
@@ -164,6 +261,7 @@ class SupervisedTrainer:
         lr = self.args.learning_rate * lr_factor(
             step - 1, self.total_steps, self.args.num_warmup_steps, self.args.lr_scheduler_type
         )
+        self.weights_are_whole = False
         stepped = self.model.step(lr, overflow)
         if stepped:
             metrics.add("train/grad_norm", self.model.grad_norm, 1)
@@ -193,3 +291,9 @@ class SupervisedTrainer:
         ):
             self.evaluate(self._batch(self.held_out, indices or [0]), metrics if indices else Accumulator())
         return metrics.reduce()
+
+
+def seed_dropout(seed: int, step: int) -> None:
+    """Seed torch for an optimizer step on this rank, so that dropout is the same in a run that goes on."""
+    key = np.random.SeedSequence((seed, step, distributed.rank()))
+    torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))

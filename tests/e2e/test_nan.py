@@ -16,11 +16,13 @@ WHAT_TO_LOOK_AT = ("reward model's score", "learning rates", "gradient norms", "
 
 @pytest.fixture(scope="module")
 def poisoned(tiny, tmp_path_factory) -> Path:
-    """A reward model with one weight that is NaN."""
+    """A reward model whose weights are numbers, and whose scores overflow: sums of infinities of both signs."""
     folder = tmp_path_factory.mktemp("poisoned") / "reward"
     shutil.copytree(tiny.folder / "reward", folder)
     weights = load_file(folder / "model.safetensors")
-    weights["score.weight"][0, 5] = float("nan")
+    for name in weights:
+        if name == "score.weight" or name.endswith("ln_f.weight"):
+            weights[name] *= 1e30
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -53,6 +55,8 @@ def test_a_reward_model_that_scores_nan_leaves_the_restart_points(tiny, poisoned
     prompts = {json.loads(row)["prompt"] for row in (tiny.folder / "prompts.jsonl").read_text().splitlines()}
     assert any(f"prompt '{prompt}'" in result.stderr for prompt in prompts)
     assert snapshot(out / "checkpoints") == points
+    # Step 2 is the last no more: its evaluation is not one of the longer run's.
+    lines[2] = {name: value for name, value in lines[2].items() if not name.startswith("eval/")}
     assert metric_lines(out) == lines
 
     mended = run_here(3, {**flags, "max_steps": 3, "resume": out}, capfd)
@@ -129,11 +133,13 @@ def test_max_kl_names_the_last_restart_point_within_it(tiny, tmp_path, capfd):
 
 @pytest.mark.parametrize("step", (1, 2))
 def test_steps_1_and_2_stop_too(step, tiny, tmp_path, capfd):
-    flags = tiny.flags(step, output_dir=tmp_path / "out", learning_rate=1e30)
+    flags = tiny.flags(step, output_dir=tmp_path / "out", learning_rate=1e30, save_steps=1)
     assert_stopped(
         run_here(step, flags, capfd),
         "step 2: the loss is NaN or infinite, so no weight was changed",
         "Look at the learning rate",
+        f"There is no restart point of a sound step in {tmp_path / 'out'}",
+        "step_000001 came after it: do not go on from there.",
     )
     assert not (tmp_path / "out" / "config.json").exists()
     assert [line["step"] for line in metric_lines(tmp_path / "out")] == [0, 1]

@@ -12,10 +12,11 @@ from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
+from training.flags.restart_flags import RestartFlags
 
 
 @dataclass(kw_only=True)
-class SupervisedFlags(DataFlags):
+class SupervisedFlags(RestartFlags, DataFlags):
     """What steps 1 and 2 share."""
 
     old_flags: ClassVar[dict[str, OldFlag]] = deepspeed_chat.SUPERVISED
@@ -45,6 +46,7 @@ class SupervisedFlags(DataFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
         DataFlags.validate(self)
+        RestartFlags.validate(self)
         self.at_least(
             1,
             "per_device_train_batch_size",

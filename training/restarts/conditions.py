@@ -115,8 +115,8 @@ class Conditions:
             then = written.identity.get(name)
             if then != value and name == DATA:
                 raise UserError(
-                    f"--resume {folder}: the prompts, the held-out ones or the texts are others than when it "
-                    "was written. Give the same data as when the run began."
+                    f"--resume {folder}: the data, those held out included, are others than when it was "
+                    "written. Give the same data as when the run began."
                 )
             if then != value:
                 raise UserError(

@@ -90,7 +90,7 @@ def test_the_micro_batch_is_named_where_losses_or_advantages_are_its(field, valu
         (conditions(DEFAULT.override(missing_end="subtract")), "missing_end was 'none' when it was written"),
         (
             conditions(data=("a", "c")),
-            "the prompts, the held-out ones or the texts are others than when it was written",
+            "the data, those held out included, are others than when it was written",
         ),
         (conditions(generation_batches=2), "responses a step was 16 when it was written and is 32 now"),
     ],

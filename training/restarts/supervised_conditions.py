@@ -1,0 +1,42 @@
+"""Under which conditions steps 1 and 2 train: what must be equal in a run that goes on, and what may change."""
+
+import json
+
+from engine import distributed
+from engine.optim import CONSTANT_SCHEDULES
+from training.flags.supervised_arguments import SupervisedFlags
+from training.restarts.conditions import DATA, RANKS, TOTAL_STEPS, Conditions
+
+FIXED_FLAGS = ("dtype", "dropout", "max_seq_len", "loss_on", "pairwise_loss")
+FREE_FLAGS = (
+    "model_name_or_path",
+    "learning_rate",
+    "weight_decay",
+    "lr_scheduler_type",
+    "num_warmup_steps",
+    "max_grad_norm",
+    "sft_model_name_or_path",
+    "normalization_samples",
+)
+
+
+def supervised_conditions(args: SupervisedFlags, data: list[str], total_steps: int) -> Conditions:
+    """Those of this run. data: fingerprints of the training rows and of the held-out ones.
+
+    Which examples a step sees is drawn from the seed for all ranks together: it must see as many as before.
+    """
+    examples = args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size()
+    identity = {
+        "seed": args.seed,
+        DATA: data,
+        "examples a step": examples,
+        **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS if hasattr(args, name)},
+    }
+    settings = {
+        **{f"--{name}": getattr(args, name) for name in FREE_FLAGS if hasattr(args, name)},
+        TOTAL_STEPS: total_steps,
+        RANKS: distributed.world_size(),
+        "--zero_stage": args.engine_config().stage,
+    }
+    idle = frozenset({TOTAL_STEPS} if args.lr_scheduler_type in CONSTANT_SCHEDULES else ())
+    return Conditions(*json.loads(json.dumps([identity, settings])), idle)
