@@ -1,18 +1,16 @@
 """A rank's side of the roll call: it says once a second where it is, and hears whether the run ends."""
 
 import contextlib
-import json
 import os
-import select
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
 from engine import trace
+from training.program.lines import Lines
 from training.program.phases import place
-from training.program.roll_call import LINE, ROUND, SETTLE, SILENT, STOPPED_STATES, Verdict, alive, where
+from training.program.roll_call import LINE, ROUND, SETTLE, SILENT, STOPPED_STATES, Verdict, where
 
 
 class Member:
@@ -28,11 +26,9 @@ class Member:
         self.words: dict = {}  # what is said of this rank beside its place: "left", "trouble"
         self._first: dict = {}  # the last that is known of rank 0
         self._states: dict[int, str] = {}
-        self._token, self._rest, self._quiet, self._lost_for, self._round = token, b"", 0, 0, 0.0
+        self._token, self._quiet, self._lost_for, self._round = token, 0, 0, 0.0
         self._lost: str | None = None
-        self._sending = threading.Lock()  # the main thread speaks, too
-        self._connection = socket.create_connection((host, port), timeout=60)
-        alive(self._connection)
+        self._lines = Lines(socket.create_connection((host, port), timeout=60))
         self.say()
 
     def say(self, **words) -> None:
@@ -51,14 +47,11 @@ class Member:
             "states": self._states,
             **self.words,
         }
-        with self._sending:
-            if self._lost is None:
-                try:
-                    self._connection.sendall(json.dumps(beat).encode() + b"\n")
-                except TimeoutError:
-                    pass  # rank 0 reads nothing: a matter of its silence
-                except OSError as error:
-                    self._lose(error)
+        if self._lost is None:
+            try:
+                self._lines.put(beat)
+            except OSError as error:
+                self._lose(error)
 
     def look(self) -> list[str]:
         """Say and hear, at most once a round; returns lines to be printed. `verdict` is set where the run ends."""
@@ -78,22 +71,20 @@ class Member:
 
     def hear(self) -> None:
         """Read what rank 0 has said."""
-        while self._lost is None and self.verdict is None and select.select([self._connection], [], [], 0)[0]:
-            try:
-                data = self._connection.recv(1 << 16)
-                if not data:
-                    raise ConnectionResetError
-            except OSError as error:
-                self._lose(error)
-                return
-            *lines, self._rest = (self._rest + data).split(b"\n")
+        if self._lost is not None:
+            return
+        try:
+            heard = self._lines.take()
+        except OSError as error:
+            self._lose(error)
+            return
+        for words in heard:
             self._quiet = 0
-            for line in lines:
-                self._take(json.loads(line))
+            self._take(words)
 
     def close(self) -> None:
         """Leave the roll call."""
-        self._connection.close()
+        self._lines.close()
 
     def _take(self, words: dict) -> None:
         if words.get("say") and self.rank == 0:

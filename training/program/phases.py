@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 OUTSIDE = "outside of training"
@@ -12,15 +12,17 @@ ALONE = (OUTSIDE, "reading data", "loading models", "writing a restart point", "
 
 @dataclass
 class Place:
-    """step: the one that is being trained, from 1; 0 before. since: by time.time()."""
+    """step: the one that is being trained, from 1; 0 before. since: by time.time(). told: called at each new phase."""
 
     phase: str = OUTSIDE
     step: int = 0
     since: float = field(default_factory=time.time)
+    told: Callable[[], None] = field(default=lambda: None)
 
     def enter(self, phase: str) -> None:
         """Go on with a phase."""
         self.phase, self.since = phase, time.time()
+        self.told()
 
 
 place = Place()

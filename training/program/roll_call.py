@@ -2,7 +2,7 @@
 
 The ranks' watch threads speak to it by a socket each, apart from all collective calls. A rank
     died        its connection ended without a word
-    is cut off  its machine has not answered for CUT_OFF seconds
+    is cut off  its machine has not answered for a while (training/program/lines.py)
     is silent   its machine answers and it does not: a process that is stopped, or one in a call that lets no other
                 thread run. Those beside it on its machine say which.
 Rounds are counted, not seconds: those in which rank 0 itself did not run do not count against the others.
@@ -10,7 +10,6 @@ Rounds are counted, not seconds: those in which rank 0 itself did not run do not
 
 import contextlib
 import hmac
-import json
 import secrets
 import selectors
 import socket
@@ -18,11 +17,11 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from training.program.lines import Lines
 from training.program.phases import ALONE
 
 ROUND = 1.0  # seconds
 SETTLE = 2  # rounds before the first sign of a failure is judged: the cause may come behind its effects
-CUT_OFF = 40  # seconds without an answer of a rank's machine
 LINE, SILENT = 60, 75  # rounds of silence before a line says so, and before the run is ended
 OTHERS_END = 10  # rounds that the other ranks have to end by themselves when one has ended with a message
 STOPPED_STATES = ("T", "t")  # of /proc/PID/stat
@@ -82,7 +81,7 @@ class RollCall(threading.Thread):
         self.port = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._lines: dict[socket.socket, tuple[bytes, Rank | None]] = {}
+        self._lines: dict[Lines, Rank | None] = {}
         self._still = self._trouble_since = 0
         self._moves: list[tuple] = []
         self._over = threading.Event()
@@ -91,8 +90,8 @@ class RollCall(threading.Thread):
         """Stop hearing."""
         self._over.set()
         self.join()
-        for connection in [self._listener, *self._lines]:
-            connection.close()
+        for open_one in [self._listener, *self._lines]:
+            open_one.close()
 
     def run(self) -> None:
         """Hear the ranks until all have left, or one is missing."""
@@ -106,59 +105,50 @@ class RollCall(threading.Thread):
         heard: set[int] = set()
         while (left := until - time.monotonic()) > 0 and not self._over.is_set():
             for key, _ in self._selector.select(min(left, 0.2)):
-                if key.fileobj is self._listener:
-                    connection, _ = self._listener.accept()
-                    alive(connection)
-                    self._lines[connection] = b"", None
-                    self._selector.register(connection, selectors.EVENT_READ)
+                if key.data is None:
+                    lines = Lines(self._listener.accept()[0])
+                    self._lines[lines] = None
+                    self._selector.register(lines.connection, selectors.EVENT_READ, lines)
                 else:
-                    self._read(key.fileobj, heard)
+                    self._read(key.data, heard)
         for rank in self.ranks:
             rank.quiet = 0 if rank.number in heard else rank.quiet + 1
 
-    def _read(self, connection: socket.socket, heard: set[int]) -> None:
-        rest, rank = self._lines[connection]
+    def _read(self, lines: Lines, heard: set[int]) -> None:
+        beats = []
         try:
-            data = connection.recv(1 << 16)
-            lost = "has died" if not data else None
-        except ConnectionResetError:
-            data, lost = b"", "has died"
-        except TimeoutError:
-            return
+            beats = lines.take()
+        except (ConnectionResetError, ValueError):
+            self._drop(lines, "has died")
         except OSError as error:
-            data, lost = b"", f"is cut off ({error.strerror})"
-        if lost:
-            self._selector.unregister(connection)
-            connection.close()
-            del self._lines[connection]
-            if rank is not None and rank.left is None:
-                rank.lost = rank.lost or lost
-            return
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            beat = json.loads(line)
+            self._drop(lines, f"is cut off ({error.strerror})")
+        for beat in beats:
+            rank = self._lines[lines]
             if rank is None:
                 if not hmac.compare_digest(str(beat.get("token")), self.token):
-                    self._lines.pop(connection)
-                    self._selector.unregister(connection)
-                    connection.close()
+                    self._drop(lines, "is a stranger")
                     return
-                rank = self.ranks[beat["rank"]]
+                rank = self._lines[lines] = self.ranks[beat["rank"]]
             heard.add(rank.number)
             rank.beat = beat
             rank.left, rank.trouble = beat.get("left", rank.left), rank.trouble or beat.get("trouble")
             for number, state in beat.get("states", {}).items():
                 self.ranks[int(number)].state = state
-        self._lines[connection] = rest, rank
+
+    def _drop(self, lines: Lines, lost: str) -> None:
+        self._selector.unregister(lines.connection)
+        lines.close()
+        rank = self._lines.pop(lines)
+        if rank is not None and rank.left is None:
+            rank.lost = rank.lost or lost
 
     def _tell(self, words: dict) -> None:
         """A line for every rank: where rank 0 is, whose state is to be looked at, and whether to end."""
         asked = [[rank.number, rank.beat["machine"], rank.beat["pid"]] for rank in self.ranks if _asked_about(rank)]
         left = any(rank.left or rank.lost or rank.trouble for rank in self.ranks)
-        line = json.dumps({**words, "first": self.ranks[0].beat, "look": asked, "left": left}).encode() + b"\n"
-        for connection in list(self._lines):
-            with contextlib.suppress(OSError):
-                connection.send(line)
+        for lines in self._lines:
+            with contextlib.suppress(OSError):  # reading finds it lost
+                lines.put({**words, "first": self.ranks[0].beat, "look": asked, "left": left})
 
     def _judge(self) -> Verdict | None:
         return self._failed() or self._silent() or self._stuck()
@@ -230,13 +220,3 @@ def _asked_about(rank: Rank) -> bool:
 def _silence(rank: Rank) -> str:
     what = {"T": "is stopped (a signal stopped its process)", "t": "is stopped (by a debugger)", None: "is silent"}
     return f"{rank.described()} {what.get(rank.state, 'says nothing, though its process lives')} {rank.where}"
-
-
-def alive(connection: socket.socket) -> None:
-    """Have the system report a connection whose other end is cut off."""
-    connection.settimeout(0.5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("KEEPIDLE", 10), ("KEEPINTVL", 10), ("KEEPCNT", 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, CUT_OFF * 1000)

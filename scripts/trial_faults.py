@@ -1,0 +1,218 @@
+"""What happens to a run of two ranks under ZeRO-3 when something happens to one of its processes; prints two tables.
+
+    python scripts/trial_faults.py                  # all of it, about 20 minutes on two cores
+    python scripts/trial_faults.py --only cut
+
+The first table: a rank is killed, stopped, or cut off (its network namespace loses its link; this needs root and `ip`).
+All processes have to be gone, and the rank and its phase named, within 60 s, or 90 s where it is stopped; with
+`training.program.restarting --max_restarts 1` before the command the run has to come to its end. The second: TERM in
+each phase, under deepspeed and torchrun. In both, what goes on has to be the same to the last bit as a run that nothing
+happened to, and nothing may be left in /dev/shm. Exit code 1 if anything is otherwise.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
+
+from tests.e2e.faults import Ended, Fault, FaultyRun, deepspeed, differences, torchrun
+from tests.e2e.programs import Tiny
+
+PORT = 29650
+PLACES = {
+    "generation": ("generate", 3),
+    "experience": ("make_experience", 3),
+    "training": ("train", 3),
+    "writing a restart point": ("writing a restart point", 2),
+    "last evaluation": ("evaluating", 4),
+}
+HOSTS = ("10.213.7.1", "10.213.7.2")
+
+
+class Trial:
+    """A folder for all runs, the run that nothing happened to, and the lines of the tables."""
+
+    def __init__(self, folder: Path, port: int):
+        self.folder, self.port, self.failed = folder, port, []
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        self.tiny = Tiny(folder / "tiny")
+        self.whole = self.run("whole", deepspeed(port))
+        assert self.whole.run().code == 0, (self.whole.folder / "stderr").read_text()
+
+    def run(self, name: str, launcher: list[str]) -> FaultyRun:
+        """A run in a folder of its own."""
+        return FaultyRun(self.folder / name.replace(" ", "_"), self.tiny, launcher)
+
+    def row(self, cells: list, wrong: list[str]) -> None:
+        """Print a line of a table."""
+        self.failed += wrong
+        print("| " + " | ".join(map(str, [*cells, ", ".join(wrong) or "yes"])) + " |", flush=True)
+
+    def gone_on(self, run: FaultyRun, shared: set[str]) -> list[str]:
+        """What is wrong with the run after it was resumed, and with /dev/shm."""
+        wrong = []
+        if run.run(None, "--resume", "auto").code != 0:
+            wrong.append("does not go on")
+        wrong += [f"{name} differs" for name in differences(self.whole.out, run.out)]
+        return wrong + [f"/dev/shm/{name} is left" for name in sorted(shared_memory() - shared)]
+
+
+def main() -> int:
+    """Run the trials; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("killed", "cut", "restarted", "asked"), nargs="+", help="some of the trials")
+    parser.add_argument("--port", type=int, default=PORT, help="of the ranks (default: %(default)s)")
+    options = parser.parse_args()
+    chosen = options.only or ["killed", "cut", "restarted", "asked"]
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Trial(Path(folder), options.port)
+        if {"killed", "cut", "restarted"} & set(chosen):
+            print("| what happens | to | in | code | all gone after | it said | as it should be |")
+            print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+        for name, trials in (("killed", killed), ("cut", cut), ("restarted", restarted), ("asked", asked)):
+            if name in chosen:
+                trials(trial)
+        print(f"\n{len(trial.failed)} wrong" if trial.failed else "\nall as it should be")
+        return bool(trial.failed)
+
+
+def killed(trial: Trial) -> None:
+    """One rank killed or stopped."""
+    for signal, limit in (("SIGKILL", 60), ("SIGSTOP", 90)):
+        for rank in (1, 0):
+            for phase, step in (("generate", 3), ("train", 3)):
+                run = trial.run(f"{signal} {rank} {phase}", deepspeed(trial.port))
+                shared = shared_memory()
+                ended = run.run(Fault(phase, step, rank, signal))
+                wrong = judged(ended, limit, f"rank {rank} ", f"in phase {phase} of step {step}")
+                wrong += trial.gone_on(run, shared)
+                trial.row([signal, f"rank {rank}", phase, ended.code, seconds(ended), said(ended)], wrong)
+
+
+def cut(trial: Trial) -> None:
+    """One rank cut off: two network namespaces, and a link between them that goes down."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        print("| cut off | | | | | skipped: it needs root and `ip` | |")
+        return
+    names = [f"trial{os.getpid()}{end}" for end in "ab"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0", "netns", names[1])
+        for name, host in zip(names, HOSTS):
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", "veth0")
+            for device in ("lo", "veth0"):
+                ip("-n", name, "link", "set", device, "up")
+        _cut(trial, names)
+    except subprocess.CalledProcessError as error:
+        print(f"| cut off | | | | | skipped: {error.stderr.strip()} | |")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def _cut(trial: Trial, names: list[str]) -> None:
+    run = trial.run("cut", [sys.executable])
+    shared = shared_memory()
+    fault = Fault("train", 3, 1, signal=None)
+    ranks = [
+        run.start(
+            fault,
+            command=["ip", "netns", "exec", name, *run.command],
+            RANK=str(rank),
+            LOCAL_RANK="0",
+            WORLD_SIZE="2",
+            LOCAL_SIZE="1",
+            MASTER_ADDR=HOSTS[0],
+            MASTER_PORT=str(trial.port),
+            GLOO_SOCKET_IFNAME="veth0",
+        )
+        for rank, name in enumerate(names)
+    ]
+    while not (run.folder / "fault").exists():
+        if any(rank.poll() is not None for rank in ranks):
+            break
+        time.sleep(0.1)
+    ip("-n", names[1], "link", "set", "veth0", "down")
+    other = ranks[1].wait(300)
+    ended = run.ended(ranks[0])
+    wrong = judged(ended, 60, "rank 1 ", "is cut off", "in phase train of step 3")
+    codes = f"{ended.code} and {other}"
+    trial.row(["link down", "rank 1", "train", codes, seconds(ended), said(ended)], wrong + ["code 0"] * (other == 0))
+    resumed = FaultyRun.__new__(FaultyRun)
+    resumed.folder, resumed.out = run.folder, run.out
+    resumed.command = [*deepspeed(trial.port), *run.command[1:]]
+    trial.failed += trial.gone_on(resumed, shared)
+
+
+def restarted(trial: Trial) -> None:
+    """A rank killed, with restarts."""
+    restarting = [sys.executable, "-m", "training.program.restarting", "--max_restarts", "1"]
+    for name, launcher in (("deepspeed", deepspeed(trial.port)), ("torchrun", torchrun(trial.port))):
+        run = trial.run(f"restarted {name}", [*restarting, *launcher])
+        ended = run.run(Fault("train", 3, 1, "SIGKILL"))
+        wrong = ["does not come to its end"] * (ended.code != 0)
+        wrong += [f"{what} differs" for what in differences(trial.whole.out, run.out)]
+        line = next((line for line in ended.stderr.splitlines() if line.startswith("restarting: ")), "")
+        trial.row(["SIGKILL, --max_restarts 1", f"rank 1 under {name}", "train", ended.code, "-", line], wrong)
+
+
+def asked(trial: Trial) -> None:
+    """TERM in each phase."""
+    print("\n| TERM to | in | code | all gone after | restart points | goes on bit for bit |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    ways = {
+        "deepspeed": (deepspeed, "SIGTERM", 2),
+        "its launcher of the node": (deepspeed, "SIGTERM", 1),
+        "torchrun": (torchrun, "SIGTERM", 1),
+        "rank 0, by USR1, under deepspeed": (deepspeed, "SIGUSR1", 0),
+        "rank 0, by USR1, under torchrun": (torchrun, "SIGUSR1", 0),
+    }
+    for way, (launcher, signal, up) in ways.items():
+        for place, (phase, step) in PLACES.items():
+            run = trial.run(f"{way} {place}", launcher(trial.port))
+            shared = shared_memory()
+            ended = run.run(Fault(phase, step, 0, signal, up))
+            points = run.points()
+            wrong = ["Traceback"] * ("Traceback" in ended.stderr and launcher is deepspeed)
+            wrong += ["code 0"] * (ended.code == 0) + ["late"] * (ended.seconds > 30)
+            expected = f"step_{step:06d}"
+            wrong += [f"no point of step {step}"] * (expected not in points)
+            wrong += trial.gone_on(run, shared)
+            trial.row([way, place, ended.code, seconds(ended), ", ".join(points)], wrong)
+
+
+def judged(ended: Ended, limit: float, *words: str) -> list[str]:
+    """What is wrong with how a run ended."""
+    wrong = [f"{word!r} is not said" for word in words if word not in ended.stderr]
+    return wrong + ["code 0"] * (ended.code == 0) + [f"over {limit} s"] * (ended.seconds > limit)
+
+
+def said(ended: Ended) -> str:
+    """The line that says why all end."""
+    return next((line for line in ended.stderr.splitlines() if line.endswith("the run ends.")), "nothing")
+
+
+def seconds(ended: Ended) -> str:
+    """For the table."""
+    return f"{ended.seconds:.0f} s"
+
+
+def shared_memory() -> set[str]:
+    """What stands in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def ip(*words: str) -> None:
+    """Call ip; raises CalledProcessError."""
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
