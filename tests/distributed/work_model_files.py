@@ -1,7 +1,10 @@
 """Models loaded, asked and saved by engines, for tests that ask the same of one process and of several."""
 
+from unittest import mock
+
 import torch
 
+from engine.errors import SharedError
 from engine.experience import position_ids
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.saving import save_trained
@@ -44,3 +47,22 @@ def what_they_say(
 
 def _new_scorer(path, dtype, ds_config, what, trust_remote_code):
     return new_scorer(path, dtype, PAD, HEAD_SEED, ds_config, what, trust_remote_code=trust_remote_code)
+
+
+def second_verdicts(stages: tuple[int, ...], folders: dict[str, str]) -> dict[int, dict[str, str]]:
+    """By stage and name, what loading a damaged language model says where its headers were not looked at beforehand."""
+    init()
+    spec = EngineSpec(actor_path="", critic_path="")
+    with mock.patch("engine.models.checking.check_weights"):
+        return {
+            stage: {name: _verdict(path, EngineConfig("reward", stage), spec) for name, path in folders.items()}
+            for stage in stages
+        }
+
+
+def _verdict(path: str, choice: EngineConfig, spec: EngineSpec) -> str:
+    try:
+        frozen_model(load_policy, path, choice, spec)
+    except SharedError as error:
+        return str(error)
+    return "it was loaded"

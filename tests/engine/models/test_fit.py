@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from engine.errors import UserError
 from engine.models.checking import check_policy, check_scorer, check_trunk
 from engine.models.loading import load_policy, load_scorer, new_scorer
+from tests.distributed.harness import run_ranks
 from tests.engine.models import damages
 from tests.engine.models.damages import edit_config, edit_weights
 from tests.engine.models.deepspeed_chat_models import deepspeed_chat_actor, deepspeed_chat_reward
@@ -113,6 +114,23 @@ def test_quantized_models_and_adapters_are_refused(tmp_path):
     refused(check_policy, tmp_path / "packed", r"is quantized \(bitsandbytes\)\. .*dequantize it")
     (Path(make_causal_lm(tmp_path / "adapter")) / "adapter_config.json").write_text("{}")
     refused(check_policy, tmp_path / "adapter", r"holds an adapter .*Merge it")
+
+
+@pytest.mark.slow
+def test_what_the_real_load_finds_is_refused_on_all_ranks_at_stages_0_and_3(tmp_path):
+    """Where the headers were not looked at, as for a name on the Hub that is still to be fetched."""
+    folders = {edit.__name__: make_causal_lm(tmp_path / edit.__name__) for edit in (damages.drop_layer, damages.rename)}
+    folders["nan"], folders["whole"] = make_causal_lm(tmp_path / "nan"), make_causal_lm(tmp_path / "whole", tied=True)
+    edit_weights(folders["drop_layer"], damages.drop_layer)
+    edit_weights(folders["rename"], damages.rename)
+    edit_weights(folders["nan"], lambda state: state | {"lm_head.weight": state["lm_head.weight"] * float("nan")})
+    work = "tests.distributed.work_model_files:second_verdicts"
+    for rank in run_ranks(work, world=2, stages=(0, 3), folders=folders):
+        for said in rank.values():
+            for name in ("drop_layer", "rename"):
+                assert f"{A_LAYER} tensors are missing (model.layers.1." in said[name], said
+            assert "1 of the weights" in said["nan"] and "(lm_head.weight)" in said["nan"]
+            assert said["whole"] == "it was loaded"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
