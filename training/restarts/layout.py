@@ -19,7 +19,7 @@ CHECKPOINTS = "checkpoints"
 AUTO = "auto"  # for --resume: the newest point in --output_dir, if there is one
 STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"
 CONFIG, EMA = "config", "ema"
-PARTIAL, ABANDONED = ".partial", ".abandoned"
+PARTIAL, PRUNED, ABANDONED = ".partial", ".pruned", ".abandoned"
 
 
 def point_folder(output_dir: Path, step: int) -> Path:
@@ -45,6 +45,12 @@ def points_in(output_dir: Path) -> list[Path]:
         return []
     steps = {path: step_of(path) for path in folder.iterdir() if path.is_dir()}
     return sorted((path for path, step in steps.items() if step is not None), key=lambda path: (steps[path], path.name))
+
+
+def unfinished_in(output_dir: Path) -> list[Path]:
+    """The folders of restart points that were being written, or being deleted."""
+    found = (output_dir / CHECKPOINTS).glob("step_*")
+    return sorted(path for path in found if re.fullmatch(rf"step_\d+({PARTIAL}|{PRUNED})", path.name))
 
 
 def set_aside(folder: Path) -> Path:

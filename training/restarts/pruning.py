@@ -5,10 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import UserError
-from training.restarts.layout import MANIFEST, points_in, step_of
+from training.restarts.layout import MANIFEST, PRUNED, points_in, step_of
 from training.restarts.manifest import Damage, Manifest, files_in
-
-PRUNED = ".pruned"
 
 
 def prune(output_dir: Path, keep: int, best: int | None, say: Callable[[str], None]) -> None:

@@ -1,6 +1,7 @@
 """The restart point that a run goes on from, and the others that stand beside it."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from engine import distributed
 from engine.errors import UserError
 from training.program.agreement import SharedError, checked
 from training.restarts.conditions import Conditions
-from training.restarts.layout import AUTO, MANIFEST, STATE_FILE, points_in, set_aside, step_of
+from training.restarts.layout import AUTO, MANIFEST, STATE_FILE, points_in, set_aside, step_of, unfinished_in
 from training.restarts.manifest import damages
 
 STATE_FIELDS = {"steps_done": int, "models": dict, "ema": bool, "identity": dict, "settings": dict}
@@ -136,8 +137,13 @@ def _read(path: Path, with_ema: bool) -> dict:
 
 def set_aside_newer(output_dir: Path, step: int) -> None:
     """Rename the restart points after `step` to step_N.abandoned (rank 0 does): a run that goes on from an older point
-    takes another course, and the next --resume must not find the course it left."""
+    takes another course, and the next --resume must not find the course it left.
+
+    What a kill has left half written or half deleted is removed.
+    """
     if distributed.is_main():
+        for folder in unfinished_in(output_dir):
+            shutil.rmtree(folder, ignore_errors=True)
         for point in points_in(output_dir):
             if (step_of(point) or 0) > step:
                 set_aside(point)
