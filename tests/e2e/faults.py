@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,22 +31,27 @@ sys.path.insert(0, ROOT)
 import psutil
 from training.program import phases
 
-fault, marker = json.loads(os.environ.get("FAULT", "null")), Path(__file__).with_name("fault")
+faults = json.loads(os.environ["FAULTS"])
 enter = phases.Place.enter
 
 
 def faulty(place, phase):
     enter(place, phase)
     here = {"phase": phase, "step": place.step, "rank": int(os.environ.get("RANK", 0))}
-    if not fault or marker.exists() or any(fault[name] != value for name, value in here.items()):
-        return
-    marker.write_text(str(time.time()))
-    if fault["signal"] is None:
-        time.sleep(5)
-        return
-    processes = [psutil.Process(), *psutil.Process().parents()]
-    processes[fault["up"]].send_signal(getattr(signal, fault["signal"]))
-    if fault["up"]:
+    for number, fault in enumerate(faults):
+        marker = Path(__file__).with_name(f"fault{number}")
+        if not marker.exists() and all(fault[name] == value for name, value in here.items()):
+            marker.write_text(str(time.time()))
+            happen(fault)
+
+
+def happen(fault):
+    if fault["signal"] == "error":
+        raise ArithmeticError("made up")
+    if fault["signal"] is not None:
+        processes = [psutil.Process(), *psutil.Process().parents()]
+        processes[fault["up"]].send_signal(getattr(signal, fault["signal"]))
+    if fault["up"] or fault["signal"] is None:
         time.sleep(3)  # until the ranks have noticed: steps are short here
 
 
@@ -61,8 +67,8 @@ if __name__ == "__main__":
 class Fault:
     """A signal that a process gets when a rank enters a phase of a step.
 
-    up: 0 for the rank itself, 1 for what started it, 2 for what started that. signal: None for none, where something
-    else is done to the rank then.
+    up: 0 for the rank itself, 1 for what started it, 2 for what started that. signal: "error" for an exception, None
+    where something else is done to the rank then.
     """
 
     phase: str
@@ -84,35 +90,34 @@ class Ended:
 class FaultyRun:
     """One output folder, and the command that runs in it."""
 
-    def __init__(self, folder: Path, tiny: Tiny, launcher: list[str], **flags):
+    def __init__(self, folder: Path, tiny: Tiny, launcher: list[str]):
         folder.mkdir(parents=True)
         self.folder, self.out = folder, folder / "out"
         program = folder / "step3_rlhf.py"
         program.write_text(PROGRAM.replace("ROOT", repr(str(ROOT))))
         values = tiny.flags(
-            3, output_dir=self.out, max_steps=STEPS, actor_zero_stage=3, critic_zero_stage=3, save_steps=2, **flags
+            3, output_dir=self.out, max_steps=STEPS, actor_zero_stage=3, critic_zero_stage=3, save_steps=2
         )
         self.command = [*launcher, str(program), *command_line(values)]
 
-    def run(self, fault: Fault | None = None, *more: str, timeout: float = 300.0) -> Ended:
-        """Run it until no process of it is left; raises TimeoutError."""
-        process = self.start(fault, *more)
-        return self.ended(process, timeout)
+    def run(self, *faults: Fault, more: Sequence[str] = ()) -> Ended:
+        """Run it, with more flags, until no process of it is left; raises TimeoutError."""
+        return self.ended(self.start(*faults, command=[*self.command, *more]))
 
-    def start(self, fault: Fault | None, *more: str, command: list[str] | None = None, **env: str) -> subprocess.Popen:
+    def start(self, *faults: Fault, command: list[str], **env: str) -> subprocess.Popen:
         """Start it, and return at once."""
-        given = "null" if fault is None else json.dumps(asdict(fault))
+        given = json.dumps([asdict(fault) for fault in faults])
         with (self.folder / "stderr").open("ab") as stderr:
             return subprocess.Popen(
-                [*(command or self.command), *more],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "FAULT": given, **env},
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "FAULTS": given, **env},
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 cwd=ROOT,
                 start_new_session=True,
             )
 
-    def ended(self, process: subprocess.Popen, timeout: float = 300.0) -> Ended:
+    def ended(self, process: subprocess.Popen, timeout: float = 600.0) -> Ended:
         """Wait until no process of the run is left."""
         deadline = time.monotonic() + timeout
         try:
@@ -125,7 +130,7 @@ class FaultyRun:
             for left in self.processes():
                 with contextlib.suppress(psutil.Error):
                     left.kill()
-        marker = self.folder / "fault"
+        marker = self.folder / "fault0"
         at = float(marker.read_text()) if marker.exists() else time.time()
         return Ended(process.returncode, (self.folder / "stderr").read_text(), time.time() - at)
 
