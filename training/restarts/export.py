@@ -141,7 +141,10 @@ def _tensors(point: ResumePoint, model: str, ema: bool, dtype: str | None) -> Po
 
 def _write(tensors: PointTensors, max_shard_size: str, folder: Path) -> None:
     described = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape, kind in _described(tensors)}
-    split = split_torch_state_dict_into_shards(described, max_shard_size=max_shard_size)
+    try:
+        split = split_torch_state_dict_into_shards(described, max_shard_size=max_shard_size)
+    except ValueError:
+        raise UserError(f"--max_shard_size {max_shard_size}: give a number and KB, MB, GB or TB.") from None
     for name, members in split.filename_to_tensors.items():
         write_tensors(folder / name, tensors.only(members), {"format": "pt"})
     if split.is_sharded:

@@ -1,0 +1,95 @@
+"""Hugging Face folders from restart points: files split and indexed, other dtypes, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from engine.zero.shards import Shard
+from tests.training.restarts.tiny_points import TinyRun, flip_bit
+from training.restarts.export import INDEX, main
+
+CONFIG = {"dtype": "bfloat16", "model_type": "gpt2", "vocab_size": 3}
+
+
+class TinyPolicy:
+    """Float32 masters of a run in bfloat16, in two runs each, a head that is not part of the model, and a buffer."""
+
+    def __init__(self):
+        self.weights = {f"model.{name}": torch.randn(100, 3) for name in "abc"}
+        self.buffer = torch.arange(3)
+
+    def shards(self) -> list[Shard]:
+        halves = [
+            Shard(f"{kind}/{name}", (100, 3), start, tensor.view(-1)[start : start + 150])
+            for kind in ("weights", "exp_avg")
+            for name, tensor in {**self.weights, "branch.a": torch.zeros(100, 3)}.items()
+            for start in (150, 0)
+        ]
+        return [*halves, Shard("frozen/model.places", (3,), 0, self.buffer)]
+
+    def scalars(self) -> dict:
+        return {}
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = TinyRun(tmp_path / "out")
+    run.model = TinyPolicy()
+    run.checkpoints.models = {"actor": run.model}
+    run.checkpoints.config_files = {"actor/config.json": json.dumps(CONFIG).encode(), "actor/tokenizer.json": b"{}"}
+    run.step = 2
+    run.point = run.checkpoints.save(2, wait=True)
+    return run
+
+
+def exported(*words) -> int:
+    return main([str(word) for word in words])
+
+
+def test_weights_are_rounded_to_what_the_run_computed_in(run, tmp_path):
+    assert exported(run.point, tmp_path / "hf") == 0
+    names = {path.name for path in (tmp_path / "hf").iterdir()}
+    assert names == {"model.safetensors", "config.json", "tokenizer.json"}
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == {"a", "b", "c", "places"} and found["places"].tolist() == [0, 1, 2]
+    for name in "abc":
+        assert torch.equal(found[name], run.model.weights[f"model.{name}"].to(torch.bfloat16))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == CONFIG
+
+
+def test_large_files_are_split_and_indexed_and_another_dtype_is_said_in_the_config(run, tmp_path):
+    assert exported(run.checkpoints.output_dir, tmp_path / "hf", "--dtype", "fp32", "--max_shard_size", "3KB") == 0
+    index = json.loads((tmp_path / "hf" / INDEX).read_text())
+    assert len(set(index["weight_map"].values())) == 2 and index["metadata"]["total_size"] == 3 * 1200 + 24
+    for name, file in index["weight_map"].items():
+        found = load_file(tmp_path / "hf" / file)[name]
+        assert torch.equal(found, run.model.weights.get(f"model.{name}", run.model.buffer))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == CONFIG | {"dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--model", "critic"], "has no critic. It has: actor."),
+        (["--max_shard_size", "1XB"], "--max_shard_size 1XB: give a number and KB, MB, GB or TB."),
+        (["--ema"], "has no moving average of the actor. Leave --ema out."),
+    ],
+)
+def test_what_is_not_there_is_said(run, tmp_path, capsys, words, message):
+    assert exported(run.point, tmp_path / "hf", *words) == 2
+    about = "" if message.startswith("--") else f"{run.point} "
+    assert capsys.readouterr().err == f"error: {about}{message}\n"
+    assert not (tmp_path / "hf").exists()
+
+
+def test_damaged_points_and_folders_that_hold_something_are_refused(run, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
+    assert exported(run.point, tmp_path / "mine") == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'mine'} is there and not an empty folder.")
+    flip_bit(run.point / "actor" / "rank_00000.safetensors")
+    assert exported(run.point, tmp_path / "hf") == 2
+    assert "is damaged: actor/rank_00000.safetensors holds other bytes" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
