@@ -79,3 +79,28 @@ def test_steps_before_the_restart_point_are_not_recorded(tiny, tmp_path, capfd):
         ["--profile_steps 1: this run trains steps 2 to 2"],
     )
     assert snapshot(tmp_path / "out") == before
+
+
+def test_links_and_what_the_run_reads_are_not_written_through(tiny, tmp_path, capfd):
+    out, other = tmp_path / "out", tmp_path / "other"
+    out.mkdir()
+    other.mkdir()
+    for name in ("actor", "critic", "checkpoints"):
+        (out / name).symlink_to(other)
+        flags = tiny.flags(3, output_dir=out, overwrite_output_dir=True)
+        assert_one_message(run_here(3, flags, capfd), [f"--output_dir {out}: {name} in it is a link to {other}"])
+        (out / name).unlink()
+    assert list(out.iterdir()) == list(other.iterdir()) == []
+    linked = tmp_path / "linked"
+    linked.symlink_to(out)
+    assert run_here(1, tiny.flags(1, output_dir=linked), capfd).code == 0
+    assert linked.is_symlink() and (out / "model.safetensors").is_file()
+    before = snapshot(tiny.folder)
+    for place, how in ((tiny.folder / "sft", "is"), (tiny.folder / "sft/new", "lies in"), (tiny.folder, "contains")):
+        flags = tiny.flags(1, output_dir=place, overwrite_output_dir=True)
+        expected = f"--output_dir {place}: it {how} --model_name_or_path {tiny.folder}/sft, which the run reads"
+        if how != "contains":
+            assert_one_message(run_here(1, flags, capfd), [expected])
+        else:
+            assert_one_message(run_here(1, flags, capfd), [f"--output_dir {place}: it contains --"])
+    assert snapshot(tiny.folder) == before

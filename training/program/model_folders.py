@@ -7,13 +7,17 @@ whole, and the output folder without a config.json, so that no mixture can be lo
 """
 
 import contextlib
+import errno
 import os
 import shutil
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from engine import distributed
 from engine.errors import RunStopped
@@ -47,7 +51,10 @@ def save(
         if edit is not None:
             edit(state)
         try:
-            place = _save_somewhere(lambda folder: save_model(model.module, state, tokenizer, folder), output_dir, name)
+            size = sum(weights.numel() * weights.element_size() for weights in state.values())
+            place = _save_somewhere(
+                lambda folder: save_model(model.module, state, tokenizer, folder), output_dir, name, size
+            )
         except OSError as error:
             problem = f"the trained model {place} cannot be written ({reason_of(error)}), nor could any other place"
     place, problem = distributed.broadcast_object((place, problem))
@@ -56,27 +63,38 @@ def save(
     return place
 
 
-def _save_somewhere(write: Callable[[Path], None], output_dir: Path, name: str) -> Path:
-    """Write to the place or to another one; returns it. Raises: OSError after ten minutes."""
+def _save_somewhere(write: Callable[[Path], None], output_dir: Path, name: str, size: int) -> Path:
+    """Write a model of so many bytes to its place or to another one; returns it. Raises: OSError after ten minutes."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
             _replace(write, output_dir, name)
             return output_dir / name
         except OSError as error:
-            note(str(output_dir / name), error)
+            note(f"{output_dir / name} ({size / 1e6:,.1f} MB)", error)
             failed = error
-        for folder in {Path(tempfile.gettempdir()): 0, Path.home(): 0, Path.cwd(): 0}:
+        for folder in dict.fromkeys((Path(tempfile.gettempdir()), Path.home(), Path.cwd())):
             other = folder / f"trained_model_{uuid.uuid4().hex[:8]}" / (output_dir.name if name == "." else name)
             try:
-                write(other)
-                sync_tree(other)
+                _written(write, other)
+                print(
+                    f"The model stands in {other} instead: move it before that is cleared.", file=sys.stderr, flush=True
+                )
                 return other
             except OSError:
                 shutil.rmtree(other.parent, ignore_errors=True)
         if time.monotonic() > deadline:
             raise failed
         time.sleep(INTERVAL)
+
+
+def _written(write: Callable[[Path], None], folder: Path) -> None:
+    """Write a model into a folder and put it on the disk; raises OSError."""
+    try:
+        write(folder)
+    except SafetensorError as error:  # which is what safetensors makes of a full disk
+        raise OSError(errno.EIO, str(error)) from None
+    sync_tree(folder)
 
 
 def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None:
@@ -86,8 +104,7 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
     shutil.rmtree(partial, ignore_errors=True)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        write(partial)
-        sync_tree(partial)
+        _written(write, partial)
         files = [path.name for path in partial.iterdir()]
         before = written.list_model(output_dir, name, files)
     except OSError:

@@ -57,6 +57,8 @@ OLD_MODEL_FILES = (
 )
 _ABOUT = "what this program wrote here: --overwrite_output_dir removes this, and nothing else"
 _lock = threading.Lock()
+_announced: dict[Path, list[str]] = {}
+"""This process's names by folder: where the folder is moved or deleted meanwhile, they are listed in the new one."""
 
 
 @dataclass
@@ -94,6 +96,7 @@ class Written:
 
     def write(self) -> None:
         """Put the list into the folder; raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"about": _ABOUT, "files": self.files, "models": self.models}, indent=2)
         write_whole(self.folder / WRITTEN_FILE, text + "\n")
 
@@ -125,12 +128,14 @@ def announce(folder: Path, *names: str) -> None:
     Raises: OSError.
     """
     with _lock:
+        announced = _announced.setdefault(folder, [])
         listed = Written.read(folder)
-        new = [name for name in names if name not in listed.files]
-        for name in new:
+        for name in set(names) - set(announced) - set(listed.files):
             path = folder / name
             if not set(name) & set("*?[") and path.is_file() and not listed.has(name):
                 path.rename(path.with_name(path.name + KEPT))
+        announced += [name for name in names if name not in announced]
+        new = [name for name in announced if name not in listed.files]
         if new:
             listed.files += new
             listed.write()
@@ -165,6 +170,7 @@ def remove_earlier(folder: Path) -> list[str]:
                 if parent != Path():
                     (folder / parent).rmdir()
     listed.files = []
+    _announced.pop(folder, None)
     if folder.is_dir() and (listed.models or (folder / WRITTEN_FILE).exists()):
         listed.write()
     ours = {Path(name, file) for name, files in listed.models.items() for file in files}

@@ -3,35 +3,83 @@
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 
 from engine.errors import UserError
+from engine.whole_files import write_whole
+from training.program.unwritten import note, written_after_all
 
 METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlSink:
-    """One JSON object a line: `step`, `samples`, then the metrics. Each line is flushed: a killed run keeps its curves.
+    """One JSON object a line: `step`, `samples`, then the metrics. Each line is written at once: a killed run keeps its
+    curves.
 
-    NaN and infinities are written as null, since JSON has no word for them and most readers refuse Python's.
+    NaN and infinities are written as null, since JSON has no word for them and most readers refuse Python's. A line
+    that cannot be written (a full disk) is kept and written with the next one that can. Where the folder is moved or
+    deleted while the run goes, the file is made again at its place, with all that it held.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | None = None):
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self._file, self._unwritten = Path(path), None, b""
         if resume_step is not None:
             truncate_after(path, resume_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._write()
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
         numbers = {name: float(value) for name, value in metrics.items()}
         numbers = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self._file.write(json.dumps({"step": step, "samples": samples, **numbers}, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps({"step": step, "samples": samples, **numbers}, allow_nan=False) + "\n"
+        self._unwritten += line.encode()
+        self._write()
 
     def close(self) -> None:
-        self._file.close()
+        """Write what could not be written before, if that can be done now."""
+        self._write()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self) -> None:
+        try:
+            file = self._at_its_place()
+            before = file.seek(0, os.SEEK_END)
+            try:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
+            except OSError:
+                written = file.seek(0, os.SEEK_END) - before
+                file.seek(before)
+                self._unwritten = file.read(written) + self._unwritten
+                file.truncate(before)  # no half a line may stand there
+                raise
+        except OSError as error:
+            note(self._path, error)
+        else:
+            written_after_all(self._path)
+
+    def _at_its_place(self) -> FileIO:
+        """The open file, which stands under the path."""
+        before = self._file
+        if before is not None:
+            if self._path.exists() and self._path.stat().st_ino == os.fstat(before.fileno()).st_ino:
+                return before
+            self._file = None
+            print(
+                f"WARNING: {self._path.parent} was moved or deleted. The run goes on in a new folder of this name.",
+                file=sys.stderr,
+                flush=True,
+            )
+            before.seek(0)
+            self._unwritten = before.read() + self._unwritten
+            before.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab+", buffering=0)
+        return self._file
 
 
 def read_lines(path: str | Path) -> list[tuple[str, dict]]:
@@ -73,16 +121,8 @@ def read_metrics(path: str | Path) -> list[dict]:
 def truncate_after(path: str | Path, step: int) -> None:
     """Drop the lines of a metrics file whose step is greater than `step`; nothing to do where there is no file.
 
-    The kept lines are written to a second file that then takes the first one's place, so that a kill in between leaves
-    either the old file or the new one.
+    A kill in between leaves either the old file or the new one.
     """
     path = Path(path)
-    if not path.exists():
-        return
-    kept = [line for line, record in read_lines(path) if record["step"] <= step]
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    if path.exists():
+        write_whole(path, "".join(line for line, record in read_lines(path) if record["step"] <= step))

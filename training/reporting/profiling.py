@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity
 from engine import distributed
 from engine.zero.accelerator import on_gpu
 from training.program.output_folder import PROFILE
+from training.program.unwritten import going_on
 
 
 class Profiler:
@@ -39,8 +40,9 @@ class Profiler:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu()
         with torch.profiler.profile(activities=activities) as profile:
             yield
-        self.folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(self.folder / f"step_{step:06d}_rank{distributed.rank()}.json.gz"))
+        with going_on(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(self.folder / f"step_{step:06d}_rank{distributed.rank()}.json.gz"))
         self.say(
             f"step {step} recorded: {self.folder}/step_{step:06d}_rank*.json.gz, one file a rank. Open one in "
             "https://ui.perfetto.dev (it stays in your browser) or chrome://tracing."

@@ -27,6 +27,7 @@ from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
 
 RUN_FILE = "run.json"
+_starts: dict[Path, list[dict]] = {}  # as this process has written them: the folder may be moved meanwhile
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "four-engine-rlhf")
 
 
@@ -73,12 +74,13 @@ def record_models(output_dir: str | Path, saved: Mapping[str, Path], step: int) 
     Until then models that stand in the folder are an earlier run's. Raises: OSError, or UserError as reading does.
     """
     path = Path(output_dir) / RUN_FILE
-    starts = read_run_record(path)
+    starts = _starts.get(path) or read_run_record(path)
     starts[-1]["models"] = {"step": step, **{name: str(place) for name, place in saved.items()}}
     _write(path, starts)
 
 
 def _write(path: Path, starts: list[dict]) -> None:
+    _starts[path] = starts
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"starts": starts}, indent=2, default=str) + "\n")
 

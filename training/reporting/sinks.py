@@ -10,13 +10,15 @@ Every rank may hold a MetricWriter; on all but the main one it does nothing. `re
 when a run goes on from a checkpoint: what an earlier process logged after it is dropped, so no step counts twice.
 """
 
+import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from engine.distributed import is_main
+from training.program.unwritten import note
 from training.reporting.metrics_file import METRICS_FILE, JsonlSink
 from training.reporting.progress import ProgressBar
 from training.reporting.sample_tables import MIN_WIDTH, samples_markdown, samples_table
@@ -52,11 +54,10 @@ class MetricWriter:
         if wandb_project is not None:
             self._wandb = start_wandb(wandb_project, run_name(output_dir), output_dir)
         if tensorboard:
-            self._tensorboard = TensorBoardSink(
-                tensorboard_dir or output_dir / "tensorboard",
-                view=view,
-                name=run_name(output_dir),
-                resume_step=resume_step,
+            folder = tensorboard_dir or output_dir / "tensorboard"
+            self._tensorboard = Forgiving(
+                folder,
+                lambda: TensorBoardSink(folder, view=view, name=run_name(output_dir), resume_step=resume_step),
             )
             self._sinks.append(self._tensorboard)
         self._bar = ProgressBar(total_steps, shown=view.bar, first_step=resume_step or 0)
@@ -99,6 +100,46 @@ class MetricWriter:
             sink.close()
         if self._wandb:
             self._wandb.finish()
+
+
+class Forgiving:
+    """A sink that may fail: its first error is told, and it gets nothing from then on.
+
+    folder: where it writes. make: makes it.
+    """
+
+    def __init__(self, folder: str | Path, make: Callable[[], TensorBoardSink]):
+        self._folder, self._sink = folder, None
+        with self._noting():
+            self._sink = make()
+
+    def log(self, *args) -> None:
+        self._call("log", *args)
+
+    def text(self, *args) -> None:
+        self._call("text", *args)
+
+    def histogram(self, *args) -> None:
+        self._call("histogram", *args)
+
+    def hparams(self, *args) -> None:
+        self._call("hparams", *args)
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _call(self, name: str, *args) -> None:
+        if self._sink is not None:
+            with self._noting():
+                getattr(self._sink, name)(*args)
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of the library's thread, too, whichever kind that raises
+            self._sink = None
+            note(self._folder, error)
 
 
 def run_name(output_dir: Path) -> str:

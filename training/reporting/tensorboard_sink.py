@@ -1,6 +1,7 @@
 """Scalars, texts, histograms, settings and the grouping of curves, as TensorBoard events."""
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +20,7 @@ class TensorBoardSink:
     def __init__(self, log_dir: str | Path, *, name: str, view: View, resume_step: int | None = None):
         from torch.utils.tensorboard import SummaryWriter  # takes seconds: only where it is used, on the main rank
 
+        threading.excepthook = _told_elsewhere
         self._name, self._view = name, view
         self._writer = SummaryWriter(str(log_dir), purge_step=0 if resume_step is None else resume_step + 1)
         # The tab takes names for regular expressions, and their beginnings for matches.
@@ -61,6 +63,12 @@ class TensorBoardSink:
     def close(self) -> None:
         """Write out what is buffered."""
         self._writer.close()
+
+
+def _told_elsewhere(failure: threading.ExceptHookArgs) -> None:
+    """Print the stack trace of a thread that failed, but for TensorBoard's, whose error the next call raises."""
+    if type(failure.thread).__module__ != "tensorboard.summary.writer.event_file_writer":
+        threading.__excepthook__(failure)
 
 
 def flattened(settings: Mapping, prefix: str = "") -> dict[str, bool | int | float | str]:

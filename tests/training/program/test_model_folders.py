@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from training.program import model_folders
+from engine.errors import RunStopped
+from training.program import model_folders, unwritten
 from training.program.model_folders import COMPLETE, finish_interrupted
 from training.program.written import Written
 
@@ -98,3 +99,35 @@ def test_a_users_file_of_a_models_name_is_kept_beside_it(name, tmp_path):
     model_folders._replace(write(NEW), tmp_path, name)
     assert model_in(tmp_path / name) == NEW
     assert (tmp_path / name / "config.json.kept").read_text() == "the user's"
+
+
+def test_a_model_whose_place_cannot_be_written_goes_elsewhere_and_is_told(tmp_path, monkeypatch, capsys):
+    """A file in the way of the partial folder stands for a full disk."""
+    (tmp_path / "actor").mkdir()
+    (tmp_path / "actor" / "config.json").write_text("old")
+    (tmp_path / "actor.partial").write_text("in the way")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    place = model_folders._save_somewhere(write(NEW), tmp_path, "actor", 2_500_000)
+    assert place.is_relative_to(tmp_path / "tmp") and model_in(place) == NEW
+    assert (tmp_path / "actor" / "config.json").read_text() == "old"
+    said = capsys.readouterr().err
+    assert f"WARNING: {tmp_path}/actor (2.5 MB) cannot be written (File exists)" in said and str(place) in said
+    with pytest.raises(RunStopped, match=r"not all of it is on the disk: .*actor \(2.5 MB\)"):
+        unwritten.check_all_written()
+    unwritten.forget()
+
+
+def test_with_no_place_at_all_it_is_tried_again_and_then_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_folders, "INTERVAL", 0.0)
+    monkeypatch.setattr(model_folders, "PATIENCE", 0.05)
+    tries = []
+
+    def full(folder: Path) -> None:
+        tries.append(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        model_folders._save_somewhere(full, tmp_path, "actor", 1)
+    assert tries.count(tmp_path / "actor.partial") > 1
+    unwritten.forget()
