@@ -29,12 +29,15 @@ def main() -> int:
     parser.add_argument("--run", type=int, default=0, help="so many of them by DeepSpeed's launcher (default: 0)")
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
+    from transformers.utils import logging
+
     from engine.zero.communication import init
     from tests.e2e.programs import Tiny, launch_words
     from tests.engine.models import model_damages
     from training.program.startup import quiet_libraries
 
     quiet_libraries()
+    logging.disable_progress_bar()
     init()
     kinds = {
         "weights": model_damages.WEIGHTS,

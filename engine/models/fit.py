@@ -6,7 +6,7 @@ conversions of old names are as in the real load, which takes its time: that one
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -100,7 +100,8 @@ def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConf
             f"{what}: no model can be built as {path}/config.json says ({type(error).__name__}: "
             f"{one_line(error)[:300]}). Mend it, or write the model again."
         ) from None
-    misfit.refuse(path, what)
+    weights = tuple(name for name in misfit.left_over if not _is_computed(name, found))
+    replace(misfit, left_over=weights).refuse(path, what)
     if model is None:
         return
     state = model.state_dict()
@@ -112,6 +113,15 @@ def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConf
             "is not what weights to train are: they are packed or quantized, or were converted by mistake. Give the "
             "model in fp32, fp16 or bf16."
         )
+
+
+def _is_computed(name: str, found: Mapping[str, Header]) -> bool:
+    """Whether a tensor that is left over is none that is learned: older versions of transformers saved attention's
+    causal masks, (1, 1, S, S), and the frequencies of positions with the weights."""
+    if name.endswith(("masked_bias", "inv_freq")):
+        return True
+    shape = next((header.shape for key, header in found.items() if key.endswith(name) or name.endswith(key)), ())
+    return name.endswith(("attn.bias", "attention.bias")) and len(shape) == 4 and shape[:2] == (1, 1)
 
 
 def _verdict(found: Mapping[str, Header], config: PretrainedConfig, model_class) -> tuple[Misfit, nn.Module]:

@@ -1,6 +1,7 @@
 """Policy and Scorer modules from the folders, or names on the Hub, where their models stand."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -147,18 +148,18 @@ def _loaded(
 ) -> nn.Module:
     """A model of class `kind` with the weights at `path`, or of `state` (all ranks call this).
 
-    new_head: whether the score head, which is drawn anew, may be missing, and another one left over.
+    new_head: whether the score head may be missing, as it is drawn anew.
 
-    Raises: SharedError where the real load misses or leaves out a weight, or a number is NaN or infinite.
+    Raises: SharedError where the real load misses a weight, or a number is NaN or infinite.
     """
     source = path if state is None else None
     with partitioned_loading(ds_config):
         model, info = kind.from_pretrained(
             source, config=config, dtype=dtype, state_dict=state, output_loading_info=True, trust_remote_code=False
         )
-    misfit, message = Misfit.of(info), None
+    misfit, message = replace(Misfit.of(info), left_over=()), None  # which the look at the headers has judged
     if new_head:
-        misfit = Misfit(tuple(name for name in misfit.missing if not name.startswith("score.")), (), misfit.misshapen)
+        misfit = replace(misfit, missing=tuple(name for name in misfit.missing if not name.startswith("score.")))
     try:
         misfit.refuse(path, what)
         _refuse_not_finite(model, path, dtype, what)

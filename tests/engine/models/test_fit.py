@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTJConfig, GPTNeoConfig
 
 from engine.errors import UserError
 from engine.models.checking import check_policy, check_scorer, check_trunk
@@ -82,6 +82,42 @@ def test_other_weights_are_refused(tmp_path, edit, message):
     refused(check_policy, tmp_path, message)
     refused(lambda path, what: load_policy(path, torch.float32, what=what), tmp_path, message)
     refused(lambda path, what: new_scorer(path, torch.float32, 0, 0, what=what), tmp_path, message)
+
+
+def test_what_older_versions_saved_beside_the_weights_is_no_weight(tmp_path):
+    mask = torch.ones(1, 1, 64, 64)
+    beside = {
+        "gpt2": {"h.0.attn.bias": mask, "h.0.attn.masked_bias": torch.tensor(-1e4)},
+        "gpt_neo": {"h.1.attn.attention.bias": mask.bool(), "h.1.attn.attention.masked_bias": torch.tensor(-1e9)},
+        "gptj": {"h.1.attn.bias": mask.bool(), "h.1.attn.masked_bias": torch.tensor(-1e9)},
+        "llama": {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+    }
+    sizes = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+    configs = {
+        "gpt_neo": GPTNeoConfig(
+            **sizes,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global"], 2]],
+            max_position_embeddings=64,
+        ),
+        "gptj": GPTJConfig(**sizes, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4),
+    }
+    for family, tensors in beside.items():
+        if family in configs:
+            save_random(AutoModelForCausalLM.from_config(configs[family]), tmp_path / family)
+        else:
+            make_causal_lm(tmp_path / family, family)
+        for prefix in ("", "transformer."):
+            named = {prefix + name if name.startswith("h.") else name: tensor for name, tensor in tensors.items()}
+            edit_weights(tmp_path / family, lambda state, named=named: state | named)
+            load_policy(str(tmp_path / family), torch.float32, what=FLAG)
+            edit_weights(
+                tmp_path / family, lambda state, named=named: {k: v for k, v in state.items() if k not in named}
+            )
+    edit_weights(tmp_path / "gptj", lambda state: state | {"transformer.h.1.attn.bias": torch.ones(32)})
+    refused(check_policy, tmp_path / "gptj", r"1 tensor is left over \(transformer\.h\.1\.attn\.bias\)")
 
 
 @pytest.mark.parametrize("layers, message", [(3, f"{A_LAYER} tensors are missing"), (1, f"{A_LAYER} tensors are left")])
