@@ -48,6 +48,7 @@ def faulty(place, phase):
 def happen(fault):
     if fault["signal"] == "error":
         raise ArithmeticError("made up")
+    time.sleep(0.3)  # in the middle of the phase
     if fault["signal"] is not None:
         processes = [psutil.Process(), *psutil.Process().parents()]
         processes[fault["up"]].send_signal(getattr(signal, fault["signal"]))

@@ -55,6 +55,8 @@ class Member:
 
     def look(self) -> list[str]:
         """Say and hear, at most once a round; returns lines to be printed. `verdict` is set where the run ends."""
+        if "left" in self.words:  # others end when they have ended, this one too
+            return []
         now = time.monotonic()
         self.hear()
         if now - self._round < ROUND * 0.9 or self.verdict is not None:

@@ -130,7 +130,10 @@ class RollCall(threading.Thread):
                     return
                 rank = self._lines[lines] = self.ranks[beat["rank"]]
             heard.add(rank.number)
+            new = rank.number == 0 and (beat["phase"], beat["step"]) != (rank.beat.get("phase"), rank.beat.get("step"))
             rank.beat = beat
+            if new:  # at once, too: the others have to know where this process was if it dies
+                self._tell({})
             rank.left, rank.trouble = beat.get("left", rank.left), rank.trouble or beat.get("trouble")
             for number, state in beat.get("states", {}).items():
                 self.ranks[int(number)].state = state

@@ -1,0 +1,99 @@
+"""What is found out about ranks from what they say, and from what they do not say."""
+
+import os
+import time
+
+import pytest
+
+from training.program import roll_call
+from training.program.member import Member
+from training.program.roll_call import RollCall, Verdict
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """The roll call of two ranks that are both this process, with rounds of a twentieth of a second."""
+    for module in ("roll_call", "member"):
+        monkeypatch.setattr(f"training.program.{module}.ROUND", 0.05)
+        monkeypatch.setattr(f"training.program.{module}.LINE", 20)
+        monkeypatch.setattr(f"training.program.{module}.SILENT", 40)
+    call = RollCall(2, timeout_minutes=30)
+    call.start()
+    members = [Member(rank, "127.0.0.1", call.port, call.token) for rank in (0, 1)]
+    yield call, members
+    call.close()
+    for member in members:
+        member.close()
+
+
+def verdict(speaking: list[Member], seconds: float = 30.0) -> Verdict | None:
+    """What the first of them hears while all of them speak."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and speaking[0].verdict is None:
+        for member in speaking:
+            member.look()
+        time.sleep(0.01)
+    return speaking[0].verdict
+
+
+def test_ranks_that_speak_and_leave_are_no_matter(two_ranks):
+    _, members = two_ranks
+    assert verdict(members, seconds=3) is None
+    members[1].say(left=0)
+    members[1].close()
+    assert verdict(members[:1], seconds=3) is None
+
+
+def test_one_that_has_left_does_not_mind_the_end_of_rank_0(two_ranks):
+    call, members = two_ranks
+    members[1].say(left=0)
+    call.close()
+    assert verdict(members[1:], seconds=2) is None
+
+
+def test_a_connection_that_ends_without_a_word_is_a_death(two_ranks):
+    _, members = two_ranks
+    verdict(members, seconds=0.5)
+    members[1].close()
+    found = verdict(members[:1])
+    assert found.code == 1
+    assert f"rank 1 (process {os.getpid()} on " in found.message and "has died in phase outside of" in found.message
+
+
+def test_the_first_rank_with_an_error_is_quoted(two_ranks):
+    _, members = two_ranks
+    members[1].say(trouble="Traceback: broken")
+    assert verdict(members).message == "rank 1: Traceback: broken"
+
+
+def test_silence_of_a_process_that_runs_is_no_end(two_ranks):
+    """Its state by the kernel is looked up by rank 0, which stands on the same machine: a long call, not a stop."""
+    call, members = two_ranks
+    verdict(members, seconds=0.5)
+    assert verdict(members[:1], seconds=5) is None
+    assert call.ranks[1].quiet > roll_call.SILENT and call.ranks[1].state in ("R", "S")
+
+
+def test_silence_of_a_stopped_process_is_an_end(two_ranks, monkeypatch):
+    _, members = two_ranks
+    verdict(members, seconds=0.5)
+    monkeypatch.setattr("training.program.member.state_of", lambda pid: "T")
+    found = verdict(members[:1])
+    assert "rank 1" in found.message and "is stopped (a signal stopped its process)" in found.message
+    assert found.stuck == [[members[1].machine, os.getpid()]]
+
+
+def test_ranks_that_all_stand_still_are_ended_and_one_is_named(two_ranks, monkeypatch):
+    call, members = two_ranks
+    call.timeout = 30
+    monkeypatch.setattr("training.program.phases.place.phase", "train")
+    found = verdict(members)
+    assert "no rank has moved for" in found.message and "--timeout_minutes" in found.message
+    assert found.stacks == [0]
+
+
+def test_a_stranger_is_not_heard(two_ranks):
+    call, members = two_ranks
+    stranger = Member(1, "127.0.0.1", call.port, "wrong")
+    assert verdict(members, seconds=1) is None
+    stranger.close()
