@@ -3,9 +3,12 @@
 Opening a pipe waits for a writer, and opening a device may do anything.
 """
 
+import contextlib
 import errno
 import os
+import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -39,3 +42,17 @@ def _require_file(mode: int, path: str | Path) -> None:
     kind = KINDS.get(stat.S_IFMT(mode))
     if kind is not None:
         raise OSError(errno.EINVAL, kind, str(path))
+
+
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+    """Raise as OSError what libraries in Rust (safetensors, tokenizers) raise of a file system: a full disk, say."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers raises this class itself
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error

@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from tests.e2e.bad_input import STALE, message_problem
 from tests.e2e.fuzz_mutations import changed_bytes, changed_json, changed_words
-from tests.e2e.programs import PROGRAMS, Result, Tiny, command_line, snapshot
+from tests.e2e.programs import PROGRAMS, Result, Tiny, command_line, snapshot, start_words
 from training.data.records import ENDINGS
 
 CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
@@ -31,24 +31,30 @@ NOT_SPELT_OUT = ("config", "output_dir", "dry_run", "wandb_project", "overwrite_
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """One case. loads: whether models are to be loaded, and no dry run made; occupied: as in bad_input.Case."""
+    """One case.
+
+    loads: whether models are to be loaded, and no dry run made. before: what the output folder holds, None where there
+    is none. must: what is printed where the case does not end with a message; None where it has to end with one.
+    """
 
     kind: str
     step: int
     words: list[str]
     loads: bool
-    occupied: bool
     output_dir: Path
+    before: dict[str, bytes] | None
     changed: str
+    must: str | None = ""
 
     def problem(self, result: Result) -> str | None:
         """What is wrong with how the program ended, or None: one message and exit code 2, or success."""
         printed = result.stdout + result.stderr
-        left = {name: text.decode(errors="replace") for name, text in snapshot(self.output_dir).items()}
-        untouched = self.output_dir.exists() == self.occupied and left == (STALE if self.occupied else {})
-        if not untouched and not (result.code == 0 and self.loads):
+        left = snapshot(self.output_dir) if self.output_dir.exists() else None
+        if left != self.before and not (result.code == 0 and self.loads):
             return f"something was written into the output folder (exit code {result.code}): {result.stderr[-300:]!r}"
-        if result.code == 0 and "Traceback" not in printed and "error: " not in printed:
+        if result.code == 0 and self.must is None:
+            return f"it was used: {result.stdout[-300:]!r}"
+        if result.code == 0 and self.must in printed and "Traceback" not in printed and "error: " not in printed:
             return None
         return message_problem(result)
 
@@ -66,17 +72,19 @@ class FuzzInputs:
             "rows": self._rows,
             "DeepSpeed JSON": self._ds_config,
             "model folder": self._model,
+            "chat template": self._chat_template,
+            "restart point": self._point,
         }
 
     def case(self, seed: int, number: int, change: bool = True) -> Fuzzed:
         """The case of this number; with change=False as it was before something was changed."""
-        rng = random.Random(f"{seed} {number}")
+        rng, self.change = random.Random(f"{seed} {number}"), change
         shutil.rmtree(self.place, ignore_errors=True)
         shutil.rmtree(self.output_dir, ignore_errors=True)
         self.place.mkdir()
         kind = ["flags", *self.kinds][number % (len(self.kinds) + 1)]
-        self.change = change
-        occupied, loads = rng.random() < 0.5, kind in ("DeepSpeed JSON", "model folder") and rng.random() < 0.5
+        loads = kind in ("DeepSpeed JSON", "model folder", "restart point") and rng.random() < 0.5
+        self.must = ""
         if kind == "flags":
             step = rng.choice(list(PROGRAMS))
             words = command_line(self._flags(step, rng))
@@ -86,14 +94,14 @@ class FuzzInputs:
         else:
             step, flags, changed = self.kinds[kind](rng)
             words = command_line(flags)
-        words += ["--output_dir", str(self.output_dir)]
-        if occupied:
+        words += ["--output_dir", str(self.output_dir), *["--dry_run"] * (not loads)]
+        if not self.output_dir.exists() and rng.random() < 0.5:
             words.append("--overwrite_output_dir")
             for name, text in STALE.items():
                 (self.output_dir / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.output_dir / name).write_text(text)
-        words += [] if loads else ["--dry_run"]
-        return Fuzzed(kind, step, words, loads, occupied, self.output_dir, repr(changed)[1:-1][:160])
+        before = snapshot(self.output_dir) if self.output_dir.exists() else None
+        return Fuzzed(kind, step, words, loads, self.output_dir, before, repr(changed)[1:-1][:160], self.must)
 
     def _flags(self, step: int, rng: random.Random, count: int = 12) -> dict:
         """A valid command line with some flags' own defaults spelt out."""
@@ -185,6 +193,51 @@ class FuzzInputs:
         file.write_bytes(content)
         return step, self.tiny.flags(step, **{flag: folder}), f"{file.name}: {_difference(before, content)}"
 
+    def _chat_template(self, rng: random.Random) -> tuple[int, dict, str]:
+        """A template in a file of its own or in tokenizer_config.json, and a set of messages to try it on."""
+        folder = self._chat_model()
+        content = self._bytes(CHAT.encode(), rng)
+        (folder / "chat_template.jinja").write_bytes(content)
+        if rng.random() < 0.3:
+            (folder / "chat_template.jinja").unlink()
+            config = json.loads((folder / "tokenizer_config.json").read_text())
+            content = json.dumps(config | {"chat_template": self._json({"chat_template": CHAT}, rng)}).encode()
+            (folder / "tokenizer_config.json").write_bytes(content)
+        rows = [{"messages": [{"role": "user", "content": "w04"}, {"role": "assistant", "content": "w05"}]}] * 40
+        path, _ = self._write("rows.jsonl", _file_of(rows, ".jsonl"))
+        return 1, self.tiny.flags(1, model_name_or_path=folder, data_path=path), repr(content)
+
+    def _point(self, rng: random.Random) -> tuple[int, dict, str]:
+        """The newer of a run's two restart points, given by its name or found; it must not be used."""
+        shutil.copytree(self._run(), self.output_dir)
+        point = self.output_dir / "checkpoints" / "step_000002"
+        resume = rng.choice(["auto", self.output_dir, point])
+        file = rng.choice(sorted(path for path in point.rglob("*") if path.is_file()))
+        before = file.read_bytes()
+        way = rng.randrange(4)
+        if way == 0 and self.change:
+            content = (self.output_dir / "checkpoints" / "step_000001" / file.relative_to(point)).read_bytes()
+        elif way == 1 and file.suffix == ".json" and self.change:
+            content = self._json_text(json.loads(before), rng)
+        elif way == 2 and file.suffix == ".safetensors":
+            content = self._weights(before, rng)
+        else:
+            content = self._bytes(before, rng)
+        file.write_bytes(content)
+        if content != before and not (file.name == "manifest.json" and _same_json(content, before)):
+            self.must = None if resume == point else "PASSED OVER"
+        flags = self.tiny.flags(3, max_steps=4, save_steps=1, resume=resume)
+        return 3, flags, f"{file.relative_to(point)}: {_difference(before, content)}"
+
+    def _run(self) -> Path:
+        """The output folder of a run of two steps, each with a restart point; the run is made when first asked for."""
+        folder = self.tiny.folder.with_name("run")
+        if not folder.exists():
+            flags = {"max_steps": 4, "enable_test_mode": True, "test_stop_step": 2, "save_steps": 1}
+            result = start_words(3, command_line(self.tiny.flags(3, **flags, output_dir=folder)))
+            assert result.code == 0, result.stderr
+        return folder
+
     def _weights(self, content: bytes, rng: random.Random) -> bytes:
         size = int.from_bytes(content[:8], "little")
         header, numbers = content[8 : 8 + size], content[8 + size :]
@@ -221,6 +274,13 @@ def _file_of(rows: list, ending: str) -> bytes:
     file = io.BytesIO()
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     return file.getvalue()
+
+
+def _same_json(one: bytes, other: bytes) -> bool:
+    try:
+        return json.loads(one) == json.loads(other)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _difference(before: bytes, after: bytes) -> str:

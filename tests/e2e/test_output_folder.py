@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -104,3 +105,22 @@ def test_links_and_what_the_run_reads_are_not_written_through(tiny, tmp_path, ca
         else:
             assert_one_message(run_here(1, flags, capfd), [f"--output_dir {place}: it contains --"])
     assert snapshot(tiny.folder) == before
+
+
+@pytest.mark.parametrize(
+    "name, make, kind",
+    [
+        ("metrics.jsonl", Path.mkdir, "file"),
+        ("run.json", os.mkfifo, "file"),
+        ("curves.png", Path.mkdir, "file"),
+        ("actor", Path.touch, "folder"),
+        ("checkpoints", Path.touch, "folder"),
+        ("tensorboard", os.mkfifo, "folder"),
+    ],
+)
+def test_something_of_another_kind_stands_in_the_place(tiny, tmp_path, capfd, name, make, kind):
+    (tmp_path / "out").mkdir()
+    make(tmp_path / "out" / name)
+    result = run_here(3, tiny.flags(3, output_dir=tmp_path / "out", overwrite_output_dir=True), capfd)
+    assert_one_message(result, [f"{name} in it is no {kind}, and the run writes one there. Move it away."])
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]

@@ -24,6 +24,7 @@ from pathlib import Path
 import pyarrow
 
 from engine.errors import UserError
+from engine.files import os_errors
 
 IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
 FORMAT = 1  # to be raised when the same rows are to become other tables
@@ -51,7 +52,8 @@ def tokenizer_hash(tokenizer) -> str:
     """A hash of all that the tokenizer would save, chat template included, except how it last padded and cut."""
     try:
         folder = tempfile.TemporaryDirectory()
-        tokenizer.save_pretrained(folder.name)
+        with os_errors():
+            tokenizer.save_pretrained(folder.name)
     except OSError as error:
         raise UserError(
             f"the tokenizer cannot be written into a temporary folder ({error.strerror or error}). Set TMPDIR to "

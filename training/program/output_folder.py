@@ -34,7 +34,7 @@ def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
         _check_writable(name, folder)
     if not args.dry_run:
         output_lock.take(output_dir)
-    _check_links(output_dir)
+    _check_names(output_dir)
     _check_apart(args, output_dir)
     for name, folder in folders.items():
         # A run that died before its first restart point begins again.
@@ -55,11 +55,17 @@ def _check_writable(name: str, folder: Path) -> None:
         ) from None
 
 
-def _check_links(output_dir: Path) -> None:
-    """Raise UserError for a link among the names that the run writes: it may lead to another run's files, or two of
-    them to one folder."""
-    for name in (*written.MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard", METRICS_FILE):
+def _check_names(output_dir: Path) -> None:
+    """Raise UserError for what stands where the run writes and is of another kind: a folder in a file's place or the
+    reverse, a pipe; or a link, which may lead to another run's files, or two of them to one folder."""
+    folders = (*written.MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard")
+    for name in (*folders, METRICS_FILE, RUN_FILE, "curves.png"):
         path = output_dir / name
+        kind = "folder" if name in folders else "file"
+        if path.exists() and not (path.is_dir() if name in folders else path.is_file()):
+            raise UserError(
+                f"--output_dir {output_dir}: {name} in it is no {kind}, and the run writes one there. Move it away."
+            )
         if path.is_symlink():
             raise UserError(
                 f"--output_dir {output_dir}: {name} in it is a link to {path.readlink()}, whose files the run would "

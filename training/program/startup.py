@@ -27,6 +27,7 @@ from training.program import output_lock, stopping, unwritten
 from training.program.member import print_line
 from training.program.output_folder import check_output_dirs
 from training.program.phases import phase
+from training.program.terminal import flush_all, keep_printing
 from training.program.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 from training.reporting.sample_tables import visible
 from training.reporting.wandb_sync import check_wandb
@@ -44,6 +45,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
     try:
         unwritten.forget()
         _leave_stdin()
+        keep_printing()
         quiet_libraries()
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
         make_paths_absolute(args)
@@ -147,8 +149,7 @@ def leave(code: int) -> NoReturn:
     After a mistake at once, because the process group still stands: in an orderly exit gloo's threads may abort, which
     hides the code behind another one (seen), and NCCL may wait for ranks that are gone.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_all(code)
     if code:
         os._exit(code)
     sys.exit(0)
