@@ -124,3 +124,31 @@ def test_something_of_another_kind_stands_in_the_place(tiny, tmp_path, capfd, na
     result = run_here(3, tiny.flags(3, output_dir=tmp_path / "out", overwrite_output_dir=True), capfd)
     assert_one_message(result, [f"{name} in it is no {kind}, and the run writes one there. Move it away."])
     assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+
+
+JUDGE = """
+from pathlib import Path
+calls = 0
+
+def score(prompts, responses):
+    global calls
+    calls += 1
+    if calls == 4:  # of the last step: two calls were for the held-out prompts, and one for the first step
+        Path({out!r}).rename({moved!r})
+    return [0.5 + 0.1 * calls] * len(responses)
+"""
+
+
+def test_a_folder_that_is_moved_while_the_run_goes(tiny, tmp_path, capfd):
+    out, moved = tmp_path / "out", tmp_path / "moved"
+    (tmp_path / "moving.py").write_text(JUDGE.format(out=str(out), moved=str(moved)))
+    flags = tiny.flags(3, output_dir=out, reward_function=f"{tmp_path / 'moving.py'}:score", enable_tensorboard=False)
+    result = run_here(3, flags, capfd)
+    assert result.code == 0, result.stderr
+    assert f"WARNING: {out} was moved or deleted. The run goes on in a new folder of this name." in result.stderr
+    assert [line["step"] for line in metric_lines(out)] == [0, 1, 2]
+    assert [line["step"] for line in metric_lines(moved)] == [0, 1]
+    for name in ("actor/config.json", "critic/config.json", "samples/after.jsonl", "curves.png", "run.json"):
+        assert (out / name).is_file(), name
+    assert run_here(3, {**flags, "overwrite_output_dir": True}, capfd).code == 0  # all of it is listed there
+    assert not any(path.name.endswith(".kept") for path in out.rglob("*"))
