@@ -57,7 +57,8 @@ def test_a_run_that_is_asked_ends_after_its_step_and_goes_on(tiny, tmp_path, who
     )
     assert f"--resume {tmp_path}/out." in result.stderr
     assert not (tmp_path / "out" / "actor").exists() or step == STEPS
-    assert run_here(3, {**flags, "resume": tmp_path / "out"}, capfd).code == 0
+    again = {**flags, "resume": "auto", "profile_steps": 1}  # which is done by now, but in the command as before
+    assert run_here(3, again, capfd).code == 0
     assert_same_run(whole, tmp_path / "out")
 
 

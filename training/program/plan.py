@@ -18,7 +18,7 @@ from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function
 from training.program.model_files import generation_stops
 from training.restarts.conditions import Conditions
-from training.restarts.resume_point import ResumePoint
+from training.restarts.resume_point import AUTO, ResumePoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,9 @@ def make_plan(
     conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps, inputs)
     if point:
         point.check(conditions, last_step)
-    check_profile_steps(args.profile_steps, point.steps_done + 1 if point else 1, last_step)
+    # A command that goes on by itself may name steps that an earlier start has recorded.
+    first = point.steps_done + 1 if point and args.resume != AUTO else 1
+    check_profile_steps(args.profile_steps, first, last_step)
     return Plan(
         dialect=dialect,
         spec=args.engine_spec(dialect),

@@ -158,7 +158,10 @@ class Watch:
                 if now > self._asked_at + 2 * LAST_LOOK:
                     leave_now(STOPPED)  # one of them has told why
                 return
-            end(ENDED_EARLY, f"{request.reason.text}: ended before the first step; there was nothing to save.")
+            end(
+                ENDED_EARLY,
+                f"{request.reason.text}: ended before the first step; there was nothing to save, and nothing is lost.",
+            )
         if request.deadline is not None and now > request.deadline:
             left = (
                 f"go on with --resume {request.saved.parent.parent}" if request.saved else "no restart point is there"
