@@ -52,11 +52,13 @@ class FunctionReward(RewardSource):
         prompts, responses = decoded(rollout, self.tokenizer)
         named = {} if self.rows is None else {"rows": [self.rows[index] for index in rollout.indices.tolist()]}
         values: list[float] = []
-        problem = None
+        problem, dtype = None, torch.get_default_dtype()
         try:
             values, problem = _numbers(self.function(prompts, responses, **named), len(responses))
         except BaseException as error:  # whatever the user's code raises, sys.exit too
             problem = f"raised {_described(error)}"
+        finally:
+            torch.set_default_dtype(dtype)  # which belongs to the whole process
         problems = [text for text in distributed.all_gather_objects(problem) if text is not None]
         if problems:
             raise RunStopped(

@@ -244,6 +244,21 @@ def test_a_message_is_one_line_whatever_it_quotes(tiny, bad, tmp_path, capfd):
     assert_one_message(run_here(1, flags, capfd), [r"unknown key a\nb\u202e\x1b[31m\x00\ud800."])
 
 
+@pytest.mark.parametrize(
+    "found, told",
+    [
+        ({"RANK": "abc"}, "RANK is 'abc', no whole number"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT is '-1', no whole number"),
+        ({"WORLD_SIZE": "0"}, "RANK is 0 of WORLD_SIZE 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 of WORLD_SIZE 2"),
+    ],
+)
+def test_an_environment_that_cannot_be_a_launchers(tiny, tmp_path, capfd, monkeypatch, found, told):
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    assert_one_message(run_here(1, tiny.flags(1, output_dir=tmp_path / "out"), capfd), [f"the environment's {told}"])
+
+
 def test_nothing_is_read_from_stdin(tiny, tmp_path, capfd):
     (tmp_path / "asks.py").write_text("import os\nraise ValueError(f'was told {os.read(0, 9)}')\n")
     reading, writing = os.pipe()

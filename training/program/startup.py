@@ -47,6 +47,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         _leave_stdin()
         keep_printing()
         quiet_libraries()
+        _check_launch()
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
         make_paths_absolute(args)
     except UserError as error:
@@ -117,6 +118,21 @@ def _left_together(code: int, watch: Watch) -> int:
     return code
 
 
+def _check_launch() -> None:
+    """Raise UserError for what a launcher, or a script in its place, says of this process and that cannot be so."""
+    numbers = {
+        name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT") if name in os.environ
+    }
+    for name, value in numbers.items():
+        if not (value.isascii() and value.isdecimal()):
+            raise UserError(f"the environment's {name} is {value!r}, no whole number. Start by deepspeed or torchrun.")
+    rank, world = numbers.get("RANK", "0"), numbers.get("WORLD_SIZE", "1")
+    if int(rank) >= int(world):
+        raise UserError(
+            f"the environment's RANK is {rank} of WORLD_SIZE {world}: ranks count from 0. Use deepspeed or torchrun."
+        )
+
+
 def _leave_stdin() -> None:
     """From here on nothing is read from stdin: a library that asks a question there gets its end for an answer."""
     with Path(os.devnull).open("rb") as nothing:
@@ -136,7 +152,7 @@ def _parse(arguments_class: type, argv: Sequence[str], description: str):
 
 def _told(error: UserError) -> int:
     """Print a mistake once, by rank 0 or the rank that it befell alone; returns the exit code."""
-    if int(os.environ.get("RANK", 0)) == 0 or not isinstance(error, SharedError):
+    if os.environ.get("RANK", "0") == "0" or not isinstance(error, SharedError):
         print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
     else:
         time.sleep(5)  # the launcher kills all ranks once one has gone: let the main one print first
