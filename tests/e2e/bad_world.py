@@ -106,13 +106,10 @@ REWARD_FUNCTIONS = {
     "nothing": "",
 }
 STATES = {
-    "two_ranks": '{"world_size": 2, "ema": false, "identity": {}}',
-    "averaged": '{"world_size": 1, "ema": true, "identity": {}}',
-    "broken_state": '{"world_size": 1',
+    "state_alone": '{"steps_done": 2, "models": {}, "ema": false, "identity": {}, "settings": {}}',
+    "state_broken": '{"steps_done": 2',
     "state_list": "[]",
     "state_empty": "{}",
-    "state_number": "3",
-    "state_without_identity": '{"world_size": 1, "ema": false}',
 }
 
 
@@ -140,7 +137,7 @@ class BadWorld:
         self.no_models = [
             folder / "absent",
             folder / "empty_folder",
-            folder / "two_ranks",
+            folder / "state_alone",
             folder / "broken.jsonl",
             folder / "empty.jsonl",
             folder / "garbage.parquet",

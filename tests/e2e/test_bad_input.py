@@ -35,13 +35,11 @@ FILES = [
     ((1, 2, 3), {"output_dir": "{bad}/empty.jsonl/out"}, ["--output_dir", "{bad}/empty.jsonl is a file", "folder"]),
     ((1, 2, 3), {"output_dir": "{tiny}"}, ["--output_dir {tiny} is not empty", "--overwrite_output_dir"]),
     ((3,), {"resume": "{bad}/nowhere"}, ["--resume {bad}/nowhere", "no restart point", "--save_steps"]),
-    ((3,), {"resume": "{bad}/two_ranks"}, ["--resume {bad}/two_ranks", "written by 2 ranks, this run has 1"]),
-    ((3,), {"resume": "{bad}/broken_state"}, ["--resume", "broken_state/trainer_state.json is broken", "earlier"]),
-    ((3,), {"resume": "{bad}/averaged"}, ["--resume {bad}/averaged", "with --enable_ema", "same flags"]),
+    ((3,), {"resume": "{bad}/state_alone"}, ["--resume", "{bad}/state_alone is damaged", "manifest.json is missing"]),
 ]
 MODELS = [
     ((1, 2), {"model_name_or_path": "{bad}/absent"}, ["--model_name_or_path", "{bad}/absent"]),
-    ((1, 2), {"model_name_or_path": "{bad}/two_ranks"}, ["--model_name_or_path", "{bad}/two_ranks", "config.json"]),
+    ((1, 2), {"model_name_or_path": "{bad}/state_alone"}, ["--model_name_or_path", "{bad}/state_alone", "config.json"]),
     ((1, 2), {"model_name_or_path": "{tiny}/reward"}, ["--model_name_or_path", "{tiny}/reward", "no language model"]),
     (
         (1, 2),
