@@ -33,7 +33,8 @@ FILES = [
     ((2,), {"normalization_data_path": "{bad}/other_column.jsonl"}, ["{bad}/other_column.jsonl, line 2", "question"]),
     ((1, 2, 3), {"output_dir": "{bad}/empty.jsonl"}, ["--output_dir", "{bad}/empty.jsonl is a file", "folder"]),
     ((1, 2, 3), {"output_dir": "{bad}/empty.jsonl/out"}, ["--output_dir", "{bad}/empty.jsonl is a file", "folder"]),
-    ((1, 2, 3), {"output_dir": "{tiny}"}, ["--output_dir {tiny} is not empty", "--overwrite_output_dir"]),
+    ((1, 2, 3), {"output_dir": "{bad}"}, ["--output_dir {bad} is not empty", "--overwrite_output_dir"]),
+    ((1, 2, 3), {"output_dir": "{tiny}"}, ["--output_dir {tiny}: it contains --data_path {tiny}/", "apart from it"]),
     ((3,), {"resume": "{bad}/nowhere"}, ["--resume {bad}/nowhere", "no restart point", "--save_steps"]),
     ((3,), {"resume": "{bad}/state_alone"}, ["--resume", "{bad}/state_alone is damaged", "manifest.json is missing"]),
 ]

@@ -170,4 +170,4 @@ def test_every_flag_is_known(step):
 def test_a_folder_with_more_than_a_log_is_refused(started):
     Path("out/model.bin").write_text("")
     result = started("1 run_1.3b.sh")
-    assert result.code == 2 and "--output_dir out is not empty" in result.stderr
+    assert result.code == 2 and f"--output_dir {Path('out').absolute()} is not empty" in result.stderr

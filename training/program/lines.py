@@ -36,14 +36,17 @@ class Lines:
         """What has come.
 
         Raises: OSError where nobody is at the other end any more, ConnectionResetError if it was closed; ValueError for
-        what is no JSON.
+        what is no JSON. What had come before that is returned first: the last words of a process that died.
         """
         while select.select([self.connection], [], [], 0)[0]:
-            data = self.connection.recv(1 << 16)
-            if not data:
+            try:
+                data = self.connection.recv(1 << 16)
+                if not data:
+                    raise ConnectionResetError
+            except OSError:
                 if b"\n" in self._unread:
                     break
-                raise ConnectionResetError
+                raise
             self._unread += data
         *lines, self._unread = self._unread.split(b"\n")
         return [json.loads(line) for line in lines]
