@@ -12,6 +12,7 @@ import os
 import shlex
 import socket
 import sys
+import textwrap
 import threading
 import uuid
 from datetime import datetime
@@ -21,6 +22,7 @@ from engine.errors import RunStopped, UserError
 
 LOCK_FILE = "run.lock"
 REFRESHED, STALE = 15.0, 300.0  # seconds
+SHOWN = 100  # characters of the holder's command in a message
 
 _held: "OutputLock | None" = None
 
@@ -177,7 +179,8 @@ def described(record: dict) -> str:
     if not record:
         return "which one its run.lock does not say"
     where = "on this machine" if record.get("machine") == _machine() else f"on {record.get('host')}"
-    return f"process {record.get('pid')} {where} since {record.get('since')} ({record.get('command')})"
+    command = textwrap.shorten(str(record.get("command")), SHOWN, placeholder=" ...")
+    return f"process {record.get('pid')} {where} since {record.get('since')} ({command})"
 
 
 def _age(path: Path) -> float:

@@ -119,9 +119,11 @@ class Conditions:
                     "written. Give the same data as when the run began."
                 )
             if then != value:
+                remedy = "Give the same flags and data as when the run began."
+                if name.endswith(" a step"):
+                    remedy = "Ranks times batch size has to be what it was: change one with the other."
                 raise UserError(
-                    f"--resume {folder}: {name} was {then!r} when it was written and is {value!r} now. Give "
-                    "the same flags and data as when the run began."
+                    f"--resume {folder}: {name} was {then!r} when it was written and is {value!r} now. {remedy}"
                 )
         for flag in changed_models(self.settings, written.settings, _contents):
             raise UserError(

@@ -102,10 +102,14 @@ def export(
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and not an empty folder. Give another one to write into.")
-    found = ResumePoint.find(point, output, with_ema=True)
+    try:
+        found = ResumePoint.find(point, output, with_ema=True)
+    except UserError as error:
+        raise UserError(str(error).removeprefix("--resume").lstrip(": ")) from None  # no flag of this program
     assert found is not None, "a path was given"
     for line in found.passed_over:
         print(f"PASSED OVER: {line}", file=sys.stderr)
+    print(f"reads {found.folder}")
     tensors = _tensors(found, model, ema, dtype)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
     try:

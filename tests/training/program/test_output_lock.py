@@ -102,6 +102,14 @@ def test_a_living_process_is_one_however_old_its_lock(tmp_path):
         output_lock.take(tmp_path)
 
 
+def test_of_a_long_command_the_beginning_is_shown(tmp_path):
+    parent = os.getppid()
+    command = "training/step3_rlhf.py" + " --flag value" * 50
+    write(tmp_path, pid=parent, process_started=output_lock._start_time(parent), command=command)
+    with pytest.raises(UserError, match=r"\(training/step3_rlhf.py .{60,80} \.\.\.\)\. Wait for its end"):
+        output_lock.take(tmp_path)
+
+
 @pytest.mark.parametrize("machine", ["another boot pid:[1]", None])
 def test_a_process_of_another_machine_lives_while_it_refreshes_the_file(tmp_path, machine):
     path = aged(write(tmp_path, machine=machine, host="node7", pid=1), STALE - 60)

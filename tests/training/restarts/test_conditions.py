@@ -92,7 +92,10 @@ def test_the_micro_batch_is_named_where_losses_or_advantages_are_its(field, valu
             conditions(data=("a", "c")),
             "the data, those held out included, are others than when it was written",
         ),
-        (conditions(generation_batches=2), "responses a step was 16 when it was written and is 32 now"),
+        (
+            conditions(generation_batches=2),
+            "responses a step was 16 when it was written and is 32 now. Ranks times batch",
+        ),
     ],
 )
 def test_what_must_be_equal_is_refused_by_name(now, message):

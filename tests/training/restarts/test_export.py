@@ -59,8 +59,9 @@ def test_weights_are_rounded_to_what_the_run_computed_in(run, tmp_path):
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == CONFIG
 
 
-def test_large_files_are_split_and_indexed_and_another_dtype_is_said_in_the_config(run, tmp_path):
+def test_large_files_are_split_and_indexed_and_another_dtype_is_said_in_the_config(run, tmp_path, capsys):
     assert exported(run.checkpoints.output_dir, tmp_path / "hf", "--dtype", "fp32", "--max_shard_size", "3KB") == 0
+    assert capsys.readouterr().out == f"reads {run.point}\nwritten: {tmp_path / 'hf'}\n"
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
     assert len(set(index["weight_map"].values())) == 2 and index["metadata"]["total_size"] == 3 * 1200 + 24
     for name, file in index["weight_map"].items():
@@ -91,5 +92,7 @@ def test_damaged_points_and_folders_that_hold_something_are_refused(run, tmp_pat
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'mine'} is there and not an empty folder.")
     flip_bit(run.point / "actor" / "rank_00000.safetensors")
     assert exported(run.point, tmp_path / "hf") == 2
-    assert "is damaged: actor/rank_00000.safetensors holds other bytes" in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(
+        f"error: the restart point {run.point} is damaged: actor/rank_00000.safetensors holds other bytes"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
