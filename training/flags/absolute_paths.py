@@ -1,6 +1,7 @@
 """Paths of flags made absolute before anything runs that could change the working directory, as a user's code may."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 from training.flags.arguments import RunFlags
@@ -15,11 +16,17 @@ def make_paths_absolute(args: RunFlags) -> None:
     for spec in dataclasses.fields(args):
         value = getattr(args, spec.name)
         if spec.name in WRITTEN and value is not None:
-            setattr(args, spec.name, str(Path(value).expanduser().absolute()))
+            setattr(args, spec.name, _to_be_made(value))
         elif spec.name.endswith(READ) and isinstance(value, str):
             setattr(args, spec.name, _if_there(value, spec.name))
         elif spec.name.endswith(READ) and isinstance(value, list):
             setattr(args, spec.name, [_if_there(item, spec.name) for item in value])
+
+
+def _to_be_made(value: str) -> str:
+    """The absolute path, without `..`: behind a folder that is yet to be made, that would name another place later."""
+    path = Path(value).expanduser().absolute()
+    return os.path.realpath(path) if ".." in path.parts else str(path)
 
 
 def _if_there(value: str, name: str) -> str:

@@ -5,6 +5,8 @@ from pathlib import Path
 from training.flags.absolute_paths import make_paths_absolute
 from training.flags.rlhf_arguments import RLHFFlags
 
+REQUIRED = {"data_path": ["p"], "actor_model_name_or_path": "a", "critic_model_name_or_path": "c"}
+
 
 def test_paths_and_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -34,3 +36,17 @@ def test_paths_and_names(tmp_path, monkeypatch):
     args.reward_function = "judge:score"
     make_paths_absolute(args)
     assert args.reward_function == "judge:score"
+
+
+def test_up_from_a_folder_that_is_not_there(tmp_path, monkeypatch):
+    """Made later, it would lead to files that were not found before."""
+    monkeypatch.chdir(tmp_path)
+    Path("disk/runs").mkdir(parents=True)
+    Path("link").symlink_to("disk/runs")
+    args = RLHFFlags(output_dir="new/./dot/../out", tensorboard_path="link/../curves", **REQUIRED)
+    make_paths_absolute(args)
+    assert args.output_dir == f"{tmp_path}/new/out"
+    assert args.tensorboard_path == f"{tmp_path}/disk/curves", "up from where a link leads to"
+    args = RLHFFlags(output_dir="link/out", **REQUIRED)
+    make_paths_absolute(args)
+    assert args.output_dir == f"{tmp_path}/link/out"
