@@ -97,7 +97,7 @@ def export(
         dtype: "fp32", "fp16" or "bf16" instead of what the run computed in.
         max_shard_size: files larger than this are split.
 
-    Raises: UserError where the point is damaged or has no such model, or where something stands in `output`.
+    Raises: UserError where the point is damaged or has no such model, or where `output` holds something or lies in it.
     """
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -109,6 +109,8 @@ def export(
     assert found is not None, "a path was given"
     for line in found.passed_over:
         print(f"PASSED OVER: {line}", file=sys.stderr)
+    if folder.resolve().is_relative_to(found.folder.resolve()):
+        raise UserError(f"{folder} lies in the restart point {found.folder}, which would be damaged. Give another one.")
     print(f"reads {found.folder}")
     tensors = _tensors(found, model, ema, dtype)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from engine.zero.shards import Shard
 from tests.training.restarts.tiny_points import TinyRun, flip_bit
 from training.restarts.export import INDEX, main
+from training.restarts.manifest import damages
 
 CONFIG = {"dtype": "bfloat16", "model_type": "gpt2", "vocab_size": 3}
 
@@ -96,3 +97,9 @@ def test_damaged_points_and_folders_that_hold_something_are_refused(run, tmp_pat
         f"error: the restart point {run.point} is damaged: actor/rank_00000.safetensors holds other bytes"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
+
+
+def test_a_point_is_not_exported_into_itself(run, capsys):
+    assert exported(run.point, run.point / "actor_folder") == 2
+    assert "lies in the restart point" in capsys.readouterr().err
+    assert damages(run.point) == []
