@@ -193,7 +193,8 @@ class Checkpoints:
     def _failed(self, step: int, problem: str) -> None:
         self._retry_at = self._clock() + RETRY_AFTER
         if distributed.is_main():
-            older = f"{self.newest} is untouched" if self.newest is not None else "there is none before it"
+            there = self.newest is not None and self.newest.is_dir()  # not where somebody has deleted it
+            older = f"{self.newest} is untouched" if there else "there is none before it"
             self.say(
                 f"RESTART POINT NOT WRITTEN, of step {step}: {problem}. The run goes on, and tries again after a step "
                 f"in {RETRY_AFTER:.0f} s or more; {older}."

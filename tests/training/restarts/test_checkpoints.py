@@ -1,6 +1,7 @@
 """When restart points are written, what becomes of a write that fails, and which older ones are deleted."""
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,15 @@ def test_a_folder_that_cannot_be_made_is_a_failed_write_too(tmp_path):
     run.train_to(2)
     assert len(run.said) == 2 and all("RESTART POINT NOT WRITTEN" in line for line in run.said)
     assert "there is none before it" in run.said[0] and (tmp_path / "checkpoints").read_text() == "a file"
+
+
+def test_a_deleted_point_is_not_called_untouched(tmp_path):
+    run = TinyRun(tmp_path, steps=1)
+    run.train_to(1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").touch()
+    run.train_to(2)
+    assert "NOT WRITTEN, of step 2" in run.said[-1] and "there is none before it" in run.said[-1]
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
