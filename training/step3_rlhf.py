@@ -14,6 +14,7 @@ from typing import NoReturn
 from torch.utils.data import ConcatDataset
 
 from engine import distributed
+from engine.reward.agreed import AgreedReward
 from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
@@ -118,9 +119,9 @@ def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSourc
 
 
 def user_reward(args: RLHFFlags, plan: Plan, tokenizer) -> RewardSource:
-    """What --reward_function names: a RewardSource class as it is, or a function of texts and the data's rows."""
+    """What --reward_function names: a RewardSource class, or a function of texts and the data's rows."""
     if is_source(plan.reward_function):
-        return plan.reward_function(tokenizer)
+        return AgreedReward(plan.reward_function(tokenizer), f"the reward source {args.reward_function}")
     rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
     return FunctionReward(plan.reward_function, tokenizer, rows, args.reward_function)
 

@@ -7,17 +7,15 @@ reward = FunctionReward(exact_answer, tokenizer, rows=ConcatDataset([training_ro
 """
 
 import inspect
-import math
 import numbers
-import traceback
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from engine import distributed
-from engine.errors import RunStopped, shortened
+from engine.errors import shortened
 from engine.experience import Rollout
+from engine.reward.agreed import described, stop_together
 from engine.reward.base import RewardSource
 from engine.reward.texts import decoded
 from engine.trace import traced
@@ -56,16 +54,11 @@ class FunctionReward(RewardSource):
         try:
             values, problem = _numbers(self.function(prompts, responses, **named), len(responses))
         except BaseException as error:  # whatever the user's code raises, sys.exit too
-            problem = f"raised {_described(error)}"
+            problem = f"raised {described(error)}"
         finally:
             torch.set_default_dtype(dtype)  # which belongs to the whole process
-        problems = [text for text in distributed.all_gather_objects(problem) if text is not None]
-        if problems:
-            raise RunStopped(
-                f"the reward function {self.name} {problems[0]}. It is called with lists of texts and returns "
-                "one number a response. Mend it.",
-                good_until=math.inf,
-            )
+        contract = "It is called with lists of texts and returns one number a response. Mend it."
+        stop_together(problem, f"the reward function {self.name}", contract)
         return torch.tensor(values, dtype=torch.float32, device=rollout.sequences.device)
 
 
@@ -81,11 +74,3 @@ def _numbers(returned, count: int) -> tuple[list[float], str | None]:
         if not isinstance(value, numbers.Real):
             return [], f"returned {shortened(value)} for response {place} of {count}, which is no number"
     return [float(value) for value in values], None
-
-
-def _described(error: BaseException) -> str:
-    """The error, with the deepest line of the file that the function stands in."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call, above
-    own = [frame for frame in frames if frame.filename == frames[0].filename]
-    place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
-    return f"{type(error).__name__}: {str(error)[:300]}{place}"

@@ -1,0 +1,59 @@
+"""What a source of the user's raises on one rank stops all, with sound weights."""
+
+import math
+
+import pytest
+import torch
+
+from engine import distributed
+from engine.errors import RunStopped
+from engine.reward.agreed import AgreedReward
+from engine.reward.base import RewardSource
+from tests.engine.fake_models import rollout_of
+from tests.tiny_models import EOS, PAD
+
+ROLLOUT = rollout_of([[5], [6], [7]], [[20, EOS], [21, 22, 23], [EOS]], PAD)
+
+
+class Given(RewardSource):
+    def __init__(self, returned):
+        self.returned = returned
+
+    def score(self, rollout):
+        if isinstance(self.returned, BaseException):
+            raise self.returned
+        return self.returned
+
+
+class InParts(Given):
+    def parts(self, rollout):
+        return {"kind": self.returned, "short": 2 * self.returned}
+
+
+def test_scores_and_parts_are_the_sources():
+    values = torch.tensor([1.0, 2.0, 3.0])
+    assert AgreedReward(Given(values.double()), "judge").score(ROLLOUT).tolist() == [1.0, 2.0, 3.0]
+    assert list(AgreedReward(Given(values), "judge").parts(ROLLOUT)) == ["scores"]
+    parts = AgreedReward(InParts(values), "judge").parts(ROLLOUT)
+    assert parts["kind"].tolist() == [1.0, 2.0, 3.0] and parts["short"].tolist() == [2.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    "returned, told",
+    [
+        (ConnectionError("no answer"), r"judge raised ConnectionError: no answer \(.*test_reward_agreed.py, line \d+"),
+        (SystemExit(0), "judge raised SystemExit: 0"),
+        ([1.0, 2.0, 3.0], "which is no tensor"),
+        (torch.zeros(3, 1), r"shape \(3, 1\) for 3 responses"),
+    ],
+)
+def test_a_failure_stops_the_run(returned, told):
+    with pytest.raises(RunStopped, match=told) as stop:
+        AgreedReward(Given(returned), "judge").parts(ROLLOUT)
+    assert stop.value.good_until == math.inf
+
+
+def test_a_failure_of_another_rank(monkeypatch):
+    monkeypatch.setattr(distributed, "all_gather_objects", lambda problem: [problem, "raised ValueError: 3"])
+    with pytest.raises(RunStopped, match="judge raised ValueError: 3"):
+        AgreedReward(Given(torch.zeros(3)), "judge").score(ROLLOUT)
