@@ -186,7 +186,7 @@ def asked(trial: Trial) -> None:
             shared = shared_memory()
             ended = run.run(Fault(phase, step, 0, signal, up))
             points = run.points()
-            done = signal == "SIGUSR1" and place == "last evaluation"  # nothing is left that could be left to another run
+            done = signal == "SIGUSR1" and place == "last evaluation"  # nothing is left to do
             wrong = [f"code {ended.code}"] * ((ended.code == 0) != done) + ["late"] * (ended.seconds > 30)
             expected = f"step_{step:06d}"
             wrong += [f"no point of step {step}"] * (expected not in points)

@@ -43,7 +43,8 @@ class AgreedReward(RewardSource):
         return self.source.on_device()
 
     def _agreed(self, call: Callable, rollout: Rollout) -> dict[str, Tensor]:
-        parts, problem = {}, None
+        parts: dict[str, Tensor] = {}
+        problem = None
         try:
             returned = call(rollout)
             parts = returned if isinstance(returned, dict) else {"scores": returned}
