@@ -284,12 +284,8 @@ def test_fp16_where_the_machine_has_none(step, tiny, tmp_path, capfd):
 @pytest.mark.parametrize(
     "step, change, expected",
     [
-        (
-            3,
-            {"acter_zero_stage": 3},
-            "unknown flag --acter_zero_stage. Did you mean --actor_zero_stage?",
-        ),  # each rank sees
-        (2, {"data_path": "{bad}/broken.jsonl"}, "{bad}/broken.jsonl, line 3"),  # rank 0 sees
+        (3, {"acter_zero_stage": 3}, "unknown flag --acter_zero_stage. Did you mean --actor_zero_stage?"),
+        (2, {"data_path": "{bad}/broken.jsonl"}, "{bad}/broken.jsonl, line 3"),
         (
             3,
             {"per_device_generation_batch_size": 17, "per_device_training_batch_size": 17},
