@@ -49,10 +49,12 @@ def read_tokenizer(
     require_model(path, what)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
+        tokenizer("a text", return_attention_mask=False)  # some settings of wrong kinds are found in use alone
+        ends = tokenizer.pad_token_id, tokenizer.eos_token_id
     except Exception as error:  # whatever broken files lead transformers to
         _refuse_code(error, path, what)
         raise UserError(f"{what}: no tokenizer at {path!r} ({one_line(error)}). Save one beside the model.") from None
-    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
+    if ends == (None, None):
         raise UserError(f"{what}: the tokenizer at {path!r} has neither a pad nor an EOS token. Set one.")
     rows = read_config(path, what, trust_remote_code).get_text_config().vocab_size if pad_token != "tokenizer" else 0
     set_pad_token(tokenizer, pad_token, path, room=vocabulary_size(tokenizer) < rows)

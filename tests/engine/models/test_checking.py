@@ -94,3 +94,11 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     make_config("llama").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"^--actor: no tokenizer at .*Save one beside the model"):
         read_tokenizer(str(tmp_path), "--actor")
+
+
+@pytest.mark.parametrize("changed", [{"model_max_length": [8]}, {"unk_token": ""}], ids=str)
+def test_a_tokenizer_that_loads_and_cannot_be_used_is_refused(tmp_path, changed):
+    path = Path(make_causal_lm(tmp_path / "model")) / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(UserError, match="--flag: no tokenizer at"):
+        read_tokenizer(str(path.parent), "--flag")
