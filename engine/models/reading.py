@@ -49,7 +49,8 @@ def read_tokenizer(
     require_model(path, what)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
-        tokenizer("a text", return_attention_mask=False)  # some settings of wrong kinds are found in use alone
+        # Some settings of wrong kinds are found in use alone.
+        tokenizer.decode(tokenizer("a text").input_ids + tokenizer.all_special_ids)
         ends = tokenizer.pad_token_id, tokenizer.eos_token_id
     except Exception as error:  # whatever broken files lead transformers to
         _refuse_code(error, path, what)

@@ -31,8 +31,8 @@ class Member:
         self._lines = Lines(socket.create_connection((host, port), timeout=60))
         self.say()
 
-    def say(self, **words) -> None:
-        """Tell rank 0 where this rank is, and more if there is more."""
+    def say(self, **words) -> dict:
+        """Tell rank 0 where this rank is, and more if there is more; returns what was said."""
         self.words |= words
         beat = {
             "token": self._token,
@@ -52,6 +52,7 @@ class Member:
                 self._lines.put(beat)
             except OSError as error:
                 self._lose(error)
+        return beat
 
     def look(self) -> list[str]:
         """Say and hear, at most once a round; returns lines to be printed. `verdict` is set where the run ends."""
@@ -72,13 +73,12 @@ class Member:
         return self._silence_of_first()
 
     def hear(self) -> None:
-        """Read what rank 0 has said."""
-        if self._lost is not None:
-            return
+        """Read what rank 0 has said, its last words too where speaking to it has failed."""
         try:
             heard = self._lines.take()
         except OSError as error:
-            self._lose(error)
+            if self._lost is None:
+                self._lose(error)
             return
         for words in heard:
             self._quiet = 0

@@ -93,6 +93,11 @@ class RollCall(threading.Thread):
         for open_one in [self._listener, *self._lines]:
             open_one.close()
 
+    def pass_on(self, beat: dict) -> None:
+        """Tell all ranks at once where rank 0 is: the next moment it may be gone, and this thread with it."""
+        self.ranks[0].beat = beat
+        self._tell({})
+
     def run(self) -> None:
         """Hear the ranks until all have left, or one is missing."""
         verdict = None
@@ -130,10 +135,7 @@ class RollCall(threading.Thread):
                     return
                 rank = self._lines[lines] = self.ranks[beat["rank"]]
             heard.add(rank.number)
-            new = rank.number == 0 and (beat["phase"], beat["step"]) != (rank.beat.get("phase"), rank.beat.get("step"))
             rank.beat = beat
-            if new:  # at once, too: the others have to know where this process was if it dies
-                self._tell({})
             rank.left, rank.trouble = beat.get("left", rank.left), rank.trouble or beat.get("trouble")
             for number, state in beat.get("states", {}).items():
                 self.ranks[int(number)].state = state
@@ -149,7 +151,7 @@ class RollCall(threading.Thread):
         """A line for every rank: where rank 0 is, whose state is to be looked at, and whether to end."""
         asked = [[rank.number, rank.beat["machine"], rank.beat["pid"]] for rank in self.ranks if _asked_about(rank)]
         left = any(rank.left or rank.lost or rank.trouble for rank in self.ranks)
-        for lines in self._lines:
+        for lines in list(self._lines):
             with contextlib.suppress(OSError):  # reading finds it lost
                 lines.put({**words, "first": self.ranks[0].beat, "look": asked, "left": left})
 

@@ -77,7 +77,14 @@ class Watch:
         port, token = distributed.broadcast_object(address)
         host = "127.0.0.1" if distributed.is_main() else os.environ["MASTER_ADDR"]
         self.member = Member(distributed.rank(), host, port, token)
-        place.told = self.member.say  # at once: the next moment it may be gone
+        place.told = self._say_place
+
+    def _say_place(self) -> None:
+        """Say where this rank is at once, and not with the next look."""
+        if self.member is not None:
+            beat = self.member.say()
+            if self._roll_call is not None:
+                self._roll_call.pass_on(beat)
 
     def leave(self, code: int) -> None:
         """Say that this rank ends by itself, and how."""

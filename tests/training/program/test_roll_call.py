@@ -97,3 +97,16 @@ def test_a_stranger_is_not_heard(two_ranks):
     stranger = Member(1, "127.0.0.1", call.port, "wrong")
     assert verdict(members, seconds=1) is None
     stranger.close()
+
+
+def test_where_rank_0_was_is_known_though_nobody_listened_before_it_died(two_ranks, capfd):
+    call, members = two_ranks
+    verdict(members, seconds=0.5)
+    call.pass_on({**members[0].say(), "phase": "train", "step": 3})
+    call.close()
+    time.sleep(0.1)
+    for _ in range(3):  # the first that is said to one who has gone is no error yet
+        members[1].say()
+        time.sleep(0.1)
+    assert verdict(members[1:]).code == 1
+    assert "has died in phase train of step 3" in capfd.readouterr().err
