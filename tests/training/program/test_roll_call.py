@@ -7,6 +7,7 @@ import pytest
 
 from training.program import roll_call
 from training.program.member import Member
+from training.program.phases import Place
 from training.program.roll_call import RollCall, Verdict
 
 
@@ -99,10 +100,11 @@ def test_a_stranger_is_not_heard(two_ranks):
     stranger.close()
 
 
-def test_where_rank_0_was_is_known_though_nobody_listened_before_it_died(two_ranks, capfd):
+def test_where_rank_0_was_is_known_though_nobody_listened_before_it_died(two_ranks, monkeypatch, capfd):
     call, members = two_ranks
     verdict(members, seconds=0.5)
-    call.pass_on({**members[0].say(), "phase": "train", "step": 3})
+    monkeypatch.setattr("training.program.member.place", Place("train", 3))
+    call.pass_on(members[0].say())
     call.close()
     time.sleep(0.1)
     for _ in range(3):  # the first that is said to one who has gone is no error yet
