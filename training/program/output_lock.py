@@ -14,6 +14,7 @@ import socket
 import sys
 import textwrap
 import threading
+import time
 import uuid
 from datetime import datetime
 from pathlib import Path
@@ -105,7 +106,7 @@ class OutputLock:
 
     def _clear_stale(self) -> None:
         """Take the file away if its holder is gone; raises UserError if it is not."""
-        found = read(self.path)
+        found = _read_soon(self.path)
         if not is_stale(found, self.path):
             raise UserError(
                 f"--output_dir {self.folder}: another run writes there, {described(found)}. Wait for its end, end it, "
@@ -163,6 +164,15 @@ def read(path: Path) -> dict:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _read_soon(path: Path) -> dict:
+    """As `read`, but a file that was only just made is given a second to be written."""
+    for _ in range(20):
+        if (found := read(path)) or not path.exists():
+            return found
+        time.sleep(0.05)
+    return read(path)
 
 
 def is_stale(record: dict, path: Path) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engine import distributed
 from engine.algorithms import Dialect, get_dialect
 from engine.errors import UserError
 from training.flags.rlhf_arguments import RLHFFlags
@@ -106,7 +107,7 @@ def test_what_must_be_equal_is_refused_by_name(now, message):
 
 def test_ranks_and_stages_may_change_where_a_step_has_as_many_responses(monkeypatch):
     then = written(conditions(per_device_generation_batch_size=16, actor_zero_stage=3))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
     now = conditions(per_device_generation_batch_size=8, actor_zero_stage=0)
     now.check(then, HERE)
     rounding = " (the state is the same to the last bit; from here on sums are rounded otherwise)"
@@ -118,9 +119,9 @@ def test_ranks_and_stages_may_change_where_a_step_has_as_many_responses(monkeypa
         conditions(per_device_generation_batch_size=16).check(then, HERE)
 
     by_rank = DEFAULT.override(whiten_over="rank")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(distributed, "world_size", lambda: 1)
     then = written(conditions(by_rank, per_device_generation_batch_size=16))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
     assert conditions(by_rank, per_device_generation_batch_size=8).changes_since(then) == [
         "changed since the restart point: ranks 1 -> 2 (the state is the same to the last bit; this dialect computes "
         "by rank, and goes on otherwise)"
