@@ -111,3 +111,5 @@ def _main(target: str, folder: str) -> None:
 
 if __name__ == "__main__":
     _main(*sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # in an orderly exit gloo's threads may abort (seen), though all is done
