@@ -27,14 +27,11 @@ from training.reporting.phase_clock import peak_memory_gb
 from training.reporting.run_record import RUN_FILE, write_run_record
 from training.reporting.views import View
 from training.restarts.checkpoints import Checkpoints
-from training.restarts.conditions import Conditions
+from training.restarts.conditions import OWED, Conditions
 from training.restarts.config_files import config_files
 from training.restarts.last_good import last_good_named
 from training.restarts.restore import restore
 from training.restarts.resume_point import ResumePoint, set_aside_newer
-
-OWED = "metrics_without_evaluation"
-"""In a restart point: the metrics of its step, where it was written before the evaluation that goes into their line."""
 
 
 class SupervisedTrainer:

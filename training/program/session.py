@@ -22,10 +22,9 @@ from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, summary_text
 from training.reporting.verdict import conclude, of_ppo
 from training.restarts.checkpoints import Checkpoints
+from training.restarts.conditions import OWED
 from training.restarts.config_files import config_files
 
-OWED = "metrics_without_evaluation"
-"""In a restart point: the metrics of its step, where it was written before the evaluation that goes into their line."""
 SCORE = "eval/score"
 
 

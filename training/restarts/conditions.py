@@ -20,6 +20,8 @@ from engine.optim import CONSTANT_SCHEDULES
 from training.flags.rlhf_arguments import RLHFFlags
 from training.restarts.inputs import FUNCTION, MODELS, changed_models
 
+OWED = "metrics_without_evaluation"
+"""In a state: the metrics of its step, where it was written before the evaluation that goes into their line."""
 DATA = "the data"  # whose fingerprints say nothing to people
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
