@@ -178,13 +178,7 @@ def trained_model(
     ds_config = build_ds_config(
         config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, gradient_clipping=optimizer.max_grad_norm
     )
-    module = load(
-        path,
-        DTYPES[spec.dtype],
-        ds_config,
-        what=f"{config.role} model",
-        trust_remote_code=spec.trust_remote_code,
-    )
+    module = _loaded(load, path, ds_config, config, spec)
     return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing)
 
 
@@ -217,16 +211,16 @@ def wrap_trained(
 def frozen_model(load, path: str, config: EngineConfig, spec: EngineSpec) -> FrozenModel:
     """An engine without optimizer around what `load` makes of `path`."""
     ds_config = build_ds_config(config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)
-    module = load(
-        path,
-        DTYPES[spec.dtype],
-        ds_config,
-        what=f"{config.role} model",
-        trust_remote_code=spec.trust_remote_code,
-    )
+    module = _loaded(load, path, ds_config, config, spec)
     model = FrozenModel(module, ds_config, config.offload, config.role)
     _probe(model)
     return model
+
+
+def _loaded(load, path: str, ds_config: dict, config: EngineConfig, spec: EngineSpec) -> Policy | Scorer:
+    return load(
+        path, DTYPES[spec.dtype], ds_config, what=f"{config.role} model", trust_remote_code=spec.trust_remote_code
+    )
 
 
 def _probe(model: TrainedModel | FrozenModel) -> None:
