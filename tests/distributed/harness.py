@@ -2,23 +2,36 @@
 
     one, two = run_ranks("tests.distributed.work_gradients:stage_gradients", world=2, stage=3)
 
-Starting costs seconds, so one launch should answer many questions; the assertions stand in the parent.
+On CPUs the processes are forked from one that has imported the libraries, once a session: their imports take longer
+than most of what is asked. Starting still costs, so one launch should answer many questions; the assertions stand in
+the parent.
 """
 
 import gc
 import importlib
+import multiprocessing
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
 import torch
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 300.0  # seconds
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+IMPORTED = ["training.ppo_trainer"]  # and no pyarrow, which starts a thread
 
 
 def run_ranks(target: str, world: int = 2, timeout: float = TIMEOUT, **kwargs) -> list:
@@ -31,43 +44,45 @@ def run_ranks(target: str, world: int = 2, timeout: float = TIMEOUT, **kwargs) -
         torch.save(kwargs, Path(folder) / "kwargs.pt")
         environment = {
             **os.environ,
+            **ENVIRONMENT,
             "WORLD_SIZE": str(world),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "MASTER_PORT": str(free_port()),
         }
+        context = _context()
         processes = []
         try:
             for rank in range(world):
-                with _log(folder, rank).open("wb") as log:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", "tests.distributed.harness", target, folder],
-                            cwd=ROOT,
-                            stdout=log,
-                            stderr=log,
-                            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                        )
-                    )
+                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(context.Process(target=_main, args=(target, folder, own), daemon=True))
+                processes[-1].start()
             _wait(processes, target, folder, timeout)
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.join()
         return [torch.load(_result(folder, rank), weights_only=False) for rank in range(world)]
 
 
-def _wait(processes: list[subprocess.Popen], target: str, folder: str, timeout: float) -> None:
+def _context() -> multiprocessing.context.BaseContext:
+    """How ranks are started: forked on CPUs; anew on GPUs, which no forked process can use after its parent."""
+    if os.environ.get("DS_ACCELERATOR") != "cpu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with mock.patch.dict(os.environ, ENVIRONMENT):  # libraries read theirs when they are imported
+        forkserver.ensure_running()
+    return context
+
+
+def _wait(processes: list[BaseProcess], target: str, folder: str, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [process.exitcode for process in processes]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             time.sleep(1.0)  # the rank that failed first may not be the one noticed first: show all that have by now
-            failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+            failed = [rank for rank, process in enumerate(processes) if process.exitcode not in (None, 0)]
             raise RuntimeError(f"{target}: failed on rank {failed}\n" + _tails(folder, failed))
         if all(code == 0 for code in codes):
             return
@@ -88,14 +103,15 @@ def _result(folder: str, rank: int) -> Path:
     return Path(folder) / f"result_{rank}.pt"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _main(target: str, folder: str) -> None:
+def _main(target: str, folder: str, environment: dict[str, str]) -> None:
     """One rank: join the group, call the function, leave its result in a file."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    with _log(folder, int(environment["RANK"])).open("wb") as log:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(log.fileno(), stream.fileno())
+
     from engine import distributed
     from engine.zero.communication import init
 
@@ -107,9 +123,5 @@ def _main(target: str, folder: str) -> None:
     torch.save(result, _result(folder, distributed.rank()))
     distributed.barrier()
     distributed.shutdown()
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
     sys.stdout.flush()
     os._exit(0)  # in an orderly exit gloo's threads may abort (seen), though all is done

@@ -16,4 +16,4 @@ def test_a_failing_rank_is_shown_and_the_waiting_one_ended():
 
 def test_ranks_that_do_not_end_are_ended():
     with pytest.raises(RuntimeError, match="not done after 1 s"):
-        run_ranks("tests.distributed.work_harness:numbered", world=2, timeout=1.0, value=0)
+        run_ranks("tests.distributed.work_harness:does_not_end", world=2, timeout=1.0)

@@ -1,5 +1,7 @@
 """Run by ranks: what the harness has to bring back, or to survive."""
 
+import time
+
 import torch
 
 from engine import distributed
@@ -16,3 +18,8 @@ def one_rank_fails() -> None:
     if distributed.rank() == distributed.world_size() - 1:
         raise ValueError("a number that nobody expected")
     distributed.barrier()
+
+
+def does_not_end() -> None:
+    """Nobody says what the ranks wait for."""
+    time.sleep(600)

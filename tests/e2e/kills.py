@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from tests.e2e.announcing import WRITING
 from tests.e2e.chain import MACHINE
 from tests.e2e.programs import ROOT, TIMEOUT, Tiny, command_line, metric_lines
+from tests.ports import free_port
 from training.restarts.layout import points_in
 
 PHASES = ("evaluating", WRITING, "train", "generate", "make_experience", "saving models", "loading models")
@@ -128,13 +128,10 @@ class Run:
         self.output_dir, self.phases = output_dir, Path(f"{output_dir}.phases")
         self.stdout = ""
         self.phases.unlink(missing_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         self.log = Path(f"{output_dir}.log")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", str(port)]
+                [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", str(free_port())]
                 + [str(ROOT / "tests" / "e2e" / "announcing.py")]
                 + command_line({**trial.flags, "output_dir": output_dir, **flags}),
                 env={

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from unittest import mock
 import torch
 
 from tests import tiny_models
+from tests.ports import free_port
 from training import step1_sft, step2_reward, step3_rlhf
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.startup import run
@@ -82,10 +82,8 @@ def launch_program(path: Path, flags: dict, ranks: int) -> Result:
 
 
 def _launched(program: Path, words: list[str], ranks: int) -> Result:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks), "--master_port", str(port)]
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+    launcher += ["--master_port", str(free_port())]
     return _started([*launcher, str(program), *words], ranks)
 
 

@@ -1,18 +1,15 @@
 """Ranks that fail in the middle of a run: it is said once which and where, all end, and the command is run again."""
 
-import socket
 import sys
 
 from tests.e2e.faults import STEPS, Fault, FaultyRun, deepspeed
 from tests.e2e.programs import metric_lines
+from tests.ports import free_port
 
 
 def test_a_run_comes_to_its_end_though_a_rank_failed_and_a_rank_died(tiny, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     restarting = [sys.executable, "-m", "training.program.restarting", "--max_restarts", "2"]
-    run = FaultyRun(tmp_path / "run", tiny, [*restarting, *deepspeed(port)])
+    run = FaultyRun(tmp_path / "run", tiny, [*restarting, *deepspeed(free_port())])
     ended = run.run(Fault("train", 3, rank=1, signal="error"), Fault("generate", 4, rank=1, signal="SIGKILL"))
     assert ended.code == 0, ended.stderr
     assert ended.stderr.count("Traceback") == 1 and "rank 1: Traceback" in ended.stderr
