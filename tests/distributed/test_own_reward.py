@@ -1,5 +1,7 @@
 """Training on a function's scores without a reward model, at stage 0 in one process and under ZeRO-3 on two ranks."""
 
+import statistics
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -81,6 +83,21 @@ def test_held_out_prompts_are_given_their_own_rows(runs, kind):
         ]
         assert [row["score"] for row in rows] == [row["scores_function"] + row["length_penalty"] for row in rows]
         assert metrics["eval/scores_function"] == pytest.approx(sum(row["scores_function"] for row in rows) / HELD_OUT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_errors_count_each_prompt_once_and_pair_it_with_itself(runs, kind):
+    """Two ranks answer six, since five do not divide: the sixth is a repeat."""
+    for rank in runs[kind]:
+        (metrics_before, before), metrics, after = rank["eval_before"], rank["eval_metrics"], rank["eval_rows"]
+        assert "eval/score_change" not in metrics_before
+        for metric, column in {"eval/score": "score", "eval/kl": "kl", "eval/response_length": "tokens"}.items():
+            values = [row[column] for row in after]
+            changes = [row[column] - old[column] for row, old in zip(after, before, strict=True)]
+            assert metrics[f"{metric}_se"] == pytest.approx(statistics.stdev(values) / HELD_OUT**0.5)
+            assert metrics[f"{metric}_change"] == pytest.approx(statistics.fmean(changes), abs=1e-9)
+            assert metrics[f"{metric}_change_se"] == pytest.approx(statistics.stdev(changes) / HELD_OUT**0.5)
+        assert metrics["eval/kl_change_se"] > 0 and metrics["eval/score_se"] > 0
 
 
 def test_the_stages_give_the_same_held_out_rows(runs):

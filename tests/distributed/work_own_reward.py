@@ -41,9 +41,6 @@ def run(actor: str, stage: int) -> dict:
         reward=CombinedReward({"function": (function, 1.0)}, length_penalty=A_TOKEN),
     )
     result = {"reward_engine": engine.reward, "critic": [weights(engine.critic)], "steps": []}
-    for report in trainer.fit(TinyPrompts(PER_STEP)):
-        result["critic"].append(weights(engine.critic))
-        result["steps"].append({"batch": report.batch, "metrics": report.metrics})
     evaluator = Evaluator(
         [prompt_tokens(1000 + index) for index in range(HELD_OUT)],
         rollouts=rollouts,
@@ -52,6 +49,10 @@ def run(actor: str, stage: int) -> dict:
         tokenizer=engine.tokenizer,
         first_index=TRAINING,
     )
+    result["eval_before"] = evaluator.run(step=0)
+    for report in trainer.fit(TinyPrompts(PER_STEP)):
+        result["critic"].append(weights(engine.critic))
+        result["steps"].append({"batch": report.batch, "metrics": report.metrics})
     result["eval_metrics"], result["eval_rows"] = evaluator.run(step=1)
     if distributed.rank() == distributed.world_size() - 1:
         function.function = lambda prompts, responses, rows: rows[0]["no such column"]

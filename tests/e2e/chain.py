@@ -26,8 +26,9 @@ EVERY_STEP = {
 }
 EVALUATION = {
     f"eval/{name}" for name in ("score", "score_std", "kl", "response_length", "distinct_bigrams", "distinct_responses")
-}
-AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION}
+} | {f"eval/{name}_se" for name in ("score", "kl", "response_length")}
+CHANGES = {name.replace("_se", ending) for name in EVALUATION for ending in ("_change", "_change_se") if "_se" in name}
+AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION | CHANGES}
 MACHINE = ("time/", "memory/", "checkpoint/", "rollout/tokens_per_second")
 """What differs between two runs of the same numbers."""
 

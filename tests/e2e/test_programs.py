@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.e2e.chain import AVERAGED, EVALUATION, EVERY_STEP, MACHINE, STEPS, assert_finite
+from tests.e2e.chain import AVERAGED, CHANGES, EVALUATION, EVERY_STEP, MACHINE, STEPS, assert_finite
 from tests.e2e.programs import metric_lines
 from training.restarts.layout import rank_file
 
@@ -49,7 +49,7 @@ def test_every_metric_is_logged_and_finite(chain, name):
     assert set(lines[0]) == {"step", "samples"} | EVALUATION
     for line in lines[1:]:
         assert EVERY_STEP <= set(line), f"step {line['step']} lacks {sorted(EVERY_STEP - set(line))}"
-    assert EVALUATION | AVERAGED <= set(lines[-1])
+    assert EVALUATION | CHANGES | AVERAGED <= set(lines[-1])
     assert_finite(lines)
 
 

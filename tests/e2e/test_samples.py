@@ -1,5 +1,6 @@
 """What step 3 leaves beside its curves: samples before and after, scores, the averaged actor."""
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,10 @@ def test_samples_before_and_after(chain):
         for key, metric in (("score", "score"), ("kl", "kl"), ("tokens", "response_length")):
             assert sum(row[key] for row in rows) / EVALUATED == pytest.approx(line[prefix + metric], abs=1e-5)
     before, after = (sample_rows(chain, name) for name in ("before", "after"))
+    for name, prefix in (("after", "eval/"), ("after_ema", "eval/ema_")):
+        changes = [now["kl"] - then["kl"] for now, then in zip(sample_rows(chain, name), before, strict=True)]
+        assert last[f"{prefix}kl_change"] == pytest.approx(statistics.fmean(changes), abs=1e-5)
+        assert last[f"{prefix}kl_change_se"] == pytest.approx(statistics.stdev(changes) / EVALUATED**0.5, abs=1e-5)
     assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
     assert all(abs(row["kl"]) < 1e-4 for row in before), "the actor starts as the reference"
     assert any(abs(row["kl"]) > 1e-2 for row in after), "the actor has not moved"

@@ -22,7 +22,7 @@ from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, summary_text
 from training.reporting.verdict import conclude, of_ppo
 from training.restarts.checkpoints import Checkpoints
-from training.restarts.conditions import OWED
+from training.restarts.conditions import BEFORE, OWED
 from training.restarts.config_files import config_files
 
 SCORE = "eval/score"
@@ -48,7 +48,7 @@ class Session:
             args.schedule(),
             models=self.models.trained,
             ema=self.models.ema,
-            state=lambda: trainer.state_dict() | ({OWED: self.owed} if self.owed is not None else {}),
+            state=self.state_dict,
             conditions=plan.conditions,
             config_files=config_files(self.models.trained, self.own_tokenizer) if distributed.is_main() else {},
             resumed=plan.resume.folder if plan.resume else None,
@@ -56,6 +56,12 @@ class Session:
             say=self.writer.write,
         )
         self.saved: dict[str, Path] = {}  # the trained models' folders, from the last step on
+
+    def state_dict(self) -> dict:
+        """What a restart needs beside the models."""
+        owed = {OWED: self.owed} if self.owed is not None else {}
+        before = {BEFORE: self.evaluator.before} if self.evaluator and self.evaluator.before else {}
+        return self.trainer.state_dict() | owed | before
 
     def begin(self) -> None:
         """Settings into run.json and TensorBoard; held-out scores before the first step, or those still owed."""

@@ -16,6 +16,7 @@ from engine.reward.texts import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.data.prompts import Prompts, collate_prompts
 from training.reporting.bigrams import distinct_bigrams
+from training.reporting.standard_errors import Estimate, Units, with_errors
 
 EVAL_SEED = 0x5EED  # mixed into the run's seed: held-out samples share no random numbers with training
 
@@ -24,7 +25,8 @@ class Evaluator:
     """Answers the same prompts with the same random numbers each time, so that scores differ by the policy alone.
 
     first_index: what a reward function's `rows` hold before the first held-out row, the training rows: it finds the row
-    of held-out prompt i at first_index + i.
+    of held-out prompt i at first_index + i. before: what each prompt's answer measured before the first step, set by
+    `run(0)`; changes are paired with it.
     """
 
     def __init__(
@@ -36,10 +38,11 @@ class Evaluator:
         sampling: SamplingConfig,
         tokenizer,
         first_index: int = 0,
+        before: Units | None = None,
     ):
         self.prompts, self.rollouts, self.experience_maker = prompts, rollouts, experience_maker
         self.sampling = dataclasses.replace(sampling, seed=sampling.seed ^ EVAL_SEED)
-        self.tokenizer, self.first_index = tokenizer, first_index
+        self.tokenizer, self.first_index, self.before = tokenizer, first_index, before
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict]]:
         """Metrics and one row a prompt (prompt, response, score, its parts, kl), the same on all ranks (all call this).
@@ -64,7 +67,10 @@ class Evaluator:
         _stop_if_not_finite(rows, step)
         columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
         columns |= {name: name for name in experience.score_parts}
-        metrics = {f"eval/{name}": sum(row[column] for row in rows) / len(rows) for name, column in columns.items()}
+        units = {name: [float(row[column]) for row in rows] for name, column in columns.items()}
+        metrics = with_errors(_estimates(units), _estimates(self.before) if step and self.before else None)
+        if step == 0:
+            self.before = units
         metrics["eval/score_std"] = statistics.pstdev(row["score"] for row in rows)
         metrics["eval/distinct_responses"] = float(len({row["response"] for row in rows}))
         metrics["eval/distinct_bigrams"] = float(distinct_bigrams([row["response"] for row in rows]))
@@ -81,6 +87,10 @@ class Evaluator:
             [self.prompts[index] for index in indices], keys, torch.zeros_like(keys), self.sampling.pad_token_id
         )
         return self.rollouts.generate(batch.to(distributed.device()), self.sampling)
+
+
+def _estimates(units: Units) -> dict[str, Estimate]:
+    return {f"eval/{name}": Estimate.of(values) for name, values in units.items()}
 
 
 def _stop_if_not_finite(rows: list[dict], step: int) -> None:

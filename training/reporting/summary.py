@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from training.reporting.health import Finding, health
+from training.reporting.standard_errors import NOISE, with_error, within_noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,20 +85,41 @@ def summary_text(summary: RunSummary) -> str:
 def _evaluation_lines(summary: RunSummary) -> list[str]:
     names = [(label, f"eval/{key}", f"eval/ema_{key}") for label, key in EVALUATED]
     ema = any(name in summary.after for _, _, name in names)
-    head = "EMA, after" if ema else ""
-    lines = [f"{'held-out prompts':<24}{'before':>12}{'after':>12}{'change':>12}{head:>14}".rstrip()]
+    errors = any(f"{name}_se" in metrics for _, name, _ in names for metrics in (summary.before, summary.after))
+    width = 18 if errors else 12
+    lines, unclear = [], []
     for label, name, ema_name in names:
-        before, after, averaged = summary.before.get(name), summary.after.get(name), summary.after.get(ema_name)
-        if before is None and after is None:
+        before, after = (_number(metrics, name) for metrics in (summary.before, summary.after))
+        if not before and not after:
             continue
-        change = "" if before is None or after is None else f"{after - before:+.3f}"
-        numbers = f"{_number(before):>12}{_number(after):>12}{change:>12}{_number(averaged):>14}"
-        lines.append(f"  {label:<22}{numbers}".rstrip())
-    return lines if len(lines) > 1 else ["held-out prompts: not evaluated"]
+        averaged = _number(summary.after, ema_name)
+        numbers = (before, after, _change(summary, name), averaged)
+        lines.append(f"  {label:<22}{''.join(f'{number:>{width}}' for number in numbers)}".rstrip())
+        change, error = (summary.after.get(f"{name}_{what}") for what in ("change", "change_se"))
+        if change is not None and error is not None and within_noise(change, error):
+            unclear.append(label)
+    if not lines:
+        return ["held-out prompts: not evaluated"]
+    columns = ("before", "after", "change", "EMA, after" if ema else "")
+    lines.insert(0, f"{'held-out prompts':<24}{''.join(f'{column:>{width}}' for column in columns)}".rstrip())
+    if errors:
+        lines.append("  ± is one standard error; a change's is paired, of the differences prompt by prompt")
+    if unclear:
+        lines.append(f"  within noise ({NOISE:g} standard errors): the change of {', '.join(unclear)}")
+    return lines
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+def _number(metrics: Mapping[str, float], name: str) -> str:
+    return with_error(metrics[name], metrics.get(f"{name}_se")) if name in metrics else ""
+
+
+def _change(summary: RunSummary, name: str) -> str:
+    """Of a metric since before the first step, which stands elsewhere where a run went on in another folder."""
+    if f"{name}_change" in summary.after:
+        return with_error(summary.after[f"{name}_change"], summary.after.get(f"{name}_change_se"), sign="+")
+    if name in summary.before and name in summary.after:
+        return with_error(summary.after[name] - summary.before[name], None, sign="+")
+    return ""
 
 
 def _health_lines(summary: RunSummary) -> list[str]:

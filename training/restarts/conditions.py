@@ -22,6 +22,8 @@ from training.restarts.inputs import FUNCTION, MODELS, changed_models
 
 OWED = "metrics_without_evaluation"
 """In a state: the metrics of its step, where it was written before the evaluation that goes into their line."""
+BEFORE = "held_out_before_training"
+"""In a state: what was measured of each held-out unit before the first step, with which changes are paired."""
 DATA = "the data"  # whose fingerprints say nothing to people
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"

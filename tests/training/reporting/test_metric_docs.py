@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from training.reporting.standard_errors import Estimate, with_errors
+
 ROOT = Path(__file__).parents[3]
 GROUPS = "objective|policy|value|advantages|returns|rollout|time|checkpoint|memory|eval|train"
 ADDING = {"add", "add_sum", "add_max", "add_moments", "add_explained_variance"}  # an Accumulator's methods
@@ -36,13 +38,14 @@ READERS = {
     "reporting/verdict.py",
     *(f"reporting/health/{name}.py" for name in ("__init__", "optimization", "policy", "responses")),
 }
+ENDINGS = ("_se", "_change", "_change_se")  # of the names that `with_errors` adds
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 
 
 def documented() -> set[str]:
     """The metrics in the first columns of the page's tables."""
     rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
-    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)} - {"step", "samples"}
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)} - {"step", "samples", *ENDINGS}
 
 
 def named(paths: list[Path]) -> tuple[set[str], set[str]]:
@@ -87,6 +90,13 @@ def test_what_is_written_is_documented_and_nothing_else():
     everything = (names | set().union(*FAMILIES.values())) - NO_METRICS
     assert everything - documented() == set(), "these are not in docs/metrics.md"
     assert documented() - everything == set(), "docs/metrics.md has these, and no code writes them"
+
+
+def test_the_endings_of_errors_are_documented():
+    added = with_errors({"a": Estimate.of([1.0, 2.0])}, {"a": Estimate.of([1.0, 1.0])}).keys() - {"a"}
+    assert added == {f"a{ending}" for ending in ENDINGS}
+    rows = re.findall(r"^\| `(_\w+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    assert tuple(rows) == ENDINGS
 
 
 def test_what_is_read_is_documented():

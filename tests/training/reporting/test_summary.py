@@ -52,9 +52,9 @@ def test_summary_text_exactly(monkeypatch, tmp_path):
     assert (
         summary_text(summary)
         == """\
-held-out prompts              before       after      change    EMA, after
-  score                       -0.500       1.250      +1.750         1.000
-  KL to the reference          0.000       2.000      +2.000         1.500
+held-out prompts              before       after      change  EMA, after
+  score                       -0.500       1.250      +1.750       1.000
+  KL to the reference          0.000       2.000      +2.000       1.500
   response length             20.000      24.500      +4.500
   distinct bigrams             0.750       0.500      -0.250
 
@@ -71,6 +71,43 @@ health
 saved
   actor   run/actor
   curves  /somewhere/else/curves.png"""
+    )
+
+
+ERRORS = {
+    0: {"eval/score_se": 0.25, "eval/kl_se": 0.0, "eval/response_length_se": 1.25},
+    2: {
+        "eval/score_se": 0.5,
+        "eval/score_change": 1.75,
+        "eval/score_change_se": 0.125,
+        "eval/kl_se": 0.25,
+        "eval/kl_change": 2.0,
+        "eval/kl_change_se": 0.25,
+        "eval/response_length_se": 2.0,
+        "eval/response_length_change": 4.5,
+        "eval/response_length_change_se": 2.25,
+        "eval/ema_score_se": 0.5,
+    },
+}
+
+
+def test_errors_stand_beside_their_means_and_noise_is_called_so():
+    rows = [{**row, **ERRORS.get(row["step"], {}), "objective/scores": 0.0} for row in ROWS]
+    table = """\
+held-out prompts                    before             after            change        EMA, after
+  score                     -0.500 ± 0.250     1.250 ± 0.500    +1.750 ± 0.125     1.000 ± 0.500
+  KL to the reference        0.000 ± 0.000     2.000 ± 0.250    +2.000 ± 0.250             1.500
+  response length           20.000 ± 1.250    24.500 ± 2.000    +4.500 ± 2.250
+  distinct bigrams                   0.750             0.500            -0.250
+  ± is one standard error; a change's is paired, of the differences prompt by prompt
+  within noise (2 standard errors): the change of response length
+"""
+    text = summary_text(RunSummary.from_metrics(rows))
+    assert text.startswith(table)
+    # A run that went on in another folder: what was before stands in the first one's metrics.
+    text = summary_text(RunSummary.from_metrics(rows[1:]))
+    assert (
+        "\n  score                                        1.250 ± 0.500    +1.750 ± 0.125     1.000 ± 0.500\n" in text
     )
 
 

@@ -1,0 +1,60 @@
+"""Standard errors, worked out by hand."""
+
+import math
+import statistics
+
+import pytest
+
+from training.reporting.standard_errors import Estimate, with_error, with_errors, within_noise
+
+
+def test_of_a_mean_and_of_its_change():
+    before, after = Estimate.of([0.0, 2.0, 2.0, 4.0]), Estimate.of([1.0, 2.0, 3.0, 6.0])
+    assert after.value == 3.0
+    assert after.error == pytest.approx(math.sqrt(14 / 3 / 4))  # squares of -2 -1 0 3, over 3: the variance
+    assert after.change_error(before) == pytest.approx(math.sqrt(2 / 3 / 4))  # of the differences 1 0 1 2
+
+
+def test_of_a_ratio_is_over_units_not_over_what_they_hold():
+    nats, tokens = [2.0, 6.0, 4.0], [1, 2, 3]
+    loss = Estimate.of(nats, tokens)
+    assert loss.value == 2.0
+    assert loss.error == pytest.approx(math.sqrt(3 / 2 * 8) / 6)  # nats less 2 a token: 0 2 -2
+    before = Estimate.of([3.0, 9.0, 6.0], tokens)  # 3 a token; 0 3 -3
+    assert loss.change_error(before) == pytest.approx(math.sqrt(3 / 2 * 2) / 6)
+    # Texts of one length: their means are as good.
+    equal = Estimate.of([2.0, 6.0, 4.0], [2, 2, 2])
+    assert equal.error == pytest.approx(statistics.stdev([1.0, 3.0, 2.0]) / math.sqrt(3))
+
+
+def test_of_a_perplexity():
+    loss = Estimate.of([1.0, 3.0, 2.0], [1, 1, 1])
+    perplexity = loss.exp()
+    assert perplexity.value == pytest.approx(math.exp(2.0))
+    assert perplexity.error == pytest.approx(math.exp(2.0) * loss.error)
+    too_large = Estimate.of([800.0, 900.0]).exp()
+    assert too_large.value == math.inf and too_large.error is None
+
+
+def test_metrics():
+    before, after = {"eval/a": Estimate.of([0.0, 2.0])}, {"eval/a": Estimate.of([2.0, 2.0])}
+    assert with_errors(before) == {"eval/a": 1.0, "eval/a_se": 1.0}
+    assert with_errors(after, before) == {
+        "eval/a": 2.0,
+        "eval/a_se": 0.0,
+        "eval/a_change": 1.0,
+        "eval/a_change_se": 1.0,
+    }
+
+
+def test_what_does_not_tell_has_no_error():
+    assert with_errors({"a": Estimate.of([2.0])}) == {"a": 2.0}  # one unit
+    found = with_errors({"a": Estimate.of([2.0, math.nan])}, {"a": Estimate.of([1.0, 1.0])})
+    assert set(found) == {"a", "a_change"} and math.isnan(found["a"])
+
+
+def test_noise_is_two_standard_errors():
+    assert within_noise(-0.2, 0.1) and not within_noise(-0.21, 0.1)
+    assert within_noise(0.0, 0.0)
+    assert with_error(1.25, 0.11) == "1.250 ± 0.110"
+    assert with_error(1.25, None, sign="+") == "+1.250"

@@ -1,0 +1,81 @@
+"""Standard errors of what is measured on held-out units (prompts, pairs, texts), and of how it changed.
+
+Units are drawn independently of each other; the tokens of a text are not. A mean over units, or the ratio of two sums
+over them (nats over tokens), is linearised in its n units (W. G. Cochran, Sampling Techniques, 3rd ed., section 2.11):
+
+    r   = sum(totals) / sum(counts)                      a mean has counts of 1
+    d_i = (totals_i - r * counts_i) / sum(counts)        how far unit i pulls r
+    se  = sqrt(n / (n - 1) * sum(d_i^2))                 of a mean that is s / sqrt(n)
+
+Before and after are measured on the same units. What makes a unit easy or hard is in both, and cancels: the change's
+error has the differences of d_i in place of d_i, and is far smaller than that of two sets of units.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+NOISE = 2.0
+"""Standard errors up to which a change counts as noise: 95 of 100 changes by chance alone stay below."""
+
+Units = Mapping[str, Sequence[float]]
+"""What was measured of each held-out unit, in their order, by name."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimate:
+    """A number measured on units. pulls: (n,) float64, d_i above."""
+
+    value: float
+    pulls: np.ndarray
+
+    @classmethod
+    def of(cls, totals: Sequence[float], counts: Sequence[float] | None = None) -> "Estimate":
+        """sum(totals) / sum(counts), a number a unit each; without counts the mean of totals."""
+        y = np.asarray(totals, dtype=np.float64)
+        x = np.ones_like(y) if counts is None else np.asarray(counts, dtype=np.float64)
+        value = y.sum() / x.sum()
+        return cls(float(value), (y - value * x) / x.sum())
+
+    def exp(self) -> "Estimate":
+        """e to it, by the delta method: the derivative, e to it, times the pulls. Infinite where that is too large."""
+        with np.errstate(over="ignore"):
+            value = np.exp(self.value)
+        return Estimate(float(value), value * self.pulls)
+
+    @property
+    def error(self) -> float | None:
+        """The standard error; None for one unit, which does not tell, and where a pull is not finite."""
+        return _error(self.pulls)
+
+    def change_error(self, before: "Estimate") -> float | None:
+        """That of the change since `before`, which was measured on the same units."""
+        return _error(self.pulls - before.pulls)
+
+
+def _error(pulls: np.ndarray) -> float | None:
+    n = len(pulls)
+    return math.sqrt(n / (n - 1) * (pulls**2).sum()) if n > 1 and np.isfinite(pulls).all() else None
+
+
+def with_errors(after: Mapping[str, Estimate], before: Mapping[str, Estimate] | None = None) -> dict[str, float]:
+    """Metrics: each value by its name, NAME_se; and against `before` NAME_change and NAME_change_se."""
+    metrics: dict[str, float | None] = {}
+    for name, now in after.items():
+        metrics |= {name: now.value, f"{name}_se": now.error}
+        if before is not None:
+            then = before[name]
+            metrics |= {f"{name}_change": now.value - then.value, f"{name}_change_se": now.change_error(then)}
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def within_noise(change: float, error: float) -> bool:
+    """Whether a change is too small to be told from chance."""
+    return abs(change) <= NOISE * error
+
+
+def with_error(value: float, error: float | None, sign: str = "") -> str:
+    """1.250 ± 0.110, or the value alone. sign: "+" for one that is shown where it is positive, too."""
+    return f"{value:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")
