@@ -27,6 +27,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
+def ranks_in_words() -> str:
+    """How many processes there are: "1 rank", "8 ranks"."""
+    count = world_size()
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
 def rank_share(total: int, of: tuple[int, int] | None = None) -> slice:
     """Which of `total` items, numbered over all ranks, are this rank's: one piece, and the pieces follow the ranks.
 

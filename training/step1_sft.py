@@ -7,7 +7,6 @@ unless --loss_on all.
 """
 
 import math
-from collections.abc import Mapping
 
 from engine import distributed
 from engine.algo.masked import masked_sum
@@ -83,6 +82,7 @@ def main(args: SFTFlags) -> None:
         held_out=held_out,
         loss=loss,
         evaluate=evaluate,
+        held_out_score=lambda metrics: -metrics["eval/loss"],
         collate=lambda rows: collate_sft(rows, tokenizer.pad_token_id),
         count=lambda batch: int(batch.loss_mask.sum()),
         view=views.SFT,
@@ -93,7 +93,7 @@ def main(args: SFTFlags) -> None:
     if distributed.is_main():
         print(
             f"{len(examples)} texts ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
-            f"held out; {trainer.total_steps} steps on {distributed.world_size()} ranks",
+            f"held out; {trainer.total_steps} steps on {distributed.ranks_in_words()}",
             flush=True,
         )
     with models_told(trainer.saved):
@@ -105,10 +105,6 @@ def main(args: SFTFlags) -> None:
 
 class SFTTrainer(SupervisedTrainer):
     """The supervised loop, with perplexity among the held-out metrics."""
-
-    def held_out_score(self, metrics: Mapping[str, float]) -> float:
-        """Minus the loss."""
-        return -metrics["eval/loss"]
 
     def held_out_metrics(self) -> dict[str, float]:
         """Loss and perplexity: e to the mean negative log-likelihood of a token, in nats."""

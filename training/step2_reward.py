@@ -8,8 +8,6 @@ mean 0 and variance 1 on responses that the SFT model samples. What is saved ope
 AutoModelForSequenceClassification; its score plus `score_offset` of config.json is ours.
 """
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -73,7 +71,7 @@ def main(args: RewardFlags) -> None:
     if distributed.is_main():
         print(
             f"{len(examples)} pairs ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
-            f"held out; {trainer.total_steps} steps on {distributed.world_size()} ranks",
+            f"held out; {trainer.total_steps} steps on {distributed.ranks_in_words()}",
             flush=True,
         )
     module.model.config.score_offset = 0.0
@@ -124,6 +122,7 @@ class RewardTrainer(SupervisedTrainer):
             held_out=held_out,
             loss=self._loss,
             evaluate=self._evaluate,
+            held_out_score=lambda metrics: metrics["eval/accuracy"],
             collate=lambda pairs: collate_pairs(pairs, tokenizer.pad_token_id),
             count=lambda batch: len(batch.first_difference),
             view=views.REWARD,
@@ -131,10 +130,6 @@ class RewardTrainer(SupervisedTrainer):
             conditions=conditions,
             point=point,
         )
-
-    def held_out_score(self, metrics: Mapping[str, float]) -> float:
-        """The accuracy."""
-        return metrics["eval/accuracy"]
 
     def _scores(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """Token scores (2B, S) and sequence scores (2B,), chosen first."""

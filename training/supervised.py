@@ -43,6 +43,7 @@ class SupervisedTrainer:
         loss: (batch, metrics) -> the sum of the loss over these targets, a scalar tensor; what is to be logged of a
             training batch is added to the metrics.
         evaluate: (batch, metrics): the same for a held-out batch, of which only the metrics are wanted.
+        held_out_score: an evaluation's metrics -> what --keep_best_checkpoint compares; larger is better.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class SupervisedTrainer:
         loss: Callable,
         count: Callable,
         evaluate: Callable,
+        held_out_score: Callable[[Mapping[str, float]], float],
         view: View,
         tokenizer,
         conditions: Conditions,
@@ -65,6 +67,7 @@ class SupervisedTrainer:
         self.saved: dict[str, Path] = {}  # the model's folder, from the last step on
         self.examples, self.held_out = examples, held_out
         self.collate, self.loss, self.count, self.evaluate = collate, loss, count, evaluate
+        self.held_out_score = held_out_score
         self.steps_per_epoch = args.steps_per_epoch(len(examples))
         self.total_steps = args.total_steps(len(examples))
         self.output_dir = Path(args.output_dir)
@@ -89,10 +92,6 @@ class SupervisedTrainer:
             scores=self._scores_so_far() if point and point.in_output_dir else {},
             say=self.writer.write,
         )
-
-    def held_out_score(self, metrics: Mapping[str, float]) -> float:
-        """What --keep_best_checkpoint compares, of an evaluation's metrics; larger is better."""
-        raise NotImplementedError
 
     @property
     def metrics_path(self) -> Path:

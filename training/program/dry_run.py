@@ -69,7 +69,7 @@ def report_supervised(args, load: Callable) -> None:
         steps = args.total_steps(len(examples))
         checked.append(
             f"{len(examples)} examples ({examples.truncated} truncated, {examples.dropped} dropped), "
-            f"{len(held_out)} held out; {steps} steps on {distributed.world_size()} ranks"
+            f"{len(held_out)} held out; {steps} steps on {distributed.ranks_in_words()}"
         )
     report(checked, unseen, {"model": args.ds_settings()})
 

@@ -35,7 +35,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> str:
     return (
         f"{len(plan.prompts)} prompts ({plan.prompts.truncated} truncated, {plan.prompts.dropped} dropped), "
         f"{len(plan.held_out) if plan.held_out else 0} held out{blocks}; {plan.total_steps} steps of "
-        f"{args.rows_per_rank * distributed.world_size()} responses on {distributed.world_size()} ranks\n"
+        f"{args.rows_per_rank * distributed.world_size()} responses on {distributed.ranks_in_words()}\n"
         f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}"
     )
 
