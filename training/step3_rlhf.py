@@ -122,7 +122,7 @@ def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSourc
 def user_reward(args: RLHFFlags, plan: Plan, tokenizer) -> RewardSource:
     """What --reward_function names: a RewardSource class, or a function of texts and the data's rows."""
     if is_source(plan.reward_function):
-        return AgreedReward(plan.reward_function(tokenizer), f"the reward source {args.reward_function}")
+        return AgreedReward.made(plan.reward_function, tokenizer, f"the reward source {args.reward_function}")
     rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
     return FunctionReward(plan.reward_function, tokenizer, rows, args.reward_function)
 

@@ -1,6 +1,6 @@
 """Scores that fail on all ranks or on none.
 
-reward = AgreedReward(RewardServer(tokenizer), "--reward_function extensions.py:RewardServer")
+reward = AgreedReward.made(RewardServer, tokenizer, "--reward_function extensions.py:RewardServer")
 """
 
 import contextlib
@@ -8,6 +8,7 @@ import math
 import threading
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,20 @@ class AgreedReward(RewardSource):
 
     def __init__(self, source: RewardSource, name: str):
         self.source, self.name = source, name
+
+    @classmethod
+    def made(cls, source: Callable[[Any], RewardSource], tokenizer, name: str) -> "AgreedReward":
+        """Make the source of the tokenizer; raises RunStopped on all ranks where that fails on one."""
+        made = problem = None
+        try:
+            made = source(tokenizer)
+        except RunStopped:
+            raise  # on all ranks
+        except BaseException as error:  # whatever the user's code raises, sys.exit too
+            problem = f"raised {described(error)} as it was made"
+        stop_together(problem, name, "It is made of the tokenizer, once on each rank. Mend it.")
+        assert made is not None
+        return cls(made, name)
 
     def score(self, rollout: Rollout) -> Tensor:
         """(B,) float32, as the source gives them; raises RunStopped on all ranks where it fails on one."""

@@ -53,6 +53,34 @@ def test_a_failure_stops_the_run(returned, told):
     assert stop.value.good_until == math.inf
 
 
+class Unmade(RewardSource):
+    def __init__(self, raised):
+        if raised is not None:
+            raise raised
+
+    def score(self, rollout):
+        return torch.zeros(len(rollout))
+
+
+def test_a_source_that_cannot_be_made_stops_the_run():
+    """The tokenizer's place is taken by what is raised."""
+    assert AgreedReward.made(Unmade, None, "judge").score(ROLLOUT).tolist() == [0.0, 0.0, 0.0]
+    for raised, told in (
+        (ConnectionError("no answer"), "ConnectionError: no answer"),
+        (SystemExit(0), "SystemExit: 0"),
+    ):
+        with pytest.raises(
+            RunStopped, match=rf"judge raised {told} \(.*test_reward_agreed.py, line \d+.*as it was made"
+        ):
+            AgreedReward.made(Unmade, raised, "judge")
+
+
+def test_a_source_that_another_rank_cannot_make(monkeypatch):
+    monkeypatch.setattr(distributed, "all_gather_objects", lambda problem: [problem, "raised ValueError: 3"])
+    with pytest.raises(RunStopped, match="judge raised ValueError: 3"):
+        AgreedReward.made(Unmade, None, "judge")
+
+
 def test_a_failure_of_another_rank(monkeypatch):
     monkeypatch.setattr(distributed, "all_gather_objects", lambda problem: [problem, "raised ValueError: 3"])
     with pytest.raises(RunStopped, match="judge raised ValueError: 3"):

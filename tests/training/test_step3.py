@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.errors import RunStopped
+from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from tests.training.flags.command_lines import step3
@@ -66,3 +68,15 @@ def test_a_script_adds_a_dialect_and_runs_the_program(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "dialect mine\n  kl_coef = 0.25 (given; the dialect's is 0.1)" in ended.stdout
+
+
+def test_a_reward_source_that_cannot_be_made_is_named():
+    class Judge(RewardSource):
+        def __init__(self, tokenizer):
+            raise ConnectionError("no answer")
+
+        def score(self, rollout):
+            raise AssertionError
+
+    with pytest.raises(RunStopped, match="the reward source rules.py:Judge raised ConnectionError: no answer"):
+        reward_of(function=Judge, reward_function="rules.py:Judge")
