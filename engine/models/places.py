@@ -9,6 +9,7 @@ from pathlib import Path
 import huggingface_hub
 
 from engine.errors import UserError
+from engine.git_lfs import refuse_pointers
 
 
 def can_be_hub_name(name: str) -> bool:
@@ -26,6 +27,7 @@ def require_model(path: str, what: str) -> None:
     folder = Path(path)
     if folder.is_dir():
         if (folder / "config.json").is_file():
+            refuse_pointers([folder / "config.json"], what)
             return
         inner = next((name for name in ("actor", "reward", "sft") if (folder / name / "config.json").is_file()), None)
         raise UserError(

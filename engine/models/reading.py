@@ -5,8 +5,11 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from engine.errors import UserError, shortened
+from engine.git_lfs import refuse_pointers
 from engine.models.pad_tokens import set_pad_token
 from engine.models.places import one_line, require_model
+
+VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
 def read_config(path: str, what: str, trust_remote_code: bool = False):
@@ -47,6 +50,7 @@ def read_tokenizer(
     Raises: UserError, naming `what` (a flag), if there is none or it has neither pad nor EOS.
     """
     require_model(path, what)
+    refuse_pointers(_tokenizer_files(Path(path)), what)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
         # Some settings of wrong kinds are found in use alone.
@@ -60,6 +64,12 @@ def read_tokenizer(
     rows = read_config(path, what, trust_remote_code).get_text_config().vocab_size if pad_token != "tokenizer" else 0
     set_pad_token(tokenizer, pad_token, path, room=vocabulary_size(tokenizer) < rows)
     return tokenizer
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    """The files that a tokenizer's vocabulary is read from; beside tokenizer.json the older kinds are passed over."""
+    whole = folder / "tokenizer.json"
+    return [folder / "tokenizer_config.json", *([whole] if whole.exists() else map(folder.joinpath, VOCABULARIES))]
 
 
 def _refuse_code(error: Exception, path: str, what: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import UserError, shortened
+from engine.git_lfs import refuse_pointers
 from engine.models.places import one_line
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of which the first is taken, as transformers does
@@ -58,6 +59,7 @@ def headers(folder: Path, what: str) -> dict[str, Header]:
                 f"{what}: {file} is not there, of which the index beside it speaks. Copy it too, or write the model "
                 "again."
             )
+        refuse_pointers([file], what)
         found[file.name] = (_of_safetensors if file.suffix == ".safetensors" else _of_pickle)(file, what)
     index = _index(folder)
     for name, file_name in _weight_map(index, what).items() if index is not None else ():

@@ -15,19 +15,35 @@ from pathlib import Path
 
 from engine.errors import UserError
 from engine.files import open_file
+from engine.git_lfs import lfs_problem
+from training.data.compressed import decompressed
 
 
 class DataFile:
-    """A file that stays open. Raises UserError for one that cannot be read, is a pipe or a device, or changes."""
+    """A file that stays open.
+
+    Raises: UserError for one that cannot be read, is a pipe, a device or a Git LFS pointer, or changes.
+    """
 
     def __init__(self, path: Path):
         self.path = path
+        pointer = lfs_problem(path)
+        if pointer is not None:
+            raise UserError(pointer)
         try:
             self.file = open_file(path)
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from {Path.cwd()})."
             ) from None
+        self.state = self._state()
+
+    def decompress(self) -> None:
+        """From here on read what comes out of the compressed file; raises UserError as `decompressed` does."""
+        content = decompressed(self.path, self.file)
+        self.check()
+        self.file.close()
+        self.file = content
         self.state = self._state()
 
     def lines(self) -> Iterator[bytes]:

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow
 
 from engine.errors import UserError
+from training.data.compressed import COMPRESSIONS, data_ending
 from training.data.data_file import DataFile
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
@@ -98,7 +99,7 @@ class ArrowRecords:
 
 
 def read_records(path: str | Path) -> Records:
-    """The records of a .jsonl, .json, .csv or .parquet file, possibly none.
+    """The records of a .jsonl, .json, .csv or .parquet file, possibly none; it may be compressed (.jsonl.gz, .csv.zst).
 
     A .json file holds a list of objects, or like a .jsonl one object a line. Raises UserError, with the file and the
     line, for what cannot be read; for a line of a .jsonl file when its record is asked for.
@@ -106,20 +107,23 @@ def read_records(path: str | Path) -> Records:
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path}: found a directory; name one file in it.")
-    file = DataFile(path)
-    if path.suffix not in ENDINGS:
+    file, ending = DataFile(path), data_ending(path)
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    if ending not in ENDINGS:
         raise UserError(
-            f"{path}: found the ending '{path.suffix}'; data files end in .jsonl (one JSON object a line), "
-            ".json (a list of objects), .csv (with a line of column names) or .parquet. Convert or rename "
-            "the file."
+            f"{path}: found the ending '{ending}{compression}'; data files end in .jsonl (one JSON object a line), "
+            ".json (a list of objects), .csv (with a line of column names) or .parquet, with "
+            f"{' or '.join(COMPRESSIONS)} behind it where they are compressed. Convert or rename the file."
         )
-    if path.suffix == ".parquet":
+    if compression:
+        file.decompress()
+    if ending == ".parquet":
         return _parquet(file)
-    is_list = path.suffix == ".json" and file.read(0, 4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{"
-    if path.suffix != ".csv" and not is_list:
+    is_list = ending == ".json" and file.read(0, 4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{"
+    if ending != ".csv" and not is_list:
         return JsonLines(file)
     content = file.read()
-    records = _csv_list if path.suffix == ".csv" else _json_list
+    records = _csv_list if ending == ".csv" else _json_list
     return RecordList(records(path, _decoded(path, content)), hashlib.sha256(content).hexdigest())
 
 
@@ -203,7 +207,7 @@ def _parquet(file: DataFile) -> ArrowRecords:
 
     fingerprint = file.hash()
     try:
-        table = parquet.read_table(file.path)  # not Dataset.from_parquet, which keeps a copy by the file's time stamp
+        table = parquet.read_table(file.file)  # not Dataset.from_parquet, which keeps a copy by the file's time stamp
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file.path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
     file.check()  # what was hashed is what was read

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from engine.errors import UserError
 from engine.models.places import can_be_hub_name
+from training.data.compressed import data_ending
 from training.data.data_file import DataFile
 from training.data.records import ENDINGS, ArrowRecords, Records, read_records, shortened
 
@@ -65,7 +66,7 @@ def open_source(name: str, config_name: str | None = None) -> Source:
 
 def is_path(name: str) -> bool:
     """Whether the name is a file's or a folder's, and not one that the Hub could have."""
-    return Path(name).suffix in ENDINGS or not can_be_hub_name(name)
+    return data_ending(name) in ENDINGS or not can_be_hub_name(name)
 
 
 def _chosen_splits(name: str, splits: dict[str, list[Records]]) -> tuple[list[Records], list[Records]]:
@@ -87,13 +88,13 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
     import datasets
 
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        content = hash_of_files(file for file in sorted(path.rglob("*")) if file.is_file())
         try:
             saved = datasets.load_from_disk(str(path))
         except (OSError, ValueError, KeyError) as error:
             raise UserError(
                 f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."
             ) from None
-        content = hash_of_files(file for file in sorted(path.rglob("*")) if file.is_file())
         return _dataset_splits(saved, str(path), content)
     try:
         with tempfile.TemporaryDirectory() as unused:  # where the builder would keep copies, if it were asked to build
@@ -104,12 +105,12 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
             ".json, .csv or .parquet files, one of save_to_disk, or a file."
         ) from None
     files = {str(split): [Path(file) for file in paths] for split, paths in found.items()}
-    used = {file.suffix for paths in files.values() for file in paths}
+    used = {data_ending(file) for paths in files.values() for file in paths}
     _refuse_mixture(path, used)
     if used.issubset(ENDINGS):
         return {split: [read_records(file) for file in paths] for split, paths in files.items()}
     content = hash_of_files(file for paths in files.values() for file in paths)
-    return _dataset_splits(_loaded(str(path.absolute()), config_name), str(path), content)  # compressed files, say
+    return _dataset_splits(_loaded(str(path.absolute()), config_name), str(path), content)  # .bz2, say
 
 
 def _check_folder(path: Path) -> None:
@@ -138,7 +139,7 @@ def _refuse_mixture(path: Path, used: set[str]) -> None:
         (
             file
             for file in sorted(path.iterdir())
-            if file.suffix in set(ENDINGS) - used and file.name != "dataset_infos.json"
+            if data_ending(file) in set(ENDINGS) - used and file.name != "dataset_infos.json"
         ),
         None,
     )

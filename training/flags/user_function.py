@@ -27,8 +27,7 @@ def load_function(name: str) -> Callable:
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
         raise UserError(f"{what}: give module:function or path/to/file.py:function.")
-    named_file = where.endswith(".py") or "/" in where or _is_file(Path(where))
-    module = _imported_file(Path(where), what) if named_file else _imported(where, Path.cwd(), what)
+    module = _imported_file(Path(where), what) if names_file(where) else _imported(where, Path.cwd(), what)
     if not hasattr(module, attribute):
         raise UserError(f"{what}: {_origin(module)} has no {attribute}. Give the name of a function in it.")
     function = getattr(module, attribute)
@@ -39,6 +38,11 @@ def load_function(name: str) -> Callable:
         )
     _check_parameters(function, what)
     return function
+
+
+def names_file(where: str) -> bool:
+    """Whether what stands before the function's name is a file's path, of any ending, and not a module's name."""
+    return where.endswith(".py") or "/" in where or _is_file(Path(where))
 
 
 def is_source(function: Callable) -> bool:
@@ -102,7 +106,9 @@ def _imported(module: str, folder: Path, what: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise UserError(_import_failed(error, module, what)) from None
-        raise UserError(f"{what}: there is no module {module}, neither installed nor in {folder}.") from None
+        file = f"{module}.py"  # a dot in a module's name stands for a folder, in a file's name for nothing
+        meant = f" For the file give {file}:{what.rpartition(':')[2]}." if _is_file(folder / file) else ""
+        raise UserError(f"{what}: there is no module {module}, neither installed nor in {folder}.{meant}") from None
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise UserError(_import_failed(error, module, what)) from None
 

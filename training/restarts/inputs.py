@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.models.fingerprint import fingerprint
 from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.user_function import load_function
+from training.flags.user_function import load_function, names_file
 
 MODELS = ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
 FUNCTION = "reward_function"
@@ -33,7 +33,7 @@ def source_fingerprint(name: str) -> str | None:
     """A hash of the files in which the reward function `name` is named and written; a class's too. None where there are
     none. What these files import is not looked at."""
     function, where = load_function(name), name.rpartition(":")[0]
-    files = {where if where.endswith(".py") else getattr(sys.modules[where], "__file__", None), _written_in(function)}
+    files = {where if names_file(where) else getattr(sys.modules[where], "__file__", None), _written_in(function)}
     texts = [Path(file).read_bytes() for file in sorted(filter(None, {_resolved(file) for file in files}))]
     return hashlib.sha256(b"\0".join(texts)).hexdigest() if texts else None
 

@@ -102,3 +102,49 @@ def test_a_tokenizer_that_loads_and_cannot_be_used_is_refused(tmp_path, changed)
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(UserError, match="--flag: no tokenizer at"):
         read_tokenizer(str(path.parent), "--flag")
+
+
+def lfs_pointer(path):
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
+
+
+@pytest.mark.parametrize(
+    "name, is_read",
+    [
+        ("config.json", True),
+        ("model.safetensors", True),
+        ("pytorch_model.bin", False),  # model.safetensors stands beside it
+        ("tokenizer.json", True),
+        ("tokenizer_config.json", True),
+        ("tokenizer.model", False),  # tokenizer.json stands beside it
+    ],
+)
+def test_a_git_lfs_pointer_in_a_models_folder_is_called_one(tmp_path, name, is_read):
+    folder = Path(make_causal_lm(tmp_path / "model"))
+    lfs_pointer(folder / name)
+    if not is_read:
+        check_policy(str(folder), FLAG)
+        assert read_tokenizer(str(folder), FLAG).vocab_size == 64
+        return
+    with pytest.raises(
+        UserError, match=rf"^{FLAG}: {folder}/{name} is a Git LFS pointer: .*`git lfs pull` in {folder}\.$"
+    ):
+        check_policy(str(folder), FLAG)
+        read_tokenizer(str(folder), FLAG)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_a_vocabulary_that_is_a_git_lfs_pointer_is_called_one(tmp_path, name):
+    make_config("llama").save_pretrained(tmp_path)
+    lfs_pointer(tmp_path / name)
+    with pytest.raises(UserError, match=rf"^--actor: {tmp_path}/{name} is a Git LFS pointer"):
+        read_tokenizer(str(tmp_path), "--actor")
+
+
+def test_one_of_several_weight_files_that_is_a_git_lfs_pointer_is_called_one(tmp_path):
+    model = load_policy(make_causal_lm(tmp_path / "one"), torch.float32).model
+    model.save_pretrained(tmp_path / "more", max_shard_size="20KB")
+    file = sorted((tmp_path / "more").glob("model-*.safetensors"))[1]
+    lfs_pointer(file)
+    with pytest.raises(UserError, match=rf"^{FLAG}: {file} is a Git LFS pointer"):
+        check_policy(str(tmp_path / "more"), FLAG)

@@ -125,6 +125,12 @@ def test_a_file_given_by_a_link(module, tmp_path):
         load_function("nowhere.py:f")
 
 
+def test_a_file_with_a_dot_that_is_given_like_a_module_is_told_how_to_be_given(module, tmp_path):
+    (tmp_path / "my.rules.py").write_text(GOOD)
+    with pytest.raises(UserError, match=r"there is no module my\.rules, .*\. For the file give my\.rules\.py:f\.$"):
+        load_function("my.rules:f")
+
+
 def test_a_file_that_other_processes_can_import_by_name_keeps_its_name(module, tmp_path):
     name = module(GOOD)
     assert load_function(f"{name}.py:f").__module__ == name

@@ -1,0 +1,185 @@
+"""Compressed data files: read like what is in them, and one message for each that cannot be."""
+
+import bz2
+import gzip
+import io
+import json
+import os
+import random
+import re
+import tempfile
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from engine.errors import UserError
+from tests.training.data.reading import rows_of
+from training.data import compressed
+from training.data.forms import SFT
+from training.data.records import read_records
+from training.data.sources import is_path, open_source
+
+
+def zstd(content: bytes) -> bytes:
+    return pyarrow.compress(content, "zstd", asbytes=True)
+
+
+COMPRESS = {".gz": gzip.compress, ".zst": zstd}
+LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(2000)) + b"\n" + b'{"text": "last"}\n'
+PARQUET = io.BytesIO()
+parquet.write_table(pyarrow.table({"text": ["a", "b"]}), PARQUET)
+FILES = [
+    ("rows.jsonl", LINES, 2001, "line 2002", "last"),
+    ("rows.json", json.dumps([{"text": "a"}, {"text": "b"}]).encode(), 2, "record 2", "b"),
+    ("rows.json", b'{"text": "a"}\n{"text": "b"}\n', 2, "line 2", "b"),
+    ("rows.csv", b'text\n"a\nb"\nc\n', 2, "line 4", "c"),
+    ("rows.parquet", PARQUET.getvalue(), 2, "record 2", "b"),
+]
+
+
+def every(records) -> list:
+    return [records[index] for index in range(len(records))]
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize("name, content, count, place, text", FILES)
+def test_a_compressed_file_is_read_like_what_is_in_it(tmp_path, ending, name, content, count, place, text):
+    (tmp_path / name).write_bytes(content)
+    path = tmp_path / (name + ending)
+    path.write_bytes(COMPRESS[ending](content))
+    found, plain = open_source(str(path)).training[0], read_records(tmp_path / name)
+    assert len(found) == count and found[count - 1] == (f"{path}, {place}", {"text": text})
+    assert [record for _, record in every(found)] == [record for _, record in every(plain)]
+    assert found.fingerprint == plain.fingerprint  # so that either can be gone on with, and both are not given at once
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([name, path.name])  # nothing beside the data
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_members_one_behind_the_other_are_one_file(tmp_path, ending):
+    path = tmp_path / f"rows.jsonl{ending}"
+    path.write_bytes(b"".join(COMPRESS[ending](part) for part in (b'{"text": "a"}\n{"te', b"", b'xt": "b"}\n')))
+    assert every(read_records(path))[1] == (f"{path}, line 2", {"text": "b"})
+
+
+def test_a_folder_may_hold_compressed_files_beside_others(tmp_path):
+    for name, content in [
+        ("a.jsonl", b'{"text": "a"}\n'),
+        ("b.jsonl.gz", gzip.compress(b'{"text": "b"}\n')),
+        ("c.jsonl.zst", zstd(b'{"text": "c"}\n')),
+    ]:
+        (tmp_path / name).write_bytes(content)
+    parts = open_source(str(tmp_path)).training
+    assert [record["text"] for part in parts for _, record in every(part)] == ["a", "b", "c"]
+    assert parts[1][0][0] == f"{tmp_path}/b.jsonl.gz, line 1"
+    (tmp_path / "d.csv.gz").write_bytes(gzip.compress(b"text\nd\n"))
+    with pytest.raises(UserError, match=r"found files that end in \.jsonl and also d\.csv\.gz"):
+        open_source(str(tmp_path))
+
+
+def test_a_compressed_file_in_the_middle_of_being_read_may_be_deleted(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(LINES))
+    records = read_records(path)
+    path.unlink()
+    assert records[7][1] == {"text": "7"}
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "owner/rows.csv.zst"])
+def test_a_name_with_both_endings_is_a_path(name):
+    assert is_path(name)
+
+
+NOISE = random.Random(0).randbytes(3000)  # so that it is stored, and a damaged byte is data
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize(
+    "damage, told",
+    [
+        (lambda content: content[:-5], r"cannot be decompressed \(Truncated compressed stream\)\. Was .* cut off\?"),
+        (lambda content: content[:9], r"cannot be decompressed \(Truncated compressed stream\)"),
+        (lambda content: content + content[:9], r"cannot be decompressed \(Truncated compressed stream\)"),
+        (lambda content: content + b"oops, some more", "cannot be decompressed"),
+        (lambda _: LINES, "begins with b'{\"text\":', which no (gzip|zstd) file does. Take .(gz|zst) off its name"),
+        (lambda _: b"\0" * 2000, "begins with .*which no (gzip|zstd) file does"),
+        (lambda _: bz2.compress(LINES), "begins with .*which no (gzip|zstd) file does"),
+        (lambda _: b"", "found no records"),
+    ],
+)
+def test_what_cannot_be_decompressed(tmp_path, ending, damage, told):
+    path = tmp_path / f"rows.jsonl{ending}"
+    path.write_bytes(damage(COMPRESS[ending](LINES + NOISE)))
+    with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: {told}") as caught:
+        rows_of(path, SFT)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < len(str(path)) + 300
+
+
+def test_a_damaged_byte_of_a_gzip_file_is_noticed(tmp_path):
+    path, content = tmp_path / "rows.jsonl.gz", bytearray(gzip.compress(LINES))
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"rows.jsonl.gz: cannot be decompressed \(.*\)\. Was its writing"):
+        read_records(path)
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_small_file_that_becomes_a_huge_one_is_refused_before_it_is(tmp_path, monkeypatch, ending):
+    monkeypatch.setattr(compressed, "ALWAYS_ALLOWED", 2**16)
+    written, temporary_file = [], tempfile.TemporaryFile
+
+    def counted():
+        file = temporary_file()
+        written.append(os.dup(file.fileno()))
+        return file
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", counted)
+    path = tmp_path / f"rows.jsonl{ending}"
+    content = COMPRESS[ending](b'{"text": "' + b" " * 30_000_000)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"becomes more than 200 times as large .* decompress it and give"):
+        read_records(path)
+    assert os.fstat(written[0]).st_size <= 200 * len(content)
+    os.close(written[0])
+
+
+def test_without_room_for_the_content(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(LINES))
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: Path("/dev/full").open("wb"))  # noqa: SIM115
+    with pytest.raises(UserError, match=r"into a temporary file \(No space left on device\)\. Set TMPDIR to a folder"):
+        read_records(path)
+
+
+@pytest.mark.parametrize(
+    "name, ending", [("rows.txt", ".txt"), ("rows.gz", ".gz"), ("rows.txt.gz", ".txt.gz"), ("rows.jsonl.xz", ".xz")]
+)
+def test_other_endings_are_told_which_there_are(tmp_path, name, ending):
+    (tmp_path / name).write_bytes(gzip.compress(LINES))
+    with pytest.raises(
+        UserError, match=rf"{name}: found the ending '{ending}'; .*\.parquet, with \.gz or \.zst behind"
+    ):
+        read_records(tmp_path / name)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.csv.zst", "rows.json", "rows.parquet"])
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_a_git_lfs_pointer_is_called_one(tmp_path, name, as_folder):
+    (tmp_path / name).write_bytes(POINTER)
+    told = f"{tmp_path}/{name} is a Git LFS pointer: .* Run `git lfs pull` in {tmp_path}\\.$"
+    with pytest.raises(UserError, match=f"^{told}"):
+        open_source(str(tmp_path if as_folder else tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["data/rows.jsonl.bz2", "state.json", "data-00000-of-00001.arrow"])
+def test_a_git_lfs_pointer_in_a_folder_that_a_library_reads_is_called_one(tmp_path, name):
+    (tmp_path / "data").mkdir()
+    (tmp_path / name).write_bytes(POINTER)
+    if name.endswith(".arrow"):
+        (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"{name} is a Git LFS pointer: .* Run `git lfs pull` in"):
+        open_source(str(tmp_path))

@@ -1,0 +1,77 @@
+"""Compressed data files, decompressed into temporary files that have no name.
+
+A record is read where it stands, and within a compressed stream nothing can be found again. Each process has a copy of
+its own in $TMPDIR, which is gone with the process, however that ends; nothing is written beside the data.
+"""
+
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import pyarrow
+
+from engine.errors import UserError, shortened
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by ending, as Arrow calls them
+BEGINNINGS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}  # the last: a frame to skip
+LARGEST_RATIO = 200  # of texts and tables; the same few bytes over and over give 1,000 and more
+ALWAYS_ALLOWED = 2**28  # bytes, whatever the ratio
+CHUNK = 2**20  # bytes
+
+
+def data_ending(path: str | Path) -> str:
+    """The ending that says what a file holds, without that of its compression: ".csv" of rows.csv.gz."""
+    path = Path(path)
+    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+def decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
+    """The content of a compressed file, of one or more members, as a temporary file.
+
+    Raises: UserError for what is not compressed as its ending says, or cut off, or damaged, or far larger than data
+    are; and where there is no room.
+    """
+    _check_beginning(path, file)
+    limit, size = max(ALWAYS_ALLOWED, LARGEST_RATIO * file.seek(0, os.SEEK_END)), 0
+    again = os.fdopen(os.dup(file.fileno()), "rb")  # for the stream, which closes it
+    again.seek(0)
+    stream = pyarrow.CompressedInputStream(again, COMPRESSIONS[path.suffix])
+    try:
+        copy = tempfile.TemporaryFile()  # noqa: SIM115
+        while part := _next_part(path, stream):
+            size += len(part)
+            if size > limit:
+                raise UserError(
+                    f"{path}: becomes more than {LARGEST_RATIO} times as large when it is decompressed, which data "
+                    "hardly do. If it is what you mean, decompress it and give what comes out."
+                )
+            copy.write(part)
+        copy.flush()
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be decompressed into a temporary file ({error.strerror or error}). Set TMPDIR to a "
+            "folder where there is room, or decompress it and give what comes out."
+        ) from None
+    return copy
+
+
+def _check_beginning(path: Path, file: IO[bytes]) -> None:
+    beginning = file.read(8)
+    if beginning and not re.match(BEGINNINGS[path.suffix], beginning):
+        kind = COMPRESSIONS[path.suffix]
+        raise UserError(
+            f"{path}: begins with {shortened(beginning)}, which no {kind} file does. Take {path.suffix} off its name "
+            "if it is not compressed, or fetch it again."
+        )
+
+
+def _next_part(path: Path, stream: pyarrow.CompressedInputStream) -> bytes:
+    try:
+        return stream.read(CHUNK)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(
+            f"{path}: cannot be decompressed ({str(error).removesuffix('.')}). Was its writing or fetching cut off? "
+            "Write or fetch it again."
+        ) from None
