@@ -115,4 +115,4 @@ def normalization_prompts(args: RewardFlags, tokenizer) -> Prompts:
         seed=args.seed,
         split=None if args.normalization_data_path else args.data_split,
     )
-    return Prompts(rows, tokenizer, args.max_prompt_seq_len, cache=args.cache)
+    return Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache)

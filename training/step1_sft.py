@@ -16,10 +16,11 @@ from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import read_tokenizer, vocabulary_size
 from engine.rlhf_engine import wrap_trained
 from training.data.forms import SFT
-from training.data.sft_examples import SFTBatch, SFTExamples, collate_sft
+from training.data.sft_examples import SFTBatch, SFTExamples, collate_sft, sft_fit
 from training.flags.supervised_arguments import SFTFlags
 from training.program import dry_run
 from training.program.agreement import agreed, checked
+from training.program.data_lines import supervised_lines
 from training.program.ending import models_told
 from training.program.model_files import check_positions
 from training.program.shared_folder import check_shared
@@ -40,7 +41,7 @@ def main(args: SFTFlags) -> None:
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
-        dry_run.report_supervised(args, load_examples)
+        dry_run.report_supervised(args, "texts", load_examples)
         return
     check_shared(args.output_dir)
     tokenizer, examples, held_out, data = agreed(lambda: load_examples(args))
@@ -91,11 +92,7 @@ def main(args: SFTFlags) -> None:
         point=point,
     )
     if distributed.is_main():
-        print(
-            f"{len(examples)} texts ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
-            f"held out; {trainer.total_steps} steps on {distributed.ranks_in_words()}",
-            flush=True,
-        )
+        print(*supervised_lines(args, "texts", examples, held_out, tokenizer), sep="\n", flush=True)
     with models_told(trainer.saved):
         found = trainer.fit()
         trainer.end(f"held-out perplexity {found['eval/perplexity']:.4g} a token")
@@ -121,8 +118,11 @@ def load_examples(args: SFTFlags) -> tuple:
     tokenizer = read_tokenizer(
         args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
     )
-    parts = args.load_rows(SFT, tokenizer, held_out=args.held_out, undivided=args.sft_only_data_path)
-    examples, held_out = (SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache) for rows in parts)
+    fit = sft_fit(tokenizer, args.max_seq_len, args.loss_on, args.overlong)
+    parts = args.load_rows(SFT, tokenizer, fit, held_out=args.held_out, undivided=args.sft_only_data_path)
+    examples, held_out = (
+        SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache, args.overlong) for rows in parts
+    )
     args.steps_per_epoch(len(examples))
     return tokenizer, examples, held_out, [rows.fingerprint for rows in parts]
 

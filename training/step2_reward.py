@@ -21,11 +21,12 @@ from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import wrap_trained
 from engine.zero.engines import TrainedModel
 from training.data.forms import PAIRS
-from training.data.pair_examples import PairBatch, PairExamples, collate_pairs
+from training.data.pair_examples import PairBatch, PairExamples, collate_pairs, pair_fit
 from training.data.prompts import Prompts
 from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
 from training.program.agreement import agreed, checked
+from training.program.data_lines import supervised_lines
 from training.program.ending import models_told
 from training.program.model_files import check_positions
 from training.program.shared_folder import check_shared
@@ -46,7 +47,7 @@ def main(args: RewardFlags) -> None:
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
-        dry_run.report_supervised(args, load_examples)
+        dry_run.report_supervised(args, "pairs", load_examples)
         return
     check_shared(args.output_dir)
     tokenizer, examples, held_out, prompts, data = agreed(lambda: load_examples(args))
@@ -69,11 +70,7 @@ def main(args: RewardFlags) -> None:
     model = wrap_trained(module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing)
     trainer = RewardTrainer(model, args, examples, held_out, tokenizer, conditions, point)
     if distributed.is_main():
-        print(
-            f"{len(examples)} pairs ({examples.truncated} truncated, {examples.dropped} dropped), {len(held_out)} "
-            f"held out; {trainer.total_steps} steps on {distributed.ranks_in_words()}",
-            flush=True,
-        )
+        print(*supervised_lines(args, "pairs", examples, held_out, tokenizer), sep="\n", flush=True)
     module.model.config.score_offset = 0.0
     with models_told(trainer.saved):  # what was trained is kept whatever becomes of its normalisation
         found = trainer.fit()
@@ -170,8 +167,9 @@ def load_examples(args: RewardFlags) -> tuple:
     tokenizer = read_tokenizer(
         args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
     )
-    parts = args.load_rows(PAIRS, tokenizer, held_out=args.held_out)
-    examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len, args.cache) for rows in parts)
+    fit = pair_fit(tokenizer, args.max_seq_len, args.overlong)
+    parts = args.load_rows(PAIRS, tokenizer, fit, held_out=args.held_out)
+    examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len, args.cache, args.overlong) for rows in parts)
     args.steps_per_epoch(len(examples))
     prompts = normalization_prompts(args, tokenizer) if args.normalization_samples else None
     return tokenizer, examples, held_out, prompts, [rows.fingerprint for rows in parts]

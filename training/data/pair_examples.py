@@ -5,9 +5,8 @@ pairs = PairExamples(rows, tokenizer, max_length=512, cache=cache_folder(None))
 batch = collate_pairs([pairs[0], pairs[1]], pad_id)
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from training.data.cache import IDS, cached_table, count_of, ids_at, table_of
-from training.data.tokens import TextEncoder, padded
+from training.data.cache import IDS, ids_at
+from training.data.fitted_rows import FittedRows
+from training.data.lengths import CUT, Fit, Lengths
+from training.data.tokens import padded
 
 
 class Pair(NamedTuple):
@@ -27,38 +28,46 @@ class Pair(NamedTuple):
     rejected: list[int]
 
 
-class PairExamples(Sequence):
-    """The examples of step 2, a `Pair` each.
+def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt"):
+    """The function that says what of a pair is shown to the reward model, a `Fit`; arguments as of PairExamples."""
+    lengths = Lengths(tokenizer, max_length, overlong)
 
-    Both sides are cut on the right to max_length, without EOS where they are cut, as in SFTExamples. `truncated` counts
-    the pairs of which a side was cut; `dropped` counts those whose sides are then the same, from which nothing can be
-    learned.
+    def fit(row: dict) -> Fit:
+        found = lengths.answered(row["prompt"], [row["chosen"], row["rejected"]])
+        if row["chosen"] == row["rejected"] or (found.kind != CUT and found.answers[0] == found.answers[1]):
+            return replace(found, reason="chosen and rejected are the same", equal=True)
+        if found.answers[0] == found.answers[1]:
+            return replace(found, reason=f"chosen and rejected are the same within {max_length:,} tokens")
+        return found
+
+    return fit
+
+
+class PairExamples(FittedRows):
+    """The examples of step 2, a `Pair` each, both sides with the same prompt.
+
+    What is longer than max_length is cut or left out as `overlong` says (training/data/lengths.py); what lost its end
+    has no EOS, as in SFTExamples. Pairs whose sides are the same, from the start (`equal`) or by what was cut
+    (`dropped`), are left out: nothing can be learned from them.
     """
 
-    def __init__(self, rows: Sequence[dict], tokenizer, max_length: int, cache: Path | None = None):
-        def pairs(counts: Counter):
-            encoder = TextEncoder(tokenizer)
-            for row in rows:
-                uncut = [encoder.answered(row["prompt"], row[side])[0] for side in ("chosen", "rejected")]
-                chosen, rejected = (token_ids[:max_length] for token_ids in uncut)
-                if chosen == rejected:
-                    counts["dropped"] += 1
-                    continue
-                counts["truncated"] += max(map(len, uncut)) > max_length
-                yield chosen, rejected
-
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        tokenizer,
+        max_length: int,
+        cache: Path | None = None,
+        overlong: str = "cut_prompt",
+    ):
         schema = pyarrow.schema({"chosen": IDS, "rejected": IDS})
-        settings = {"kind": "pairs", "max_length": max_length}
-        self.table = cached_table(lambda: table_of(schema, pairs), cache, rows, tokenizer, **settings)
-        self.truncated, self.dropped = count_of(self.table, "truncated"), count_of(self.table, "dropped")
+        settings = {"kind": "pairs", "max_length": max_length, "overlong": overlong}
+        fit = pair_fit(tokenizer, max_length, overlong)
+        super().__init__(rows, fit, schema, lambda found, row: tuple(found.sequences), tokenizer, cache, **settings)
         if not len(self):
             raise UserError(
                 f"none of the {len(rows)} pairs differs within max_length {max_length}; raise it, or look "
                 "whether chosen and rejected are the same text."
             )
-
-    def __len__(self) -> int:
-        return len(self.table)
 
     def __getitem__(self, index: int) -> Pair:
         return Pair(ids_at(self.table, "chosen", index), ids_at(self.table, "rejected", index))

@@ -7,8 +7,7 @@ batch = collate_prompts([prompts[index] for index in indices.tolist()], indices,
 """
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow
@@ -18,16 +17,47 @@ from torch import Tensor
 from engine.algo.truncation import trim_query
 from engine.errors import UserError
 from engine.experience import PromptBatch
-from training.data.cache import IDS, cached_table, count_of, ids_at, table_of
+from training.data.cache import IDS, ids_at
+from training.data.fitted_rows import FittedRows
+from training.data.lengths import Fit, Lengths
 from training.data.tokens import TextEncoder, padded
 
 
-class Prompts(Sequence):
+def prompt_fit(
+    tokenizer,
+    max_prompt_length: int,
+    overlong: str = "cut_prompt",
+    query_start: int | None = None,
+    query_end: int | None = None,
+):
+    """The function that says what of a prompt the actor is shown, a `Fit`; arguments as of Prompts."""
+    lengths = Lengths(tokenizer, max_prompt_length, overlong)
+    opening = lengths.encoder.opening
+    room = max_prompt_length - len(opening)
+    if room < 1:
+        raise UserError(
+            f"max_prompt_length is {max_prompt_length}; it needs to be at least {len(opening) + 1} to hold "
+            "one token of a prompt and what the tokenizer puts before it."
+        )
+
+    def query(row: dict) -> Fit:
+        ids = lengths.encoder.prompt(row["prompt"])
+        found = trim_query(ids[len(opening) :], room, query_start, query_end)
+        if found is None:
+            return Fit(
+                ids, [], min(len(ids), max_prompt_length), reason="the dialect's query_start or query_end is not in it"
+            )
+        return Fit(opening + found, [], len(opening) + len(found))
+
+    trimmed = query_start is not None or query_end is not None
+    return query if trimmed else lambda row: lengths.prompt(row["prompt"])
+
+
+class Prompts(FittedRows):
     """The prompts of step 3, each a list of ids; `rows` are the rows of those that are kept, extra columns included.
 
-    overlong: what becomes of prompts of more than max_prompt_length tokens. "truncate" cuts them on the left, behind
-    the opening tokens, because what is to be answered stands at the end; "drop" leaves them out. `truncated` and
-    `dropped` count them. A prompt's index, by which its samples are keyed, is its index among those kept.
+    overlong: what becomes of prompts of more than max_prompt_length tokens (training/data/lengths.py). A prompt's
+    index, by which its samples are keyed, is its index among those kept.
 
     query_start, query_end: tokens between which the prompt stands in its text, if given (`trim_query`): what follows
     the start, cut on the right to max_prompt_length and then behind the last end. Texts without them are dropped.
@@ -38,42 +68,21 @@ class Prompts(Sequence):
         rows: Sequence[dict],
         tokenizer,
         max_prompt_length: int,
-        overlong: str = "truncate",
+        overlong: str = "cut_prompt",
         cache: Path | None = None,
         query_start: int | None = None,
         query_end: int | None = None,
     ):
-        if overlong not in ("truncate", "drop"):
-            raise UserError(f"overlong is {overlong!r}; choose 'truncate' or 'drop'.")
-        encoder, trimmed = TextEncoder(tokenizer), query_start is not None or query_end is not None
-        opening = encoder.opening
-        if max_prompt_length <= len(opening):
-            raise UserError(
-                f"max_prompt_length is {max_prompt_length}; it needs to be at least {len(opening) + 1} to hold "
-                "one token of a prompt and what the tokenizer puts before it."
-            )
-
-        def prompts(counts: Counter) -> Iterator[tuple[list[int], str]]:
-            for row in rows:
-                token_ids = encoder.prompt(row["prompt"])
-                if trimmed:
-                    room = max_prompt_length - len(opening)
-                    query = trim_query(token_ids[len(opening) :], room, query_start, query_end)
-                    token_ids = None if query is None else opening + query
-                if token_ids is None or (overlong == "drop" and len(token_ids) > max_prompt_length):
-                    counts["dropped"] += 1
-                    continue
-                excess = len(token_ids) - max_prompt_length
-                if excess > 0:
-                    counts["truncated"] += 1
-                    token_ids = opening + token_ids[len(opening) + excess :]
-                yield token_ids, json.dumps(row, default=str)
-
+        fit = prompt_fit(tokenizer, max_prompt_length, overlong, query_start, query_end)
+        trimmed = query_start is not None or query_end is not None
         schema = pyarrow.schema({"token_ids": IDS, "row": pyarrow.large_string()})
         settings = {"kind": "prompts", "max_length": max_prompt_length, "overlong": overlong}
         settings |= {"query": [query_start, query_end]} if trimmed else {}
-        self.table = cached_table(lambda: table_of(schema, prompts), cache, rows, tokenizer, **settings)
-        self.truncated, self.dropped = count_of(self.table, "truncated"), count_of(self.table, "dropped")
+
+        def columns(found: Fit, row: dict) -> tuple[list[int], str]:
+            return found.prompt, json.dumps(row, default=str)
+
+        super().__init__(rows, fit, schema, columns, tokenizer, cache, **settings)
         self.rows = _JsonColumn(self.table["row"])
         if not len(self):
             raise UserError(
@@ -81,11 +90,8 @@ class Prompts(Sequence):
                 f"{max_prompt_length} tokens. Raise that, or leave them out (--set query_start= query_end=)."
                 if trimmed
                 else f"none of the {len(rows)} prompts has at most {max_prompt_length} tokens; raise "
-                "max_prompt_length, or truncate long prompts instead of dropping them."
+                "max_prompt_length, or cut long prompts (--overlong cut_prompt) instead of dropping them."
             )
-
-    def __len__(self) -> int:
-        return len(self.table)
 
     def __getitem__(self, index: int) -> list[int]:
         return ids_at(self.table, "token_ids", index)

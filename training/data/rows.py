@@ -10,18 +10,19 @@ when it is asked for.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from engine.errors import UserError
 from training.data.forms import Form, alternatives
+from training.data.held_out import hold_out, limited
 from training.data.records import Records
 from training.data.sources import Source, open_source
 
 EMPTY = np.empty((0, 2), np.int64)  # no places
-DIVIDE, DRAW, LIMIT = 1, 2, 3  # what the seed is used for, so that no two draws are the same
+DIVIDE, DRAW = 1, 2  # what the seed is used for, so that no two draws are the same; LIMIT of held_out.py is 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +51,11 @@ class Rows(Sequence):
     def __iter__(self):  # not Sequence's own, which would take an IndexError from within for the end
         return (self[index] for index in range(len(self)))
 
+    def where(self, index: int) -> str:
+        """The place of a row's record, in words: "pairs.jsonl, line 3"."""
+        part, number = self.places[index].tolist()
+        return self.records[part][number][0]
+
     @property
     def fingerprint(self) -> str:
         """A hash of the records, the form and the choice of rows; not of the tokenizer."""
@@ -70,6 +76,7 @@ def load_rows(
     held_out: float = 0.0,
     eval_limit: int | None = None,
     held_out_flag: str = "--held_out",
+    keeps: Callable[[dict], bool] | None = None,
     undivided: Sequence[str] = (),
     config_name: str | None = None,
 ) -> tuple[Rows, Rows]:
@@ -81,6 +88,8 @@ def load_rows(
     Held out are the rows of eval_data_path; or the data sets' own held-out splits, and of the sets that have none
     `held_out` of their rows together: a fraction when below 1, otherwise a number, and none when 0.
     eval_limit: at most so many held-out rows, drawn by the seed.
+    keeps: which rows are not dropped, for their length say. Where numbers of held-out rows are given, these alone are
+    counted and held out; training rows are not asked. By default all are.
     held_out_flag: what messages call `held_out`. undivided: data sets beside data_path that `split` does not divide.
     config_name: which configuration of data_path's sets on the Hub.
     Raises UserError for data sets that cannot be read, and for flags that leave no rows.
@@ -92,6 +101,10 @@ def load_rows(
     sources = [_opened(path, form, config_name) for path in paths]
     _refuse_twice(sources)
     mixture = _Mixture(form, tokenizer, seed, proportions, phase)
+
+    def kept(place: np.ndarray) -> bool:
+        return keeps is None or keeps(mixture.rows([place[None]])[0])
+
     parts = [
         mixture.add(source.training, source.name, divide=number < len(divided)) for number, source in enumerate(sources)
     ]
@@ -108,11 +121,11 @@ def load_rows(
         own = [number for number, source in enumerate(sources) if not source.held_out]
         what = f"--data_path {' '.join(paths)}, {held_out_flag}"
         advice = f"Lower {held_out_flag}, give --eval_data_path, or add rows."
-        apart += [_hold_out(parts, own, held_out, seed, what, advice)] if own else []
+        apart += [hold_out(parts, own, held_out, seed, kept, what, advice)] if own else []
     else:
         apart = []
     training = [weighted(part, factor, seed, path) for part, factor, path in zip(parts, factors, paths)]
-    return mixture.rows(training), mixture.rows([_limited(np.concatenate([EMPTY, *apart]), eval_limit, seed)])
+    return mixture.rows(training), mixture.rows([limited(np.concatenate([EMPTY, *apart]), eval_limit, seed, kept)])
 
 
 class _Mixture:
@@ -227,46 +240,6 @@ def _refuse_trained_on(sources: list[Source], eval_sources: list[Source]) -> Non
                 f"--eval_data_path {source.name}: these records are trained on, by --data_path. Leave it out "
                 "(some rows are then held out), or give other records."
             )
-
-
-def _hold_out(parts: list[np.ndarray], own: list[int], held_out: float, seed: int, *what: str) -> np.ndarray:
-    """The places to hold out from the parts numbered `own`; they are removed from these, in place."""
-    candidates = np.concatenate([parts[number] for number in own])
-    owners = np.concatenate([np.full(len(parts[number]), number) for number in own])
-    kept, taken = (np.array(part) for part in split_held_out(range(len(candidates)), held_out, seed, *what))
-    for number in own:
-        parts[number] = candidates[kept[owners[kept] == number]]
-    return candidates[taken]
-
-
-def split_held_out(
-    rows: Sequence,
-    held_out: float,
-    seed: int,
-    what: str = "held-out rows",
-    advice: str = "Give a fraction between 0 and 1, or a whole number smaller than the number of rows.",
-) -> tuple[list, list]:
-    """(training rows, held-out rows), drawn by `seed` alone, both in the order of `rows`.
-
-    held_out: a fraction of the rows when below 1, otherwise a number of rows. what: for the message, where the number
-    and the rows come from. advice: what to do then. Raises UserError if either part would be empty.
-    """
-    count = round(held_out * len(rows)) if held_out < 1 else held_out
-    if count != int(count) or not 0 < count < len(rows):
-        raise UserError(
-            f"{what}: cannot hold out {held_out:g} of {len(rows)} rows: both parts need at least one row. {advice}"
-        )
-    drawn = set(np.random.default_rng(seed).permutation(len(rows))[: int(count)].tolist())
-    return (
-        [row for index, row in enumerate(rows) if index not in drawn],
-        [row for index, row in enumerate(rows) if index in drawn],
-    )
-
-
-def _limited(places: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
-    if limit is None or len(places) <= limit:
-        return places
-    return places[np.sort(np.random.default_rng((seed, LIMIT)).permutation(len(places))[:limit])]
 
 
 def _listed(paths: str | Sequence[str] | None) -> list[str]:

@@ -11,9 +11,8 @@ counted and never silent. `rows` is what load_rows gives, or a list of such rows
 finds the ids there.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +21,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from training.data.cache import IDS, cached_table, count_of, ids_at, table_of
-from training.data.tokens import TextEncoder, padded
+from training.data.cache import IDS, ids_at
+from training.data.fitted_rows import FittedRows
+from training.data.lengths import Fit, Lengths
+from training.data.tokens import padded
 
 
 class SFTExample(NamedTuple):
@@ -33,54 +34,58 @@ class SFTExample(NamedTuple):
     first_target: int
 
 
-class SFTExamples(Sequence):
+def sft_fit(tokenizer, max_length: int, loss_on: str = "response", overlong: str = "cut_prompt"):
+    """The function that says what of a row step 1 learns, a `Fit`; arguments as of SFTExamples."""
+    if loss_on not in ("response", "all"):
+        raise UserError(f"loss_on is {loss_on!r}; choose 'response' or 'all'.")
+    lengths = Lengths(tokenizer, max_length, overlong)
+
+    def fit(row: dict) -> Fit:
+        if "text" in row:
+            found, context = lengths.text(row["text"]), 1
+        else:
+            found = lengths.answered(row["prompt"], [row["response"]])
+            context = max(len(found.prompt), 1)
+        found = replace(found, learned=1 if loss_on == "all" else context)
+        if not found.reason and found.learned >= len(found.sequences[0]):
+            return replace(found, reason=f"nothing that is to be learned is left within {max_length:,} tokens")
+        return found
+
+    return fit
+
+
+class SFTExamples(FittedRows):
     """The examples of step 1: prompt + response + EOS, or text + EOS.
 
     Learned is the response with its EOS, or with loss_on="all" everything behind the first token; of a `text` always
-    everything. `truncated` counts the texts that were cut on the right to max_length. Those end without EOS: a text
-    that was cut has not ended there, and a model that learned so would stop in the middle of its sentences. `dropped`
-    counts those of which nothing to be learned was left, because the prompt alone is too long.
+    everything. What is longer than max_length is cut or left out as `overlong` says (training/data/lengths.py). What
+    lost its end has no EOS: it has not ended there, and a model that learned so would stop in the middle of its
+    sentences.
     """
 
     def __init__(
-        self, rows: Sequence[dict], tokenizer, max_length: int, loss_on: str = "response", cache: Path | None = None
+        self,
+        rows: Sequence[dict],
+        tokenizer,
+        max_length: int,
+        loss_on: str = "response",
+        cache: Path | None = None,
+        overlong: str = "cut_prompt",
     ):
-        if loss_on not in ("response", "all"):
-            raise UserError(f"loss_on is {loss_on!r}; choose 'response' or 'all'.")
-
-        def examples(counts: Counter):
-            encoder = TextEncoder(tokenizer)
-            for row in rows:
-                token_ids, context = _encoded(row, encoder)
-                first_target = 1 if loss_on == "all" else max(context, 1)
-                if first_target >= min(len(token_ids), max_length):
-                    counts["dropped"] += 1
-                    continue
-                counts["truncated"] += len(token_ids) > max_length
-                yield token_ids[:max_length], first_target
-
         schema = pyarrow.schema({"token_ids": IDS, "first_target": pyarrow.int32()})
-        settings = {"kind": "sft", "max_length": max_length, "loss_on": loss_on}
-        self.table = cached_table(lambda: table_of(schema, examples), cache, rows, tokenizer, **settings)
-        self.truncated, self.dropped = count_of(self.table, "truncated"), count_of(self.table, "dropped")
+        settings = {"kind": "sft", "max_length": max_length, "loss_on": loss_on, "overlong": overlong}
+        fit = sft_fit(tokenizer, max_length, loss_on, overlong)
+        super().__init__(
+            rows, fit, schema, lambda found, row: (found.sequences[0], found.learned), tokenizer, cache, **settings
+        )
         if not len(self):
             raise UserError(
                 f"none of the {len(rows)} texts has a token to be learned within max_length {max_length}; "
                 "raise it or shorten the prompts."
             )
 
-    def __len__(self) -> int:
-        return len(self.table)
-
     def __getitem__(self, index: int) -> SFTExample:
         return SFTExample(ids_at(self.table, "token_ids", index), self.table["first_target"][index].as_py())
-
-
-def _encoded(row: dict, encoder: TextEncoder) -> tuple[list[int], int]:
-    """The ids of a row, uncut, and the number of those at the start that are never learned."""
-    if "text" in row:
-        return encoder.ended(encoder.prompt(row["text"])), 1
-    return encoder.answered(row["prompt"], row["response"])
 
 
 @dataclass(frozen=True, slots=True)

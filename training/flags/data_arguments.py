@@ -1,11 +1,13 @@
 """The flags by which all three steps name their data."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from training.data.cache import cache_folder
 from training.data.forms import Form
+from training.data.lengths import OVERLONG, Fit
 from training.data.rows import Rows, checked_weights, load_rows, parse_split
 from training.flags.arguments import REQUIRED, RunFlags, flag
 
@@ -28,6 +30,13 @@ class DataFlags(RunFlags):
         "as 2,4,4; by default each step reads all of it",
     )
     eval_data_path: list[str] = flag([], "held-out rows; by default the data set's own test split, or some of its rows")
+    overlong: str = flag(
+        "cut_prompt",
+        "what becomes of rows that are too long: prompts lose their beginning, up to a user's turn where there are "
+        "turns (cut_prompt); texts lose their end, and prompts of step 3 are left out (cut_answer); rows are left out "
+        "(drop)",
+        choices=OVERLONG,
+    )
     data_output_path: str | None = flag(
         None, "where tokenised data is kept for the next run; by default ~/.cache/four-engine-rlhf"
     )
@@ -43,9 +52,10 @@ class DataFlags(RunFlags):
         """Where tokenised data is kept; nowhere in a dry run."""
         return None if self.dry_run else cache_folder(self.data_output_path)
 
-    def load_rows(self, form: Form, tokenizer, **held_out) -> tuple[Rows, Rows]:
+    def load_rows(self, form: Form, tokenizer, fit: Callable[[dict], Fit], **held_out) -> tuple[Rows, Rows]:
         """(training rows, held-out rows) of this step; `held_out` as load_rows of training/data/rows.py has it.
 
+        fit: what of a row is shown to the model; held-out rows are counted without those that it drops.
         Raises: UserError for a data set that is not there or cannot be read.
         """
         return load_rows(
@@ -57,5 +67,6 @@ class DataFlags(RunFlags):
             weights=self.data_weights or None,
             split=self.data_split,
             eval_data_path=self.eval_data_path or None,
+            keeps=lambda row: not fit(row).reason,
             **held_out,
         )

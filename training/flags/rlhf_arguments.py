@@ -21,11 +21,6 @@ class RLHFFlags(RestartFlags, ModelFlags):
 
     max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", group="lengths")
     max_answer_seq_len: int = flag(256, "longest response, in tokens")
-    overlong_prompts: str = flag(
-        "truncate",
-        "prompts over --max_prompt_seq_len lose their beginning, or are left out",
-        choices=("truncate", "drop"),
-    )
     stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
     num_train_epochs: int = flag(1, "passes over the prompts")
     max_steps: int | None = flag(None, "steps to train, instead of --num_train_epochs")
@@ -99,6 +94,13 @@ class RLHFFlags(RestartFlags, ModelFlags):
             )
         if self.enable_test_mode != (self.test_stop_step > 0):
             raise UserError("--enable_test_mode and --test_stop_step N (1 or more) go together: give both or neither.")
+
+    @classmethod
+    def no_flag(cls, name: str, value: str) -> str | None:
+        """Also for the name that --overlong had when step 3 alone had it."""
+        if name == "overlong_prompts":
+            return f"Give --overlong {'cut_prompt' if value == 'truncate' else value}, which all three steps have."
+        return super().no_flag(name, value)
 
     def _validate_own_backend(self) -> None:
         own = ROLLOUT_BACKENDS[self.rollout_backend] is not None

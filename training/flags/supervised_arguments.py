@@ -26,7 +26,7 @@ class SupervisedFlags(RestartFlags, DataFlags):
     )
     model_name_or_path: str = flag(REQUIRED, "the model to start from", group="training")
     dropout: float = flag(0.0, "dropout of the model while it is trained")
-    max_seq_len: int = flag(512, "longest sequence, in tokens; longer ones lose their end")
+    max_seq_len: int = flag(512, "longest sequence of prompt and answer, in tokens")
     per_device_train_batch_size: int = flag(16, "examples in one forward and backward pass of each rank")
     per_device_eval_batch_size: int = flag(16, "the same, for held-out examples")
     gradient_accumulation_steps: int = flag(1, "passes in one optimizer step")

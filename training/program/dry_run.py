@@ -19,12 +19,12 @@ from pathlib import Path
 
 import torch
 
-from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.zero.communication import slots_by_host
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
 from training.flags.rlhf_arguments import RLHFFlags
+from training.program.data_lines import supervised_lines
 from training.program.first_lines import changes_since, dialect_lines, plan_lines
 from training.program.plan import make_plan
 from training.program.startup import leave, run
@@ -51,8 +51,11 @@ def report(checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, 
     print("dry run: nothing was loaded or written", flush=True)
 
 
-def report_supervised(args, load: Callable) -> None:
-    """The report of steps 1 and 2; `load(args)` gives tokenizer, examples, held-out examples and perhaps more."""
+def report_supervised(args, noun: str, load: Callable) -> None:
+    """The report of steps 1 and 2, whose examples are called `noun`.
+
+    `load(args)` gives tokenizer, examples, held-out examples and perhaps more.
+    """
     models, data = (
         [
             path
@@ -65,12 +68,8 @@ def report_supervised(args, load: Callable) -> None:
     unseen = unseen_models(args, *models) + unseen_data(data)
     checked = opened(data, unseen)
     if not unseen:
-        _, examples, held_out, *_ = load(args)
-        steps = args.total_steps(len(examples))
-        checked.append(
-            f"{len(examples)} examples ({examples.truncated} truncated, {examples.dropped} dropped), "
-            f"{len(held_out)} held out; {steps} steps on {distributed.ranks_in_words()}"
-        )
+        tokenizer, examples, held_out, *_ = load(args)
+        checked += supervised_lines(args, noun, examples, held_out, tokenizer)
     report(checked, unseen, {"model": args.ds_settings()})
 
 
@@ -87,7 +86,7 @@ def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumeP
     checked = [dialect_lines(dialect, changed), *opened(data, unseen)]
     if not unseen:
         plan = make_plan(args, dialect, point, fingerprints(args))
-        checked += [plan_lines(args, plan), *changes_since(plan)]
+        checked += [*plan_lines(args, plan), *changes_since(plan)]
     report(checked, unseen, args.engine_configs(dialect))
 
 

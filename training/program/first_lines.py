@@ -3,13 +3,14 @@
 from engine import distributed
 from engine.algorithms import NOTES, Dialect
 from training.flags.rlhf_arguments import RLHFFlags
+from training.program.data_lines import counted, too_long
 from training.program.plan import Plan
 from training.restarts.conditions import Conditions
 
 
 def first_lines(args: RLHFFlags, plan: Plan, changed: dict) -> str:
     """All of them; `changed` as dialect_lines has it."""
-    return "\n".join([dialect_lines(plan.dialect, changed), plan_lines(args, plan), *changes_since(plan)])
+    return "\n".join([dialect_lines(plan.dialect, changed), *plan_lines(args, plan), *changes_since(plan)])
 
 
 def dialect_lines(dialect: Dialect, changed: dict) -> str:
@@ -23,8 +24,8 @@ def dialect_lines(dialect: Dialect, changed: dict) -> str:
     )
 
 
-def plan_lines(args: RLHFFlags, plan: Plan) -> str:
-    """What is about to run: data, steps, engines."""
+def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
+    """What is about to run: data, steps, engines; and prompts that are too long, in a dry run with more examples."""
     stages = ", ".join(f"{config.role} {config.stage}" for config in plan.spec.engine_configs)
     blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
     scorer = ""
@@ -32,12 +33,13 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> str:
         critic = "the SFT model with a new head" if plan.dialect.has_critic else "there is none"
         scorer = f"\n--critic_model_name_or_path names the reward model alone; the critic: {critic}"
     pad_token = f"\n{plan.pad_token}" if plan.pad_token else ""
-    return (
-        f"{len(plan.prompts)} prompts ({plan.prompts.truncated} truncated, {plan.prompts.dropped} dropped), "
-        f"{len(plan.held_out) if plan.held_out else 0} held out{blocks}; {plan.total_steps} steps of "
-        f"{args.rows_per_rank * distributed.world_size()} responses on {distributed.ranks_in_words()}\n"
-        f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}"
-    )
+    limit = "--max_prompt_seq_len", args.max_prompt_seq_len
+    return [
+        f"{counted(plan.prompts, 'prompts', plan.held_out, args.num_eval_prompts)}{blocks}; {plan.total_steps} steps "
+        f"of {args.rows_per_rank * distributed.world_size()} responses on {distributed.ranks_in_words()}",
+        *too_long(plan.prompts, "prompts", *limit, args.overlong, plan.tokenizer, args.dry_run),
+        f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
+    ]
 
 
 def changes_since(plan: Plan) -> list[str]:

@@ -12,7 +12,7 @@ from engine.rlhf_engine import EngineSpec
 from engine.rollout import SamplingConfig
 from training.data.blocks import TextBlocks
 from training.data.forms import PROMPTS, TEXTS
-from training.data.prompts import Prompts
+from training.data.prompts import Prompts, prompt_fit
 from training.data.rows import load_rows
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function
@@ -30,6 +30,7 @@ class Plan:
     """
 
     dialect: Dialect
+    tokenizer: object
     spec: EngineSpec
     reward_function: Callable | None
     prompts: Prompts
@@ -66,6 +67,7 @@ def make_plan(
     check_profile_steps(args.profile_steps, first, last_step)
     return Plan(
         dialect=dialect,
+        tokenizer=tokenizer,
         spec=args.engine_spec(dialect),
         reward_function=function,
         prompts=prompts,
@@ -82,18 +84,17 @@ def make_plan(
 
 def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts, Prompts | None, list[str]]:
     """The prompts, the held-out ones if there are any, and the fingerprints of both."""
+    query = tuple(token_id(tokenizer, dialect, field) for field in ("query_start", "query_end"))
     parts = args.load_rows(
         PROMPTS,
         tokenizer,
+        prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong, *query),
         held_out=args.num_eval_prompts,
         eval_limit=args.num_eval_prompts,
         held_out_flag="--num_eval_prompts",
     )
-    query = tuple(token_id(tokenizer, dialect, field) for field in ("query_start", "query_end"))
     prompts, held_out = (
-        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong_prompts, args.cache, *query)
-        if len(rows)
-        else None
+        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, *query) if len(rows) else None
         for rows in parts
     )
     return prompts, held_out, [rows.fingerprint for rows in parts]

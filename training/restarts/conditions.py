@@ -27,6 +27,7 @@ BEFORE = "held_out_before_training"
 DATA = "the data"  # whose fingerprints say nothing to people
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
+OVERLONG, OLD_OVERLONG, TRUNCATE = "--overlong", "--overlong_prompts", "truncate"
 # Fields of the dialect that must be equal: those that say what the state counts, which models there are, and what a
 # score is, as the flags of the score do.
 FIXED_FIELDS = (
@@ -50,7 +51,7 @@ FIXED_FLAGS = (
     "unsup_coef",
     "max_prompt_seq_len",
     "max_answer_seq_len",
-    "overlong_prompts",
+    "overlong",
     "critic_warmup_steps",
     "stop",
 )
@@ -111,7 +112,7 @@ class Conditions:
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
         """Those that a state file holds."""
-        return cls(dict(state["identity"]), dict(state["settings"]))
+        return cls(_with_overlong(state["identity"]), dict(state["settings"]))
 
     def check(self, written: "Conditions", folder: Path) -> None:
         """Raise UserError if this run differs from the one that wrote the point in `folder` in what must be equal."""
@@ -124,6 +125,10 @@ class Conditions:
                 )
             if then != value:
                 remedy = "Give the same flags and data as when the run began."
+                if name == OVERLONG and then == TRUNCATE:
+                    remedy = (
+                        "In those days prompts were cut in the midst of a turn. Go on with the version that wrote it."
+                    )
                 if name.endswith(" a step"):
                     remedy = "Ranks times batch size has to be what it was: change one with the other."
                 raise UserError(
@@ -170,6 +175,16 @@ class Conditions:
         if name == "kl_coef" and self.identity["kl_controller"] == "adaptive":
             return " (without effect: the adaptive coefficient goes on from where it was)"
         return ""
+
+
+def _with_overlong(identity: Mapping) -> dict:
+    """The identity with --overlong, also of points from before all steps had that flag.
+
+    Steps 1 and 2 then did as cut_answer does; step 3 had a flag of another name, and as its default a way of its own.
+    """
+    if OVERLONG in identity or not {OLD_OVERLONG, "--max_seq_len"} & set(identity):
+        return dict(identity)
+    return {**identity, OVERLONG: identity.get(OLD_OVERLONG, "cut_answer")}
 
 
 def _contents(flag: str) -> str:

@@ -7,7 +7,7 @@ from engine.optim import CONSTANT_SCHEDULES
 from training.flags.supervised_arguments import SupervisedFlags
 from training.restarts.conditions import DATA, RANKS, TOTAL_STEPS, Conditions
 
-FIXED_FLAGS = ("dtype", "dropout", "max_seq_len", "loss_on", "pairwise_loss")
+FIXED_FLAGS = ("dtype", "dropout", "max_seq_len", "overlong", "loss_on", "pairwise_loss")
 FREE_FLAGS = (
     "model_name_or_path",
     "learning_rate",

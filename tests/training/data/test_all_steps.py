@@ -7,7 +7,7 @@ import pytest
 from pyarrow import parquet
 
 from tests.training.data.reading import rows_of
-from tests.training.data.tiny_tokenizers import chat_tokenizer
+from tests.training.data.tiny_tokenizers import CHATML, chat_tokenizer
 from training.data.forms import PAIRS, PROMPTS, SFT
 from training.data.order import PromptOrder
 from training.data.pair_examples import PairExamples, collate_pairs
@@ -16,10 +16,6 @@ from training.data.rows import load_rows
 from training.data.sft_examples import SFTExamples, collate_sft
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
-CHATML = (
-    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> \n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
-)
 
 
 def test_messages_have_the_ids_that_the_template_gives_them(tmp_path):

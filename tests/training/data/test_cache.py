@@ -76,10 +76,10 @@ def test_a_second_run_finds_what_the_first_one_made(tmp_path, make, rows):
     fresh, first, second = (make(rows, word_tokenizer(), cache=folder) for folder in (None, tmp_path, tmp_path))
     assert type(rows).reads == 2 and len(list(tmp_path.iterdir())) == 1
     assert list(fresh) == list(first) == list(second)
-    for name in {"truncated", "dropped"} & set(vars(fresh)):
+    for name in {"cut", "dropped", "equal", "needed", "noted"} & set(vars(fresh)):
         assert getattr(fresh, name) == getattr(second, name)
     if isinstance(fresh, Prompts):
-        assert list(second.rows) == [rows[0], rows[2]] and (second.truncated, second.dropped) == (0, 1)
+        assert list(second.rows) == [rows[0], rows[2]] and (second.cut, second.dropped) == (0, 1)
 
 
 def test_whatever_matters_makes_another_file(tmp_path):
@@ -107,25 +107,25 @@ def test_whatever_matters_makes_another_file(tmp_path):
     [
         (
             lambda folder: SFTExamples([{"prompt": "a b", "response": " c"}], word_tokenizer(), 8, cache=folder),
-            "d9be6499c1102471b9f1c97208484dea6ad75e0b6f79c41913921ca5c0fc369a",
+            "73615b37d114838d137d68e709d315dcc1d36b350dd58081caf6ccf72a28c070",
         ),
         (
             lambda folder: PairExamples(
                 [{"prompt": "a b", "chosen": " b", "rejected": " c"}], word_tokenizer(), 8, cache=folder
             ),
-            "4b7d0c3f6cc33392cda8eb3b1c796fcc9bbeb4306bef5e50d97b61cb5a1b0c9d",
+            "e5c5a3d184f5b5f154271c4f8fa43278e85aaf107ba037c9fbab0a4fee470995",
         ),
         (
             lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, cache=folder),
-            "93e38dd5c9e1a8e5175c23627c1a3e4bfc39d71acbf5b1bac26559b08a77b534",
+            "e707e681183422d5cb6423233991ad3a2ea50d990832fd70e80ad21e18b9c002",
         ),
         (
             lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, "drop", folder, query_start=10),
-            "e1c953e4d3779cc7be366120e27cf74092cf837f8a92bc46c578a3319ddd58ae",
+            "75991beb62be40162afd41c2721e336cf79a0ae57b9fde14c6109f0d258451bd",
         ),
         (
             lambda folder: TextBlocks([{"text": "a b"}], word_tokenizer(), 2, cache=folder),
-            "78ee52363f8efaa4178d59d12178d90bcbe303893913ff9f69fef3d7effa7394",
+            "b3c98f81fc476b5d9e86aeb1ab248b167456d9e5c9b484f5607db2b38cc1b512",
         ),
     ],
 )

@@ -8,21 +8,21 @@ from tests.training.data.tiny_tokenizers import EOS, PAD, word_tokenizer
 from training.data.pair_examples import Pair, PairExamples, collate_pairs
 
 
-def pairs(*answers, max_length=8):
+def pairs(*answers, max_length=8, overlong="cut_prompt"):
     rows = [{"prompt": "a", "chosen": chosen, "rejected": rejected} for chosen, rejected in answers]
-    return PairExamples(rows, word_tokenizer(), max_length)
+    return PairExamples(rows, word_tokenizer(), max_length, overlong=overlong)
 
 
 def test_pairs_end_with_eos_unless_they_are_cut():
     examples = pairs((" b", " c d e"), max_length=4)
     assert list(examples) == [([10, 11, EOS], [10, 12, 13, 14])]
-    assert (examples.truncated, examples.dropped) == (1, 0)
+    assert (examples.cut, examples.dropped, examples.equal) == (1, 0, 0)
 
 
 def test_pairs_without_a_difference_are_left_out():
     examples = pairs((" b", "  b"), (" b c d", " b c e"), (" b", " c"), max_length=3)
     assert list(examples) == [([10, 11, EOS], [10, 12, EOS])]
-    assert (examples.truncated, examples.dropped) == (0, 2)
+    assert (examples.cut, examples.dropped, examples.equal) == (0, 1, 1)
     with pytest.raises(UserError, match="none of the 1 pairs differs within max_length 8"):
         pairs((" b", " b"))
 

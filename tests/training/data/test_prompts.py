@@ -9,23 +9,24 @@ from training.data.prompts import Prompts, collate_prompts
 
 
 def test_an_unknown_way_with_long_prompts_is_refused():
-    with pytest.raises(UserError, match="overlong is 'cut'; choose 'truncate' or 'drop'"):
+    with pytest.raises(UserError, match="overlong is 'cut'; choose 'cut_prompt', 'cut_answer', 'drop'"):
         Prompts([{"prompt": "a"}], word_tokenizer(), 4, overlong="cut")
 
 
 def test_long_prompts_are_cut_on_the_left_behind_the_bos():
     rows = [{"prompt": "a b c d"}, {"prompt": "a b c", "stars": 5}]
-    prompts = Prompts(rows, word_tokenizer("<s>"), max_prompt_length=4, overlong="truncate")
+    prompts = Prompts(rows, word_tokenizer("<s>"), max_prompt_length=4, overlong="cut_prompt")
     assert list(prompts) == [[BOS, 11, 12, 13], [BOS, 10, 11, 12]]
-    assert (prompts.truncated, prompts.dropped, list(prompts.rows)) == (1, 0, rows)
+    assert (prompts.cut, prompts.dropped, list(prompts.rows)) == (1, 0, rows)
     assert list(Prompts(rows, word_tokenizer(), 3)) == [[11, 12, 13], [10, 11, 12]]
 
 
-def test_long_prompts_may_be_left_out():
+@pytest.mark.parametrize("overlong", ["drop", "cut_answer"])
+def test_long_prompts_may_be_left_out(overlong):
     rows = [{"prompt": "a b c d"}, {"prompt": "a b c", "stars": 5}]
-    prompts = Prompts(rows, word_tokenizer("<s>"), max_prompt_length=4, overlong="drop")
+    prompts = Prompts(rows, word_tokenizer("<s>"), max_prompt_length=4, overlong=overlong)
     assert list(prompts) == [[BOS, 10, 11, 12]]
-    assert (prompts.truncated, prompts.dropped, list(prompts.rows)) == (0, 1, rows[1:])
+    assert (prompts.cut, prompts.dropped, list(prompts.rows)) == (0, 1, rows[1:])
     with pytest.raises(UserError, match="none of the 2 prompts has at most 3 tokens"):
         Prompts(rows, word_tokenizer("<s>"), max_prompt_length=3, overlong="drop")
     with pytest.raises(UserError, match="max_prompt_length is 1; it needs to be at least 2"):
@@ -37,7 +38,7 @@ def test_queries_may_start_and_end_at_tokens():
     rows = [{"prompt": "a b c d d a"}, {"prompt": "c d a"}, {"prompt": "a b c a d"}, {"prompt": "b d d b"}]
     prompts = Prompts(rows, word_tokenizer("<s>"), max_prompt_length=4, query_start=11, query_end=13)
     assert list(prompts) == [[BOS, 12, 13, 13], [BOS, 12, 10, 13], [BOS, 13, 13]]
-    assert (prompts.dropped, prompts.truncated, list(prompts.rows)) == (1, 0, [rows[0], rows[2], rows[3]])
+    assert (prompts.dropped, prompts.cut, list(prompts.rows)) == (1, 0, [rows[0], rows[2], rows[3]])
     with pytest.raises(UserError, match="none of the 1 prompts has the dialect's query_start and query_end within 4"):
         Prompts(rows[1:2], word_tokenizer("<s>"), max_prompt_length=4, query_start=11, query_end=13)
 

@@ -10,14 +10,14 @@ from training.data.sft_examples import SFTExample, SFTExamples, collate_sft
 ANSWERED = {"prompt": "a b", "response": " c d"}
 
 
-def sft(*rows, before="", max_length=8, loss_on="response"):
-    return SFTExamples(list(rows), word_tokenizer(before), max_length, loss_on)
+def sft(*rows, before="", max_length=8, loss_on="response", overlong="cut_prompt"):
+    return SFTExamples(list(rows), word_tokenizer(before), max_length, loss_on, overlong=overlong)
 
 
 def test_sft_learns_the_response_and_its_eos():
     examples = sft(ANSWERED, {"text": "c d e"})
     assert list(examples) == [([10, 11, 12, 13, EOS], 2), ([12, 13, 14, EOS], 1)]
-    assert len(examples) == 2 and examples.truncated == examples.dropped == 0
+    assert len(examples) == 2 and examples.cut == examples.dropped == 0
 
 
 def test_sft_with_bos_learns_the_text_from_its_first_token():
@@ -37,18 +37,18 @@ def test_sft_without_bos_cannot_learn_the_first_token():
 
 
 def test_a_cut_text_does_not_end():
-    examples = sft(ANSWERED, {"text": "c d e"}, {"text": "c d e a"}, max_length=4)
+    examples = sft(ANSWERED, {"text": "c d e"}, {"text": "c d e a"}, max_length=4, overlong="cut_answer")
     # The second fits with its EOS; the third would fit only without.
     assert [example.token_ids for example in examples] == [[10, 11, 12, 13], [12, 13, 14, EOS], [12, 13, 14, 10]]
-    assert examples.truncated == 2
+    assert examples.cut == 2
 
 
 def test_a_text_of_which_nothing_is_to_be_learned_is_left_out():
-    examples = sft(ANSWERED, {"prompt": "a b c", "response": " d"}, max_length=3)
+    examples = sft(ANSWERED, {"prompt": "a b c", "response": " d"}, max_length=3, overlong="cut_answer")
     assert list(examples) == [([10, 11, 12], 2)]
-    assert (examples.truncated, examples.dropped) == (1, 1)
+    assert (examples.cut, examples.dropped) == (1, 1)
     with pytest.raises(UserError, match="none of the 1 texts has a token to be learned within max_length 2"):
-        sft(ANSWERED, max_length=2)
+        sft(ANSWERED, max_length=2, overlong="cut_answer")
 
 
 def test_an_unknown_loss_is_refused():

@@ -4,13 +4,18 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS, UNK = 0, 1, 2, 3
+CHATML = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> \n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
+)
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-def word_tokenizer(before: str = "", after: str = "", **special) -> PreTrainedTokenizerFast:
-    """A word a token: "a" is 10, "b" 11, ... "z" 35. `before` and `after` are what it adds to a text by itself."""
+def word_tokenizer(before: str = "", after: str = "", words: str = "", **special) -> PreTrainedTokenizerFast:
+    """A word a token: "a" is 10, "b" 11, ... "z" 35, then `words`. `before` and `after` it adds to a text by itself."""
     vocabulary = {"<pad>": PAD, "<s>": BOS, "</s>": EOS, "<unk>": UNK}
-    vocabulary |= {letter: 10 + number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
+    known = [*"abcdefghijklmnopqrstuvwxyz", *words.split()]
+    vocabulary |= {word: 10 + number for number, word in enumerate(known)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     added = [(token, vocabulary[token]) for token in (before, after) if token]
@@ -36,9 +41,9 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL)
 
 
-def chat_tokenizer(template: str) -> PreTrainedTokenizerFast:
+def chat_tokenizer(template: str, **options) -> PreTrainedTokenizerFast:
     """word_tokenizer with <|im_start|> and <|im_end|> and a chat template."""
-    tokenizer = word_tokenizer()
+    tokenizer = word_tokenizer(**options)
     tokenizer.add_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
     tokenizer.chat_template = template
     return tokenizer

@@ -1,0 +1,174 @@
+"""What becomes of rows that are too long: a word a token, and what is left written out by hand."""
+
+import pytest
+
+from engine.errors import UserError
+from tests.training.data.tiny_tokenizers import CHATML, chat_tokenizer, word_tokenizer
+from training.data.lengths import CUT, DROPPED, WHOLE, Lengths
+from training.data.turns import Turns
+
+WORDS = "Human: Assistant: user assistant system"
+FIRST, SECOND, THIRD = (f"\n\nHuman: {words}\n\nAssistant:" for words in ("a b", "e f g", "j k l"))
+DIALOGUE = f"{FIRST} c d{SECOND} h i{THIRD}"  # 6 + 7 + 5 = 18 tokens; from the second turn on 12, the last alone 5
+
+
+def lengths(limit: int, overlong: str = "cut_prompt", before: str = "<s>") -> Lengths:
+    return Lengths(word_tokenizer(before, words=WORDS), limit, overlong)
+
+
+def words(made: Lengths, ids: list[int]) -> str:
+    return " ".join(made.encoder.tokenizer.convert_ids_to_tokens(ids))
+
+
+def shown(made: Lengths, *args) -> list[str]:
+    """The words of the prompt, and of each answer."""
+    fit = made.answered(*args)
+    assert not fit.reason and all(len(ids) <= made.limit for ids in fit.sequences)
+    return [words(made, ids) for ids in (fit.prompt, *fit.answers)]
+
+
+@pytest.mark.parametrize(
+    "limit, prompt",
+    [
+        # BOS, 18 and 3 of the answer
+        (22, "<s> Human: a b Assistant: c d Human: e f g Assistant: h i Human: j k l Assistant:"),
+        (21, "<s> Human: e f g Assistant: h i Human: j k l Assistant:"),
+        (16, "<s> Human: e f g Assistant: h i Human: j k l Assistant:"),
+        (15, "<s> Human: j k l Assistant:"),
+        (9, "<s> Human: j k l Assistant:"),
+        (8, "<s> j k l Assistant:"),  # the last turn is too long, too
+        (5, "<s> Assistant:"),
+    ],
+)
+def test_a_dialogue_loses_its_first_turns_and_keeps_its_answer(limit, prompt):
+    made = lengths(limit)
+    assert shown(made, DIALOGUE, [" m n"]) == [prompt, "m n </s>"]
+    fit = made.answered(DIALOGUE, [" m n"])
+    assert fit.lost == 19 - len(fit.prompt) and fit.needed == 22 and fit.kind == (CUT if fit.lost else WHOLE)
+    # Step 3 cuts the same prompt by the same rule, to what is left beside such an answer.
+    assert words(made, lengths(limit - 3).prompt(DIALOGUE).prompt) == prompt
+
+
+def test_what_is_left_has_the_ids_of_a_prompt_that_begins_there():
+    made = lengths(16)
+    assert made.answered(DIALOGUE, [" m n"]).prompt == made.encoder.prompt(f"{SECOND} h i{THIRD}")
+
+
+def test_both_answers_of_a_pair_keep_the_same_prompt():
+    # The longer answer leaves 15 - 6 = 9 tokens to the prompt, in which the last turn alone fits.
+    made = lengths(15)
+    kept = "<s> Human: j k l Assistant:"
+    assert shown(made, DIALOGUE, [" m", " n o p q r"]) == [kept, "m </s>", "n o p q r </s>"]
+    assert shown(made, DIALOGUE, [" n o p q r", " m"]) == [kept, "n o p q r </s>", "m </s>"]
+
+
+def test_an_answer_that_is_too_long_by_itself_loses_its_end():
+    # With EOS it has 8 tokens, and at 9 it would leave one, the BOS: a quarter of the limit, 2, is the prompt's.
+    made = lengths(9)
+    assert shown(made, "a b c", [" m n o p q r s"]) == ["<s> c", "m n o p q r s"]
+    assert made.answered("a b c", [" m n o p q r s"]).ends_lost == [1]
+    assert shown(lengths(10), "a b c", [" m n o p q r s"]) == ["<s> c", "m n o p q r s </s>"]
+    assert shown(lengths(16), "a b c d", [" m" * 20, " n"]) == ["<s> b c d", ("m " * 12).strip(), "n </s>"]
+    assert shown(lengths(16), "a b", [" m" * 20]) == ["<s> a b", ("m " * 13).strip()]  # all of a short prompt
+
+
+def test_a_prompt_without_turns_loses_its_first_tokens():
+    assert shown(lengths(6), "a b c d", [" m"]) == ["<s> b c d", "m </s>"]
+    assert shown(lengths(6, before=""), "a b c d e", [" m"]) == ["b c d e", "m </s>"]
+
+
+def test_what_stands_before_the_first_turn_stays_where_it_leaves_room():
+    prompt = f"x y{FIRST} c d{THIRD}"
+    assert shown(lengths(12), prompt, [" m"]) == ["<s> x y Human: j k l Assistant:", "m </s>"]
+    assert shown(lengths(9), prompt, [" m"]) == ["<s> x y j k l Assistant:", "m </s>"]
+    assert shown(lengths(6), prompt, [" m"]) == ["<s> k l Assistant:", "m </s>"]
+
+
+def chat(messages: list[tuple[str, str]]) -> tuple:
+    """A tokenizer with a chat template, and the prompt that it makes of messages, each (role, content)."""
+    tokenizer = chat_tokenizer(CHATML, words=WORDS)
+    listed = [{"role": role, "content": content} for role, content in messages]
+    return tokenizer, tokenizer.apply_chat_template(listed, tokenize=False, add_generation_prompt=True)
+
+
+def test_a_chat_keeps_its_system_message():
+    tokenizer, prompt = chat([("system", "a b"), ("user", "c d"), ("assistant", "e f"), ("user", "g h")])
+    answer = " i <|im_end|>"
+    system, last = "<|im_start|> system a b <|im_end|>", "<|im_start|> user g h <|im_end|> <|im_start|> assistant"
+    first = "<|im_start|> user c d <|im_end|> <|im_start|> assistant e f <|im_end|>"
+    for limit, kept in ((24, f"{system} {first} {last}"), (23, f"{system} {last}"), (14, f"{system} {last}")):
+        made = Lengths(tokenizer, limit)
+        assert shown(made, prompt, [answer]) == [kept, "i <|im_end|>"]
+    # One token less: the turn is cut behind the system message, and where that is more than half, it goes, too.
+    assert shown(Lengths(tokenizer, 13), prompt, [answer])[0] == f"{system} {last.removeprefix('<|im_start|> ')}"
+    assert shown(Lengths(tokenizer, 11), prompt, [answer])[0] == last
+
+
+@pytest.mark.parametrize(
+    "template, mark",
+    [
+        (CHATML, "<|im_start|> user "),
+        ("{% for m in messages %}{{ m.role }} : {{ m.content }}<|im_end|>{% endfor %}", "user : "),
+        (  # the BOS and a system message of its own before the first turn, </s> behind a reply
+            "<s>[SYS] be kind [/SYS]{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+            "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
+            "[INST] ",
+        ),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", None),  # nothing but a line's end
+        ("{% if messages|length > 2 %}{{ raise_exception('two') }}{% endif %}{{ messages[0].content }}", None),
+    ],
+)
+def test_what_a_template_writes_before_a_users_turn(template, mark):
+    marks = Turns(chat_tokenizer(template)).marks
+    assert marks == ([mark] if mark else []) + ["\n\nHuman:", " Human:"]
+
+
+@pytest.mark.parametrize(
+    "text, borders",
+    [
+        ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", [0, 24]),
+        ("Human: a\n\nAssistant: b\n\nHuman: say Human: c\n\nAssistant:", [0, 22]),  # a quoted mark is none
+        (" Human: a Assistant: b Human: c Assistant:", [0, 22]),
+        ("Human: a Assistant: b Human: c Assistant:", [0, 21]),
+        ("x\n\nHuman: a\n\nAssistant:", [1]),
+        ("Human: a Assistant:", []),
+        ("a b", []),
+    ],
+)
+def test_where_turns_begin(text, borders):
+    assert Turns(word_tokenizer()).borders(text) == borders
+
+
+def test_cut_answer_cuts_the_end():
+    made = lengths(7, "cut_answer")
+    assert shown(made, "a b c d", [" m", " n o p"]) == ["<s> a b c d", "m </s>", "n o"]
+    assert made.answered("a b c d", [" m", " n o p"]).ends_lost == [0, 2]
+    fit = made.answered("a b c d e f g", [" m"])
+    assert words(made, fit.prompt) == "<s> a b c d e f" and fit.answers == [[]] and fit.lost == 1
+
+
+def test_drop_leaves_long_rows_out():
+    made = lengths(7, "drop")
+    assert made.answered("a b c d", [" m"]).kind == WHOLE
+    fit = made.answered("a b c d", [" m", " n o"])
+    assert fit.kind == DROPPED and fit.reason == "8 tokens, more than 7"
+    assert made.text("a b c d e f").reason == "8 tokens, more than 7" and not made.text("a b c d e").reason
+
+
+@pytest.mark.parametrize("overlong", ["cut_prompt", "cut_answer"])
+def test_a_text_loses_its_end(overlong):
+    made = lengths(4, overlong)
+    fit = made.text("a b c d")
+    assert [words(made, ids) for ids in fit.answers] == ["<s> a b c"] and fit.ends_lost == [2] and fit.kind == CUT
+
+
+@pytest.mark.parametrize("overlong", ["cut_answer", "drop"])
+def test_a_prompt_to_be_answered_is_whole_or_left_out(overlong):
+    made = lengths(4, overlong)
+    assert made.prompt("a b c").kind == WHOLE
+    assert made.prompt("a b c d").reason == "5 tokens, more than 4"
+
+
+def test_an_unknown_way():
+    with pytest.raises(UserError, match="overlong is 'cut'; choose 'cut_prompt', 'cut_answer', 'drop'"):
+        lengths(4, "cut")

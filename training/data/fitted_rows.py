@@ -1,0 +1,87 @@
+"""Rows made to fit: what the examples of steps 1 and 2 and the prompts of step 3 have in common."""
+
+import json
+import math
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pyarrow
+
+from training.data.cache import cached_table, count_of, table_of
+from training.data.lengths import CUT, DROPPED, EQUAL, Fit
+
+NOTED = 3  # rows of each kind whose numbers are kept, so that they can be shown
+ENOUGH = 0.95  # where a smaller share of the rows fits, that is warned of
+
+
+class FittedRows(Sequence):
+    """An Arrow table of the rows that are kept, and counts of the others.
+
+    rows: where they are from; fit: what of a row is shown to the model. cut, dropped: how many rows were cut, and left
+    out for their length; equal: left out because their answers are the same. needed: the length that 95 % of the rows
+    would fit into. noted: by kind, the numbers of the first rows of this kind.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        fit: Callable[[dict], Fit],
+        schema: pyarrow.Schema,
+        columns: Callable[[Fit, dict], tuple],
+        tokenizer,
+        cache: Path | None,
+        **settings,
+    ):
+        """columns: what stands in the table of a row that is kept. settings: all that `fit` depends on."""
+
+        def examples(counts: Counter) -> Iterator[tuple]:
+            lengths, noted = array("q"), defaultdict(list)
+            for number, row in enumerate(rows):
+                found = fit(row)
+                counts[found.kind] += 1
+                lengths.append(found.needed)
+                if len(noted[found.kind]) < NOTED:
+                    noted[found.kind].append(number)
+                if not found.reason:
+                    yield columns(found, row)
+            counts.update(needed=_enough(lengths))
+            counts["noted"] = json.dumps(noted)
+
+        self.source, self.fit = rows, fit
+        self.table = cached_table(lambda: table_of(schema, examples), cache, rows, tokenizer, **settings)
+        self.cut, self.dropped, self.equal = (count_of(self.table, kind) for kind in (CUT, DROPPED, EQUAL))
+        self.needed = count_of(self.table, "needed")
+        self.noted = json.loads(self.table.schema.metadata.get(b"noted", b"{}"))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def told(self, noun: str) -> str:
+        """How many are kept, cut and dropped, in words: "1,834 texts (226 cut: 12.3 %, 8 dropped: 0.4 %)"."""
+        parts = [self._share(self.cut, "cut"), self._share(self.dropped, "dropped")]
+        if self.equal:
+            parts.append(self._share(self.equal, "left out as chosen and rejected are the same"))
+        return f"{len(self):,} {noun} ({', '.join(parts)})"
+
+    def warnings(self, flag: str, limit: int, overlong: str) -> list[str]:
+        """A line where more than 5 % of the rows do not fit, with what to do; `limit` is the value of `flag`."""
+        if self.needed <= limit:
+            return []
+        too_long = self.cut + self.dropped
+        other = "" if overlong == "cut_prompt" else ", or give --overlong cut_prompt, which keeps answers"
+        return [
+            f"warning: {100 * too_long / len(self.source):.1f} % of the rows are longer than {flag} {limit}, and were "
+            f"{' or '.join(word for word, count in (('cut', self.cut), ('dropped', self.dropped)) if count)}; "
+            f"{100 * ENOUGH:.0f} % of them fit into {self.needed}. Give {flag} {self.needed}, if the model and "
+            f"memory allow{other}."
+        ]
+
+    def _share(self, count: int, what: str) -> str:
+        return f"{count:,} {what}" + (f": {100 * count / len(self.source):.1f} %" if count else "")
+
+
+def _enough(lengths: array) -> int:
+    """The length that a share ENOUGH of these do not exceed; 0 for none."""
+    return sorted(lengths)[math.ceil(ENOUGH * len(lengths)) - 1] if lengths else 0

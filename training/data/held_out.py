@@ -1,0 +1,82 @@
+"""Held-out rows: which of the rows are set aside, drawn by the seed, and counted without those that will be dropped.
+
+A row is asked for only as far as the drawn order is gone through, so that few are tokenised twice.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import numpy as np
+
+from engine.errors import UserError
+
+LIMIT = 3  # what the seed is used for, beside DIVIDE and DRAW of rows.py
+
+
+def hold_out(
+    parts: list[np.ndarray],
+    own: list[int],
+    held_out: float,
+    seed: int,
+    kept: Callable[[np.ndarray], bool],
+    what: str,
+    advice: str,
+) -> np.ndarray:
+    """The places to hold out from the parts numbered `own`; they are removed from these, in place.
+
+    kept: whether the row at a place is not dropped. The others as split_held_out has them.
+    """
+    candidates = np.concatenate([parts[number] for number in own])
+    owners = np.concatenate([np.full(len(parts[number]), number) for number in own])
+    stay, taken = (
+        np.array(part, dtype=int)
+        for part in split_held_out(
+            range(len(candidates)), held_out, seed, what, advice, lambda number: kept(candidates[number])
+        )
+    )
+    for number in own:
+        parts[number] = candidates[stay[owners[stay] == number]]
+    return candidates[taken]
+
+
+def split_held_out(
+    rows: Sequence,
+    held_out: float,
+    seed: int,
+    what: str = "held-out rows",
+    advice: str = "Give a fraction between 0 and 1, or a whole number smaller than the number of rows.",
+    kept: Callable = lambda row: True,
+) -> tuple[list, list]:
+    """(training rows, held-out rows), drawn by `seed` alone, both in the order of `rows`.
+
+    held_out: a fraction of the rows when below 1, otherwise a number of rows. kept: whether a row is not dropped; of
+    the others none is held out. what: for the message, where the number and the rows come from. advice: what to do
+    then. Raises UserError if either part would have no row that is kept.
+    """
+    count = round(held_out * len(rows)) if held_out < 1 else held_out
+    if count != int(count) or not 0 < count < len(rows):
+        raise UserError(
+            f"{what}: cannot hold out {held_out:g} of {len(rows)} rows: both parts need at least one row. {advice}"
+        )
+    order = np.random.default_rng(seed).permutation(len(rows)).tolist()
+    found = list(islice((index for index in order if kept(rows[index])), int(count) + 1))
+    if len(found) <= count:  # nothing is left to train on
+        raise UserError(
+            f"{what}: cannot hold out {int(count)} of {len(found)} rows, which are all that are not dropped for their "
+            f"length (of {len(rows)}): both parts need at least one row. {advice} Or raise the length, or give "
+            "--overlong cut_prompt."
+        )
+    drawn = set(found[: int(count)])
+    return (
+        [row for index, row in enumerate(rows) if index not in drawn],
+        [row for index, row in enumerate(rows) if index in drawn],
+    )
+
+
+def limited(places: np.ndarray, limit: int | None, seed: int, kept: Callable[[np.ndarray], bool]) -> np.ndarray:
+    """At most `limit` of the places, drawn by the seed from those whose rows are `kept`, in their order."""
+    if limit is None:
+        return places
+    order = np.random.default_rng((seed, LIMIT)).permutation(len(places)) if len(places) > limit else range(len(places))
+    found = islice((number for number in order if kept(places[number])), limit)
+    return places[np.sort(np.fromiter(found, int))]

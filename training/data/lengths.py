@@ -1,0 +1,148 @@
+"""Lengths: how a row that is too long is made to fit, the same in steps 1, 2 and 3.
+
+    lengths = Lengths(tokenizer, limit=256, overlong="cut_prompt")
+    fit = lengths.answered(prompt, [chosen, rejected])
+    fit.prompt, fit.answers        # their ids; fit.lost and fit.ends_lost say how many went
+
+Three ways (`OVERLONG`):
+
+cut_prompt    The answer with its EOS stays, and of the prompt as much as fits of what stands right before it, from a
+              user's turn on where there are turns. The tokens that open a sequence stay, and what precedes the first
+              turn, such as a system message. An answer that leaves the prompt no token loses its end instead, so that a
+              quarter of the limit holds the prompt's end.
+cut_answer    The end of prompt + answer goes. A prompt that is to be answered, which has no answer yet, is left out.
+drop          The row is left out.
+
+Both answers of a pair keep the same prompt: the longer one decides. A text without a prompt loses its end.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from engine.errors import UserError
+from training.data.tokens import TextEncoder
+from training.data.turns import Turns
+
+OVERLONG = ("cut_prompt", "cut_answer", "drop")
+WHOLE, CUT, DROPPED, EQUAL = "whole", "cut", "dropped", "equal"  # kinds of rows
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What of a row a model is shown.
+
+    prompt: its ids with the opening tokens; none for a text. answers: the ids of each answer, or of the text, with EOS
+    unless the end was cut. needed: ids of prompt + longest answer before anything was cut. lost: how many ids of the
+    prompt went, at position `gap` of what is left; ends_lost: how many at the end of each answer. learned: the first
+    position of prompt + answer that is learned, in step 1. reason: why the row is left out, empty if it is not.
+    equal: whether that is because its answers are the same.
+    """
+
+    prompt: list[int]
+    answers: list[list[int]]
+    needed: int
+    gap: int = 0
+    lost: int = 0
+    ends_lost: list[int] = field(default_factory=list)
+    learned: int = 0
+    reason: str = ""
+    equal: bool = False
+
+    @property
+    def kind(self) -> str:
+        """WHOLE, CUT, DROPPED (for its length) or EQUAL."""
+        if self.reason:
+            return EQUAL if self.equal else DROPPED
+        return CUT if self.lost or any(self.ends_lost) else WHOLE
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """The ids of prompt + answer, for each answer."""
+        return [self.prompt + answer for answer in self.answers]
+
+
+class Lengths:
+    """Makes rows fit into `limit` tokens with one tokenizer; `overlong` is one of OVERLONG.
+
+    Raises UserError for another.
+    """
+
+    def __init__(self, tokenizer, limit: int, overlong: str = "cut_prompt"):
+        if overlong not in OVERLONG:
+            raise UserError(f"overlong is {overlong!r}; choose {', '.join(map(repr, OVERLONG))}.")
+        self.encoder, self.turns = TextEncoder(tokenizer), Turns(tokenizer)
+        self.limit, self.overlong = limit, overlong
+
+    def answered(self, prompt: str, answers: Sequence[str]) -> Fit:
+        """A prompt with one or more answers to it, each in a sequence of its own."""
+        whole = self._whole(prompt, answers)
+        if whole.needed <= self.limit:
+            return whole
+        if self.overlong == "drop":
+            return self._dropped(whole)
+        prompt_ids, gap = whole.prompt[: self.limit], min(len(whole.prompt), self.limit)
+        if self.overlong == "cut_prompt":
+            prompt_ids, gap = self._shorter(prompt, whole.prompt, self._room(whole))
+        room = self.limit - len(prompt_ids)
+        return replace(
+            whole,
+            prompt=prompt_ids,
+            answers=[answer[:room] for answer in whole.answers],
+            gap=gap,
+            lost=len(whole.prompt) - len(prompt_ids),
+            ends_lost=[max(len(answer) - room, 0) for answer in whole.answers],
+        )
+
+    def text(self, text: str) -> Fit:
+        """A text without a prompt."""
+        ids = self.encoder.ended(self.encoder.prompt(text))
+        whole = Fit([], [ids], len(ids))
+        if len(ids) <= self.limit:
+            return whole
+        if self.overlong == "drop":
+            return self._dropped(whole)
+        return replace(whole, answers=[ids[: self.limit]], ends_lost=[len(ids) - self.limit])
+
+    def prompt(self, text: str) -> Fit:
+        """A prompt that is to be answered."""
+        ids = self.encoder.prompt(text)
+        whole = Fit(ids, [], len(ids))
+        if len(ids) <= self.limit:
+            return whole
+        if self.overlong != "cut_prompt":
+            return self._dropped(whole)
+        shorter, gap = self._shorter(text, ids, self.limit)
+        return replace(whole, prompt=shorter, gap=gap, lost=len(ids) - len(shorter))
+
+    def _whole(self, prompt: str, answers: Sequence[str]) -> Fit:
+        ids = self.encoder.prompt(prompt)
+        followed = [self.encoder.ended(ids + self.encoder.continuation(prompt, answer)) for answer in answers]
+        return Fit(ids, [both[len(ids) :] for both in followed], max(map(len, followed)))
+
+    def _dropped(self, whole: Fit) -> Fit:
+        return replace(whole, reason=f"{whole.needed:,} tokens, more than {self.limit:,}")
+
+    def _room(self, whole: Fit) -> int:
+        """How many tokens the prompt may have beside its longest answer, or beside what is left of that."""
+        least = min(len(whole.prompt), len(self.encoder.opening) + 1)
+        beside = self.limit - max(map(len, whole.answers))
+        return beside if beside >= least else max(self.limit // 4, least)
+
+    def _shorter(self, text: str, ids: list[int], room: int) -> tuple[list[int], int]:
+        """(the ids of the prompt without so much of its beginning that `room` tokens are left, where that is missing).
+
+        From a turn's border on it is tokenised anew, so that its ids are those of a prompt that begins there.
+        """
+        if len(ids) <= room:
+            return ids, 0
+        encode, opening = self.encoder.prompt, self.encoder.opening
+        borders = self.turns.borders(text)
+        head = text[: borders[0]] if borders else ""
+        if len(encode(head)) - len(opening) > (room - len(opening)) // 2:  # it would leave too little to the turns
+            head = ""
+        before = encode(head)
+        first = bisect_left(borders, True, key=lambda border: len(encode(head + text[border:])) <= room)
+        if first < len(borders):
+            return encode(head + text[borders[first] :]), len(before)
+        return before + ids[len(before) - room :], len(before)

@@ -1,0 +1,43 @@
+"""What a run says first of its data: how many rows are kept, cut and dropped, what to do about it, and some of them."""
+
+from engine import distributed
+from training.data.fitted_rows import NOTED, FittedRows
+from training.data.lengths import CUT, DROPPED
+from training.flags.supervised_arguments import SupervisedFlags
+from training.reporting.shown_rows import shown_rows
+
+ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompts": "the actor goes on"}
+
+
+def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: float = 0.0) -> str:
+    """ "1,834 texts (226 cut: 12.3 %, 8 dropped: 0.4 %), 96 held out".
+
+    asked: how many held-out rows were asked for, if that was a number; a fraction says nothing here.
+    """
+    if held_out is None:
+        return f"{rows.told(noun)}, 0 held out"
+    told = held_out.told("held out") if held_out.cut or held_out.dropped else f"{len(held_out):,} held out"
+    fewer = f" (fewer than the {asked:g} asked for: the held-out data have no more that fit)"
+    return f"{rows.told(noun)}, {told}{fewer if asked >= 1 and len(held_out) < asked else ''}"
+
+
+def too_long(rows: FittedRows, noun: str, flag: str, limit: int, overlong: str, tokenizer, whole: bool) -> list[str]:
+    """The warning of rows that are too long, if many are, and some rows as the model is shown them.
+
+    flag: which limits them. whole: three rows of each kind; otherwise one that is cut and one that is dropped, if any
+    is.
+    """
+    examples = shown_rows(rows, tokenizer, NOTED) if whole else shown_rows(rows, tokenizer, 1, (CUT, DROPPED))
+    title = f"what the model is shown of the {noun} (at -> {ARROW[noun]}):"
+    return [*rows.warnings(flag, limit, overlong), *([title, *(f"  {line}" for line in examples)] if examples else [])]
+
+
+def supervised_lines(
+    args: SupervisedFlags, noun: str, examples: FittedRows, held_out: FittedRows, tokenizer
+) -> list[str]:
+    """The first lines of steps 1 and 2, whose examples are called `noun`; in a dry run with more of them shown."""
+    return [
+        f"{counted(examples, noun, held_out, args.held_out)}; {args.total_steps(len(examples))} steps on "
+        f"{distributed.ranks_in_words()}",
+        *too_long(examples, noun, "--max_seq_len", args.max_seq_len, args.overlong, tokenizer, args.dry_run),
+    ]

@@ -1,0 +1,76 @@
+"""What a model is shown of some rows, as lines for people: what was cut and dropped, where what is learned begins.
+
+cut, hh.jsonl, line 7: 256 of 412 tokens
+  [156 tokens cut] '\\n\\nHuman: Can you help me?\\n\\nAssistant:' -> ' Of course.</s>'
+"""
+
+from collections.abc import Sequence
+
+from training.data.fitted_rows import FittedRows
+from training.data.lengths import CUT, DROPPED, EQUAL, WHOLE, Fit
+
+LONGEST = 160  # characters of one text; what is longer loses its middle
+SIDES = ("chosen", "rejected")
+
+
+def shown_rows(
+    rows: FittedRows, tokenizer, each: int, kinds: Sequence[str] = (WHOLE, CUT, DROPPED, EQUAL)
+) -> list[str]:
+    """Lines on the first `each` rows (at most NOTED of fitted_rows.py) of each of these kinds."""
+    return [
+        line
+        for kind in kinds
+        for number in rows.noted.get(kind, [])[:each]
+        for line in _lines(kind, _place(rows.source, number), rows.fit(rows.source[number]), tokenizer)
+    ]
+
+
+def _place(rows: Sequence[dict], number: int) -> str:
+    return rows.where(number) if hasattr(rows, "where") else f"row {number + 1}"
+
+
+def _lines(kind: str, place: str, fit: Fit, tokenizer) -> list[str]:
+    left = len(fit.prompt) + max(map(len, fit.answers), default=0)
+    size = {CUT: f"{left:,} of {fit.needed:,} tokens", WHOLE: f"{fit.needed:,} tokens"}.get(kind, fit.reason)
+    cuts = {fit.gap: [_went(fit.lost)]} if fit.lost else {}
+    if len(fit.answers) == 2:
+        texts = ["prompt: " + _marked(fit.prompt, cuts, tokenizer)] + [
+            f"{side}: -> " + _marked(ids, _end(ids, lost), tokenizer)
+            for side, ids, lost in zip(SIDES, fit.answers, fit.ends_lost or [0, 0])
+        ]
+    elif fit.answers:
+        marks = {place: list(words) for place, words in cuts.items()}
+        marks.setdefault(fit.learned, []).append("->")
+        (ids,) = fit.sequences
+        for place_, words in _end(ids, sum(fit.ends_lost)).items():
+            marks.setdefault(place_, []).extend(words)
+        texts = [_marked(ids, marks, tokenizer)]
+    else:
+        texts = [_marked(fit.prompt, cuts, tokenizer) + " ->"]
+    return [f"{kind}, {place}: {size}", *(f"  {text}" for text in texts)]
+
+
+def _end(ids: list[int], lost: int) -> dict[int, list[str]]:
+    return {len(ids): [_went(lost)]} if lost else {}
+
+
+def _went(count: int) -> str:
+    return f"[{count:,} token{'s' * (count > 1)} cut]"
+
+
+def _marked(ids: list[int], marks: dict[int, list[str]], tokenizer) -> str:
+    """The text of the ids with `marks` put in at their positions."""
+    words, told = [], 0
+    for position in sorted({*marks, len(ids)}):
+        text = tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False)  # not alone: spaces would be lost
+        words += [_shortened(text[told:])] * (len(text) > told)
+        words += marks.get(position, [])
+        told = len(text)
+    return " ".join(words)
+
+
+def _shortened(text: str) -> str:
+    if len(text) > LONGEST:
+        half = LONGEST // 2
+        return f"{text[:half]!r} ... {text[-half:]!r}"
+    return repr(text)
