@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-TEST = ["pytest>=9.0,<10", "setuptools>=77"]
+TEST = ["pytest>=9.0,<10", "pytest-xdist>=3.8,<4", "setuptools>=77"]
 LINT = ["ruff>=0.17,<0.18", "mypy>=2.4,<3"]
 DS_CONFIGS = "engine.zero.configs"  # where an installed engine finds configs/ds; a checkout reads the folder itself
 

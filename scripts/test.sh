@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Runs the tests, in an environment that it makes if there is none. Arguments go to pytest:
+# Runs the tests, in an environment that it makes if there is none; in two processes, because many wait for what they
+# have started. Arguments go to pytest:
 #   scripts/test.sh                    everything
 #   scripts/test.sh --quick            those of one process, in under two minutes
 #   scripts/test.sh tests/algo -k gae  some
+#   scripts/test.sh -n 0 --pdb         all in one process
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$root"
@@ -10,4 +12,4 @@ if [ "${1:-}" = --quick ]; then
     shift
     set -- -m "not slow" "$@"
 fi
-exec python -m pytest "$@"
+exec python -m pytest -n 2 --no-loadscope-reorder "$@"  # in the order of files: many short ones come last
