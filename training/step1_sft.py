@@ -6,8 +6,6 @@ Records hold `text`, or a prompt and a response (docs/data.md has all forms); th
 unless --loss_on all.
 """
 
-import math
-
 from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
@@ -28,12 +26,11 @@ from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import read_metrics
+from training.reporting.standard_errors import Estimate, Units, change_told, value_told, with_errors
 from training.reporting.verdict import conclude, of_sft
 from training.restarts.resume_point import ResumePoint
 from training.restarts.supervised_conditions import supervised_conditions
 from training.supervised import SupervisedTrainer
-
-LARGEST = 700.0  # nats whose e-th power is a float
 
 
 def main(args: SFTFlags) -> None:
@@ -59,24 +56,24 @@ def main(args: SFTFlags) -> None:
     )
     model = wrap_trained(module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing)
 
-    def negative_log_likelihood(batch: SFTBatch):
-        logprobs, _ = model(
+    def logprobs(batch: SFTBatch):
+        return model(
             batch.sequences,
             batch.attention_mask,
             position_ids(batch.attention_mask),
             response_length=batch.loss_mask.shape[1],
-        )
-        return -masked_sum(logprobs, batch.loss_mask)
+        )[0]
 
     def loss(batch: SFTBatch, metrics: Accumulator):
-        total = negative_log_likelihood(batch)
+        total = -masked_sum(logprobs(batch), batch.loss_mask)
         metrics.add("train/loss", total, batch.loss_mask.sum())
         return total
 
-    def evaluate(batch: SFTBatch, metrics: Accumulator) -> None:
-        metrics.add("eval/loss", negative_log_likelihood(batch), batch.loss_mask.sum())
+    def evaluate(batch: SFTBatch) -> dict:
+        nats = -masked_sum(logprobs(batch).double(), batch.loss_mask, dim=-1)
+        return {"nats": nats, "tokens": batch.loss_mask.sum(-1)}
 
-    trainer = SFTTrainer(
+    trainer = SupervisedTrainer(
         model,
         args=args,
         examples=examples,
@@ -84,6 +81,7 @@ def main(args: SFTFlags) -> None:
         loss=loss,
         evaluate=evaluate,
         held_out_score=lambda metrics: -metrics["eval/loss"],
+        summarize=held_out_loss,
         collate=lambda rows: collate_sft(rows, tokenizer.pad_token_id),
         count=lambda batch: int(batch.loss_mask.sum()),
         view=views.SFT,
@@ -95,19 +93,21 @@ def main(args: SFTFlags) -> None:
         print(*supervised_lines(args, "texts", examples, held_out, tokenizer), sep="\n", flush=True)
     with models_told(trainer.saved):
         found = trainer.fit()
-        trainer.end(f"held-out perplexity {found['eval/perplexity']:.4g} a token")
+        trainer.end(
+            f"held-out perplexity {value_told(found, 'eval/perplexity')} a token{change_told(found, 'eval/perplexity')}"
+        )
     vocabulary = vocabulary_size(tokenizer)
     conclude(lambda: of_sft(read_metrics(trainer.metrics_path), vocabulary), args.output_dir)
 
 
-class SFTTrainer(SupervisedTrainer):
-    """The supervised loop, with perplexity among the held-out metrics."""
+def held_out_loss(units: Units, before: Units | None) -> dict[str, float]:
+    """Metrics of held-out texts' nats and tokens: the loss of a token, and e to it, the perplexity."""
 
-    def held_out_metrics(self) -> dict[str, float]:
-        """Loss and perplexity: e to the mean negative log-likelihood of a token, in nats."""
-        metrics = super().held_out_metrics()
-        loss = metrics["eval/loss"]
-        return {**metrics, "eval/perplexity": math.exp(loss) if not loss > LARGEST else math.inf}
+    def estimates(units: Units) -> dict[str, Estimate]:
+        loss = Estimate.of(units["nats"], units["tokens"])
+        return {"eval/loss": loss, "eval/perplexity": loss.exp()}
+
+    return with_errors(estimates(units), before and estimates(before))
 
 
 def load_examples(args: SFTFlags) -> tuple:

@@ -8,8 +8,8 @@ mean 0 and variance 1 on responses that the SFT model samples. What is saved ope
 AutoModelForSequenceClassification; its score plus `score_offset` of config.json is ours.
 """
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine import distributed
@@ -34,6 +34,7 @@ from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import read_metrics
+from training.reporting.standard_errors import Estimate, Units, change_told, value_told, with_errors
 from training.reporting.verdict import conclude, of_reward
 from training.restarts.conditions import Conditions
 from training.restarts.resume_point import ResumePoint
@@ -76,8 +77,8 @@ def main(args: RewardFlags) -> None:
         found = trainer.fit()
         normalize(args, trainer, prompts)
         trainer.end(
-            f"held-out pair accuracy {found['eval/accuracy']:.3f}, margin {found['eval/margin']:.3f} before "
-            "normalisation"
+            f"held-out pair accuracy {value_told(found, 'eval/accuracy')}{change_told(found, 'eval/accuracy')}; "
+            f"margin {value_told(found, 'eval/margin')} before normalisation"
         )
     conclude(lambda: of_reward(read_metrics(trainer.metrics_path), len(held_out)), args.output_dir)
 
@@ -118,8 +119,9 @@ class RewardTrainer(SupervisedTrainer):
             examples=examples,
             held_out=held_out,
             loss=self._loss,
-            evaluate=self._evaluate,
+            evaluate=lambda batch: {"margin": self._margins(self._scores(batch)[1])},
             held_out_score=lambda metrics: metrics["eval/accuracy"],
+            summarize=held_out_pairs,
             collate=lambda pairs: collate_pairs(pairs, tokenizer.pad_token_id),
             count=lambda batch: len(batch.first_difference),
             view=views.REWARD,
@@ -143,20 +145,33 @@ class RewardTrainer(SupervisedTrainer):
             total = pairwise_loss_from_difference(
                 *token_scores.chunk(2), either & (slots >= batch.first_difference.unsqueeze(1))
             )
-        metrics.add("train/loss", total, self.count(batch))
-        self._add_margins("train", scores, metrics)
+        metrics.add("train/pair_loss", total, self.count(batch))
+        margins = self._margins(scores)
+        metrics.add("train/accuracy", (margins > 0).sum(), len(margins))
+        everywhere = torch.ones_like(margins, dtype=torch.bool)
+        metrics.add_moments(margins, everywhere, mean="train/margin", std="train/margin_std")
         return total
 
-    def _evaluate(self, batch: PairBatch, metrics: Accumulator) -> None:
-        self._add_margins("eval", self._scores(batch)[1], metrics)
+    def _margins(self, scores: Tensor) -> Tensor:
+        """(B,), by how much each pair's better response scores higher."""
+        return (scores[: len(scores) // 2] - scores[len(scores) // 2 :]).detach()
 
-    def _add_margins(self, prefix: str, scores: Tensor, metrics: Accumulator) -> None:
-        margins = (scores[: len(scores) // 2] - scores[len(scores) // 2 :]).detach()
-        metrics.add(f"{prefix}/accuracy", (margins > 0).sum(), len(margins))
-        everywhere = torch.ones_like(margins, dtype=torch.bool)
-        if prefix == "eval":
-            metrics.add_moments(-F.logsigmoid(margins.double()), everywhere, mean="eval/loss", std="eval/loss_std")
-        metrics.add_moments(margins, everywhere, mean=f"{prefix}/margin", std=f"{prefix}/margin_std")
+
+def held_out_pairs(units: Units, before: Units | None) -> dict[str, float]:
+    """Metrics of held-out pairs' margins: the share above 0, the loss -log sigmoid(margin), and the margin itself."""
+
+    def values(units: Units) -> dict[str, np.ndarray]:
+        margins = np.asarray(units["margin"])
+        with np.errstate(invalid="ignore"):  # a margin may be no number
+            losses = np.logaddexp(0.0, -margins)
+        return {"eval/accuracy": margins > 0, "eval/pair_loss": losses, "eval/margin": margins}
+
+    def estimates(units: Units) -> dict[str, Estimate]:
+        return {name: Estimate.of(column) for name, column in values(units).items()}
+
+    found = values(units)
+    spreads = {"eval/pair_loss_std": found["eval/pair_loss"].std(), "eval/margin_std": found["eval/margin"].std()}
+    return with_errors(estimates(units), before and estimates(before)) | {k: float(v) for k, v in spreads.items()}
 
 
 def load_examples(args: RewardFlags) -> tuple:

@@ -21,13 +21,15 @@ from training.program.output_folder import begin_output_dir, open_writer
 from training.program.phases import phase, place
 from training.program.unwritten import check_all_written, going_on
 from training.reporting.guards import stop_unless_weights_finite
+from training.reporting.held_out_units import gathered
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
 from training.reporting.phase_clock import peak_memory_gb
 from training.reporting.run_record import RUN_FILE, write_run_record
+from training.reporting.standard_errors import Units, metrics_told
 from training.reporting.views import View
 from training.restarts.checkpoints import Checkpoints
-from training.restarts.conditions import OWED, Conditions
+from training.restarts.conditions import BEFORE, OWED, Conditions
 from training.restarts.config_files import config_files
 from training.restarts.last_good import last_good_named
 from training.restarts.restore import restore
@@ -42,8 +44,9 @@ class SupervisedTrainer:
         count: batch -> the number of targets that its loss sums over.
         loss: (batch, metrics) -> the sum of the loss over these targets, a scalar tensor; what is to be logged of a
             training batch is added to the metrics.
-        evaluate: (batch, metrics): the same for a held-out batch, of which only the metrics are wanted.
-        held_out_score: an evaluation's metrics -> what --keep_best_checkpoint compares; larger is better.
+        evaluate: a held-out batch -> by name a number for each of its examples, (B,) tensors.
+        summarize: what was measured of each held-out example, and of the same before training -> metrics.
+        held_out_score: these metrics -> what --keep_best_checkpoint compares; larger is better.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class SupervisedTrainer:
         loss: Callable,
         count: Callable,
         evaluate: Callable,
+        summarize: Callable[[Units, Units | None], dict[str, float]],
         held_out_score: Callable[[Mapping[str, float]], float],
         view: View,
         tokenizer,
@@ -66,8 +70,8 @@ class SupervisedTrainer:
         self.model, self.args, self.tokenizer, self.point = model, args, tokenizer, point
         self.saved: dict[str, Path] = {}  # the model's folder, from the last step on
         self.examples, self.held_out = examples, held_out
-        self.collate, self.loss, self.count, self.evaluate = collate, loss, count, evaluate
-        self.held_out_score = held_out_score
+        self.collate, self.loss, self.count, self.held_out_score = collate, loss, count, held_out_score
+        self.evaluate, self.summarize, self.before = evaluate, summarize, None
         self.steps_per_epoch = args.steps_per_epoch(len(examples))
         self.total_steps = args.total_steps(len(examples))
         self.output_dir = Path(args.output_dir)
@@ -100,7 +104,8 @@ class SupervisedTrainer:
 
     def state_dict(self) -> dict:
         """What a restart needs beside the model: all else is drawn from the seed and the number of the step."""
-        return {"steps_done": self.steps_done, **({OWED: self.owed} if self.owed is not None else {})}
+        found = {"steps_done": self.steps_done, OWED: self.owed, BEFORE: self.before}
+        return {name: value for name, value in found.items() if value is not None}
 
     def _resume_or_clear(self, conditions: Conditions) -> None:
         """Go on from the restart point; or remove what an earlier run left in the output folder: the model is loaded by
@@ -110,7 +115,8 @@ class SupervisedTrainer:
             if distributed.is_main():
                 changes = conditions.changes_since(Conditions.read(self.point.state))
                 print("\n".join([*self.point.lines(), *changes]), flush=True)
-            self.steps_done, self.owed = self.point.steps_done, self.point.state.get(OWED)
+            self.steps_done, state = self.point.steps_done, self.point.state
+            self.owed, self.before = state.get(OWED), state.get(BEFORE)
         resumed = self.point is not None and self.point.in_output_dir
         begin_output_dir(self.args, resumed)
         if resumed:
@@ -190,7 +196,7 @@ class SupervisedTrainer:
         if found:
             epoch = f"epoch {self.steps_done // self.steps_per_epoch}"
             where = epoch if self.steps_done % self.steps_per_epoch == 0 else f"step {self.steps_done}"
-            self.writer.write(f"{where}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()))
+            self.writer.write(f"{where}: {metrics_told(found)}")
         size = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
         samples = self.steps_done * size * distributed.world_size()
         self.writer.log(self.steps_done, samples, {**(self.owed or {}), **(found or {})})
@@ -273,20 +279,16 @@ class SupervisedTrainer:
     @phase("evaluating")
     @torch.no_grad()
     def held_out_metrics(self) -> dict[str, float]:
-        """`evaluate` over all held-out examples; every rank runs equally many batches, some of them empty."""
-        metrics = Accumulator()
+        """Of all held-out examples; every rank runs equally many batches, some of them empty."""
         self.model.module.eval()
-        for indices in epoch_batches(
-            len(self.held_out),
-            self.args.per_device_eval_batch_size,
-            0,
-            self.args.seed,
-            distributed.rank(),
-            distributed.world_size(),
-            drop_last=False,
-        ):
-            self.evaluate(self._batch(self.held_out, indices or [0]), metrics if indices else Accumulator())
-        return metrics.reduce()
+        size, batch_size = len(self.held_out), self.args.per_device_eval_batch_size
+        ranks = distributed.rank(), distributed.world_size()
+        batches = epoch_batches(size, batch_size, 0, self.args.seed, *ranks, drop_last=False)
+        measured = ((indices, self.evaluate(self._batch(self.held_out, indices or [0]))) for indices in batches)
+        units = gathered(size, measured)
+        if self.steps_done == 0:
+            self.before = units
+        return self.summarize(units, self.before if self.steps_done else None)
 
 
 def seed_dropout(seed: int, step: int) -> None:

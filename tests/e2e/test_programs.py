@@ -1,6 +1,7 @@
 """Steps 1, 2 and 3 as users run them: two ranks, ZeRO-3, each starting from what the ones before it wrote."""
 
 import math
+import re
 import struct
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.e2e.chain import AVERAGED, CHANGES, EVALUATION, EVERY_STEP, MACHINE, STEPS, assert_finite
 from tests.e2e.programs import metric_lines
+from training.reporting.standard_errors import ENDINGS
 from training.restarts.layout import rank_file
 
 
@@ -29,15 +31,17 @@ def test_reward_models_open(chain, path):
 
 
 def test_steps_1_and_2_report(chain):
-    for name, held_out, last_words in (
-        ("sft", "eval/perplexity", "held-out perplexity"),
-        ("reward", "eval/accuracy", "held-out pair accuracy"),
+    for name, loss, held_out, last_words in (
+        ("sft", "train/loss", "eval/perplexity", "held-out perplexity"),
+        ("reward", "train/pair_loss", "eval/accuracy", "held-out pair accuracy"),
     ):
         lines = metric_lines(chain[name])
         assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-        assert held_out in lines[0] and held_out in lines[-1]
-        assert all({"train/loss", "train/lr", "train/grad_norm", "time/step"} <= set(line) for line in lines[1:])
-        assert last_words in chain.results[name].stdout
+        assert {held_out, f"{held_out}_se"} <= set(lines[0]) and f"{held_out}_change" not in lines[0]
+        assert {held_out, *(f"{held_out}{ending}" for ending in ENDINGS)} <= set(lines[-1])
+        assert lines[-1][f"{held_out}_change"] == pytest.approx(lines[-1][held_out] - lines[0][held_out])
+        assert all({loss, "train/lr", "train/grad_norm", "time/step"} <= set(line) for line in lines[1:])
+        assert re.search(rf"{last_words} [\d.]+ ± [\d.]+[^\n]* \(changed by [-+]", chain.results[name].stdout)
         assert_finite(lines)
     assert "stored so that they become 0 and 1" in chain.results["reward"].stdout
 

@@ -33,7 +33,7 @@ def test_step_2_on_two_ranks(tiny, tmp_path):
     """Both ranks end alike, with the loss over that of a coin."""
     result = launch(2, tiny.flags(2, output_dir=tmp_path / "out", learning_rate=1e3, max_steps=3, zero_stage=3))
     lines = metric_lines(tmp_path / "out")
-    assert lines[-1]["eval/loss"] > 100 > lines[0]["eval/loss"]
+    assert lines[-1]["eval/pair_loss"] > 100 > lines[0]["eval/pair_loss"]
     words = ["WARNING: "] if result.code == 0 else ["broken the model"]  # as the eight pairs fall
     if "nothing can be normalised" not in result.stderr:
         ended(result, int(lines[-1]["eval/accuracy"] <= lines[0]["eval/accuracy"]), *words, "a coin: 0.6931")

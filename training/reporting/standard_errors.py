@@ -20,6 +20,9 @@ import numpy as np
 NOISE = 2.0
 """Standard errors up to which a change counts as noise: 95 of 100 changes by chance alone stay below."""
 
+ENDINGS = ("_se", "_change", "_change_se")
+"""What `with_errors` puts behind a metric's name."""
+
 Units = Mapping[str, Sequence[float]]
 """What was measured of each held-out unit, in their order, by name."""
 
@@ -36,14 +39,15 @@ class Estimate:
         """sum(totals) / sum(counts), a number a unit each; without counts the mean of totals."""
         y = np.asarray(totals, dtype=np.float64)
         x = np.ones_like(y) if counts is None else np.asarray(counts, dtype=np.float64)
-        value = y.sum() / x.sum()
-        return cls(float(value), (y - value * x) / x.sum())
+        with np.errstate(invalid="ignore", over="ignore"):  # a total may be infinite or no number
+            value = y.sum() / x.sum()
+            return cls(float(value), (y - value * x) / x.sum())
 
     def exp(self) -> "Estimate":
         """e to it, by the delta method: the derivative, e to it, times the pulls. Infinite where that is too large."""
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             value = np.exp(self.value)
-        return Estimate(float(value), value * self.pulls)
+            return Estimate(float(value), value * self.pulls)
 
     @property
     def error(self) -> float | None:
@@ -79,3 +83,24 @@ def within_noise(change: float, error: float) -> bool:
 def with_error(value: float, error: float | None, sign: str = "") -> str:
     """1.250 ± 0.110, or the value alone. sign: "+" for one that is shown where it is positive, too."""
     return f"{value:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def value_told(metrics: Mapping[str, float], name: str) -> str:
+    """12.34 ± 0.21: a metric with its error, if it has one."""
+    error = metrics.get(f"{name}_se")
+    return f"{metrics[name]:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+
+def change_told(metrics: Mapping[str, float], name: str) -> str:
+    """How it has changed since before the first step, and whether that is noise; nothing where that is not known."""
+    change, error = metrics.get(f"{name}_change"), metrics.get(f"{name}_change_se")
+    if change is None or error is None:
+        return ""
+    noise = f", within noise ({NOISE:g} standard errors)" if within_noise(change, error) else ""
+    return f" (changed by {change:+.3g} ± {error:.2g}{noise})"
+
+
+def metrics_told(metrics: Mapping[str, float]) -> str:
+    """All of them on a line, each with its error and without its change."""
+    names = [name for name in metrics if not name.endswith(ENDINGS)]
+    return ", ".join(f"{name} {value_told(metrics, name)}" for name in names)

@@ -2,7 +2,7 @@
 
     step   held out, after the last step against before the first                             verdict
     1      loss not finite; or worse than before and over that of a uniform guess, ln V       BROKEN
-    1      loss worse by more than 0.02 nats a token                                          WORSE
+    1      loss worse beyond noise, and by more than 0.02 nats a token                        WORSE
     2      loss not finite; or worse than before and than a coin's, ln 2, both beyond noise,
            and accuracy no better than before                                                 BROKEN
     2      loss worse beyond noise; or accuracy no better and loss not lower beyond noise     WORSE
@@ -11,10 +11,12 @@
            2 nats a token                                                                     WORSE
     all    none of these                                                                      FINE
 
-Noise is two standard errors of the difference of two means. The models are saved whatever the verdict. FINE ends with
-the word "done" and exit code 0. WORSE is a judgement that its owner may not share: exit code 0, and loud words in place
-of "done". BROKEN is none: no use of such a model is thinkable, and exit code 1 keeps a script from training on it.
-Without held-out prompts step 3 is judged by its training curves, and never as BROKEN.
+Noise is two standard errors of the change: paired, example by example, where the run has measured that (metrics named
+_change_se; training/reporting/standard_errors.py); else, but for step 1, of two means of other examples. The models are
+saved whatever the verdict. FINE ends with the word "done" and exit code 0. WORSE is a judgement that its owner may not
+share: exit code 0, and loud words in place of "done". BROKEN is none: no use of such a model is thinkable, and exit
+code 1 keeps a script from training on it. Without held-out prompts step 3 is judged by its training curves, and never
+as BROKEN.
 """
 
 import math
@@ -27,11 +29,10 @@ from engine.errors import RunStopped
 from training.reporting.health.curves import ALARM, at_end, column
 from training.reporting.health.optimization import score_unmoved
 from training.reporting.health.policy import KL_FAR
+from training.reporting.standard_errors import NOISE
 
 LOSS_TOLERANCE = 0.02
 """Nats a token: 2 % of perplexity, less than fine-tuning on other texts costs."""
-NOISE = 2.0
-"""Standard errors."""
 ALIKE = 0.01
 """Distinct responses, as a share of the held-out prompts, up to which they count as all the same."""
 KL_A_TOKEN = 2.0
@@ -63,7 +64,7 @@ def of_sft(rows: Sequence[Mapping], vocabulary: int) -> Verdict:
     seen = f"held-out loss was {before:.4g} nats a token before the first step and is {after:.4g} now"
     if not math.isfinite(after):
         return Verdict(Kind.BROKEN, (f"{seen}. {tried}",))
-    if after <= before + LOSS_TOLERANCE:
+    if after <= before + max(LOSS_TOLERANCE, _paired_noise(rows, "eval/loss") or 0.0):
         return Verdict()
     if after > math.log(vocabulary):
         return Verdict(
@@ -74,7 +75,9 @@ def of_sft(rows: Sequence[Mapping], vocabulary: int) -> Verdict:
 
 def of_reward(rows: Sequence[Mapping], pairs: int) -> Verdict:
     """Of step 2's metrics. pairs: how many are held out."""
-    loss, accuracy, spread = (_first_and_last(rows, f"eval/{name}") for name in ("loss", "accuracy", "loss_std"))
+    loss, accuracy, spread = (
+        _first_and_last(rows, f"eval/{name}") for name in ("pair_loss", "accuracy", "pair_loss_std")
+    )
     if None in (*loss, *accuracy, *spread):
         return Verdict()
     seen = (
@@ -84,7 +87,9 @@ def of_reward(rows: Sequence[Mapping], pairs: int) -> Verdict:
     if not math.isfinite(loss[1]):
         return Verdict(Kind.BROKEN, (f"{seen}. Try a tenth of --learning_rate.",))
     error = spread[1] / pairs**0.5
-    noise = NOISE * math.hypot(spread[0] / pairs**0.5, error)
+    noise = _paired_noise(rows, "eval/pair_loss")
+    if noise is None:
+        noise = NOISE * math.hypot(spread[0] / pairs**0.5, error)
     no_better = accuracy[1] <= accuracy[0]
     worse = loss[1] > loss[0] + noise
     if worse and no_better and loss[1] > math.log(2) + NOISE * error:
@@ -133,7 +138,9 @@ def _of_curves(rows: Sequence[Mapping]) -> Verdict:
 
 def _score_lower(rows: Sequence[Mapping], prompts: int) -> str | None:
     (before, after), spread = _first_and_last(rows, "eval/score"), _first_and_last(rows, "eval/score_std")
-    noise = NOISE * math.hypot(*(one or 0.0 for one in spread)) / prompts**0.5
+    noise = _paired_noise(rows, "eval/score")
+    if noise is None:
+        noise = NOISE * math.hypot(*(one or 0.0 for one in spread)) / prompts**0.5
     if after >= before - noise:
         return None
     return (
@@ -160,6 +167,12 @@ def _too_far(kl: float | None, length: float | None) -> str | None:
     if kl is None or kl <= KL_FAR or kl <= KL_A_TOKEN * (length or 0.0):
         return None
     return f"the KL to the reference is {kl:.4g} nats a response of {length or 0.0:.3g} tokens, which is beyond reason"
+
+
+def _paired_noise(rows: Sequence[Mapping], name: str) -> float | None:
+    """Of a metric's change, by its differences example by example; None where those were not measured."""
+    error = _last(rows, f"{name}_change_se")
+    return None if error is None else NOISE * error
 
 
 def _first_and_last(rows: Sequence[Mapping], name: str) -> tuple[float | None, float | None]:

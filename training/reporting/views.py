@@ -90,13 +90,13 @@ SFT = View(
 )
 
 REWARD = View(
-    bar={"loss": "train/loss", "accuracy": "train/accuracy", "lr": "train/lr"},
+    bar={"loss": "train/pair_loss", "accuracy": "train/accuracy", "lr": "train/lr"},
     tuned=_TUNED,
-    compared=("eval/accuracy", "eval/margin", "train/loss"),
+    compared=("eval/accuracy", "eval/margin", "train/pair_loss"),
     charts={
         "pairs": {
             "accuracy": ("train/accuracy", "eval/accuracy"),
-            "loss": ("train/loss", "eval/loss"),
+            "loss, nats a pair": ("train/pair_loss", "eval/pair_loss"),
             "margin": ("train/margin", "eval/margin"),
             "margin, standard deviation": ("train/margin_std", "eval/margin_std"),
         },

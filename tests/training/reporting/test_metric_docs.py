@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from training.reporting.standard_errors import Estimate, with_errors
+from training.reporting.standard_errors import ENDINGS, Estimate, with_errors
 
 ROOT = Path(__file__).parents[3]
 GROUPS = "objective|policy|value|advantages|returns|rollout|time|checkpoint|memory|eval|train"
@@ -21,9 +21,6 @@ FAMILIES = {
     "{}/lr": {"policy/lr", "value/lr"},
     "{}/skipped": {"policy/skipped", "value/skipped"},
     "{}/loss_scale": {"policy/loss_scale", "value/loss_scale"},
-    "{}/accuracy": {"train/accuracy", "eval/accuracy"},
-    "{}/margin": {"train/margin", "eval/margin"},
-    "{}/margin_std": {"train/margin_std", "eval/margin_std"},
     "time/{}": {"time/generate", "time/make_experience", "time/train"},
     "objective/{}": {f"objective/{part}" for part in SCORE_PARTS},
     "eval/{}": {f"eval/{name}" for name in EVALUATED},
@@ -38,7 +35,6 @@ READERS = {
     "reporting/verdict.py",
     *(f"reporting/health/{name}.py" for name in ("__init__", "optimization", "policy", "responses")),
 }
-ENDINGS = ("_se", "_change", "_change_se")  # of the names that `with_errors` adds
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 
 

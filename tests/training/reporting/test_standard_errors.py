@@ -5,7 +5,14 @@ import statistics
 
 import pytest
 
-from training.reporting.standard_errors import Estimate, with_error, with_errors, within_noise
+from training.reporting.standard_errors import (
+    Estimate,
+    change_told,
+    metrics_told,
+    with_error,
+    with_errors,
+    within_noise,
+)
 
 
 def test_of_a_mean_and_of_its_change():
@@ -58,3 +65,13 @@ def test_noise_is_two_standard_errors():
     assert within_noise(0.0, 0.0)
     assert with_error(1.25, 0.11) == "1.250 ± 0.110"
     assert with_error(1.25, None, sign="+") == "+1.250"
+
+
+def test_last_words():
+    metrics = {"a": 12.3456, "a_se": 0.2134, "a_change": -1.5, "a_change_se": 0.5, "b": 1.0}
+    assert metrics_told(metrics) == "a 12.35 ± 0.21, b 1"
+    assert change_told(metrics, "a") == " (changed by -1.5 ± 0.5)"
+    assert (
+        change_told(metrics | {"a_change": 0.75}, "a") == " (changed by +0.75 ± 0.5, within noise (2 standard errors))"
+    )
+    assert change_told(metrics, "b") == ""

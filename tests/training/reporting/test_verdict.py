@@ -54,7 +54,7 @@ def test_step_1(before, after, kind):
     ],
 )
 def test_step_2(accuracy, loss, std, kind):
-    assert of_reward(rows(accuracy=accuracy, loss=loss, loss_std=std), pairs=100).kind == kind
+    assert of_reward(rows(accuracy=accuracy, pair_loss=loss, pair_loss_std=std), pairs=100).kind == kind
 
 
 GOOD = {
@@ -86,6 +86,22 @@ def test_step_3(changes, kind, word):
     verdict = of_ppo(rows(**GOOD | changes), prompts=100)
     assert verdict.kind == kind
     assert word in " ".join(verdict.seen)
+
+
+@pytest.mark.parametrize(
+    "score, error, kind",
+    [
+        (-0.28, 0.1, Kind.WORSE),  # within the noise of two sets of prompts, 0.283, but not of the same ones
+        (-0.19, 0.1, Kind.FINE),
+        (-0.35, 0.2, Kind.FINE),
+    ],
+)
+def test_noise_is_paired_where_that_was_measured(score, error, kind):
+    assert of_ppo(rows(**GOOD | {"score": (0.0, score)}, score_change_se=(math.nan, error)), prompts=100).kind == kind
+    pairs = {"accuracy": (0.5, 0.7), "pair_loss": (0.7, 0.7 - score), "pair_loss_std": (1.0, 1.0)}
+    assert of_reward(rows(**pairs, pair_loss_change_se=(math.nan, error)), pairs=100).kind == kind
+    texts = rows(loss=(3.0, 3.0 - score), loss_change_se=(math.nan, error))
+    assert of_sft(texts, VOCABULARY).kind == kind
 
 
 def curve(scores: list[float], kl: float) -> list[dict]:
