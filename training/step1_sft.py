@@ -38,7 +38,7 @@ def main(args: SFTFlags) -> None:
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
-        dry_run.report_supervised(args, "texts", load_examples)
+        dry_run.report_supervised(args, lambda: first_lines(args, *load_examples(args)))
         return
     check_shared(args.output_dir)
     tokenizer, examples, held_out, data = agreed(lambda: load_examples(args))
@@ -90,7 +90,7 @@ def main(args: SFTFlags) -> None:
         point=point,
     )
     if distributed.is_main():
-        print(*supervised_lines(args, "texts", examples, held_out, tokenizer), sep="\n", flush=True)
+        print(*first_lines(args, tokenizer, examples, held_out), sep="\n", flush=True)
     with models_told(trainer.saved):
         found = trainer.fit()
         trainer.end(
@@ -125,6 +125,11 @@ def load_examples(args: SFTFlags) -> tuple:
     )
     args.steps_per_epoch(len(examples))
     return tokenizer, examples, held_out, [rows.fingerprint for rows in parts]
+
+
+def first_lines(args: SFTFlags, tokenizer, examples: SFTExamples, held_out: SFTExamples, *_) -> list[str]:
+    """What is said of the data before a model is loaded; the arguments behind `args` as load_examples gives them."""
+    return supervised_lines(args, "texts", examples, held_out, tokenizer)
 
 
 def check(args: SFTFlags, point: ResumePoint | None = None) -> None:

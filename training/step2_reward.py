@@ -48,7 +48,7 @@ def main(args: RewardFlags) -> None:
     point = ResumePoint.find(args.resume, args.output_dir)
     checked(lambda: check(args, point))
     if args.dry_run:
-        dry_run.report_supervised(args, "pairs", load_examples)
+        dry_run.report_supervised(args, lambda: first_lines(args, *load_examples(args)))
         return
     check_shared(args.output_dir)
     tokenizer, examples, held_out, prompts, data = agreed(lambda: load_examples(args))
@@ -71,7 +71,7 @@ def main(args: RewardFlags) -> None:
     model = wrap_trained(module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing)
     trainer = RewardTrainer(model, args, examples, held_out, tokenizer, conditions, point)
     if distributed.is_main():
-        print(*supervised_lines(args, "pairs", examples, held_out, tokenizer), sep="\n", flush=True)
+        print(*first_lines(args, tokenizer, examples, held_out, prompts), sep="\n", flush=True)
     module.model.config.score_offset = 0.0
     with models_told(trainer.saved):  # what was trained is kept whatever becomes of its normalisation
         found = trainer.fit()
@@ -188,6 +188,17 @@ def load_examples(args: RewardFlags) -> tuple:
     args.steps_per_epoch(len(examples))
     prompts = normalization_prompts(args, tokenizer) if args.normalization_samples else None
     return tokenizer, examples, held_out, prompts, [rows.fingerprint for rows in parts]
+
+
+def first_lines(
+    args: RewardFlags, tokenizer, examples: PairExamples, held_out: PairExamples, prompts: Prompts | None, *_
+) -> list[str]:
+    """What is said of the data before a model is loaded; the arguments behind `args` as load_examples gives them."""
+    lines = supervised_lines(args, "pairs", examples, held_out, tokenizer)
+    if prompts is not None and (prompts.cut or prompts.dropped):
+        limit = "--max_prompt_seq_len", args.max_prompt_seq_len
+        lines += [f"{prompts.told('prompts')} to normalise scores on", *prompts.warnings(*limit, args.overlong)]
+    return lines
 
 
 def check(args: RewardFlags, point: ResumePoint | None = None) -> None:

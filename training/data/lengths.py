@@ -117,7 +117,7 @@ class Lengths:
 
     def _whole(self, prompt: str, answers: Sequence[str]) -> Fit:
         ids = self.encoder.prompt(prompt)
-        followed = [self.encoder.ended(ids + self.encoder.continuation(prompt, answer)) for answer in answers]
+        followed = [self.encoder.answered(prompt, answer)[0] for answer in answers]
         return Fit(ids, [both[len(ids) :] for both in followed], max(map(len, followed)))
 
     def _dropped(self, whole: Fit) -> Fit:

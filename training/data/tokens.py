@@ -23,13 +23,14 @@ class TextEncoder:
         self.tokenizer = tokenizer
         self.opening = opening_tokens(tokenizer)
         self.end_of_turn = _end_of_turn(tokenizer)
+        self._last = "", _encode(tokenizer, "")
 
     def prompt(self, text: str) -> list[int]:
         """The ids of a text that begins a sequence: the opening tokens, once, and the text.
 
         A text that spells its BOS out, as texts made with a chat template do, gets no second one.
         """
-        ids = _encode(self.tokenizer, text)
+        ids = self._bare(text)
         return ids if ids[: len(self.opening)] == self.opening else self.opening + ids
 
     def continuation(self, prompt: str, text: str) -> list[int]:
@@ -41,7 +42,7 @@ class TextEncoder:
         that merges too, `text` is encoded alone.
         """
         for before in (prompt, "\n", ""):
-            head, both = _encode(self.tokenizer, before), _encode(self.tokenizer, before + text)
+            head, both = self._bare(before), _encode(self.tokenizer, before + text)
             if both[: len(head)] == head:
                 break
         return both[len(head) :]
@@ -62,6 +63,12 @@ class TextEncoder:
                 "shown to end; set eos_token in its tokenizer_config.json."
             )
         return ids if ids and ids[-1] == eos else ids + [eos]
+
+    def _bare(self, text: str) -> list[int]:
+        """The ids of the text alone; those of the last one are kept, for each answer to a prompt asks for them anew."""
+        if text != self._last[0]:
+            self._last = text, _encode(self.tokenizer, text)
+        return self._last[1]
 
 
 def opening_tokens(tokenizer) -> list[int]:

@@ -24,7 +24,6 @@ from engine.errors import UserError
 from engine.zero.communication import slots_by_host
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
 from training.flags.rlhf_arguments import RLHFFlags
-from training.program.data_lines import supervised_lines
 from training.program.first_lines import changes_since, dialect_lines, plan_lines
 from training.program.plan import make_plan
 from training.program.startup import leave, run
@@ -51,11 +50,8 @@ def report(checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, 
     print("dry run: nothing was loaded or written", flush=True)
 
 
-def report_supervised(args, noun: str, load: Callable) -> None:
-    """The report of steps 1 and 2, whose examples are called `noun`.
-
-    `load(args)` gives tokenizer, examples, held-out examples and perhaps more.
-    """
+def report_supervised(args, first_lines: Callable[[], list[str]]) -> None:
+    """The report of steps 1 and 2; `first_lines()` reads the data, and gives what a run would say of them."""
     models, data = (
         [
             path
@@ -68,8 +64,7 @@ def report_supervised(args, noun: str, load: Callable) -> None:
     unseen = unseen_models(args, *models) + unseen_data(data)
     checked = opened(data, unseen)
     if not unseen:
-        tokenizer, examples, held_out, *_ = load(args)
-        checked += supervised_lines(args, noun, examples, held_out, tokenizer)
+        checked += first_lines()
     report(checked, unseen, {"model": args.ds_settings()})
 
 

@@ -1,5 +1,6 @@
 """What a run that goes on says of the settings that have changed meanwhile, and which of them it refuses."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -163,3 +164,26 @@ def test_a_point_without_fingerprints_is_taken_as_it_is():
     assert now.changes_since(then) == []
     conditions().check(written(now), HERE)
     assert conditions().changes_since(written(now)) == []
+
+
+@pytest.mark.parametrize(
+    "old, now, message",
+    [  # what a point says that was written when step 3 alone had such a flag, of another name
+        ({"--overlong_prompts": "drop"}, "drop", None),
+        (
+            {"--overlong_prompts": "drop"},
+            "cut_prompt",
+            r"--overlong was 'drop' .* 'cut_prompt' now. Give the same flags",
+        ),
+        ({"--overlong_prompts": "truncate"}, "cut_prompt", "--overlong was 'truncate' .* in the midst of a turn"),
+        ({"--max_seq_len": 9}, "cut_prompt", "--overlong was 'cut_answer' .* 'cut_prompt' now. Give the same flags"),
+        ({"--max_seq_len": 9}, "cut_answer", None),  # of steps 1 and 2
+    ],
+)
+def test_points_from_before_all_steps_had_overlong(old, now, message):
+    flags = conditions(overlong=now)
+    state = json.loads(state_file({"steps_done": 2}, {}, flags, with_ema=False))
+    del state["identity"]["--overlong"]
+    then = Conditions.read({**state, "identity": state["identity"] | old})
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        flags.check(then, HERE)
