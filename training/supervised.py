@@ -28,6 +28,7 @@ from training.reporting.phase_clock import peak_memory_gb
 from training.reporting.run_record import RUN_FILE, write_run_record
 from training.reporting.standard_errors import Units, metrics_told
 from training.reporting.views import View
+from training.reporting.wall_clock import seconds_by_part, time_lines
 from training.restarts.checkpoints import Checkpoints
 from training.restarts.conditions import BEFORE, OWED, Conditions
 from training.restarts.config_files import config_files
@@ -135,14 +136,18 @@ class SupervisedTrainer:
         ):
             return self._fit()
 
+    @phase("saving models")
     def save(self, edit: Callable[[dict], None] | None = None) -> None:
         """Write the model into the output folder; `edit` may change the weights on the way."""
         self.saved["."] = model_folders.save(self.model, self.tokenizer, self.output_dir, ".", edit)
         model_folders.finish(self.output_dir, self.saved, self.total_steps)
 
     def end(self, line: str) -> None:
-        """Print what came of the run; raises RunStopped if something could not be written."""
+        """Print how long the run took and what came of it; raises RunStopped if something could not be written."""
         if distributed.is_main():
+            with going_on("the time"):
+                seconds = seconds_by_part([*read_metrics(self.metrics_path), self.writer.take_time()])
+                print("\n".join(time_lines(f"{self.total_steps} steps", seconds)), flush=True)
             print(line, flush=True)
         check_all_written()
 

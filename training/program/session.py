@@ -186,7 +186,10 @@ class Session:
                 plot_curves(metrics, curves)
             with going_on("the summary"):
                 summary = RunSummary.from_metrics(
-                    read_metrics(metrics), saved=self.saved, curves=curves if curves.exists() else None
+                    read_metrics(metrics),
+                    since=self.writer.take_time(),
+                    saved=self.saved,
+                    curves=curves if curves.exists() else None,
                 )
                 print("\n" + summary_text(summary), flush=True)
         check_all_written()

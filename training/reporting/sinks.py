@@ -24,6 +24,7 @@ from training.reporting.progress import ProgressBar
 from training.reporting.sample_tables import MIN_WIDTH, samples_markdown, samples_table
 from training.reporting.tensorboard_sink import TensorBoardSink
 from training.reporting.views import PPO, View
+from training.reporting.wall_clock import WallClock, seconds_after
 from training.reporting.wandb_sync import start_wandb
 
 
@@ -45,11 +46,12 @@ class MetricWriter:
         tensorboard_dir: str | Path | None = None,
         wandb_project: str | None = None,
     ):
-        self._bar = self._tensorboard = self._wandb = None
+        self._bar = self._tensorboard = self._wandb = self._clock = None
         self._sinks = []
         if not is_main():
             return
         output_dir = Path(output_dir)
+        self._clock = WallClock(redone=seconds_after(output_dir / METRICS_FILE, resume_step))
         self._sinks.append(JsonlSink(output_dir / METRICS_FILE, resume_step=resume_step))
         if wandb_project is not None:
             self._wandb = start_wandb(wandb_project, run_name(output_dir), output_dir)
@@ -65,9 +67,14 @@ class MetricWriter:
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `step`, after which `samples` responses (or examples) had been seen; once a step,
-        reduced before."""
+        reduced before. What passed since the line before is added to them."""
+        metrics = {**metrics, **self.take_time()}
         for sink in self._sinks:
             sink.log(step, samples, metrics)
+
+    def take_time(self) -> dict[str, float]:
+        """What passed since the last line, as metrics; the next line does not count it again. {} on other ranks."""
+        return self._clock.take() if self._clock else {}
 
     def samples(self, step: int, rows: Sequence[Mapping]) -> None:
         """Show sampled responses: rows with `prompt`, `response`, `score`, `kl`."""

@@ -10,18 +10,19 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 from training.reporting.health import Finding, health
 from training.reporting.standard_errors import NOISE, with_error, within_noise
+from training.reporting.wall_clock import seconds_by_part, time_lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """What the end of a run reports. `before` and `after` hold metrics named eval/..., on the held-out prompts.
 
-    responses: how many the run learned from.
+    responses: how many the run learned from. phase_seconds: of each part, by
+    `seconds_by_part`.
     """
 
     before: Mapping[str, float]
@@ -35,25 +36,27 @@ class RunSummary:
 
     @classmethod
     def from_metrics(
-        cls, rows: Sequence[Mapping], *, saved: Mapping[str, str | Path] | None = None, curves: str | Path | None = None
+        cls,
+        rows: Sequence[Mapping],
+        *,
+        since: Mapping[str, float] | None = None,
+        saved: Mapping[str, str | Path] | None = None,
+        curves: str | Path | None = None,
     ) -> "RunSummary":
-        """The summary of the records of a run: the evaluation of step 0 and the last one, responses and steps, each
-        phase's total time, and health. What of time/step is in none of the other times is the phase "other".
+        """The summary of the records of a run: the evaluation of step 0 and the last one, responses and steps, the time
+        of each part, and health.
+
+        since: what passed since the last record, as `WallClock.take` gives it.
         """
         evaluations = [row for row in rows if "eval/score" in row]
         first = [row for row in evaluations if row["step"] == 0]
         last = [row for row in evaluations if row["step"] > 0]
-        names = sorted({name for row in rows for name in row if name.startswith("time/") and name != "time/step"})
-        seconds = {name.removeprefix("time/"): sum(row.get(name, 0.0) for row in rows) for name in names}
-        other = sum(row.get("time/step", 0.0) for row in rows) - sum(seconds.values())
-        if round(other, 1) > 0:  # less is what rounding leaves, and would be shown as 0.0 s
-            seconds["other"] = other
         return cls(
             before=_evaluation(first),
             after=_evaluation(last[-1:]),
             steps=max((row["step"] for row in rows), default=0),
             responses=max((row["samples"] for row in rows), default=0),
-            phase_seconds=seconds,
+            phase_seconds=seconds_by_part([*rows, since or {}]),
             findings=health(rows),
             saved=saved or {},
             curves=curves,
@@ -78,7 +81,12 @@ COLUMNS = 100
 
 def summary_text(summary: RunSummary) -> str:
     """The summary as plain text of at most COLUMNS, save where a path is longer: a path is never cut or broken."""
-    blocks = [_evaluation_lines(summary), _health_lines(summary), _time_lines(summary), _path_lines(summary)]
+    blocks = [
+        _evaluation_lines(summary),
+        _health_lines(summary),
+        time_lines(f"{summary.responses} responses in {summary.steps} steps", summary.phase_seconds),
+        _path_lines(summary),
+    ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
@@ -132,15 +140,6 @@ def _health_lines(summary: RunSummary) -> list[str]:
             subsequent_indent=" " * 9,
             break_on_hyphens=False,
         )
-    return lines
-
-
-def _time_lines(summary: RunSummary) -> list[str]:
-    total = sum(summary.phase_seconds.values())
-    lines = [f"{summary.responses} responses in {summary.steps} steps, {timedelta(seconds=round(total))}"]
-    for phase, seconds in summary.phase_seconds.items():
-        share = seconds / total if total else 0.0
-        lines.append(f"  {phase:<22}{seconds:>10.1f} s{share:>12.1%}")
     return lines
 
 

@@ -11,6 +11,9 @@ ROWS = (
         "eval/kl": 0.0,
         "eval/response_length": 20.0,
         "eval/distinct_bigrams": 0.75,
+        "time/wall": 8.0,
+        "time/start": 5.0,
+        "time/evaluate": 2.5,
     },
     {
         "step": 1,
@@ -22,6 +25,7 @@ ROWS = (
         "time/generate": 3.0,
         "time/train": 5.0,
         "time/step": 10.0,
+        "time/wall": 10.5,
     },
     {
         "step": 2,
@@ -34,6 +38,8 @@ ROWS = (
         "time/train": 5.0,
         "time/checkpoint": 2.0,
         "time/step": 10.0,
+        "time/wall": 17.5,
+        "time/evaluate": 3.0,
         "eval/score": 1.25,
         "eval/kl": 2.0,
         "eval/response_length": 24.5,

@@ -29,12 +29,11 @@ def test_summary_from_metrics(tmp_path):
     assert summary.after["eval/score"] == 1.25 and summary.after["eval/ema_kl"] == 1.5
     assert "objective/kl" not in summary.after
     assert (summary.steps, summary.responses) == (2, 128)
-    assert summary.phase_seconds == {"checkpoint": 2.0, "generate": 6.0, "train": 10.0, "other": 2.0}
-
-
-def test_rounding_is_no_other_phase():
-    rows = [{"step": 1, "samples": 8, "time/a": 0.1, "time/b": 0.2, "time/step": 0.1 + 0.2 + 1e-9}]
-    assert RunSummary.from_metrics(rows).phase_seconds == {"a": 0.1, "b": 0.2}
+    times = {"start": 5.0, "generate": 6.0, "train": 10.0, "evaluate": 5.5, "checkpoint": 2.0, "other": 7.5}
+    assert summary.phase_seconds == times  # 8 + 10.5 + 17.5 = 36 together
+    since = {"time/wall": 4.0, "time/save": 3.0}
+    summary = RunSummary.from_metrics(read_metrics(tmp_path / "m.jsonl"), since=since)
+    assert summary.phase_seconds == times | {"save": 3.0, "other": 8.5}
 
 
 def test_a_run_evaluated_only_at_its_end_has_no_before(tmp_path):
@@ -48,7 +47,8 @@ def test_summary_text_exactly(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     elsewhere = "/somewhere/else/curves.png"
     rows = [{name: math.nan if value is None else value for name, value in row.items()} for row in ROWS]
-    summary = RunSummary.from_metrics(rows, saved={"actor": tmp_path / "run" / "actor"}, curves=elsewhere)
+    since = {"time/wall": 4.0, "time/save": 3.0}
+    summary = RunSummary.from_metrics(rows, since=since, saved={"actor": tmp_path / "run" / "actor"}, curves=elsewhere)
     assert (
         summary_text(summary)
         == """\
@@ -62,11 +62,14 @@ health
   alarm  not finite: objective/scores, at step 2. Lower the learning rates; in fp16, use bf16 or
          fp32 if you can.
 
-128 responses in 2 steps, 0:00:20
-  checkpoint                   2.0 s       10.0%
-  generate                     6.0 s       30.0%
-  train                       10.0 s       50.0%
-  other                        2.0 s       10.0%
+128 responses in 2 steps, 0:00:40
+  start-up                     5.0 s       12.5%
+  generate                     6.0 s       15.0%
+  train                       10.0 s       25.0%
+  evaluations                  5.5 s       13.8%
+  restart points               2.0 s        5.0%
+  saving models                3.0 s        7.5%
+  other                        8.5 s       21.2%
 
 saved
   actor   run/actor
