@@ -2,7 +2,8 @@
 
     plot_curves(output_dir / "metrics.jsonl", output_dir / "curves.png")
 
-The panels are one table, PANELS; what a run did not log is left out of it.
+The panels are one table, PANELS; what a run did not log is left out of it. Held-out points have bars of two standard
+errors to either side where those were measured.
 """
 
 import math
@@ -14,9 +15,13 @@ import numpy as np
 
 from engine.errors import UserError
 from training.reporting.metrics_file import read_metrics
+from training.reporting.standard_errors import NOISE
 
 SMOOTH_FROM = 24
 """Curves with at least this many points are drawn faintly, with a running mean over them; shorter ones with dots."""
+FLAT = 0.01
+"""Values that differ by less than this share of the largest are drawn on an axis from 0: as a flat line, not as their
+last digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,10 @@ PANELS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
     ),
 )
 SCATTER = ("objective/kl", "objective/scores")
+HELD_OUT_SCATTER = (
+    ("eval/kl", "eval/score", "held out", ORANGE),
+    ("eval/ema_kl", "eval/ema_score", "held out, EMA", GREEN),
+)
 SCATTER_PLACE = 2
 """The place of the score-against-KL panel in the grid, after score and KL."""
 
@@ -107,6 +116,8 @@ def plot_curves(metrics_path: str | Path, png_path: str | Path) -> None:
         draw(axes, rows, what)
     for axes in grid[len(drawers) :]:
         axes.set_axis_off()
+    if any(_has(rows, curve.metric, f"{curve.metric}_se") for _, curves in PANELS for curve in curves):
+        figure.supxlabel(f"bars: {NOISE:g} standard errors to either side", fontsize=9, x=0.01, ha="left")
     figure.savefig(str(png_path), dpi=110)
 
 
@@ -122,26 +133,28 @@ def _series(rows: Sequence[Mapping], *metrics: str) -> list[np.ndarray]:
     return list(table.T)
 
 
+def _bars(rows: Sequence[Mapping], metric: str, *others: str) -> np.ndarray:
+    """Half an error bar's length for each row where `metric` and `others` are finite; NaN where it was not measured."""
+    rows = [row for row in rows if _has([row], metric, *others)]
+    return NOISE * np.array([row.get(f"{metric}_se", math.nan) for row in rows], dtype=float)
+
+
+def _ends(rows: Sequence[Mapping], metric: str) -> np.ndarray:
+    """The values of `metric` and the ends of their bars."""
+    (values,) = _series(rows, metric)
+    bars = np.nan_to_num(_bars(rows, metric))
+    return np.concatenate([values - bars, values + bars])
+
+
 def _draw_curves(axes, rows: Sequence[Mapping], curves: Sequence[Curve]) -> None:
     present = [curve for curve in curves if _has(rows, curve.metric)]
     right = axes.twinx() if any(c.right for c in present) and not all(c.right for c in present) else axes
     handles = []
-    for curve in present:
-        x, y = _series(rows, "samples", curve.metric)
-        target = right if curve.right else axes
-        few = curve.dots or len(y) < SMOOTH_FROM
-        if not few:
-            target.plot(x, y, color=curve.color, linewidth=0.8, alpha=0.3)
-            y = smooth(y)
-        handles += target.plot(
-            x,
-            y,
-            "o-" if few else "-",
-            color=curve.color,
-            label=curve.label,
-            markersize=4,
-            linewidth=1.2 if few else 1.8,
-        )
+    for target in dict.fromkeys((axes, right)):
+        own = [curve for curve in present if right is axes or curve.right == (target is right)]
+        handles += [_draw_curve(target, rows, curve) for curve in own]
+        target.margins(y=0.1)
+        _keep_flat(target.set_ylim, *(_ends(rows, curve.metric) for curve in own))
     axes.set_xlabel("responses", fontsize=9)
     if right is not axes:
         right.spines["top"].set_visible(False)
@@ -149,7 +162,36 @@ def _draw_curves(axes, rows: Sequence[Mapping], curves: Sequence[Curve]) -> None
         left_curves = [curve for curve in present if not curve.right]
         _label_axis(axes, left_curves if len(left_curves) == 1 else [])
         _label_axis(right, [curve for curve in present if curve.right])
-    axes.margins(y=0.1)
+    _legend(axes, handles)
+
+
+def _draw_curve(axes, rows: Sequence[Mapping], curve: Curve):
+    """Draw one curve; returns what stands for it in the legend."""
+    x, y = _series(rows, "samples", curve.metric)
+    bars = _bars(rows, curve.metric)
+    if np.isfinite(bars).any():
+        axes.errorbar(x, y, yerr=bars, fmt="none", ecolor=curve.color, elinewidth=1.0, capsize=2.5)
+    few = curve.dots or len(y) < SMOOTH_FROM
+    if not few:
+        axes.plot(x, y, color=curve.color, linewidth=0.8, alpha=0.3)
+        y = smooth(y)
+    style, width = ("o-", 1.2) if few else ("-", 1.8)
+    (line,) = axes.plot(x, y, style, color=curve.color, label=curve.label, markersize=4, linewidth=width)
+    return line
+
+
+def _keep_flat(set_limits, *values: np.ndarray) -> None:
+    """Give an axis whose values hardly differ (FLAT) limits from 0 to a little beyond them."""
+    together = np.concatenate(values)
+    low, high = together.min(), together.max()
+    size = max(abs(low), abs(high))
+    if high - low <= FLAT * size:
+        far = 1.25 * (size or 1.0)
+        set_limits((-far, 0.05 * far) if high < 0 else (-0.05 * far, far))
+
+
+def _legend(axes, handles: Sequence) -> None:
+    """Name what a panel shows, in the line under its title."""
     axes.legend(
         handles=handles,
         fontsize=8.5,
@@ -171,11 +213,24 @@ def _label_axis(axes, curves: Sequence[Curve]) -> None:
 
 
 def _draw_scatter(axes, rows: Sequence[Mapping], metrics: tuple[str, str]) -> None:
-    """One dot a step: how much score the policy bought with its distance from the reference, and when."""
+    """One dot a step: how much score the policy bought with its distance from the reference, and when; and what came
+    of it on held-out prompts."""
     from matplotlib.ticker import MaxNLocator
 
     step, kl, score = _series(rows, "step", *metrics)
-    dots = axes.scatter(kl, score, c=step, cmap="viridis", s=22, alpha=0.85, linewidths=0)
+    dots = axes.scatter(kl, score, c=step, cmap="viridis", s=22, alpha=0.85, linewidths=0, label="training prompts")
+    handles = [dots]
+    held_out = [what for what in HELD_OUT_SCATTER if _has(rows, *what[:2])]
+    for kl_metric, score_metric, label, color in held_out:
+        x, y = _series(rows, kl_metric, score_metric)
+        bars = {"xerr": _bars(rows, kl_metric, score_metric), "yerr": _bars(rows, score_metric, kl_metric)}
+        if np.isfinite(bars["yerr"]).any():
+            axes.errorbar(x, y, **bars, fmt="none", ecolor=color, elinewidth=1.0, capsize=2.5)
+        handles += axes.plot(x, y, "o-", color=color, label=label, markersize=4, linewidth=1.2)
+    axes.margins(0.1)
+    for set_limits, place in ((axes.set_xlim, 0), (axes.set_ylim, 1)):
+        _keep_flat(set_limits, *(_ends(rows, what[place]) for what in (metrics, *held_out)))
+    _legend(axes, handles)
     axes.set_xlabel("KL to the reference", fontsize=9)
     axes.set_ylabel("score", fontsize=9)
     bar = axes.figure.colorbar(dots, cax=axes.inset_axes([1.02, 0.0, 0.035, 1.0]), ticks=MaxNLocator(integer=True))
