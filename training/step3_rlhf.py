@@ -38,7 +38,7 @@ from training.program.startup import leave, run
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
 from training.reporting.first_kl import rounding_bound
-from training.restarts.conditions import BEFORE
+from training.restarts.conditions import BEFORE, FIRST
 from training.restarts.inputs import fingerprints
 from training.restarts.last_good import last_good_named
 from training.restarts.restore import restore
@@ -156,6 +156,7 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
         tokenizer=trainer.models.tokenizer,
         first_index=len(plan.prompts),
         before=plan.resume.state.get(BEFORE) if plan.resume else None,
+        first=plan.resume.state.get(FIRST) if plan.resume else None,
     )
 
 

@@ -26,7 +26,8 @@ EVERY_STEP = {
 }
 EVALUATION = {
     f"eval/{name}" for name in ("score", "score_std", "kl", "response_length", "distinct_bigrams", "distinct_responses")
-} | {f"eval/{name}_se" for name in ("score", "kl", "response_length")}
+} | {f"eval/{name}" for name in ("compressed_bytes", "new_words")}
+EVALUATION |= {f"eval/{name}_se" for name in ("score", "kl", "response_length", "new_words")}
 CHANGES = {name.replace("_se", ending) for name in EVALUATION for ending in ("_change", "_change_se") if "_se" in name}
 AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION | CHANGES}
 MACHINE = ("time/", "memory/", "checkpoint/", "rollout/tokens_per_second")

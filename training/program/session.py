@@ -22,7 +22,7 @@ from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, summary_text
 from training.reporting.verdict import conclude, of_ppo
 from training.restarts.checkpoints import Checkpoints
-from training.restarts.conditions import BEFORE, OWED
+from training.restarts.conditions import BEFORE, FIRST, OWED
 from training.restarts.config_files import config_files
 
 SCORE = "eval/score"
@@ -61,7 +61,8 @@ class Session:
         """What a restart needs beside the models."""
         owed = {OWED: self.owed} if self.owed is not None else {}
         before = {BEFORE: self.evaluator.before} if self.evaluator and self.evaluator.before else {}
-        return self.trainer.state_dict() | owed | before
+        first = {FIRST: self.evaluator.first} if self.evaluator and self.evaluator.first else {}
+        return self.trainer.state_dict() | owed | before | first
 
     def begin(self) -> None:
         """Settings into run.json and TensorBoard; held-out scores before the first step, or those still owed."""

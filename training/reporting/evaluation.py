@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,8 +16,8 @@ from engine.experience_maker import ExperienceMaker
 from engine.reward.texts import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.data.prompts import Prompts, collate_prompts
-from training.reporting.bigrams import distinct_bigrams
 from training.reporting.standard_errors import Estimate, Units, with_errors
+from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words
 
 EVAL_SEED = 0x5EED  # mixed into the run's seed: held-out samples share no random numbers with training
 
@@ -25,8 +26,8 @@ class Evaluator:
     """Answers the same prompts with the same random numbers each time, so that scores differ by the policy alone.
 
     first_index: what a reward function's `rows` hold before the first held-out row, the training rows: it finds the row
-    of held-out prompt i at first_index + i. before: what each prompt's answer measured before the first step, set by
-    `run(0)`; changes are paired with it.
+    of held-out prompt i at first_index + i. before, first: what each prompt's answer measured before the first step,
+    with which changes are paired, and the answers, beside which words are new; both set by `run(0)`.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class Evaluator:
         tokenizer,
         first_index: int = 0,
         before: Units | None = None,
+        first: Sequence[str] | None = None,
     ):
         self.prompts, self.rollouts, self.experience_maker = prompts, rollouts, experience_maker
         self.sampling = dataclasses.replace(sampling, seed=sampling.seed ^ EVAL_SEED)
-        self.tokenizer, self.first_index, self.before = tokenizer, first_index, before
+        self.tokenizer, self.first_index, self.before, self.first = tokenizer, first_index, before, first
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict]]:
         """Metrics and one row a prompt (prompt, response, score, its parts, kl), the same on all ranks (all call this).
@@ -68,12 +70,18 @@ class Evaluator:
         columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
         columns |= {name: name for name in experience.score_parts}
         units = {name: [float(row[column]) for row in rows] for name, column in columns.items()}
+        responses = [row["response"] for row in rows]
+        if step == 0:
+            self.first = responses
+        if self.first is not None:
+            units["new_words"] = new_words(responses, self.first, [row["prompt"] for row in rows])
         metrics = with_errors(_estimates(units), _estimates(self.before) if step and self.before else None)
         if step == 0:
             self.before = units
         metrics["eval/score_std"] = statistics.pstdev(row["score"] for row in rows)
-        metrics["eval/distinct_responses"] = float(len({row["response"] for row in rows}))
-        metrics["eval/distinct_bigrams"] = float(distinct_bigrams([row["response"] for row in rows]))
+        metrics["eval/distinct_responses"] = float(len(set(responses)))
+        metrics["eval/distinct_bigrams"] = float(distinct_bigrams(responses))
+        metrics["eval/compressed_bytes"] = compressed_bytes(responses) / max(sum(row["tokens"] for row in rows), 1)
         return metrics, rows
 
     def _own_prompts(self) -> list[int]:

@@ -72,6 +72,7 @@ EVALUATED = (
     ("KL to the reference", "kl"),
     ("response length", "response_length"),
     ("distinct bigrams", "distinct_bigrams"),
+    ("new words, share", "new_words"),
 )
 """The lines of the summary's first table: label, and metric behind eval/ (and behind eval/ema_ for the EMA)."""
 

@@ -49,6 +49,8 @@ PPO = View(
             "length, tokens": ("rollout/response_length", "eval/response_length", "eval/ema_response_length"),
             "share that ended by itself": ("rollout/eos_rate",),
             "distinct bigrams": ("eval/distinct_bigrams", "eval/ema_distinct_bigrams"),
+            "compressed together, bytes a token": ("eval/compressed_bytes", "eval/ema_compressed_bytes"),
+            "new words, share": ("eval/new_words", "eval/ema_new_words"),
         },
         "policy": {
             "clip fraction": ("policy/clipfrac",),

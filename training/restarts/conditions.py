@@ -24,6 +24,8 @@ OWED = "metrics_without_evaluation"
 """In a state: the metrics of its step, where it was written before the evaluation that goes into their line."""
 BEFORE = "held_out_before_training"
 """In a state: what was measured of each held-out unit before the first step, with which changes are paired."""
+FIRST = "held_out_first_responses"
+"""In a state: the responses to the held-out prompts before the first step, beside which later ones have new words."""
 DATA = "the data"  # whose fingerprints say nothing to people
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"

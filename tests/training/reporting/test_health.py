@@ -63,7 +63,7 @@ def the_finding(records: list[dict]):
 
 def test_nothing_stands_out_in_a_good_run():
     finding = the_finding(run())
-    assert (finding.severity, finding.text) == (FINE, "nothing stood out in 40 steps")
+    assert (finding.severity, finding.seen) == (FINE, "nothing stood out in 40 steps")
 
 
 def test_a_good_run_without_critic_and_evaluations():

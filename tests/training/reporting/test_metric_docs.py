@@ -14,6 +14,7 @@ ADDING = {"add", "add_sum", "add_max", "add_moments", "add_explained_variance"} 
 SCORE_PARTS = ("scores_model", "scores_function", "length_penalty")
 EVALUATED = (
     *("score", "score_std", "kl", "response_length", "distinct_bigrams", "distinct_responses"),
+    *("compressed_bytes", "new_words"),
     *SCORE_PARTS,
 )
 FAMILIES = {
@@ -33,7 +34,7 @@ READERS = {
     "reporting/summary.py",
     "reporting/compare_runs.py",
     "reporting/verdict.py",
-    *(f"reporting/health/{name}.py" for name in ("__init__", "optimization", "policy", "responses")),
+    *(f"reporting/health/{name}.py" for name in ("__init__", "optimization", "outlook", "policy", "responses")),
 }
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 

@@ -4,7 +4,8 @@
         print(finding.severity, finding.text)
 
 Each check is a function from a run's records to a Finding, or to None where it sees nothing, or the run lacks its
-metrics. Thresholds are rules of thumb, each with its reason: a finding is a reason to look, not a verdict.
+metrics. An illness shows in several metrics: what EXPLAINS says to be a sign of another finding is told with that one.
+Thresholds are rules of thumb, each with its reason: a finding is a reason to look, not a verdict.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,16 @@ from training.reporting.health.optimization import (
     updates_too_far,
     value_unexplained,
 )
-from training.reporting.health.policy import entropy_collapsed, kl_far, kl_growing, kl_negative
-from training.reporting.health.responses import answers_alike, degenerate, few_ended, length_drifted
+from training.reporting.health.outlook import outlook
+from training.reporting.health.policy import entropy_fell, entropy_rose, kl_far, kl_growing, kl_negative
+from training.reporting.health.responses import (
+    answers_alike,
+    degenerate,
+    few_ended,
+    length_grew,
+    length_shrank,
+    words_invented,
+)
 
 __all__ = ["ALARM", "FINE", "LOOK", "Finding", "health"]
 
@@ -28,15 +37,26 @@ ANY_LENGTH = (not_finite, kl_far, kl_negative, degenerate, updates_skipped)
 TRENDS = (
     score_unmoved,
     kl_growing,
-    entropy_collapsed,
+    entropy_fell,
+    entropy_rose,
     value_unexplained,
     too_much_clipped,
     updates_too_far,
-    length_drifted,
+    length_grew,
+    length_shrank,
     few_ended,
     gradient_spikes,
     answers_alike,
+    words_invented,
 )
+EXPLAINS = {
+    answers_alike: (entropy_fell, length_grew, length_shrank, few_ended, kl_far, kl_growing),
+    length_shrank: (entropy_fell, kl_far, kl_growing),
+    words_invented: (entropy_rose, kl_far, kl_growing),
+    length_grew: (few_ended, kl_far, kl_growing),
+    kl_far: (kl_growing,),
+}
+"""Illness -> its signs, which are no illnesses of their own where it is found. The first that is found has them."""
 
 
 def health(records: Sequence[Mapping]) -> list[Finding]:
@@ -45,8 +65,11 @@ def health(records: Sequence[Mapping]) -> list[Finding]:
     if steps == 0:
         return [Finding(FINE, "no step of PPO to judge")]
     checks = ANY_LENGTH + TRENDS if steps >= FEWEST_STEPS else ANY_LENGTH
-    found = [finding for finding in (check(records) for check in checks) if finding is not None]
+    found = {check: finding for check in checks if (finding := check(records)) is not None}
+    for illness, signs in EXPLAINS.items():
+        if illness in found:
+            found[illness] = found[illness].with_signs([found.pop(sign) for sign in signs if sign in found])
     if found:
-        return sorted(found, key=lambda finding: finding.severity != ALARM)
+        return sorted(found.values(), key=lambda finding: finding.severity != ALARM)
     few = ", which are too few to show a trend" if steps < FEWEST_STEPS else ""
-    return [Finding(FINE, f"nothing stood out in {steps} steps{few}")]
+    return [Finding(FINE, f"nothing stood out in {steps} steps{few}", outlook(records) or "")]

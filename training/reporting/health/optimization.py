@@ -1,6 +1,5 @@
 """Whether the optimizer steps do their work: finite numbers, moderate updates, a score that rises."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
@@ -9,14 +8,20 @@ from training.reporting.health.curves import (
     ALARM,
     FEWEST_STEPS,
     LOOK,
+    NOISE,
+    SETTLED_FROM,
     SHARE,
     Finding,
+    at_end,
     at_steps,
     column,
+    course,
     having,
     mean,
+    noise,
     sustained,
 )
+from training.reporting.health.policy import KL_MOVED
 
 CLIPPED = 0.3
 """Share of tokens. The clip is for outliers, not for a third of all tokens."""
@@ -26,8 +31,6 @@ SPIKE = 10.0
 """Times the median gradient norm. Clipping bounds such a step, but its direction is that of few samples."""
 SKIPPED = 0.05
 """Share of steps without an update. fp16's loss scale is searched by overflowing: some at the start, few after."""
-NOISE = 2.0
-"""Standard errors by which the score must differ between start and end to count as changed."""
 FELL_BACK = 0.5
 """Share of the highest rise in score that is lost again by the end."""
 
@@ -41,8 +44,8 @@ def not_finite(rows: Sequence[Mapping]) -> Finding | None:
         if not names
         else Finding(
             ALARM,
-            f"not finite: {', '.join(names)}, {at_steps(steps)}. Lower the learning "
-            "rates; in fp16, use bf16 or fp32 if you can.",
+            f"not finite: {', '.join(names)}, {at_steps(steps)}",
+            "Lower the learning rates; in fp16, use bf16 or fp32 if you can.",
         )
     )
 
@@ -54,32 +57,48 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
     if len(scores) < FEWEST_STEPS:
         return None
     window = max(2, int(SHARE * len(scores)))
-    noise = (fmean((b - a) ** 2 for a, b in itertools.pairwise(scores)) / 2) ** 0.5
-    error = NOISE * noise * (2 / window) ** 0.5
+    a_step = noise(scores)
+    error = NOISE * a_step * (2 / window) ** 0.5
     means = [fmean(scores[i : i + window]) for i in range(len(scores) - window + 1)]
     first, highest, last = means[0], max(means), means[-1]
     if last < first - error:
         return Finding(
             ALARM,
-            f"the score fell from {first:.3g} to {last:.3g}. Look at the KL penalty "
-            "(objective/non_score_reward) and at the clip fractions; lower the learning rates.",
+            f"the score fell from {first:.3g} to {last:.3g}",
+            "Look at the KL penalty (objective/non_score_reward) and at the clip fractions; lower the learning rates.",
         )
     if highest - last > max(FELL_BACK * (highest - first), 2 * error):
         step = present[means.index(highest)]["step"]
         return Finding(
             ALARM,
-            f"the score rose from {first:.3g} to {highest:.3g} (step {step}) and fell back to "
-            f"{last:.3g}. Lower --actor_learning_rate or raise --kl_coef; a restart point of before "
-            "(--save_steps) keeps what was reached.",
+            f"the score rose from {first:.3g} to {highest:.3g} (step {step}) and fell back to {last:.3g}",
+            "Lower --actor_learning_rate or raise --kl_coef; a restart point of before (--save_steps) keeps what was "
+            "reached.",
         )
     if last <= first + error:
         return Finding(
             LOOK,
-            f"the score did not rise: {first:.3g} at the start, {last:.3g} at the end, with a noise "
-            f"of {noise:.2g} a step. Train longer, raise --actor_learning_rate, lower --kl_coef, or "
-            "make each step larger.",
+            f"the score did not rise: {first:.3g} at the start, {last:.3g} at the end, with a noise of {a_step:.2g} a "
+            "step",
+            _unmoved_by(rows),
         )
     return None
+
+
+def _unmoved_by(rows: Sequence[Mapping]) -> str:
+    """What to try where the score did not rise, by what the KL did."""
+    kl, coefficient = course(rows, "objective/kl", SETTLED_FROM), at_end(rows, "objective/kl_coef")
+    if kl is not None and kl.after > KL_MOVED and kl.steady and coefficient != 0.0:
+        return (
+            f"KL to the reference was steady at {kl.after:.3g} nats a response, so that the penalty, not time, holds "
+            "the policy there: lower --kl_coef."
+        )
+    if kl is not None and kl.after <= KL_MOVED:
+        return (
+            f"KL to the reference was only {kl.after:.2g} nats a response, so that the policy has hardly moved: raise "
+            "--actor_learning_rate, train longer (--max_steps), or lower --kl_coef."
+        )
+    return "Train longer, raise --actor_learning_rate, lower --kl_coef, or make each step larger."
 
 
 def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
@@ -90,8 +109,8 @@ def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
     return Finding(
         LOOK,
         f"explained variance of the value was {late:.2g} over the last quarter: the critic does no "
-        "better than a constant. Raise --critic_learning_rate or --critic_warmup_steps, and look "
-        "whether value/clipfrac is high.",
+        "better than a constant",
+        "Raise --critic_learning_rate or --critic_warmup_steps, and look whether value/clipfrac is high.",
     )
 
 
@@ -103,8 +122,8 @@ def too_much_clipped(rows: Sequence[Mapping]) -> Finding | None:
         CLIPPED,
         lambda value, steps: Finding(
             LOOK,
-            f"the policy's clip fraction was {value:.2g} around {steps}: updates are too large. Lower "
-            "--actor_learning_rate or --ppo_epochs.",
+            f"the policy's clip fraction was {value:.2g} around {steps}: updates are too large",
+            "Lower --actor_learning_rate or --ppo_epochs.",
         ),
     )
 
@@ -118,7 +137,8 @@ def updates_too_far(rows: Sequence[Mapping]) -> Finding | None:
         lambda value, steps: Finding(
             LOOK,
             f"approximate KL of the updates was {value:.2g} around {steps}: the policy moved far from the one that "
-            "had sampled. Lower --actor_learning_rate or --ppo_epochs.",
+            "had sampled",
+            "Lower --actor_learning_rate or --ppo_epochs.",
         ),
     )
 
@@ -138,8 +158,9 @@ def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
         return None
     return Finding(
         LOOK,
-        f"{'; '.join(found)}. Look at these steps' scores and lengths; lower --max_grad_norm or the "
-        "learning rate, or clip scores (--score_clip).",
+        "; ".join(found),
+        "Look at these steps' scores and lengths; lower --max_grad_norm or the learning rate, or clip scores "
+        "(--score_clip).",
     )
 
 
@@ -155,6 +176,6 @@ def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
         return None
     return Finding(
         ALARM if steps[-1] == trained[-1]["step"] else LOOK,
-        f"{len(steps)} of {len(trained)} steps made no update, since gradients overflowed, {at_steps(steps)}. "
+        f"{len(steps)} of {len(trained)} steps made no update, since gradients overflowed, {at_steps(steps)}",
         "Use bf16 or fp32 if you can; in fp16 look whether the loss scale recovers.",
     )

@@ -10,6 +10,8 @@ KL_FAR_A_TOKEN = 0.5
 """Nats a token: at every token the policy is, on average, 1.6 times surer of its choice than the reference was."""
 KL_GROWTH, KL_SMALL = 1.5, 5.0
 """Growth over the last quarter, where the KL should settle; below so many nats it is the learning itself."""
+KL_MOVED = 0.5
+"""Nats a response, below which the policy is hardly another: a response is 1.6 times likelier than it was."""
 KL_NEGATIVE = -0.5
 """The estimate's mean is a KL, which is not negative; rounding and noise leave a little, not half a nat."""
 ENTROPY_KEPT = 0.4
@@ -25,8 +27,8 @@ def kl_far(rows: Sequence[Mapping]) -> Finding | None:
         return None
     return Finding(
         ALARM,
-        f"KL to the reference ended at {kl:.3g} nats a response, {a_token or 0:.2g} a token. So far "
-        "away the reward model's scores mean little: read samples/, then raise --kl_coef, lower "
+        f"KL to the reference ended at {kl:.3g} nats a response, {a_token or 0:.2g} a token",
+        "So far away the reward model's scores mean little: read samples/, then raise --kl_coef, lower "
         "--actor_learning_rate; a restart point of before (--save_steps) keeps what was reached.",
     )
 
@@ -39,8 +41,8 @@ def kl_negative(rows: Sequence[Mapping]) -> Finding | None:
     return Finding(
         ALARM,
         f"KL to the reference ended at {kl:.3g} nats a response: a KL is not negative, so responses "
-        "are sampled from something else than their log-probs say. Look at --temperature and the "
-        "dialect's temperature_in_logprobs.",
+        "are sampled from something else than their log-probs say",
+        "Look at --temperature and the dialect's temperature_in_logprobs.",
     )
 
 
@@ -52,28 +54,32 @@ def kl_growing(rows: Sequence[Mapping]) -> Finding | None:
     return Finding(
         LOOK,
         f"KL to the reference was still growing fast: {before:.3g} nats a response three quarters "
-        f"through, {after:.3g} at the end. Raise --kl_coef or lower --actor_learning_rate; look "
-        "whether the held-out score grew with it.",
+        f"through, {after:.3g} at the end",
+        "Raise --kl_coef or lower --actor_learning_rate; look whether the held-out score grew with it.",
     )
 
 
-def entropy_collapsed(rows: Sequence[Mapping]) -> Finding | None:
-    """The policy has become sure of everything, or of nothing."""
+def entropy_fell(rows: Sequence[Mapping]) -> Finding | None:
+    """The policy has become sure of everything."""
     first, last = at_start(rows, "objective/entropy"), at_end(rows, "objective/entropy")
-    if first is None or first <= 0:
+    if first is None or first <= 0 or last >= ENTROPY_KEPT * first:
         return None
-    if last < ENTROPY_KEPT * first:
-        return Finding(
-            LOOK,
-            f"entropy fell from {first:.3g} to {last:.3g} nats a token ({last / first:.0%} of its "
-            "start): responses become alike, and nothing new is tried. Raise --kl_coef, lower "
-            "--actor_learning_rate or --ppo_epochs.",
-        )
-    if last > ENTROPY_GREW * first:
-        return Finding(
-            LOOK,
-            f"entropy rose from {first:.3g} to {last:.3g} nats a token ({last / first:.3g} times its "
-            "start): the policy may be losing its language. Read samples/; raise --kl_coef or lower "
-            "--actor_learning_rate.",
-        )
-    return None
+    return Finding(
+        LOOK,
+        f"entropy fell from {first:.3g} to {last:.3g} nats a token ({last / first:.0%} of its start): responses become "
+        "alike, and nothing new is tried",
+        "Raise --kl_coef, lower --actor_learning_rate or --ppo_epochs.",
+    )
+
+
+def entropy_rose(rows: Sequence[Mapping]) -> Finding | None:
+    """The policy has become sure of nothing."""
+    first, last = at_start(rows, "objective/entropy"), at_end(rows, "objective/entropy")
+    if first is None or first <= 0 or last <= ENTROPY_GREW * first:
+        return None
+    return Finding(
+        LOOK,
+        f"entropy rose from {first:.3g} to {last:.3g} nats a token ({last / first:.3g} times its start): the policy "
+        "may be losing its language",
+        "Read samples/; raise --kl_coef or lower --actor_learning_rate.",
+    )

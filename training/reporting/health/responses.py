@@ -2,46 +2,87 @@
 
 from collections.abc import Mapping, Sequence
 
-from training.reporting.health.curves import LOOK, Finding, at_end, at_start, column, having
+from training.reporting.health.curves import LOOK, NOISE, SHARE, Finding, at_end, at_start, column, having
 
 LONGER, SHORTER = 1.5, 0.67
 """Response length, end over start. Reward models like length (or its absence) for its own sake."""
 FEW_ENDED = 0.1
 """Share of responses that end by themselves; below it nearly all are cut off at the limit, and scored unfinished."""
+ENDED_KEPT = 0.6
+"""Share of that at the start. Half as many is a change of habit; a little above half, so that 0.40 to 0.20 is told
+whichever way its noise falls."""
 DEGENERATE = 0.01
 """Share of responses masked out for being too short: a few are accidents, one in a hundred is a habit."""
 ALIKE = 0.5
-"""Distinct bigrams a token of the held-out responses, end over start: below it, they have become one response."""
+"""Distinct bigrams and compressed bytes, a token of the held-out responses, end over start: below it in both, they have
+become one response. Policies that learn honestly keep 0.8 of the bytes, and collapsed ones 0.1 to 0.25."""
+TOO_SHORT = 0.33
+"""Length, end over start, below which responses have no room to differ: it is their length that is ill."""
+INVENTED = 0.05
+"""Rise in the share of new words. A small model with 20 % non-words had 34 % new ones; trained well it had 27 % (16 %
+non-words), trained to invent 38 %, then 47 % (28 %, 42 %): new words count non-words one for one. Learning to say other
+things cost 1 in a hundred at most."""
 
 
-def length_drifted(rows: Sequence[Mapping]) -> Finding | None:
+def length_grew(rows: Sequence[Mapping]) -> Finding | None:
     """Length, as the reward model's back door."""
-    # The held-out prompts are the same each time, and their first answers come from before any training.
-    name = "eval/response_length" if len(having(rows, "eval/response_length")) > 1 else "rollout/response_length"
-    first, last = at_start(rows, name), at_end(rows, name)
-    if first is None or SHORTER * first <= last <= LONGER * first:
+    first, last = _lengths(rows)
+    if first is None or last <= LONGER * first:
         return None
-    direction = "grew" if last > first else "shrank"
     return Finding(
         LOOK,
-        f"responses {direction} from {first:.3g} to {last:.3g} tokens: see in samples/ whether the "
-        "reward model pays for length alone. If so, balance lengths among its training pairs, or "
-        "raise --kl_coef.",
+        f"responses grew from {first:.3g} to {last:.3g} tokens",
+        "See in samples/ whether the reward model pays for length alone. If so, balance lengths among its training "
+        "pairs, try --length_penalty, or raise --kl_coef.",
     )
+
+
+def length_shrank(rows: Sequence[Mapping]) -> Finding | None:
+    """Silence, as the reward model's back door."""
+    first, last = _lengths(rows)
+    if first is None or last >= SHORTER * first:
+        return None
+    return Finding(
+        LOOK,
+        f"responses shrank from {first:.3g} to {last:.3g} tokens",
+        "See in samples/ whether the reward model pays for brevity alone. If so, balance lengths among its training "
+        "pairs, or raise --kl_coef.",
+    )
+
+
+def _lengths(rows: Sequence[Mapping]) -> tuple[float | None, float | None]:
+    """Tokens a response, at the start and at the end."""
+    # The held-out prompts are the same each time, and their first answers come from before any training.
+    name = "eval/response_length" if len(having(rows, "eval/response_length")) > 1 else "rollout/response_length"
+    return at_start(rows, name), at_end(rows, name)
 
 
 def few_ended(rows: Sequence[Mapping]) -> Finding | None:
-    """Responses that the limit cuts off."""
+    """Responses that the limit cuts off: nearly all, or far more than at the start."""
     first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
-    if last is None or last >= FEW_ENDED:
+    if last is None or (last >= FEW_ENDED and not _halved(rows, first, last)):
         return None
-    remedy = (
-        "They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS."
-        if first < FEW_ENDED
-        else f"At the start {first:.0%} did: see in samples/ whether the reward model pays "
-        "for going on; raise --max_answer_seq_len."
+    seen = f"{last:.0%} of responses ended by themselves at the end, the others hit the limit"
+    if first < FEW_ENDED:
+        return Finding(
+            LOOK,
+            seen,
+            "They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS.",
+        )
+    return Finding(
+        LOOK,
+        seen,
+        f"At the start {first:.0%} did: see in samples/ whether the reward model pays for going on; raise "
+        "--max_answer_seq_len, or try --missing_eos_penalty.",
     )
-    return Finding(LOOK, f"{last:.0%} of responses ended by themselves at the end, the others hit the limit. {remedy}")
+
+
+def _halved(rows: Sequence[Mapping], first: float, last: float) -> bool:
+    """Whether the share that ended fell to half, or nearly, and by more than the noise of so many responses."""
+    present = having(rows, "rollout/eos_rate")
+    responses = present[-1]["samples"] / present[-1]["step"] * max(1, int(SHARE * len(present)))
+    error = ((first * (1 - first) + last * (1 - last)) / responses) ** 0.5
+    return last < ENDED_KEPT * first and first - last > NOISE * error
 
 
 def degenerate(rows: Sequence[Mapping]) -> Finding | None:
@@ -51,23 +92,51 @@ def degenerate(rows: Sequence[Mapping]) -> Finding | None:
         return None
     return Finding(
         LOOK,
-        f"{count:.0f} responses ({count / seen:.1%}) were degenerate, too short to learn from. See in "
-        "samples/ whether the reward model pays for silence; with pad equal to EOS, look at the "
+        f"{count:.0f} responses ({count / seen:.1%}) were degenerate, too short to learn from",
+        "See in samples/ whether the reward model pays for silence; with pad equal to EOS, look at the "
         "dialect's length_rule.",
     )
 
 
 def answers_alike(rows: Sequence[Mapping]) -> Finding | None:
-    """Held-out responses, first and last: how many different pairs of words they hold, for their length."""
+    """Held-out responses, first and last: how many different pairs of words they hold, and what they compress to."""
     evaluations = [row for row in having(rows, "eval/distinct_bigrams") if row.get("eval/response_length", 0.0) > 0]
     if len(evaluations) < 2:
         return None
-    first, last = (evaluations[place]["eval/distinct_bigrams"] for place in (0, -1))
-    kept = last / max(first, 1.0) * evaluations[0]["eval/response_length"] / evaluations[-1]["eval/response_length"]
-    if kept >= ALIKE:
+    first, last = evaluations[0], evaluations[-1]
+    length = last["eval/response_length"] / first["eval/response_length"]
+    bigrams = last["eval/distinct_bigrams"] / max(first["eval/distinct_bigrams"], 1.0) / length
+    compressed = _kept(first, last, "eval/compressed_bytes")
+    # Longer texts hold fewer new pairs for their length, and plainer words compress better: what is alike does both.
+    if max(bigrams, compressed) >= ALIKE or length < TOO_SHORT:
         return None
     return Finding(
         LOOK,
-        f"held-out responses became alike: {first:.0f} distinct bigrams before, {last:.0f} after, "
-        f"{kept:.0%} for their length. Read samples/; raise --kl_coef or stop earlier.",
+        f"held-out responses became alike: {first['eval/distinct_bigrams']:.0f} distinct bigrams before, "
+        f"{last['eval/distinct_bigrams']:.0f} after, {bigrams:.0%} for their length"
+        + (f"; compressed together they take {compressed:.0%} of the bytes a token" if compressed else ""),
+        "Read samples/; raise --kl_coef, lower --actor_learning_rate, or stop earlier.",
+    )
+
+
+def _kept(first: Mapping, last: Mapping, name: str) -> float:
+    """The share of a metric that is left; 0 where it was not measured."""
+    return last[name] / first[name] if name in last and first.get(name, 0.0) > 0.0 else 0.0
+
+
+def words_invented(rows: Sequence[Mapping]) -> Finding | None:
+    """Words that the policy did not use before training: it learns some, it does not need many."""
+    evaluations = having(rows, "eval/new_words")
+    if len(evaluations) < 2:
+        return None
+    first, last = (evaluations[place]["eval/new_words"] for place in (0, -1))
+    error = evaluations[-1].get("eval/new_words_change_se", 0.0)
+    if last - first <= max(INVENTED, NOISE * error):
+        return None
+    return Finding(
+        LOOK,
+        f"words are being invented, or new to the policy: {last:.0%} of a held-out response's words stood in no other "
+        f"response before training, and in no prompt; before it was {first:.0%}",
+        "Read samples/: if they are no words, the score pays for noise that the reward model has never seen; raise "
+        "--kl_coef, lower --actor_learning_rate, or mix language in (--unsupervised_dataset_name).",
     )

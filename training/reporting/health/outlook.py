@@ -1,0 +1,43 @@
+"""Where a run that is well stands when it ends: still on its way, or settled between score and KL penalty."""
+
+from collections.abc import Mapping, Sequence
+
+from training.reporting.health.curves import SETTLED_FROM, at_end, at_start, course
+from training.reporting.health.policy import KL_MOVED
+
+LAST_PART = 2 / 3
+"""A run is on its way if it moved over its last third."""
+GAIN = 0.05
+"""Share of the whole rise in score, between the halves of the last third: with less, a longer run brings little."""
+
+
+def outlook(rows: Sequence[Mapping]) -> str | None:
+    """What a longer run or another coefficient would bring, if the curves show it; of a run in which nothing is ill."""
+    return _under_way(rows) or _settled(rows)
+
+
+def _under_way(rows: Sequence[Mapping]) -> str | None:
+    """Score and KL still rise together: the run moves along its line of score against KL."""
+    score, kl = (course(rows, f"objective/{name}", LAST_PART) for name in ("scores", "kl"))
+    first, last = at_start(rows, "objective/scores"), at_end(rows, "objective/scores")
+    if score is None or kl is None or not (score.rose and kl.rose):
+        return None
+    if score.after - score.before < GAIN * (last - first):
+        return None
+    return (
+        f"Score and KL still rose together over the last third (score {score.before:.3g} to {score.after:.3g}, KL "
+        f"{kl.before:.3g} to {kl.after:.3g} nats a response): a longer run (--max_steps) goes further along this line."
+    )
+
+
+def _settled(rows: Sequence[Mapping]) -> str | None:
+    """Neither has moved for long: the penalty weighs as much as the score gains."""
+    score, kl = (course(rows, f"objective/{name}", SETTLED_FROM) for name in ("scores", "kl"))
+    if score is None or kl is None or score.rose or not kl.steady or kl.after <= KL_MOVED:
+        return None
+    if at_end(rows, "objective/kl_coef") == 0.0:
+        return None
+    return (
+        f"Score and KL have settled (score {score.after:.3g}, KL {kl.after:.3g} nats a response, over the last two "
+        "thirds): a longer run brings little, a lower --kl_coef goes further."
+    )
