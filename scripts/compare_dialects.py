@@ -179,7 +179,15 @@ def free_port() -> int:
 def run_dialect(words: list[str], ranks: int, port: int | None, log: Path) -> None:
     """Start a run and wait for it; what it prints goes into `log`. Raises UserError if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    launcher = ["deepspeed", "--quiet", "--num_gpus", str(ranks), "--master_port", str(port or free_port())]
+    launcher = [
+        "deepspeed",
+        "--log_level",
+        "critical",
+        "--num_gpus",
+        str(ranks),
+        "--master_port",
+        str(port or free_port()),
+    ]
     with log.open("w") as printed:
         ended = subprocess.run([*launcher, *words], cwd=ROOT, stdout=printed, stderr=subprocess.STDOUT)
     if ended.returncode:

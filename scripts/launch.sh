@@ -29,7 +29,7 @@ launch() {
     for word in "$@"; do
         [ "$word" != --dry_run ] || exec python -m training.program.dry_run "${command[@]}" "$program" "$@"
     done
-    exec "${command[@]}" "$program" "$@"
+    exec "${command[@]}" --log_level critical "$program" "$@"  # or it repeats the whole command after a message
 }
 
 step="${1:-}"

@@ -9,7 +9,7 @@ set -euo pipefail
 out="$1" ranks="$2"
 
 say() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - ${started:-0})); }
-launch() { deepspeed --quiet --num_gpus "$ranks" --master_port "$(free_port)" "$@" --dtype fp32; }
+launch() { deepspeed --log_level critical --num_gpus "$ranks" --master_port "$(free_port)" "$@" --dtype fp32; }
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 
 say "corpus, tokenizer and an untrained model"

@@ -112,7 +112,7 @@ def record(tree: Path, models: Path, out: Path, only: str) -> None:
             continue
         command = [
             "deepspeed",
-            "--quiet",
+            *("--log_level", "critical"),
             "--num_gpus",
             str(ranks),
             "--master_port",

@@ -12,7 +12,7 @@ model="$(realpath "$1")" data="$(realpath "$2")" out="$(realpath -m "$3")"
 mkdir -p "$out"
 cd "$root"
 
-launch() { deepspeed --quiet --num_gpus 2 --master_port "${MASTER_PORT:-29500}" "$@"; }
+launch() { deepspeed --log_level critical --num_gpus 2 --master_port "${MASTER_PORT:-29500}" "$@"; }
 
 if [ ! -e "$out/sft/config.json" ]; then
     launch training/step1_sft.py --model_name_or_path "$model" --data_path "$data/sft.jsonl" --output_dir "$out/sft" \

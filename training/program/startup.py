@@ -24,6 +24,7 @@ from training.flags.absolute_paths import make_paths_absolute
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
 from training.program import output_lock, stopping, unwritten
+from training.program.error_file import write_error_file
 from training.program.member import print_line
 from training.program.output_folder import check_output_dirs
 from training.program.phases import phase
@@ -153,7 +154,9 @@ def _parse(arguments_class: type, argv: Sequence[str], description: str):
 def _told(error: UserError) -> int:
     """Print a mistake once, by rank 0 or the rank that it befell alone; returns the exit code."""
     if os.environ.get("RANK", "0") == "0" or not isinstance(error, SharedError):
-        print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
+        message = f"error: {visible(str(error))}"
+        print(message, file=sys.stderr, flush=True)
+        write_error_file(message)
     else:
         time.sleep(5)  # the launcher kills all ranks once one has gone: let the main one print first
     return USER_ERROR

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from engine import distributed
 from training.program import output_lock
+from training.program.error_file import write_error_file
 from training.program.launchers import Launchers
 from training.program.member import Member, print_line
 from training.program.phases import place
@@ -93,6 +94,7 @@ class Watch:
 
     def tell(self, trouble: str) -> None:
         """Have one rank print what befell this one, and all of them end; where none does, this one prints it."""
+        write_error_file(trouble)
         if self.member is not None:
             self.member.say(trouble=trouble)
             time.sleep(TOLD_WITHIN)

@@ -1,0 +1,34 @@
+"""torchrun's report of a failure says what ours said."""
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from engine.errors import SharedError
+from training.program.error_file import ENVIRONMENT, write_error_file
+from training.program.startup import _told
+
+
+def report_of(file) -> str:
+    """As torchrun prints it for rank 0, which left this file and ended with exit code 2."""
+    failure = ProcessFailure(local_rank=0, pid=4, exitcode=2, error_file=str(file))
+    return str(ChildFailedError("step3_rlhf.py", {0: failure}))
+
+
+def test_the_report_ends_with_our_message(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv(ENVIRONMENT, str(file))
+    assert "To enable traceback" in report_of(file)
+    assert _told(SharedError("--max_steps -3: must be at least 1.")) == 2
+    assert capsys.readouterr().err == "error: --max_steps -3: must be at least 1.\n"
+    assert "  traceback : error: --max_steps -3: must be at least 1.\n" in report_of(file)
+    assert "To enable traceback" not in report_of(file)
+
+
+def test_without_torchrun_and_where_nothing_can_be_written(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    write_error_file("a")
+    monkeypatch.setenv(ENVIRONMENT, "")  # as where it keeps no logs
+    write_error_file("a")
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "absent" / "error.json"))
+    write_error_file("a")
+    assert list(tmp_path.iterdir()) == []
