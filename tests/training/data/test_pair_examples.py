@@ -27,6 +27,25 @@ def test_pairs_without_a_difference_are_left_out():
         pairs((" b", " b"))
 
 
+def test_equal_answers_are_told_from_those_that_are_too_long():
+    long = " b c d e f g h"
+    # Equal; equal within 4 tokens; different there; short.
+    answers = (long, long), (long, long + " i"), (" c" + long, long), (" b", " c")
+    for overlong, kept, dropped in (("cut_prompt", 2, 1), ("cut_answer", 2, 1), ("drop", 1, 2)):
+        examples = pairs(*answers, max_length=4, overlong=overlong)
+        assert (len(examples), examples.dropped, examples.equal) == (kept, dropped, 1)
+
+
+def test_both_sides_lose_the_same_of_their_prompt():
+    row = {"prompt": "a b c d e", "chosen": " f", "rejected": " g h i"}
+    # The longer answer has 4 tokens with EOS, which leaves 3 of 7 to the prompt.
+    examples = PairExamples([row], word_tokenizer(), 7)
+    assert list(examples) == [([12, 13, 14, 15, EOS], [12, 13, 14, 16, 17, 18, EOS])] and examples.cut == 1
+    assert list(PairExamples([row], word_tokenizer(), 7, overlong="cut_answer")) == [
+        ([10, 11, 12, 13, 14, 15, EOS], [10, 11, 12, 13, 14, 16, 17])
+    ]
+
+
 def test_pair_batch():
     batch = collate_pairs(
         [Pair([10, 11, EOS], [10, 12, 13, EOS]), Pair([10, 11], [10, 11, PAD]), Pair([14, EOS], [10, EOS])], pad_id=PAD

@@ -9,9 +9,11 @@ from tests.training.data.tiny_tokenizers import word_tokenizer
 from training.data.pair_examples import PairExamples
 from training.data.prompts import Prompts
 from training.data.sft_examples import SFTExamples
+from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
 from training.program.data_lines import counted, too_long
 from training.reporting.shown_rows import shown_rows
+from training.step2_reward import first_lines
 
 WORDS = "Human: Assistant:"
 TOKENIZER = word_tokenizer("<s>", words=WORDS)
@@ -125,6 +127,25 @@ def test_at_the_start_of_a_run_one_row_of_each_kind_that_does_not_fit_is_shown()
         "    '<s>' [5 tokens cut] ' Human: d Assistant:' -> ' e f </s>'",
     ]
     assert too_long(sft([SHORT]), "texts", "--max_seq_len", 8, "cut_prompt", TOKENIZER, whole=False) == []
+
+
+def test_step_2_tells_of_the_prompts_that_it_normalises_on_too():
+    args = RewardFlags(
+        output_dir="o", data_path=["d"], model_name_or_path="m", max_seq_len=20, max_prompt_seq_len=5, overlong="drop"
+    )
+    pairs = PairExamples([{"prompt": "a", "chosen": " b", "rejected": " c"}] * 16, TOKENIZER, 20)
+    prompts = Prompts([ROW, SHORT, SHORT, SHORT], TOKENIZER, 5, "drop")
+    assert first_lines(args, TOKENIZER, pairs, pairs, prompts) == [
+        "16 pairs (0 cut, 0 dropped), 16 held out; 1 steps on 1 rank",
+        "3 prompts (0 cut, 1 dropped: 25.0 %) to normalise scores on",
+        "warning: 25.0 % of the rows are longer than --max_prompt_seq_len 5, and were dropped; 95 % of them fit into "
+        "9. Give --max_prompt_seq_len 9, if the model and memory allow, or give --overlong cut_prompt, which keeps "
+        "answers.",
+    ]
+    fitting = Prompts([SHORT], TOKENIZER, 5)
+    assert len(first_lines(args, TOKENIZER, pairs, pairs, fitting)) == len(
+        first_lines(args, TOKENIZER, pairs, pairs, None)
+    )
 
 
 def test_a_dry_run_shows_three_rows_of_each_kind(tmp_path, capsys, monkeypatch):
