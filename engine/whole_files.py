@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -33,12 +34,12 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 
 def sync(path: Path) -> None:
     """Have the system put a file, or the names in a folder, on the disk; some file systems have no such call for
-    folders, and need none."""
+    folders, and need none. Raises: OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:
-        if not path.is_dir():
+    except OSError as error:
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:
         os.close(descriptor)

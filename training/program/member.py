@@ -5,11 +5,11 @@ import os
 import socket
 import sys
 import time
-from pathlib import Path
 
 from engine import trace
 from training.program.lines import Lines
 from training.program.phases import place
+from training.program.processes import state_of, this_machine
 from training.program.roll_call import LINE, ROUND, SETTLE, SILENT, STOPPED_STATES, Verdict, where
 
 
@@ -20,7 +20,7 @@ class Member:
     """
 
     def __init__(self, rank: int, host: str, port: int, token: str):
-        self.rank, self.machine = rank, this_machine()
+        self.rank, self.machine = rank, this_machine() or socket.gethostname()
         self.verdict: Verdict | None = None
         self.others_left = False
         self.words: dict = {}  # what is said of this rank beside its place: "left", "trouble"
@@ -124,19 +124,6 @@ class Member:
 
     def _place_of_first(self) -> str:
         return f"(process {self._first['pid']} on {self._first['host']})" if self._first else ""
-
-
-def this_machine() -> str:
-    """What two processes have in common that can see each other: the boot of the machine, and the process ids."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-
-
-def state_of(pid: int) -> str | None:
-    """The state of a process by the kernel: "R", "S", "T" where it is stopped; None where it is not there."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return None
 
 
 def print_line(message: str) -> None:

@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from engine.errors import RunStopped, UserError
+from training.program.processes import start_of, this_machine
 
 LOCK_FILE = "run.lock"
 REFRESHED, STALE = 15.0, 300.0  # seconds
@@ -150,8 +151,8 @@ def this_process() -> dict:
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "machine": _machine(),
-        "process_started": _start_time(os.getpid()),
+        "machine": this_machine(),
+        "process_started": start_of(os.getpid()),
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
     }
@@ -177,10 +178,10 @@ def _read_soon(path: Path) -> dict:
 
 def is_stale(record: dict, path: Path) -> bool:
     """Whether the holder is gone. An unreadable file is being written, or was when its process was killed."""
-    if record.get("machine") == _machine() and isinstance(record.get("pid"), int):
+    if record.get("machine") == this_machine() and isinstance(record.get("pid"), int):
         if record["pid"] == os.getpid():  # an earlier run of this very process, which did not end in order
             return _held is None or _held.record["token"] != record.get("token")
-        return _start_time(record["pid"]) != record.get("process_started")
+        return start_of(record["pid"]) != record.get("process_started")
     return _age(path) > STALE
 
 
@@ -188,7 +189,7 @@ def described(record: dict) -> str:
     """The holder in words."""
     if not record:
         return "which one its run.lock does not say"
-    where = "on this machine" if record.get("machine") == _machine() else f"on {record.get('host')}"
+    where = "on this machine" if record.get("machine") == this_machine() else f"on {record.get('host')}"
     command = textwrap.shorten(str(record.get("command")), SHOWN, placeholder=" ...")
     return f"process {record.get('pid')} {where} since {record.get('since')} ({command})"
 
@@ -203,21 +204,3 @@ def _age(path: Path) -> float:
         return 0.0
     finally:
         probe.unlink(missing_ok=True)
-
-
-def _machine() -> str | None:
-    """The running system and the container, in which a process's number means something; None where unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return None
-
-
-def _start_time(pid: int) -> str | None:
-    """When a living process began, in ticks since the machine did; None for one that is gone or only waited for."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from engine.errors import UserError
-from training.restarts.layout import CONFIG, EMA, PARTIAL, sync_folder
+from engine.whole_files import sync
+from training.restarts.layout import CONFIG, EMA, PARTIAL
 from training.restarts.resume_point import ResumePoint
 from training.restarts.shard_files import ShardFiles, write_bytes, write_tensors
 
@@ -118,13 +119,13 @@ def export(
         partial.mkdir(parents=True)
         _write(tensors, max_shard_size, partial)
         _write_config(found.folder / CONFIG / model, dtype, partial)
-        sync_folder(partial)
+        sync(partial)
         partial.rename(folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}). Make room, or give another folder.") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     return folder
 
 

@@ -58,12 +58,3 @@ def set_aside(folder: Path) -> Path:
     names = (folder.with_name(f"{folder.name}{ABANDONED}{number}") for number in ("", *range(2, 10_000)))
     aside = next(name for name in names if not os.path.lexists(name))
     return folder.rename(aside)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the disk hold the names that stand in a folder: those of new and of renamed files."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from engine import distributed
+from engine.whole_files import sync
 from engine.zero.shards import Shard
-from training.restarts.layout import MANIFEST, PARTIAL, sync_folder
+from training.restarts.layout import MANIFEST, PARTIAL
 from training.restarts.manifest import Manifest
 from training.restarts.shard_files import FileRecord, write_bytes, write_shards
 
@@ -82,7 +83,7 @@ class PendingPoint:
 
     def _announce(self, files: Mapping[str, FileRecord]) -> None:
         for folder in {(self.partial / name).parent for name in files}:
-            sync_folder(folder)
+            sync(folder)
         path = self._announcement(self._rank)
         unfinished = path.with_suffix(".tmp")
         unfinished.unlink(missing_ok=True)
@@ -103,11 +104,11 @@ class PendingPoint:
         manifest = Manifest(self.step, dict(sorted(files.items())))
         write_bytes(self.partial / MANIFEST, manifest.text().encode())
         for folder in [path for path in self.partial.rglob("*") if path.is_dir()]:
-            sync_folder(folder)
-        sync_folder(self.partial)
+            sync(folder)
+        sync(self.partial)
         self.partial.rename(self.final)
-        sync_folder(self.final.parent)
-        sync_folder(self.final.parent.parent)
+        sync(self.final.parent)
+        sync(self.final.parent.parent)
         self.seconds, self.size = time.monotonic() - self.started, manifest.size
         self.outcome = Outcome(whole=True)
 

@@ -12,6 +12,7 @@ import pytest
 from engine.errors import RunStopped, UserError
 from training.program import output_lock
 from training.program.output_lock import LOCK_FILE, STALE
+from training.program.processes import start_of
 
 HOLD = """
 import sys
@@ -97,7 +98,7 @@ def test_a_number_that_another_process_has_by_now_is_no_holder(tmp_path):
 
 def test_a_living_process_is_one_however_old_its_lock(tmp_path):
     parent = os.getppid()
-    aged(write(tmp_path, pid=parent, process_started=output_lock._start_time(parent)), 10 * STALE)
+    aged(write(tmp_path, pid=parent, process_started=start_of(parent)), 10 * STALE)
     with pytest.raises(UserError, match=f"process {parent} on this machine"):
         output_lock.take(tmp_path)
 
@@ -105,7 +106,7 @@ def test_a_living_process_is_one_however_old_its_lock(tmp_path):
 def test_of_a_long_command_the_beginning_is_shown(tmp_path):
     parent = os.getppid()
     command = "training/step3_rlhf.py" + " --flag value" * 50
-    write(tmp_path, pid=parent, process_started=output_lock._start_time(parent), command=command)
+    write(tmp_path, pid=parent, process_started=start_of(parent), command=command)
     with pytest.raises(UserError, match=r"\(training/step3_rlhf.py .{60,80} \.\.\.\)\. Wait for its end"):
         output_lock.take(tmp_path)
 
