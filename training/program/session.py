@@ -41,7 +41,10 @@ class Session:
         self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
         logged = trainer.steps_done - (self.owed is not None)
         self.writer = open_writer(
-            args, total_steps=plan.last_step, view=views.PPO, resume_step=logged if plan.resume else None
+            args,
+            total_steps=plan.last_step,
+            view=views.averaged(views.PPO) if self.models.ema is not None else views.PPO,
+            resume_step=logged if plan.resume else None,
         )
         self.checkpoints = Checkpoints(
             self.output_dir,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from training.reporting.standard_errors import NOISE
 from training.reporting.views import View
 
 
@@ -23,18 +24,18 @@ class TensorBoardSink:
         threading.excepthook = _told_elsewhere
         self._name, self._view = name, view
         self._writer = SummaryWriter(str(log_dir), purge_step=0 if resume_step is None else resume_step + 1)
-        # The tab takes names for regular expressions, and their beginnings for matches.
-        self._writer.add_custom_scalars(
-            {
-                section: {title: ["Multiline", [f"{name}$" for name in names]] for title, names in charts.items()}
-                for section, charts in view.charts.items()
-            }
-        )
+        self._with_bounds = {name for charts in view.held_out.values() for name in charts.values()}
+        self._writer.add_custom_scalars(_layout(view))
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step; the file is flushed at least every two minutes."""
+        """Write the metrics of a step, and the bounds that held-out charts draw; the file is flushed at least every two
+        minutes."""
         for name, value in {"samples": samples, **metrics}.items():
             self._writer.add_scalar(name, value, step)
+            if name in self._with_bounds:
+                margin = NOISE * metrics.get(f"{name}_se", 0.0)
+                for bound, end in zip(_bounds(name), (value - margin, value + margin)):
+                    self._writer.add_scalar(bound, end, step)
 
     def text(self, step: int, tag: str, markdown: str) -> None:
         """Write a text, which the TEXT tab shows above those of earlier steps."""
@@ -63,6 +64,29 @@ class TensorBoardSink:
     def close(self) -> None:
         """Write out what is buffered."""
         self._writer.close()
+
+
+def _bounds(name: str) -> tuple[str, str]:
+    """The names of a held-out metric's lower and upper bound."""
+    below = name.removeprefix("eval/")
+    return f"bounds/{below}_low", f"bounds/{below}_high"
+
+
+def _layout(view: View) -> dict:
+    """The Custom Scalars tab, for SummaryWriter.add_custom_scalars.
+
+    Held-out metrics, a few points, have charts with margins: the tab's smoothing (0.6 at first) leaves those as they are,
+    and would draw a line far from three points. In the others names are regular expressions, and beginnings match.
+    """
+    held_out = {
+        section: {title: ["Margin", [name, *_bounds(name)]] for title, name in charts.items()}
+        for section, charts in view.held_out.items()
+    }
+    training = {
+        section: {title: ["Multiline", [f"{name}$" for name in names]] for title, names in charts.items()}
+        for section, charts in view.charts.items()
+    }
+    return held_out | training
 
 
 def _told_elsewhere(failure: threading.ExceptHookArgs) -> None:

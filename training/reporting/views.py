@@ -1,9 +1,11 @@
 """What a program puts before people's eyes, and in which order: one View a program.
 
-The names are those of docs/metrics.md. A chart may list metrics that a run does not have (no EMA, no critic): it shows
-those that it has.
+The names are those of docs/metrics.md. A chart may list metrics that a run does not have (no critic): it shows those that
+it has. One TensorBoard may show the runs of all three steps: sections of one title become one, charts that are equal one
+chart, and a metric is drawn for every run that has it.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,13 +16,20 @@ class View:
 
     bar: label -> metric. tuned: the settings seen first in the table, where the others are columns to be ticked.
     compared: the metrics by which it compares runs. charts: section -> chart -> its metrics; three charts make a row.
+    held_out: the same, a metric a chart: drawn as measured, with its margin of error.
     """
 
     bar: Mapping[str, str]
     tuned: tuple[str, ...]
     compared: tuple[str, ...]
     charts: Mapping[str, Mapping[str, tuple[str, ...]]]
+    held_out: Mapping[str, Mapping[str, str]]
 
+
+_TIME_AND_MEMORY = {
+    "seconds a step": ("time/step", "time/generate", "time/make_experience", "time/train", "time/checkpoint"),
+    "peak memory, 10^9 bytes": ("memory/peak_gb",),
+}
 
 PPO = View(
     bar={"score": "objective/scores", "kl": "objective/kl", "length": "rollout/response_length"},
@@ -35,8 +44,8 @@ PPO = View(
     ),
     charts={
         "score and KL": {
-            "score": ("objective/scores", "eval/score", "eval/ema_score"),
-            "KL to the reference, nats a response": ("objective/kl", "eval/kl", "eval/ema_kl"),
+            "score": ("objective/scores",),
+            "KL to the reference, nats a response": ("objective/kl",),
             "reward: score with the KL penalty, the penalty alone": (
                 "objective/rlhf_reward",
                 "objective/non_score_reward",
@@ -46,9 +55,8 @@ PPO = View(
             "entropy, nats a token": ("objective/entropy",),
         },
         "responses": {
-            "length, tokens": ("rollout/response_length", "eval/response_length", "eval/ema_response_length"),
+            "length, tokens": ("rollout/response_length",),
             "share that ended by itself": ("rollout/eos_rate",),
-            "distinct bigrams": ("eval/distinct_bigrams", "eval/ema_distinct_bigrams"),
             "compressed together, bytes a token": ("eval/compressed_bytes", "eval/ema_compressed_bytes"),
             "new words, share": ("eval/new_words", "eval/ema_new_words"),
         },
@@ -67,17 +75,32 @@ PPO = View(
             "gradient norms": ("policy/grad_norm", "value/grad_norm"),
             "advantages before whitening, standard deviation": ("advantages/std",),
         },
-        "time and memory": {
-            "seconds a step": ("time/step", "time/generate", "time/make_experience", "time/train", "time/checkpoint"),
-            "tokens generated per second": ("rollout/tokens_per_second",),
-            "peak memory, 10^9 bytes": ("memory/peak_gb",),
+        "time and memory": _TIME_AND_MEMORY | {"tokens generated per second": ("rollout/tokens_per_second",)},
+    },
+    held_out={
+        "held-out prompts": {
+            "score, held out": "eval/score",
+            "KL to the reference, held out": "eval/kl",
+            "score, change since before training": "eval/score_change",
+            "length, held out": "eval/response_length",
+            "distinct bigrams, held out": "eval/distinct_bigrams",
         },
     },
 )
 
+
+def averaged(view: View) -> View:
+    """With the held-out charts of the averaged weights, too."""
+    sections = {
+        f"{section}, EMA": {f"{title}, EMA": name.replace("eval/", "eval/ema_") for title, name in charts.items()}
+        for section, charts in view.held_out.items()
+    }
+    return dataclasses.replace(view, held_out={**view.held_out, **sections})
+
+
 _SUPERVISED = {
     "optimizer": {"learning rate": ("train/lr",), "gradient norm": ("train/grad_norm",)},
-    "time and memory": {"seconds a step": ("time/step",), "peak memory, 10^9 bytes": ("memory/peak_gb",)},
+    "time and memory": _TIME_AND_MEMORY,
 }
 _TUNED = ("learning_rate", "model_name_or_path", "num_train_epochs", "per_device_train_batch_size", "seed")
 
@@ -86,8 +109,11 @@ SFT = View(
     tuned=_TUNED,
     compared=("eval/loss", "eval/perplexity", "train/loss"),
     charts={
-        "loss": {"loss, nats a token": ("train/loss", "eval/loss"), "perplexity": ("eval/perplexity",)},
+        "texts": {"loss, nats a token": ("train/loss",)},
         **_SUPERVISED,
+    },
+    held_out={
+        "held-out texts": {"loss, nats a token, held out": "eval/loss", "perplexity, held out": "eval/perplexity"}
     },
 )
 
@@ -97,11 +123,19 @@ REWARD = View(
     compared=("eval/accuracy", "eval/margin", "train/pair_loss"),
     charts={
         "pairs": {
-            "accuracy": ("train/accuracy", "eval/accuracy"),
-            "loss, nats a pair": ("train/pair_loss", "eval/pair_loss"),
-            "margin": ("train/margin", "eval/margin"),
-            "margin, standard deviation": ("train/margin_std", "eval/margin_std"),
+            "accuracy": ("train/accuracy",),
+            "loss, nats a pair": ("train/pair_loss",),
+            "margin": ("train/margin",),
+            "margin, standard deviation": ("train/margin_std",),
         },
         **_SUPERVISED,
+    },
+    held_out={
+        "held-out pairs": {
+            "accuracy, held out": "eval/accuracy",
+            "loss, nats a pair, held out": "eval/pair_loss",
+            "margin, held out": "eval/margin",
+            "margin, standard deviation, held out": "eval/margin_std",
+        },
     },
 )
