@@ -293,7 +293,7 @@ class SupervisedTrainer:
         units = gathered(size, measured)
         if self.steps_done == 0:
             self.before = units
-        return self.summarize(units, self.before if self.steps_done else None)
+        return self.summarize(units, self.before)
 
 
 def seed_dropout(seed: int, step: int) -> None:

@@ -90,7 +90,7 @@ def test_held_out_errors_count_each_prompt_once_and_pair_it_with_itself(runs, ki
     """Two ranks answer six, since five do not divide: the sixth is a repeat."""
     for rank in runs[kind]:
         (metrics_before, before), metrics, after = rank["eval_before"], rank["eval_metrics"], rank["eval_rows"]
-        assert "eval/score_change" not in metrics_before
+        assert metrics_before["eval/score_change"] == metrics_before["eval/score_change_se"] == 0.0
         for metric, column in {"eval/score": "score", "eval/kl": "kl", "eval/response_length": "tokens"}.items():
             values = [row[column] for row in after]
             changes = [row[column] - old[column] for row, old in zip(after, before, strict=True)]

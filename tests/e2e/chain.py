@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.e2e.programs import Result, Tiny, launch
+from training.reporting.standard_errors import ENDINGS
 
 STEPS, EVALUATED = 4, 8
 EVERY_STEP = {
@@ -27,9 +28,8 @@ EVERY_STEP = {
 EVALUATION = {
     f"eval/{name}" for name in ("score", "score_std", "kl", "response_length", "distinct_bigrams", "distinct_responses")
 } | {f"eval/{name}" for name in ("compressed_bytes", "new_words")}
-EVALUATION |= {f"eval/{name}_se" for name in ("score", "kl", "response_length", "new_words")}
-CHANGES = {name.replace("_se", ending) for name in EVALUATION for ending in ("_change", "_change_se") if "_se" in name}
-AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION | CHANGES}
+EVALUATION |= {f"eval/{name}{ending}" for name in ("score", "kl", "response_length", "new_words") for ending in ENDINGS}
+AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION}
 MACHINE = ("time/", "memory/", "checkpoint/", "rollout/tokens_per_second")
 """What differs between two runs of the same numbers."""
 

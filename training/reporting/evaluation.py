@@ -75,9 +75,9 @@ class Evaluator:
             self.first = responses
         if self.first is not None:
             units["new_words"] = new_words(responses, self.first, [row["prompt"] for row in rows])
-        metrics = with_errors(_estimates(units), _estimates(self.before) if step and self.before else None)
         if step == 0:
             self.before = units
+        metrics = with_errors(_estimates(units), self.before and _estimates(self.before))
         metrics["eval/score_std"] = statistics.pstdev(row["score"] for row in rows)
         metrics["eval/distinct_responses"] = float(len(set(responses)))
         metrics["eval/distinct_bigrams"] = float(distinct_bigrams(responses))

@@ -69,17 +69,18 @@ class TensorBoardSink:
 def _bounds(name: str) -> tuple[str, str]:
     """The names of a held-out metric's lower and upper bound."""
     below = name.removeprefix("eval/")
-    return f"bounds/{below}_low", f"bounds/{below}_high"
+    return f"two_standard_errors/{below}_low", f"two_standard_errors/{below}_high"
 
 
 def _layout(view: View) -> dict:
     """The Custom Scalars tab, for SummaryWriter.add_custom_scalars.
 
-    Held-out metrics, a few points, have charts with margins: the tab's smoothing (0.6 at first) leaves those as they are,
-    and would draw a line far from three points. In the others names are regular expressions, and beginnings match.
+    Held-out metrics, a few points, have charts with margins: the tab's smoothing (0.6 at first) leaves those as they
+    are, and would draw a line far from three points. Charts with margins are shown from a section's last to its first.
+    In the others names are regular expressions, and beginnings match.
     """
     held_out = {
-        section: {title: ["Margin", [name, *_bounds(name)]] for title, name in charts.items()}
+        section: {title: ["Margin", [name, *_bounds(name)]] for title, name in reversed(charts.items())}
         for section, charts in view.held_out.items()
     }
     training = {

@@ -1,8 +1,8 @@
 """What a program puts before people's eyes, and in which order: one View a program.
 
-The names are those of docs/metrics.md. A chart may list metrics that a run does not have (no critic): it shows those that
-it has. One TensorBoard may show the runs of all three steps: sections of one title become one, charts that are equal one
-chart, and a metric is drawn for every run that has it.
+The names are those of docs/metrics.md. A chart may list metrics that a run does not have (no critic): it shows those
+that it has. One TensorBoard may show the runs of all three steps: sections of one title become one, charts that are
+equal one chart, and a metric is drawn for every run that has it.
 """
 
 import dataclasses
@@ -57,8 +57,6 @@ PPO = View(
         "responses": {
             "length, tokens": ("rollout/response_length",),
             "share that ended by itself": ("rollout/eos_rate",),
-            "compressed together, bytes a token": ("eval/compressed_bytes", "eval/ema_compressed_bytes"),
-            "new words, share": ("eval/new_words", "eval/ema_new_words"),
         },
         "policy": {
             "clip fraction": ("policy/clipfrac",),
@@ -84,6 +82,8 @@ PPO = View(
             "score, change since before training": "eval/score_change",
             "length, held out": "eval/response_length",
             "distinct bigrams, held out": "eval/distinct_bigrams",
+            "compressed together, bytes a token": "eval/compressed_bytes",
+            "new words, share": "eval/new_words",
         },
     },
 )

@@ -52,22 +52,56 @@ def test_what_an_earlier_run_left_in_the_folder_is_hidden(tmp_path):
     assert [(e.step, e.value) for e in events_in(tmp_path).Scalars("policy/loss")] == [(0, 2.0)]
 
 
-def test_curves_are_grouped_by_exact_names(tmp_path):
+def _sections(log_dir) -> dict[str, dict[str, object]]:
+    """The charts of the Custom Scalars tab, by section and title."""
     from tensorboard.plugins.custom_scalar import layout_pb2
 
-    _sink(tmp_path).close()
-    (event,) = events_in(tmp_path).Tensors("custom_scalars__config__")
+    (event,) = events_in(log_dir).Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    sections = {
-        section.title: {chart.title: list(chart.multiline.tag) for chart in section.chart}
-        for section in layout.category
-    }
-    assert list(sections) == list(views.PPO.charts)
-    (kl,) = (tags for title, tags in sections["score and KL"].items() if title.startswith("KL to the reference"))
+    return {section.title: {chart.title: chart for chart in section.chart} for section in layout.category}
+
+
+def test_curves_are_grouped_by_exact_names(tmp_path):
+    _sink(tmp_path).close()
+    sections = _sections(tmp_path)
+    assert list(sections) == [*views.PPO.held_out, *views.PPO.charts]
+    (kl,) = (chart for title, chart in sections["score and KL"].items() if title.startswith("KL to the reference"))
     names = ("objective/kl", "objective/kl_coef", "objective/kl_per_token", "eval/kl", "eval/ema_kl")
     # the plugin asks re.match for each tag, as here
-    shown = {name for name in names if any(re.match(tag, name) for tag in kl)}
-    assert shown == {"objective/kl", "eval/kl", "eval/ema_kl"}
+    assert {name for name in names if any(re.match(tag, name) for tag in kl.multiline.tag)} == {"objective/kl"}
+
+
+def test_held_out_metrics_have_margins_of_two_standard_errors(tmp_path):
+    """Such charts are not smoothed. One needs a value and both bounds at the same steps, or it shows an error."""
+    sink = _sink(tmp_path, view=views.averaged(views.PPO))
+    sink.log(0, 0, {"eval/score": 1.0, "eval/score_se": 0.25, "eval/distinct_bigrams": 700.0})
+    sink.log(1, 8, {"objective/scores": 1.0})
+    sink.log(2, 16, {"eval/score": 2.0, "eval/score_se": 0.5, "eval/ema_score": 1.5, "eval/distinct_bigrams": 600.0})
+    sink.close()
+    sections, events = _sections(tmp_path), events_in(tmp_path)
+
+    def drawn(section: str, title: str) -> list[list[tuple[int, float]]]:
+        (series,) = sections[section][title].margin.series
+        return [[(e.step, e.value) for e in events.Scalars(t)] for t in (series.value, series.lower, series.upper)]
+
+    assert drawn("held-out prompts", "score, held out") == [
+        [(0, 1.0), (2, 2.0)],
+        [(0, 0.5), (2, 1.0)],
+        [(0, 1.5), (2, 3.0)],
+    ]
+    assert drawn("held-out prompts", "distinct bigrams, held out") == [[(0, 700.0), (2, 600.0)]] * 3
+    assert drawn("held-out prompts, EMA", "score, held out, EMA") == [[(2, 1.5)]] * 3
+
+
+def test_charts_of_one_step_draw_nothing_of_another(tmp_path):
+    """Of steps 1 and 2 in one TensorBoard, which share the names that say the same of both."""
+    drawn = [
+        {name for charts in view.charts.values() for names in charts.values() for name in names}
+        | {name for charts in view.held_out.values() for name in charts.values()}
+        for view in (views.SFT, views.REWARD)
+    ]
+    shared = {name for name in drawn[0] & drawn[1] if not name.startswith("time/")}
+    assert shared == {"train/lr", "train/grad_norm", "memory/peak_gb"}
 
 
 def test_the_table_of_runs_has_settings_and_metrics_of_this_very_run(tmp_path):
@@ -117,5 +151,6 @@ def test_settings_become_one_flat_row():
 @pytest.mark.parametrize("view", [views.PPO, views.SFT, views.REWARD])
 def test_no_curve_stands_in_two_charts_of_a_view(view):
     names = [name for charts in view.charts.values() for names in charts.values() for name in names]
+    names += [name for charts in view.held_out.values() for name in charts.values()]
     assert len(names) == len(set(names))
     assert set(view.compared) | set(view.bar.values()) <= set(names), "what is compared is also drawn"
