@@ -1,6 +1,7 @@
 """Training on a function's scores without a reward model, at stage 0 in one process and under ZeRO-3 on two ranks."""
 
 import statistics
+import zlib
 
 import pytest
 import torch
@@ -98,6 +99,24 @@ def test_held_out_errors_count_each_prompt_once_and_pair_it_with_itself(runs, ki
             assert metrics[f"{metric}_change"] == pytest.approx(statistics.fmean(changes), abs=1e-9)
             assert metrics[f"{metric}_change_se"] == pytest.approx(statistics.stdev(changes) / HELD_OUT**0.5)
         assert metrics["eval/kl_change_se"] > 0 and metrics["eval/score_se"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_held_out_responses_hold_is_told_of_all_ranks_together(runs, kind):
+    for rank in runs[kind]:
+        _, before = rank["eval_before"]
+        for metrics, rows in (rank["eval_before"], (rank["eval_metrics"], rank["eval_rows"])):
+            responses = [row["response"] for row in rows]
+            compressed = zlib.compress("\n".join(responses).encode(), 9)
+            assert metrics["eval/compressed_bytes"] == len(compressed) / sum(row["tokens"] for row in rows)
+            shares = []
+            for place, response in enumerate(responses):
+                known = {word for row in rows for word in row["prompt"].split()}
+                known |= {word for i, row in enumerate(before) if i != place for word in row["response"].split()}
+                words = response.split()
+                shares.append(sum(word not in known for word in words) / max(len(words), 1))
+            assert metrics["eval/new_words"] == pytest.approx(statistics.fmean(shares))
+        assert rank["eval_metrics"]["eval/new_words"] > 0
 
 
 def test_the_stages_give_the_same_held_out_rows(runs):

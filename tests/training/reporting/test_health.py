@@ -126,8 +126,33 @@ CASES = {
         LOOK,
         {"rollout_eos_rate": lambda t: 0.5 if t < 0.5 else 0.05},
     ),
+    "half as many end": (
+        "20% of responses ended by themselves at the end, the others hit the limit. At the start 40% did",
+        LOOK,
+        {"rollout_eos_rate": lambda t: 0.4 - 0.2 * min(t / 0.8, 1.0) if t > 0.1 else 0.4},
+    ),
     "none ever ended": ("They did not from the start", LOOK, {"rollout_eos_rate": lambda t: 0.0}),
     "score unmoved": ("the score did not rise: ", LOOK, {"objective_scores": lambda t: 0.02 * t}),
+    "score unmoved, KL steady": (
+        "KL to the reference was steady at 6 nats a response, so that the penalty, not time, holds the policy there: "
+        "lower --kl_coef",
+        LOOK,
+        {"objective_scores": lambda t: 0.02 * t, "objective_kl": lambda t: 6.0 * min(5 * t, 1.0)},
+    ),
+    "score unmoved, KL too": (
+        "the policy has hardly moved: raise --actor_learning_rate",
+        LOOK,
+        {"objective_scores": lambda t: 0.02 * t, "objective_kl": lambda t: 0.1 * t},
+    ),
+    "score unmoved, no penalty": (
+        "Train longer, raise --actor_learning_rate",
+        LOOK,
+        {
+            "objective_scores": lambda t: 0.02 * t,
+            "objective_kl": lambda t: 6.0 * min(5 * t, 1.0),
+            "objective_kl_coef": lambda t: 0.0,
+        },
+    ),
     "score fell": ("the score fell from ", ALARM, {"objective_scores": lambda t: -t}),
     "score fell back": ("and fell back to ", ALARM, {"objective_scores": lambda t: 4 * t * (1 - t) + 0.2 * t}),
     "degenerate": ("120 responses (4.7%) were degenerate", LOOK, {"rollout_degenerate": lambda t: 3.0}),
@@ -173,6 +198,8 @@ def test_what_stands_out_is_told(words, severity, curves):
         {"policy_clipfrac": lambda t: 0.9 if t == 0 else 0.1},
         {"policy_approxkl": lambda t: 0.04},
         {"rollout_eos_rate": lambda t: 0.15},
+        {"rollout_eos_rate": lambda t: 0.4 if t < 0.5 else 0.26},
+        {"value_grad_norm": lambda t: 20 * 0.01**t},  # a critic that learns: from 20 to 0.2, and no step stands out
         {"rollout_degenerate": lambda t: 0.5},
         {"policy_grad_norm": lambda t: 7.0 if t == 1 else 0.8},
         {"policy_grad_norm": lambda t: None if t == 0 else 0.8},
@@ -207,6 +234,55 @@ def test_answers_that_become_alike_for_their_length():
     assert "became alike: 2000 distinct bigrams before, 600 after, 40% for their length" in the_finding(rows).text
     rows[-1]["eval/distinct_bigrams"] = 780.0  # 26 a token
     assert the_finding(rows).severity == FINE
+
+
+def test_fewer_bigrams_that_compress_as_before_are_longer_responses():
+    rows = run()
+    rows[0]["eval/compressed_bytes"] = 0.8
+    rows[-1] |= {"eval/distinct_bigrams": 600.0, "eval/compressed_bytes": 0.6}
+    assert the_finding(rows).severity == FINE
+    rows[-1]["eval/compressed_bytes"] = 0.32
+    assert "compressed together they take 40% of the bytes a token" in the_finding(rows).text
+
+
+@pytest.mark.parametrize("last, error, told", [(0.46, 0.02, True), (0.36, 0.02, False), (0.46, 0.08, False)])
+def test_new_words_are_told_beyond_their_noise(last, error, told):
+    rows = run()
+    rows[0]["eval/new_words"] = 0.34
+    rows[-1] |= {"eval/new_words": last, "eval/new_words_change_se": error, "eval/distinct_bigrams": 3000.0}
+    words = "46% of a held-out response's words stood in no other response before training"
+    assert (words in the_finding(rows).text) == told
+
+
+# Of runs that are well: what a longer run, or another coefficient, would bring.
+OUTLOOKS = {
+    "both still rise": ("a longer run (--max_steps) goes further", {}),
+    "both have settled": (
+        "a lower --kl_coef goes further",
+        {"objective_scores": lambda t: min(8 * t, 2.0), "objective_kl": lambda t: min(32 * t, 8.0)},
+    ),
+    "settled without a penalty": (
+        None,
+        {
+            "objective_scores": lambda t: min(8 * t, 2.0),
+            "objective_kl": lambda t: min(32 * t, 8.0),
+            "objective_kl_coef": lambda t: 0.0,
+        },
+    ),
+    "the score alone rises": (None, {"objective_kl": lambda t: min(32 * t, 8.0)}),
+    "the KL alone rises": (None, {"objective_scores": lambda t: min(8 * t, 2.0)}),
+    "flat only since the learning rate is": (
+        None,
+        {"objective_scores": lambda t: 4 * t * (1 - t / 2), "objective_kl": lambda t: 4 * min(t, 0.7)},
+    ),
+}
+
+
+@pytest.mark.parametrize("advice, curves", OUTLOOKS.values(), ids=OUTLOOKS)
+def test_what_a_run_that_is_well_is_told(advice, curves):
+    finding = the_finding(run(**curves))
+    assert finding.severity == FINE
+    assert advice in finding.advice if advice else finding.advice == ""
 
 
 def test_alarms_come_first():

@@ -12,9 +12,9 @@ FEWEST_STEPS, SHARE = 8, 0.1
 """Fewer steps make no trend. Start and end of a run are its first and last tenth."""
 NOISE = 2.0
 """Standard errors by which two means must differ to count as different."""
-SETTLED_FROM, STEADY = 1 / 3, 0.1
+SETTLED_FROM, STEADY = 1 / 3, 0.05
 """What has settled has done so for two thirds of the run: over the last third alone the learning rate's schedule, which
-ends at 0, makes any curve flat. A tenth up or down is steady, however little noise there is."""
+ends at 0, makes any curve flat. A twentieth up or down is steady, however little noise there is."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ CLIPPED = 0.3
 """Share of tokens. The clip is for outliers, not for a third of all tokens."""
 APPROXKL_HIGH = 0.05
 """(log ratio)^2 / 2 of 0.05 is a typical ratio of exp(0.32) = 1.37, well past the usual clip range of 0.2."""
-SPIKE = 10.0
-"""Times the median gradient norm. Clipping bounds such a step, but its direction is that of few samples."""
+SPIKE, NEIGHBOURS = 10.0, 5
+"""Times the median gradient norm of so many steps before and after. Clipping bounds such a step, but its direction is
+that of few samples. The whole run's median will not do: a critic's norm falls to a tenth while it learns."""
 SKIPPED = 0.05
 """Share of steps without an update. fp16's loss scale is searched by overflowing: some at the start, few after."""
 FELL_BACK = 0.5
@@ -144,15 +145,18 @@ def updates_too_far(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
-    """Single steps whose gradient stands out."""
+    """Single steps whose gradient stands out among its neighbours: a norm that falls or rises slowly does not."""
     found = []
     for name in ("policy/grad_norm", "value/grad_norm"):
-        norms = column(rows, name)
-        usual = median(norms) if norms else 0.0
-        steps = [row["step"] for row in rows if row.get(name, 0.0) > SPIKE * usual]
-        if usual and steps:
+        present = having(rows, name)
+        norms = column(present, name)
+        usual = [median(norms[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS + 1]) for i in range(len(norms))]
+        spikes = [i for i, norm in enumerate(norms) if norm > SPIKE * usual[i] > 0.0]
+        if spikes:
+            worst = max(spikes, key=lambda i: norms[i] / usual[i])
             found.append(
-                f"{name} was up to {max(norms) / usual:.3g} times its median of {usual:.2g}, {at_steps(steps)}"
+                f"{name} was up to {norms[worst] / usual[worst]:.3g} times its median of {usual[worst]:.2g}, "
+                f"{at_steps([present[i]['step'] for i in spikes])}"
             )
     if not found:
         return None

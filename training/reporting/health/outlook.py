@@ -9,6 +9,8 @@ LAST_PART = 2 / 3
 """A run is on its way if it moved over its last third."""
 GAIN = 0.05
 """Share of the whole rise in score, between the halves of the last third: with less, a longer run brings little."""
+LITTLE = 0.1
+"""The same, between the middle and the last third: with less, the score has settled."""
 
 
 def outlook(rows: Sequence[Mapping]) -> str | None:
@@ -20,7 +22,7 @@ def _under_way(rows: Sequence[Mapping]) -> str | None:
     """Score and KL still rise together: the run moves along its line of score against KL."""
     score, kl = (course(rows, f"objective/{name}", LAST_PART) for name in ("scores", "kl"))
     first, last = at_start(rows, "objective/scores"), at_end(rows, "objective/scores")
-    if score is None or kl is None or not (score.rose and kl.rose):
+    if score is None or kl is None or not (score.rose and kl.rose) or kl.steady:
         return None
     if score.after - score.before < GAIN * (last - first):
         return None
@@ -33,9 +35,12 @@ def _under_way(rows: Sequence[Mapping]) -> str | None:
 def _settled(rows: Sequence[Mapping]) -> str | None:
     """Neither has moved for long: the penalty weighs as much as the score gains."""
     score, kl = (course(rows, f"objective/{name}", SETTLED_FROM) for name in ("scores", "kl"))
-    if score is None or kl is None or score.rose or not kl.steady or kl.after <= KL_MOVED:
+    first, last = at_start(rows, "objective/scores"), at_end(rows, "objective/scores")
+    if score is None or kl is None or not kl.steady or kl.after <= KL_MOVED:
         return None
-    if at_end(rows, "objective/kl_coef") == 0.0:
+    if score.after - score.before > max(score.error, LITTLE * (last - first)):
+        return None
+    if at_end(rows, "objective/kl_coef") == 0.0:  # no penalty holds it
         return None
     return (
         f"Score and KL have settled (score {score.after:.3g}, KL {kl.after:.3g} nats a response, over the last two "
