@@ -9,7 +9,6 @@ import torch
 from engine.experience import PromptBatch, Rollout
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy
-from engine.models.saving import save_trained
 from engine.reference import EngineReference, HydraReference
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
 from engine.zero.config import EngineConfig
@@ -18,6 +17,7 @@ from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import engine_spec, prompt_batch
 from tests.distributed.work_hydra import local_bytes
 from tests.engine.zero.inspecting import weights
+from training.program import model_folders
 
 LR = 1e-2
 RESPONSE = 4
@@ -52,7 +52,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
     engine.ema.update()
     found["end"] = weights(engine.actor), [shard.clone() for shard in engine.ema.means]
     found["saved"] = sorted(
-        save_trained(model, engine.tokenizer, f"{output}/{role}").name for role, model in engine.trained.items()
+        model_folders.save(model, engine.tokenizer, Path(output), role).name for role, model in engine.trained.items()
     )
     resumed = RLHFEngine.from_pretrained(alone)
     load_point(output, resumed)

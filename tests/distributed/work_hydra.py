@@ -1,12 +1,12 @@
 """Run by ranks: actors of which only the last layers train, with frozen copies of these for a reference."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from engine.experience import Rollout
 from engine.models.loading import load_policy
-from engine.models.saving import save_trained
 from engine.reference import EngineReference
 from engine.rlhf_engine import EngineSpec, RLHFEngine, frozen_model
 from engine.zero.config import EngineConfig
@@ -15,6 +15,7 @@ from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, timeless
 from tests.engine.zero.inspecting import parameter_bytes, pretend_cpus_have_fp16, weights
 from training.ppo_trainer import PPOTrainer
+from training.program import model_folders
 
 EMA_DECAY = 0.5
 STEPS, SAVED_AFTER = 3, 2
@@ -82,8 +83,8 @@ def one_run(
     result["logprobs"] = judged(engine, own, rollout)
     with engine.ema.swapped():
         result["averaged"] = {"logprobs": judged(engine, own, rollout), "weights": weights(engine.actor)}
-        save_trained(engine.actor, engine.tokenizer, f"{output}/ema")
-    save_trained(engine.actor, engine.tokenizer, f"{output}/actor")
+        model_folders.save(engine.actor, engine.tokenizer, Path(output), "ema")
+    model_folders.save(engine.actor, engine.tokenizer, Path(output), "actor")
     result |= {
         "after": weights(engine.actor),
         "branch_after": branch(engine.actor),

@@ -1,5 +1,6 @@
 """Models loaded, asked and saved by engines, for tests that ask the same of one process and of several."""
 
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -7,12 +8,12 @@ import torch
 from engine.errors import SharedError
 from engine.experience import position_ids
 from engine.models.loading import load_policy, load_scorer, new_scorer
-from engine.models.saving import save_trained
 from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from engine.zero.gathering import full_state
 from tests.tiny_models import PAD, make_tokenizer
+from training.program import model_folders
 
 HEAD_SEED = 5
 
@@ -41,7 +42,8 @@ def what_they_say(
         said[name], _ = frozen_model(load_policy, path, choice, spec)(*inputs, response_length=sequences.shape[1] - 1)
     if fresh is not None:
         model = frozen_model(_new_scorer, fresh[0], choice, spec)
-        save_trained(model, make_tokenizer(), fresh[1])
+        folder = Path(fresh[1])
+        model_folders.save(model, make_tokenizer(), folder.parent, folder.name)
     return said
 
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-from engine.models.saving import save_trained
 from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
 from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16, weights
 from training.ppo_trainer import PPOTrainer
+from training.program import model_folders
 
 STEPS, SAVED_AFTER = 4, 2
 
@@ -45,9 +45,9 @@ def save_models(trainer: PPOTrainer, folder: Path) -> None:
     """What a run saves that ends here."""
     models = trainer.models
     for role, model in models.trained.items():
-        save_trained(model, models.tokenizer, folder / role)
+        model_folders.save(model, models.tokenizer, folder, role)
     with models.ema.swapped():
-        save_trained(models.actor, models.tokenizer, folder / "actor_ema")
+        model_folders.save(models.actor, models.tokenizer, folder, "actor_ema")
 
 
 def new_trainer(folder: str, stage: int, config: str, dtype: str, changed: dict | None = None) -> PPOTrainer:
