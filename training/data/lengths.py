@@ -84,7 +84,7 @@ class Lengths:
         prompt_ids, gap = whole.prompt[: self.limit], min(len(whole.prompt), self.limit)
         if self.overlong == "cut_prompt":
             prompt_ids, gap = self._shorter(prompt, whole.prompt, self._room(whole))
-        room = self.limit - len(prompt_ids)
+        room = max(self.limit - len(prompt_ids), 0)
         return replace(
             whole,
             prompt=prompt_ids,

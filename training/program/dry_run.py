@@ -3,7 +3,8 @@
     python -m training.program.dry_run deepspeed --hostfile hosts --num_gpus 8 training/step3_rlhf.py --data_path ...
 
 The same as --dry_run in a program's own flags, which then counts the processes that it was started with. Prints the
-command and each engine's DeepSpeed configuration, after everything was checked that can be.
+command, some rows as the model sees them and each engine's DeepSpeed configuration, after everything was checked that
+can be.
 """
 
 import dataclasses

@@ -32,39 +32,31 @@ def _place(rows: Sequence[dict], number: int) -> str:
 def _lines(kind: str, place: str, fit: Fit, tokenizer) -> list[str]:
     left = len(fit.prompt) + max(map(len, fit.answers), default=0)
     size = {CUT: f"{left:,} of {fit.needed:,} tokens", WHOLE: f"{fit.needed:,} tokens"}.get(kind, fit.reason)
-    cuts = {fit.gap: [_went(fit.lost)]} if fit.lost else {}
-    if len(fit.answers) == 2:
-        texts = ["prompt: " + _marked(fit.prompt, cuts, tokenizer)] + [
-            f"{side}: -> " + _marked(ids, _end(ids, lost), tokenizer)
-            for side, ids, lost in zip(SIDES, fit.answers, fit.ends_lost or [0, 0])
-        ]
-    elif fit.answers:
-        marks = {place: list(words) for place, words in cuts.items()}
-        marks.setdefault(fit.learned, []).append("->")
+    cut, ends = _cut(fit.gap, fit.lost), fit.ends_lost or [0] * len(fit.answers)
+    if not fit.answers:
+        texts = [_marked(fit.prompt, cut, tokenizer) + " ->"]
+    elif len(fit.answers) == 1:
         (ids,) = fit.sequences
-        for place_, words in _end(ids, sum(fit.ends_lost)).items():
-            marks.setdefault(place_, []).extend(words)
-        texts = [_marked(ids, marks, tokenizer)]
+        texts = [_marked(ids, [*cut, (fit.learned, "->"), *_cut(len(ids), ends[0])], tokenizer)]
     else:
-        texts = [_marked(fit.prompt, cuts, tokenizer) + " ->"]
+        texts = ["prompt: " + _marked(fit.prompt, cut, tokenizer)] + [
+            f"{side}: -> " + _marked(ids, _cut(len(ids), lost), tokenizer, len(fit.prompt))
+            for side, ids, lost in zip(SIDES, fit.sequences, ends)
+        ]
     return [f"{kind}, {place}: {size}", *(f"  {text}" for text in texts)]
 
 
-def _end(ids: list[int], lost: int) -> dict[int, list[str]]:
-    return {len(ids): [_went(lost)]} if lost else {}
+def _cut(position: int, count: int) -> list[tuple[int, str]]:
+    return [(position, f"[{count:,} token{'s' * (count > 1)} cut]")] if count else []
 
 
-def _went(count: int) -> str:
-    return f"[{count:,} token{'s' * (count > 1)} cut]"
-
-
-def _marked(ids: list[int], marks: dict[int, list[str]], tokenizer) -> str:
-    """The text of the ids with `marks` put in at their positions."""
+def _marked(ids: list[int], marks: list[tuple[int, str]], tokenizer, start: int = 0) -> str:
+    """The text of the ids from position `start` on, with the words of `marks` put in at their positions."""
     words, told = [], 0
-    for position in sorted({*marks, len(ids)}):
+    for position in sorted({start, *(position for position, _ in marks), len(ids)}):
         text = tokenizer.decode(ids[:position], clean_up_tokenization_spaces=False)  # not alone: spaces would be lost
-        words += [_shortened(text[told:])] * (len(text) > told)
-        words += marks.get(position, [])
+        words += [_shortened(text[told:])] * (position > start and len(text) > told)
+        words += [word for place, word in marks if place == position]
         told = len(text)
     return " ".join(words)
 

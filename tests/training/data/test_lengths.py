@@ -49,6 +49,22 @@ def test_a_dialogue_loses_its_first_turns_and_keeps_its_answer(limit, prompt):
     assert words(made, lengths(limit - 3).prompt(DIALOGUE).prompt) == prompt
 
 
+@pytest.mark.parametrize("before", ["", "<s>"])
+def test_whatever_the_limit_what_is_left_fits_and_stood_right_before_the_answer(before):
+    answers = [" m n o", " p" * 11]
+    for limit in range(2, 40):
+        made = lengths(limit, before=before)
+        for prompt in (DIALOGUE, "x y" + DIALOGUE, "a b c d e f", ""):
+            fit, whole = made.answered(prompt, answers), lengths(99, before=before).answered(prompt, answers)
+            opening, left = len(made.encoder.opening), [len(ids) for ids in fit.answers]
+            assert all(len(ids) <= limit for ids in fit.sequences)
+            kept = fit.prompt[fit.gap or opening :]
+            assert whole.prompt[len(whole.prompt) - len(kept) :] == kept
+            assert fit.answers == [ids[:count] for ids, count in zip(whole.answers, left)]
+            assert [count + lost for count, lost in zip(left, fit.ends_lost or [0, 0])] == [4, 12]
+            assert len(fit.prompt) + fit.lost == len(whole.prompt)
+
+
 def test_what_is_left_has_the_ids_of_a_prompt_that_begins_there():
     made = lengths(16)
     assert made.answered(DIALOGUE, [" m n"]).prompt == made.encoder.prompt(f"{SECOND} h i{THIRD}")

@@ -99,12 +99,12 @@ def test_pairs_and_prompts_are_shown():
     assert shown_rows(PairExamples(rows + rows[:1], TOKENIZER, 9), TOKENIZER, 1) == [
         "cut, row 1: 7 of 12 tokens",
         "  prompt: '<s>' [5 tokens cut] ' Human: d Assistant:'",
-        "  chosen: -> 'e f </s>'",
-        "  rejected: -> 'g </s>'",
+        "  chosen: -> ' e f </s>'",
+        "  rejected: -> ' g </s>'",
         "equal, row 2: chosen and rejected are the same",
         "  prompt: '<s> a'",
-        "  chosen: -> 'b </s>'",
-        "  rejected: -> 'b </s>'",
+        "  chosen: -> ' b </s>'",
+        "  rejected: -> ' b </s>'",
     ]
     assert shown_rows(Prompts([ROW], TOKENIZER, 5), TOKENIZER, 1) == [
         "cut, row 1: 4 of 9 tokens",
