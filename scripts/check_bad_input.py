@@ -10,14 +10,11 @@ Exit code 1 if any mistake ended otherwise; they are listed.
 """
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import sys
 import tempfile
-import traceback
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
@@ -135,7 +132,7 @@ class Worker:
 def _serve(pipe) -> None:
     """Run what comes through the pipe, with stdout and stderr caught, whoever writes to them."""
     from engine.zero.communication import init
-    from tests.e2e.programs import Result, run_words
+    from tests.e2e.programs import run_caught
 
     init()
     pipe.send("ready")
@@ -144,30 +141,7 @@ def _serve(pipe) -> None:
             step, words = pipe.recv()
         except EOFError:
             return
-        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-            with _redirected(stdout, stderr):
-                try:
-                    code = run_words(step, words)
-                except BaseException as error:  # what Python would do with it, were it a process of its own
-                    traceback.print_exc()
-                    code = error.code if isinstance(error, SystemExit) else 1
-            for stream in (stdout, stderr):
-                stream.seek(0)
-            pipe.send(Result(code, *(stream.read().decode(errors="backslashreplace") for stream in (stdout, stderr))))
-
-
-@contextlib.contextmanager
-def _redirected(stdout, stderr) -> Iterator[None]:
-    kept = [os.dup(number) for number in (1, 2)]
-    try:
-        for number, stream in ((1, stdout), (2, stderr)):
-            os.dup2(stream.fileno(), number)
-        yield
-    finally:
-        for number, (stream, copy) in enumerate(zip((sys.stdout, sys.stderr), kept), start=1):
-            stream.flush()
-            os.dup2(copy, number)
-            os.close(copy)
+        pipe.send(run_caught(step, words))
 
 
 if __name__ == "__main__":

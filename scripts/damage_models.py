@@ -9,13 +9,10 @@ exit code 2.
 """
 
 import argparse
-import contextlib
 import os
 import shutil
 import sys
 import tempfile
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
@@ -32,7 +29,7 @@ def main() -> int:
     from transformers.utils import logging
 
     from engine.zero.communication import init
-    from tests.e2e.programs import Tiny, launch_words
+    from tests.e2e.programs import Tiny, launch_words, run_caught
     from tests.engine.models import model_damages
     from training.program.startup import quiet_libraries
 
@@ -55,7 +52,7 @@ def main() -> int:
             print(f"\n{kind}\n{'damage':38} {'to':7} {'exit':>4}  message")
             for damage in damages:
                 for role in sound if damage not in model_damages.OF_ACTORS else ("actor",):
-                    run = launch_words if tried < options.run else run_quietly
+                    run = launch_words if tried < options.run else run_caught
                     result = try_damage(damages[damage], role, root, sound, tiny, run)
                     ok = is_one_message(result) and not (root / model_damages.RAN).exists()
                     tried, failed = tried + 1, failed + (not ok)
@@ -92,22 +89,6 @@ def try_damage(damage, role: str, root: Path, sound: dict[str, Path], tiny, run)
     return run(3, command_line(tiny.flags(3, **models, output_dir=root / "out", max_steps=1, dtype="fp32")))
 
 
-def run_quietly(step: int, words: list[str]):
-    """The Result of the program in this process, with all that it or a library writes caught, and nothing on stdin."""
-    from tests.e2e.programs import Result, run_words
-
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        with _redirected(stdout, stderr):
-            try:
-                code = run_words(step, words)
-            except BaseException as error:  # what Python would do with it, were it a process of its own
-                traceback.print_exc()
-                code = error.code if isinstance(error, SystemExit) else 1
-        for stream in (stdout, stderr):
-            stream.seek(0)
-        return Result(code, *(stream.read().decode(errors="backslashreplace") for stream in (stdout, stderr)))
-
-
 def is_one_message(result) -> bool:
     """Whether it ended as a user's mistake does. A launcher writes lines of its own and gives its own exit code."""
     lines = [line for line in result.stderr.splitlines() if line.startswith(("error: ", "stopped: "))]
@@ -121,23 +102,6 @@ def shown(result, root: Path) -> str:
     text = lines[0] if lines else (result.stderr.strip().splitlines() or ["no message"])[-1]
     text = text.removeprefix("error: ").replace(str(root / "damaged"), "DIR")
     return text if len(text) <= WIDTH else text[:WIDTH] + "..."
-
-
-@contextlib.contextmanager
-def _redirected(stdout, stderr) -> Iterator[None]:
-    kept = [os.dup(number) for number in range(3)]
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    try:
-        for number, file in enumerate((nothing, stdout.fileno(), stderr.fileno())):
-            os.dup2(file, number)
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for number, copy in enumerate(kept):
-            os.dup2(copy, number)
-            os.close(copy)
-        os.close(nothing)
 
 
 if __name__ == "__main__":

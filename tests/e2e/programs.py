@@ -7,14 +7,19 @@
 `Tiny` is a world to run them in: models of tests/tiny_models.py, and files of texts that their tokenizer knows.
 """
 
+import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 from unittest import mock
 
 import torch
@@ -64,6 +69,36 @@ def run_here(step: int, flags: dict, capfd) -> Result:
     capfd.readouterr()
     code = run_words(step, command_line(flags))
     return Result(code, *capfd.readouterr())
+
+
+def run_caught(step: int, words: list[str]) -> Result:
+    """Run the program of this step in this process, where no capfd is: whoever writes, and nothing on stdin."""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        with Path(os.devnull).open("rb") as nothing, _redirected(nothing, stdout, stderr):
+            try:
+                code = run_words(step, words)
+            except BaseException as error:  # what Python would do with it, were it a process of its own
+                traceback.print_exc()
+                code = error.code if isinstance(error, SystemExit) else 1
+        for stream in (stdout, stderr):
+            stream.seek(0)
+        return Result(code, *(stream.read().decode(errors="backslashreplace") for stream in (stdout, stderr)))
+
+
+@contextlib.contextmanager
+def _redirected(*files: IO) -> Iterator[None]:
+    """File descriptors 0, 1 and 2 are these files'."""
+    kept = [os.dup(number) for number in range(3)]
+    try:
+        for number, file in enumerate(files):
+            os.dup2(file.fileno(), number)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in enumerate(kept):
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def launch(step: int, flags: dict, ranks: int = 2) -> Result:
