@@ -32,5 +32,5 @@ launch training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --critic_mod
 say "the result, by the grammar that wrote the corpus"
 python -m training.toy.reviews judge "$out/ppo/samples/before.jsonl" "$out/ppo/samples/after.jsonl"
 echo
-echo "curves: $out/ppo/curves.png; TensorBoard: tensorboard --logdir $out/ppo/tensorboard"
+echo "curves: $out/ppo/curves.png; TensorBoard: tensorboard --logdir $out, then http://localhost:6006/#custom_scalars"
 say "done"

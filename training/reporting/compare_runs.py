@@ -1,14 +1,18 @@
 """Several runs side by side: a table of held-out scores, and a picture of score against KL.
 
+A rise has its standard error, paired prompt by prompt, where the run has measured it.
+
 python -m training.reporting.compare_runs out/ppo_seed1 out/ppo_seed2 --output score_against_kl.png
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
 from engine.errors import UserError
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.reporting.standard_errors import NOISE
 
 COLUMNS = ("score", "kl", "response_length", "distinct_bigrams")
 
@@ -30,12 +34,17 @@ def named(folders: list[Path]) -> dict[str, Path]:
 def table(runs: dict[str, list[dict]]) -> str:
     """Each run's first and last evaluation, with the rise in score and the share of distinct bigrams kept."""
     width = max(24, *(len(name) + 2 for name in runs))
-    lines = [f"{'run':<{width}}{'responses':>10}{'score':>17}{'rise':>7}{'KL':>8}{'length':>16}{'bigrams kept':>14}"]
-    for name, rows in runs.items():
+    errors = [rows[-1].get("eval/score_change_se") for rows in runs.values()]
+    rise = 7 if errors.count(None) == len(errors) else 14
+    lines = [
+        f"{'run':<{width}}{'responses':>10}{'score':>17}{'rise':>{rise}}{'KL':>8}{'length':>16}{'bigrams kept':>14}"
+    ]
+    for (name, rows), error in zip(runs.items(), errors):
+        risen = f"{rows[-1]['eval/score'] - rows[0]['eval/score']:+.2f}" + ("" if error is None else f" ± {error:.2f}")
         before, after = ({column: row[f"eval/{column}"] for column in COLUMNS} for row in (rows[0], rows[-1]))
         lines.append(
             f"{name:<{width}}{rows[-1]['samples']:>10}{before['score']:>8.2f} ->{after['score']:>6.2f}"
-            f"{after['score'] - before['score']:>+7.2f}{after['kl']:>8.2f}"
+            f"{risen:>{rise}}{after['kl']:>8.2f}"
             f"{before['response_length']:>7.1f} ->{after['response_length']:>6.1f}"
             f"{after['distinct_bigrams'] / max(before['distinct_bigrams'], 1):>14.2f}"
         )
@@ -43,7 +52,8 @@ def table(runs: dict[str, list[dict]]) -> str:
 
 
 def plot(runs: dict[str, list[dict]], path: Path) -> None:
-    """Held-out score against held-out KL, a line a run, from the first evaluation to the last."""
+    """Held-out score against held-out KL, a line a run through its evaluations; bars are two standard errors to either
+    side."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,9 +61,12 @@ def plot(runs: dict[str, list[dict]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     for name, rows in runs.items():
-        axes.plot(
-            [row["eval/kl"] for row in rows], [row["eval/score"] for row in rows], marker="o", markersize=3, label=name
-        )
+        kl, score = ([row[name] for row in rows] for name in ("eval/kl", "eval/score"))
+        bars = {
+            axis: [NOISE * row.get(f"eval/{name}_se", math.nan) for row in rows]
+            for axis, name in (("xerr", "kl"), ("yerr", "score"))
+        }
+        axes.errorbar(kl, score, **bars, fmt="o-", markersize=3, elinewidth=0.8, capsize=2, label=name)
     axes.set(
         xlabel="KL to the reference, nats a response", ylabel="normalised score", title="held-out score against KL"
     )

@@ -7,8 +7,8 @@ over them (nats over tokens), is linearised in its n units (W. G. Cochran, Sampl
     d_i = (totals_i - r * counts_i) / sum(counts)        how far unit i pulls r
     se  = sqrt(n / (n - 1) * sum(d_i^2))                 of a mean that is s / sqrt(n)
 
-Before and after are measured on the same units. What makes a unit easy or hard is in both, and cancels: the change's
-error has the differences of d_i in place of d_i, and is far smaller than that of two sets of units.
+Before and after are measured on the same units: the change's error has the differences of d_i in place of d_i. What
+makes a unit easy or hard then cancels as far as it is in both, which it would not with two sets of units.
 """
 
 import math

@@ -45,6 +45,20 @@ a name of some length, longer     1234567   -0.50 ->  1.25  +1.75    2.50   20.0
     )
 
 
+def test_a_rise_has_its_paired_error(tmp_path, capsys):
+    errors = {"eval/score_se": 0.25, "eval/kl_se": 0.1, "eval/score_change": 1.75, "eval/score_change_se": 0.125}
+    folders = [_run(tmp_path / "a", BEFORE, {**AFTER, **errors}), _run(tmp_path / "b", BEFORE, AFTER)]
+    assert main([*map(str, folders), "--output", str(tmp_path / "picture.png")]) == 0
+    assert (
+        "\n".join(capsys.readouterr().out.splitlines()[:3])
+        == """\
+run                      responses            score          rise      KL          length  bigrams kept
+a                              128   -0.50 ->  1.25  +1.75 ± 0.12    2.50   20.0 ->  24.5          0.75
+b                              128   -0.50 ->  1.25         +1.75    2.50   20.0 ->  24.5          0.75"""
+    )
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folders = [_run(tmp_path / name, BEFORE, AFTER).relative_to(tmp_path) for name in ("x/ppo", "y/ppo", "z")]
