@@ -29,7 +29,8 @@ def kl_far(rows: Sequence[Mapping]) -> Finding | None:
         ALARM,
         f"KL to the reference ended at {kl:.3g} nats a response, {a_token or 0:.2g} a token",
         "So far away the reward model's scores mean little: read samples/, then raise --kl_coef, lower "
-        "--actor_learning_rate; a restart point of before (--save_steps) keeps what was reached.",
+        "--actor_learning_rate; a restart point of before (--save_steps) keeps what was reached, and "
+        "--max_kl ends a run that goes so far.",
     )
 
 
