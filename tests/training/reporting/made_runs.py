@@ -1,8 +1,8 @@
 """Metrics of made-up runs: one that is well, and one for each illness, which has it alone.
 
 Their curves follow those of short runs of PPO on a small Llama and film reviews that were made ill: no KL penalty and a
-high learning rate (one phrase), rewards for words that no other response has (invented words), for length, for brevity, for
-many different words (KL). Noise is that of 64 responses a step and 256 held-out prompts.
+high learning rate (one phrase), rewards for words that no other response has (invented words), for length, for brevity,
+for many different words (KL). Noise is that of 64 responses a step and 256 held-out prompts.
 """
 
 import math
