@@ -81,8 +81,10 @@ def within_noise(change: float, error: float) -> bool:
 
 
 def with_error(value: float, error: float | None, sign: str = "") -> str:
-    """1.250 ± 0.110, or the value alone. sign: "+" for one that is shown where it is positive, too."""
-    return f"{value:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")
+    """1.250 ± 0.110, or the value alone; from a thousand on 1250.0 ± 110.0. sign: "+" for one that is shown where it is
+    positive, too."""
+    digits = 3 if max(abs(value), error or 0.0) < 1000 else 1
+    return f"{value:{sign}.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
 def value_told(metrics: Mapping[str, float], name: str) -> str:

@@ -103,7 +103,7 @@ def _evaluation_lines(summary: RunSummary) -> list[str]:
             continue
         averaged = _number(summary.after, ema_name)
         numbers = (before, after, _change(summary, name), averaged)
-        lines.append(f"  {label:<22}{''.join(f'{number:>{width}}' for number in numbers)}".rstrip())
+        lines.append(f"  {label:<22}{''.join(f' {number:>{width - 1}}' for number in numbers)}".rstrip())
         change, error = (summary.after.get(f"{name}_{what}") for what in ("change", "change_se"))
         if change is not None and error is not None and within_noise(change, error):
             unclear.append(label)

@@ -65,6 +65,7 @@ def test_noise_is_two_standard_errors():
     assert within_noise(0.0, 0.0)
     assert with_error(1.25, 0.11) == "1.250 ± 0.110"
     assert with_error(1.25, None, sign="+") == "+1.250"
+    assert with_error(1024.1234, 20.06) == "1024.1 ± 20.1" and with_error(-999.9, 1000.04) == "-999.9 ± 1000.0"
 
 
 def test_last_words():
