@@ -7,12 +7,14 @@ assert case.problem(result) is None
 """
 
 import csv
+import gzip
 import io
 import json
 import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pyarrow
@@ -25,6 +27,11 @@ from tests.e2e.programs import PROGRAMS, Result, Tiny, command_line, snapshot, s
 from training.data.records import ENDINGS
 
 CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": partial(gzip.compress, mtime=0),
+    ".zst": partial(pyarrow.compress, codec="zstd", asbytes=True),
+}
 DATA = {1: "sft", 2: "pairs", 3: "prompts"}
 NOT_SPELT_OUT = ("config", "output_dir", "dry_run", "wandb_project", "overwrite_output_dir", "data_output_path")
 
@@ -143,8 +150,8 @@ class FuzzInputs:
         return step, {"config": path}, changed
 
     def _rows(self, rng: random.Random) -> tuple[int, dict, str]:
-        """A data file of any ending in which one record or some bytes are others."""
-        step, ending = rng.choice(list(PROGRAMS)), rng.choice(ENDINGS)
+        """A data file of any ending, compressed or not, in which one record or some bytes are others."""
+        step, ending, compression = rng.choice(list(PROGRAMS)), rng.choice(ENDINGS), rng.choice(list(COMPRESS))
         rows = [json.loads(line) for line in (self.tiny.folder / f"{DATA[step]}.jsonl").read_text().splitlines()]
         flags, messages = self.tiny.flags(step), step == 1 and ending != ".csv" and rng.random() < 0.5
         if messages:
@@ -157,14 +164,15 @@ class FuzzInputs:
                 }
                 for row in rows
             ]
-        before = _file_of(rows, ending)
+        compress = COMPRESS[compression]
+        before = compress(_file_of(rows, ending))
         if rng.random() < 0.7 and ending.startswith(".json"):
             number = rng.randrange(len(rows))
             rows[number] = self._json(rows[number], rng)
-            content = _file_of(rows, ending)
+            content = compress(_file_of(rows, ending))
         else:
             content = self._bytes(before, rng)
-        path, changed = self._write(f"rows{ending}", content, before)
+        path, changed = self._write(f"rows{ending}{compression}", content, before)
         return step, flags | {"data_path": path}, changed
 
     def _ds_config(self, rng: random.Random) -> tuple[int, dict, str]:
