@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -41,7 +42,8 @@ class TrainedModel:
 
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer, role: str = "model"):
         _gather_by_layer(module, ds_config)
-        self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
+        with _nothing_compiled():
+            self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
         self.role = role  # for messages and traces
         self.copies: Copies | None = None  # through which passes without gradients go
@@ -224,3 +226,21 @@ def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:
     layers = {type(part) for part in module.modules() if type(part).__name__ in names}
     if zero.get("stage") == 3 and "leaf_module" not in zero and layers:
         set_z3_leaf_modules(module, list(layers))
+
+
+@contextlib.contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Within the block torch.compile leaves functions as they are.
+
+    DeepSpeed has it compile the kernels of an optimizer that is none of ours, for which torch imports its compiler:
+    more than a second of each rank's start.
+    """
+    name = "TORCHDYNAMO_DISABLE"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

@@ -31,6 +31,11 @@ def test_without_a_critic_there_are_the_bytes_of_exactly_one_model_fewer(alone, 
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_no_compiler_is_imported_for_an_engine_and_one_may_be_later(alone, stage):
+    assert all(not rank[stage]["compiler"] and rank[stage]["may compile"] for rank in alone)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_without_a_critic_a_run_goes_on_from_a_restart_point(alone, output, stage):
     for rank in alone:
         found = rank[stage]

@@ -1,5 +1,7 @@
 """Run by ranks: engines without a critic, and hydra actors of every family."""
 
+import os
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +39,8 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
     found = {"gae": local_bytes(RLHFEngine.from_pretrained(spec))}
     engine = RLHFEngine.from_pretrained(alone)
     found |= {
+        "compiler": "torch._inductor.compile_fx" in sys.modules,
+        "may compile": "TORCHDYNAMO_DISABLE" not in os.environ,
         "rloo": local_bytes(engine),
         "critic": engine.critic,
         "models": len(engine.engines),
