@@ -19,7 +19,9 @@ class DataFlags(RunFlags):
     phase: ClassVar[int]  # the step: 1, 2 or 3
 
     data_path: list[str] = flag(
-        REQUIRED, "data sets: names on the Hub, folders, or .json, .jsonl, .csv, .parquet files", group="data"
+        REQUIRED,
+        "data sets: names on the Hub, folders, or .json, .jsonl, .csv, .parquet files, also as .gz or .zst",
+        group="data",
     )
     data_weights: list[float] = flag(
         [], "how often each of them is seen in one pass (2: twice, 0.5: half of it); by default once"
