@@ -228,14 +228,8 @@ class SupervisedTrainer:
         return [self._batch(self.examples, part) for part in indices]
 
     def _batches_of_epoch(self, epoch: int) -> list[list[int]]:
-        return epoch_batches(
-            len(self.examples),
-            self.args.per_device_train_batch_size,
-            epoch,
-            self.args.seed,
-            distributed.rank(),
-            distributed.world_size(),
-        )
+        size, ranks = self.args.per_device_train_batch_size, (distributed.rank(), distributed.world_size())
+        return epoch_batches(len(self.examples), size, epoch, self.args.seed, *ranks)
 
     def _batch(self, examples: Sequence, indices: list[int]):
         return self.collate([examples[index] for index in indices]).to(distributed.device())
