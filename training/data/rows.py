@@ -221,15 +221,20 @@ def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
 
 def _refuse_twice(sources: list[Source]) -> None:
     """Raise UserError for the same records given twice: what is held out of one would be trained on in the other."""
-    seen = {}
+    seen: dict[str, tuple[Source, Records]] = {}
     for source in sources:
-        for records in source.training:
-            if records.fingerprint in seen:
+        for records in filter(len, source.training):
+            first, same = seen.setdefault(records.fingerprint, (source, records))
+            if first is not source:
                 raise UserError(
-                    f"--data_path: {source.name} holds the same records as {seen[records.fingerprint]}. Give "
+                    f"--data_path: {source.name} holds the same records as {first.name}. Give "
                     "it once, with --data_weights if it is to be seen more often."
                 )
-        seen |= {records.fingerprint: source.name for records in source.training}
+            if same is not records:
+                raise UserError(
+                    f"--data_path: {source.name} holds the same records twice, from {same[0][0]} and from "
+                    f"{records[0][0]} on: what is held out of one would be trained on in the other. Take one out."
+                )
 
 
 def _refuse_trained_on(sources: list[Source], eval_sources: list[Source]) -> None:

@@ -1,7 +1,9 @@
 """Which rows a step reads of several data sets: its part, what is held out, and how often each is seen."""
 
+import gzip
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -250,3 +252,18 @@ def test_order_and_fingerprints_stay_what_they_were(data):
         for form in (SFT, PAIRS, PROMPTS, TEXTS)
     }
     assert found == PINNED
+
+
+@pytest.mark.parametrize("copy", ["train.jsonl.gz", "train-2.jsonl"])
+def test_a_folder_holds_no_records_twice(data, tmp_path, copy):
+    (tmp_path / "set").mkdir()
+    content = Path(data("set/train.jsonl", 9)).read_bytes()
+    (tmp_path / "set" / copy).write_bytes(gzip.compress(content) if copy.endswith("gz") else content)
+    with pytest.raises(
+        UserError, match=r"set holds the same records twice, from .*, line 1 and from .*, line 1 on"
+    ) as told:
+        load(str(tmp_path / "set"))
+    assert "set/train.jsonl, line 1" in str(told.value) and f"set/{copy}, line 1" in str(told.value)
+    (tmp_path / "set" / copy).write_bytes(gzip.compress(b"") if copy.endswith("gz") else b"")
+    (tmp_path / "set" / "train-3.jsonl").write_bytes(b"")  # nothing, twice
+    assert len(load(str(tmp_path / "set"))[0]) == 9
