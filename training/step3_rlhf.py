@@ -38,6 +38,7 @@ from training.program.startup import leave, run
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
 from training.reporting.first_kl import rounding_bound
+from training.reporting.reward_change import without_scores
 from training.restarts.conditions import BEFORE, FIRST
 from training.restarts.inputs import fingerprints
 from training.restarts.last_good import last_good_named
@@ -148,6 +149,8 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
     """What answers the held-out prompts, if there are any."""
     if plan.held_out is None:
         return None
+    state = plan.resume.state if plan.resume else {}
+    before = state.get(BEFORE)
     return Evaluator(
         plan.held_out,
         rollouts=trainer.rollouts,
@@ -155,8 +158,8 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
         sampling=plan.sampling,
         tokenizer=trainer.models.tokenizer,
         first_index=len(plan.prompts),
-        before=plan.resume.state.get(BEFORE) if plan.resume else None,
-        first=plan.resume.state.get(FIRST) if plan.resume else None,
+        before=without_scores(before) if plan.scores_changed else before,
+        first=state.get(FIRST),
     )
 
 

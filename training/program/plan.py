@@ -43,6 +43,11 @@ class Plan:
     conditions: Conditions
     pad_token: str
 
+    @property
+    def scores_changed(self) -> bool:
+        """Whether the run goes on with another reward than it had."""
+        return self.resume is not None and self.conditions.scores_changed_since(Conditions.read(self.resume.state))
+
 
 def make_plan(
     args: RLHFFlags, dialect: Dialect, point: ResumePoint | None, inputs: Mapping[str, str] | None = None

@@ -17,6 +17,7 @@ from training.reporting import views
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
 from training.reporting.plot import plot_curves
+from training.reporting.reward_change import comparable_scores
 from training.reporting.run_record import RUN_FILE, write_run_record
 from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, summary_text
@@ -46,6 +47,7 @@ class Session:
             view=views.averaged(views.PPO) if self.models.ema is not None else views.PPO,
             resume_step=logged if plan.resume else None,
         )
+        goes_on = plan.resume is not None and plan.resume.in_output_dir
         self.checkpoints = Checkpoints(
             self.output_dir,
             args.schedule(),
@@ -55,7 +57,7 @@ class Session:
             conditions=plan.conditions,
             config_files=config_files(self.models.trained, self.own_tokenizer) if distributed.is_main() else {},
             resumed=plan.resume.folder if plan.resume else None,
-            scores=held_out_scores(self.output_dir) if plan.resume and plan.resume.in_output_dir else {},
+            scores=held_out_scores(self.output_dir) if goes_on and not plan.scores_changed else {},
             say=self.writer.write,
         )
         self.saved: dict[str, Path] = {}  # the trained models' folders, from the last step on
@@ -205,10 +207,10 @@ class Session:
 
 
 def held_out_scores(output_dir: Path) -> dict[int, float]:
-    """The held-out scores of a run so far, by step."""
+    """The held-out scores of a run so far, by step: those that can be compared with its last one."""
     path = output_dir / METRICS_FILE
     rows = read_metrics(path) if path.is_file() else []
-    return {row["step"]: row[SCORE] for row in rows if SCORE in row}
+    return {row["step"]: row[SCORE] for row in comparable_scores(rows)}
 
 
 def _is_due(step: int, interval: int) -> bool:

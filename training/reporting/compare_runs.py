@@ -12,14 +12,16 @@ from pathlib import Path
 
 from engine.errors import UserError
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.reporting.reward_change import comparable_scores
 from training.reporting.standard_errors import NOISE
 
 COLUMNS = ("score", "kl", "response_length", "distinct_bigrams")
 
 
 def evaluations(folder: Path) -> list[dict]:
-    """The records of a run that hold held-out scores; raises UserError if there are fewer than two."""
-    found = [row for row in read_metrics(folder / METRICS_FILE) if "eval/score" in row]
+    """The records of a run that hold held-out scores of one reward, its last; raises UserError if there are fewer than
+    two."""
+    found = comparable_scores(read_metrics(folder / METRICS_FILE))
     if len(found) < 2:
         raise UserError(f"{folder}: its {METRICS_FILE} holds {len(found)} evaluations; before and after are needed.")
     return found

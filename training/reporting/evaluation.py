@@ -16,6 +16,7 @@ from engine.experience_maker import ExperienceMaker
 from engine.reward.texts import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.data.prompts import Prompts, collate_prompts
+from training.reporting.reward_change import paired
 from training.reporting.standard_errors import Estimate, Units, with_errors
 from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words
 
@@ -27,7 +28,8 @@ class Evaluator:
 
     first_index: what a reward function's `rows` hold before the first held-out row, the training rows: it finds the row
     of held-out prompt i at first_index + i. before, first: what each prompt's answer measured before the first step,
-    with which changes are paired, and the answers, beside which words are new; both set by `run(0)`.
+    with which changes are paired, and the answers, beside which words are new; both set by `run(0)`. Where `before` has
+    no scores, or of other parts than now, they are another reward's: the score then has no change.
     """
 
     def __init__(
@@ -75,8 +77,7 @@ class Evaluator:
             self.first = responses
         if self.first is not None:
             units["new_words"] = new_words(responses, self.first, [row["prompt"] for row in rows])
-        if step == 0:
-            self.before = units
+        self.before = units if step == 0 else paired(self.before, experience.score_parts)
         metrics = with_errors(_estimates(units), self.before and _estimates(self.before))
         metrics["eval/score_std"] = statistics.pstdev(row["score"] for row in rows)
         metrics["eval/distinct_responses"] = float(len(set(responses)))

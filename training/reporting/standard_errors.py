@@ -65,11 +65,11 @@ def _error(pulls: np.ndarray) -> float | None:
 
 
 def with_errors(after: Mapping[str, Estimate], before: Mapping[str, Estimate] | None = None) -> dict[str, float]:
-    """Metrics: each value by its name, NAME_se; and against `before` NAME_change and NAME_change_se."""
+    """Metrics: each value by its name, NAME_se; and where `before` has it NAME_change and NAME_change_se."""
     metrics: dict[str, float | None] = {}
     for name, now in after.items():
         metrics |= {name: now.value, f"{name}_se": now.error}
-        if before is not None:
+        if before is not None and name in before:
             then = before[name]
             metrics |= {f"{name}_change": now.value - then.value, f"{name}_change_se": now.change_error(then)}
     return {name: value for name, value in metrics.items() if value is not None}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from training.reporting.health import Finding, health
+from training.reporting.reward_change import scored_otherwise
 from training.reporting.standard_errors import NOISE, with_error, within_noise
 from training.reporting.wall_clock import seconds_by_part, time_lines
 
@@ -21,8 +22,8 @@ from training.reporting.wall_clock import seconds_by_part, time_lines
 class RunSummary:
     """What the end of a run reports. `before` and `after` hold metrics named eval/..., on the held-out prompts.
 
-    responses: how many the run learned from. phase_seconds: of each part, by
-    `seconds_by_part`.
+    responses: how many the run learned from. phase_seconds: of each part, by `seconds_by_part`. other_reward: whether
+    the score after is another reward's than the one before, which is then left out.
     """
 
     before: Mapping[str, float]
@@ -33,6 +34,7 @@ class RunSummary:
     findings: Sequence[Finding] = ()
     saved: Mapping[str, str | Path] = field(default_factory=dict)
     curves: str | Path | None = None
+    other_reward: bool = False
 
     @classmethod
     def from_metrics(
@@ -51,8 +53,9 @@ class RunSummary:
         evaluations = [row for row in rows if "eval/score" in row]
         first = [row for row in evaluations if row["step"] == 0]
         last = [row for row in evaluations if row["step"] > 0]
+        other_reward = any(map(scored_otherwise, last[-1:]))
         return cls(
-            before=_evaluation(first),
+            before=_evaluation(first, without=("eval/score",) if other_reward else ()),
             after=_evaluation(last[-1:]),
             steps=max((row["step"] for row in rows), default=0),
             responses=max((row["samples"] for row in rows), default=0),
@@ -60,11 +63,13 @@ class RunSummary:
             findings=health(rows),
             saved=saved or {},
             curves=curves,
+            other_reward=other_reward,
         )
 
 
-def _evaluation(rows: Sequence[Mapping]) -> dict[str, float]:
-    return {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
+def _evaluation(rows: Sequence[Mapping], without: Sequence[str] = ()) -> dict[str, float]:
+    found = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
+    return {name: value for name, value in found.items() if name not in without}
 
 
 EVALUATED = (
@@ -113,6 +118,8 @@ def _evaluation_lines(summary: RunSummary) -> list[str]:
     lines.insert(0, f"{'held-out prompts':<24}{''.join(f'{column:>{width}}' for column in columns)}".rstrip())
     if errors:
         lines.append("  ± is one standard error; a change's is paired, of the differences prompt by prompt")
+    if summary.other_reward:
+        lines.append("  the score is another reward's than before the run went on: it has no before and no change")
     if unclear:
         lines.append(f"  within noise ({NOISE:g} standard errors): the change of {', '.join(unclear)}")
     return lines

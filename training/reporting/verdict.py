@@ -16,7 +16,7 @@ _change_se; training/reporting/standard_errors.py); else, but for step 1, of two
 saved whatever the verdict. FINE ends with the word "done" and exit code 0. WORSE is a judgement that its owner may not
 share: exit code 0, and loud words in place of "done". BROKEN is none: no use of such a model is thinkable, and exit
 code 1 keeps a script from training on it. Without held-out prompts step 3 is judged by its training curves, and never
-as BROKEN.
+as BROKEN. A score of another reward than before the first step is not judged.
 """
 
 import math
@@ -29,6 +29,7 @@ from engine.errors import RunStopped
 from training.reporting.health.curves import ALARM, at_end, column
 from training.reporting.health.optimization import score_unmoved
 from training.reporting.health.policy import KL_FAR
+from training.reporting.reward_change import scored_otherwise
 from training.reporting.standard_errors import NOISE
 
 LOSS_TOLERANCE = 0.02
@@ -141,7 +142,7 @@ def _score_lower(rows: Sequence[Mapping], prompts: int) -> str | None:
     noise = _paired_noise(rows, "eval/score")
     if noise is None:
         noise = NOISE * math.hypot(*(one or 0.0 for one in spread)) / prompts**0.5
-    if after >= before - noise:
+    if after >= before - noise or any(map(scored_otherwise, rows)):
         return None
     return (
         f"the held-out score was {before:.4g} before the first step and is {after:.4g} now, with a noise of {noise:.2g}"

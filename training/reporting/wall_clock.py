@@ -1,5 +1,8 @@
 """The whole time of a run, as its user waits for it: from the start of its process, with all that is saved.
 
+Not in it: the launcher's own start, and of each earlier process of the run what it did after its last line of metrics,
+its last restart point say, or the step in which it was killed.
+
 clock = WallClock()          # where the models are loaded
 line |= clock.take()         # with each line of metrics: what passed since the one before
 print("\n".join(time_lines("64 responses", seconds_by_part(read_metrics(path) + [clock.take()]))))

@@ -163,6 +163,23 @@ class Conditions:
             )
         return lines
 
+    def scores_changed_since(self, written: "Conditions") -> bool:
+        """Whether another reward function or reward model scores than where the point was written.
+
+        One that is known neither by its contents nor by its path is taken for the same.
+        """
+        function = _contents(f"--{FUNCTION}")
+        functions = {conditions.settings.get(function) for conditions in (self, written)} - {None}
+        (path, model), (path_then, model_then) = self._reward_model(), written._reward_model()
+        return len(functions) > 1 or (model != model_then if None not in (model, model_then) else path != path_then)
+
+    def _reward_model(self) -> tuple[object, object]:
+        """Its path and the fingerprint of its contents; None where there is none, or it is not known."""
+        flag = "--reward_model_name_or_path"
+        if self.settings.get(flag) is None and self.identity.get(f"--{FUNCTION}") is None:
+            flag = "--critic_model_name_or_path"
+        return self.settings.get(flag), self.settings.get(_contents(flag))
+
     def _note(self, name: str, written: "Conditions") -> str:
         if name.removeprefix("--") in MODELS:
             now, then = (conditions.settings.get(_contents(name)) for conditions in (self, written))

@@ -187,3 +187,33 @@ def test_points_from_before_all_steps_had_overlong(old, now, message):
     then = Conditions.read({**state, "identity": state["identity"] | old})
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         flags.check(then, HERE)
+
+
+@pytest.mark.parametrize(
+    "then, now, changed",
+    [
+        ({}, {}, False),
+        ({"reward_function": "f.py:f"}, {"reward_function": "f.py:f"}, True),  # its contents below
+        ({}, {"reward_model_name_or_path": "c"}, False),  # a copy of b
+        ({}, {"reward_model_name_or_path": "d"}, True),
+        ({}, {"critic_model_name_or_path": "d"}, True),  # which the reward model is, too
+        (
+            {"reward_model_name_or_path": "c"},
+            {"reward_model_name_or_path": "c", "critic_model_name_or_path": "d"},
+            False,
+        ),
+        ({"reward_model_name_or_path": "unknown"}, {"reward_model_name_or_path": "other"}, True),
+    ],
+)
+def test_scores_change_with_the_function_or_the_reward_model(then, now, changed):
+    contents = {"b": "B", "c": "B", "d": "D"}
+
+    def inputs(flags: dict, source: str) -> dict:
+        paths = {"critic_model_name_or_path": "b"} | {name: path for name, path in flags.items() if "model" in name}
+        found = {f"--{name}": contents[path] for name, path in paths.items() if path in contents}
+        return found | ({"--reward_function": source} if "reward_function" in flags else {})
+
+    before = conditions(inputs=inputs(then, "one"), **then)
+    assert conditions(inputs=inputs(now, "two"), **now).scores_changed_since(written(before)) == changed
+    assert not conditions(inputs=inputs(then, "one"), **then).scores_changed_since(written(before))
+    assert not conditions(inputs=inputs(now, "two"), **then).scores_changed_since(written(conditions(**then)))
