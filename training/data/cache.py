@@ -27,7 +27,7 @@ from engine.errors import UserError
 from engine.files import os_errors
 
 IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
-FORMAT = 2  # to be raised when the same rows are to become other tables
+FORMAT = 3  # to be raised when the same rows are to become other tables
 DIGEST = 64  # bytes of the hash at the beginning of a file; a multiple of 8 keeps Arrow's columns aligned
 DAY = 86_400  # seconds
 BATCH = 10_000  # examples that are put into Arrow's format at once

@@ -137,12 +137,21 @@ class Lengths:
         if len(ids) <= room:
             return ids, 0
         encode, opening = self.encoder.prompt, self.encoder.opening
-        borders = self.turns.borders(text)
-        head = text[: borders[0]] if borders else ""
-        if len(encode(head)) - len(opening) > (room - len(opening)) // 2:  # it would leave too little to the turns
-            head = ""
+        head, starts = self.turns.head(text)
+        bos = self.encoder.spelt_bos(text)
+        if not head:
+            head = bos
+        for smaller in (bos, ""):
+            if len(encode(head)) - len(opening) > (room - len(opening)) // 2:  # it would leave too little to the turns
+                head, starts = smaller, self.turns.borders(text)
+
+        def begun(start: int) -> list[int]:
+            """The head and what begins at `start`, with which a template may write the BOS anew."""
+            rest = text[start:]
+            return encode(rest if head == bos and rest.startswith(bos) else head + rest)
+
         before = encode(head)
-        first = bisect_left(borders, True, key=lambda border: len(encode(head + text[border:])) <= room)
-        if first < len(borders):
-            return encode(head + text[borders[first] :]), len(before)
+        first = bisect_left(starts, True, key=lambda start: len(begun(start)) <= room)
+        if first < len(starts):
+            return begun(starts[first]), len(before)
         return before + ids[len(before) - room :], len(before)

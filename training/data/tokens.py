@@ -33,6 +33,11 @@ class TextEncoder:
         ids = self._bare(text)
         return ids if ids[: len(self.opening)] == self.opening else self.opening + ids
 
+    def spelt_bos(self, text: str) -> str:
+        """The BOS where the text begins with it, as texts made with a chat template do; empty where it does not."""
+        bos = self.tokenizer.bos_token
+        return bos if bos and text.startswith(bos) else ""
+
     def continuation(self, prompt: str, text: str) -> list[int]:
         """The ids of `text` where it follows `prompt`, so that the ids of both spell prompt + text.
 

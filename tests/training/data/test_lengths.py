@@ -5,7 +5,6 @@ import pytest
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import CHATML, chat_tokenizer, word_tokenizer
 from training.data.lengths import CUT, DROPPED, WHOLE, Lengths
-from training.data.turns import Turns
 
 WORDS = "Human: Assistant: user assistant system"
 FIRST, SECOND, THIRD = (f"\n\nHuman: {words}\n\nAssistant:" for words in ("a b", "e f g", "j k l"))
@@ -120,39 +119,53 @@ def test_a_chat_keeps_its_system_message():
     assert shown(Lengths(tokenizer, 11), prompt, [answer])[0] == last
 
 
-@pytest.mark.parametrize(
-    "template, mark",
-    [
-        (CHATML, "<|im_start|> user "),
-        ("{% for m in messages %}{{ m.role }} : {{ m.content }}<|im_end|>{% endfor %}", "user : "),
-        (  # the BOS and a system message of its own before the first turn, </s> behind a reply
-            "<s>[SYS] be kind [/SYS]{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-            "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}",
-            "[INST] ",
-        ),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", None),  # nothing but a line's end
-        ("{% if messages|length > 2 %}{{ raise_exception('two') }}{% endif %}{{ messages[0].content }}", None),
-    ],
-)
-def test_what_a_template_writes_before_a_users_turn(template, mark):
-    marks = Turns(chat_tokenizer(template)).marks
-    assert marks == ([mark] if mark else []) + ["\n\nHuman:", " Human:"]
+@pytest.mark.parametrize("limit", [19, 13, 6])
+def test_prose_with_a_mark_in_it_loses_token_by_token(limit):
+    prompt = "a b c d e f g h i j k l m n o p q r s t of the film Human: u"
+    ids = lengths(limit).prompt(prompt).prompt
+    assert ids == lengths(99).prompt(prompt).prompt[:1] + lengths(99).prompt(prompt).prompt[1 - limit :]
 
 
-@pytest.mark.parametrize(
-    "text, borders",
-    [
-        ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", [0, 24]),
-        ("Human: a\n\nAssistant: b\n\nHuman: say Human: c\n\nAssistant:", [0, 22]),  # a quoted mark is none
-        (" Human: a Assistant: b Human: c Assistant:", [0, 22]),
-        ("Human: a Assistant: b Human: c Assistant:", [0, 21]),
-        ("x\n\nHuman: a\n\nAssistant:", [1]),
-        ("Human: a Assistant:", []),
-        ("a b", []),
-    ],
+LLAMA_2 = (
+    "{% if messages[0].role == 'system' %}{% set said = ' <<SYS>> ' + messages[0].content + ' <</SYS>>' %}"
+    "{% set turns = messages[1:] %}{% else %}{% set said = '' %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}{% if m.role == 'user' %}{{ '<s> [INST]' + (said if loop.first else '') }} {{ m.content }} "
+    "[/INST]{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
 )
-def test_where_turns_begin(text, borders):
-    assert Turns(word_tokenizer()).borders(text) == borders
+
+
+def test_a_system_message_within_the_first_turn_is_carried_into_the_one_that_is_left():
+    tokenizer = chat_tokenizer(LLAMA_2, words="[INST] [/INST] <<SYS>> <</SYS>>")
+    said = [("user", "c d"), ("assistant", "e f"), ("user", "g h"), ("assistant", "i"), ("user", "j k")]
+    listed = [{"role": role, "content": content} for role, content in said]
+    system = {"role": "system", "content": "a b"}
+
+    def kept(messages: list[dict], limit: int) -> str:
+        made = Lengths(tokenizer, limit)
+        fit = made.prompt(tokenizer.apply_chat_template(messages, tokenize=False))
+        assert len(fit.prompt) + fit.lost == fit.needed
+        return words(made, fit.prompt)
+
+    head, third, last = "<s> [INST] <<SYS>> a b <</SYS>>", "g h [/INST] i </s>", "<s> [INST] j k [/INST]"
+    # 6 of the head, 6 of the first turn behind it with its reply, 7 and 5 of the next: 24.
+    assert kept([system, *listed], 24) == f"{head} c d [/INST] e f </s> <s> [INST] {third} {last}"
+    assert kept([system, *listed], 23) == kept([system, *listed], 16) == f"{head} {third} {last}"
+    assert kept([system, *listed], 15) == kept([system, *listed], 12) == f"{head} j k [/INST]"
+    assert kept([system, *listed], 11) == last  # the head is more than half
+    assert kept([system, *listed], 4) == "<s> j k [/INST]"
+    assert kept(listed, 12) == f"<s> [INST] {third} {last}"
+
+
+def test_a_bos_that_only_the_template_writes_stays():
+    tokenizer = chat_tokenizer("{{ bos_token }} " + CHATML, words=WORDS)
+    listed = [{"role": "system", "content": "a b c d e f"}]
+    listed += [{"role": role, "content": content} for role, content in (("user", "g"), ("assistant", "h"))] * 3
+    text = tokenizer.apply_chat_template([*listed, {"role": "user", "content": "i"}], tokenize=False)
+    made = Lengths(tokenizer, 12)  # the head has 10
+    assert words(made, made.prompt(text).prompt) == "<s> <|im_start|> user i <|im_end|>"
+    made = Lengths(tokenizer, 3)
+    assert words(made, made.prompt(text).prompt) == "<s> i <|im_end|>"
+    assert words(made, made.prompt("<s> a b c d").prompt) == "<s> c d"  # without turns, too
 
 
 def test_cut_answer_cuts_the_end():
