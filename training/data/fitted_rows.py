@@ -21,7 +21,7 @@ class FittedRows(Sequence):
 
     rows: where they are from; fit: what of a row is shown to the model. cut, dropped: how many rows were cut, and left
     out for their length; equal: left out because their answers are the same. needed: the length that 95 % of the rows
-    would fit into. noted: by kind, the numbers of the first rows of this kind.
+    but these would fit into. noted: by kind, the numbers of the first rows of this kind.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class FittedRows(Sequence):
             for number, row in enumerate(rows):
                 found = fit(row)
                 counts[found.kind] += 1
-                lengths.append(found.needed)
+                if found.kind != EQUAL:  # which would be left out at any length
+                    lengths.append(found.needed)
                 if len(noted[found.kind]) < NOTED:
                     noted[found.kind].append(number)
                 if not found.reason:
@@ -67,9 +68,9 @@ class FittedRows(Sequence):
 
     def warnings(self, flag: str, limit: int, overlong: str) -> list[str]:
         """A line where more than 5 % of the rows do not fit, with what to do; `limit` is the value of `flag`."""
-        if self.needed <= limit:
-            return []
         too_long = self.cut + self.dropped
+        if self.needed <= limit or too_long <= (1 - ENOUGH) * len(self.source):
+            return []
         other = "" if overlong == "cut_prompt" else ", or give --overlong cut_prompt, which keeps answers"
         return [
             f"warning: {100 * too_long / len(self.source):.1f} % of the rows are longer than {flag} {limit}, and were "

@@ -50,8 +50,10 @@ def split_held_out(
     """(training rows, held-out rows), drawn by `seed` alone, both in the order of `rows`.
 
     held_out: a fraction of the rows when below 1, otherwise a number of rows. kept: whether a row is not dropped; of
-    the others none is held out. what: for the message, where the number and the rows come from. advice: what to do
-    then. Raises UserError if either part would have no row that is kept.
+    the others none is held out. A fraction is held out of the drawn order: of that part of it those that are kept, at
+    least one, which are the same fraction of all that are kept but for the luck of the draw. what: for the message,
+    where the number and the rows come from. advice: what to do then. Raises UserError if either part would have no row
+    that is kept.
     """
     count = round(held_out * len(rows)) if held_out < 1 else held_out
     if count != int(count) or not 0 < count < len(rows):
@@ -59,14 +61,20 @@ def split_held_out(
             f"{what}: cannot hold out {held_out:g} of {len(rows)} rows: both parts need at least one row. {advice}"
         )
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
-    found = list(islice((index for index in order if kept(rows[index])), int(count) + 1))
-    if len(found) <= count:  # nothing is left to train on
+    found = []
+    for place, index in enumerate(order):
+        if not kept(rows[index]):
+            continue
+        if len(found) == count or (held_out < 1 and found and place >= count):
+            break  # this one is left to train on
+        found.append(index)
+    else:
         raise UserError(
-            f"{what}: cannot hold out {int(count)} of {len(found)} rows, which are all that are not dropped for their "
+            f"{what}: cannot hold out {held_out:g} of {len(found)} rows, which are all that are not dropped for their "
             f"length (of {len(rows)}): both parts need at least one row. {advice} Or raise the length, or give "
             "--overlong cut_prompt."
         )
-    drawn = set(found[: int(count)])
+    drawn = set(found)
     return (
         [row for index, row in enumerate(rows) if index not in drawn],
         [row for index, row in enumerate(rows) if index in drawn],

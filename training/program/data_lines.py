@@ -9,16 +9,17 @@ from training.reporting.shown_rows import shown_rows
 ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompts": "the actor goes on"}
 
 
-def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: float = 0.0) -> str:
+def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: int = 0) -> str:
     """ "1,834 texts (226 cut: 12.3 %, 8 dropped: 0.4 %), 96 held out".
 
-    asked: how many held-out rows were asked for, if that was a number; a fraction says nothing here.
+    asked: the number of held-out rows that was asked for, wherever they are from; 0 where no flag says one. (That of
+    steps 1 and 2, --held_out, is of rows of --data_path alone, and has them or ends the run.)
     """
     if held_out is None:
         return f"{rows.told(noun)}, 0 held out"
     told = held_out.told("held out") if held_out.cut or held_out.dropped else f"{len(held_out):,} held out"
-    fewer = f" (fewer than the {asked:g} asked for: the held-out data have no more that fit)"
-    return f"{rows.told(noun)}, {told}{fewer if asked >= 1 and len(held_out) < asked else ''}"
+    fewer = f" (fewer than the {asked} asked for: the held-out data have no more that fit)"
+    return f"{rows.told(noun)}, {told}{fewer if len(held_out) < asked else ''}"
 
 
 def too_long(rows: FittedRows, noun: str, flag: str, limit: int, overlong: str, tokenizer, whole: bool) -> list[str]:
@@ -37,7 +38,7 @@ def supervised_lines(
 ) -> list[str]:
     """The first lines of steps 1 and 2, whose examples are called `noun`; in a dry run with more of them shown."""
     return [
-        f"{counted(examples, noun, held_out, args.held_out)}; {args.total_steps(len(examples))} steps on "
+        f"{counted(examples, noun, held_out)}; {args.total_steps(len(examples))} steps on "
         f"{distributed.ranks_in_words()}",
         *too_long(examples, noun, "--max_seq_len", args.max_seq_len, args.overlong, tokenizer, args.dry_run),
     ]

@@ -50,7 +50,7 @@ def examples(rows) -> SFTExamples:
     return SFTExamples(rows, word_tokenizer(), 5, overlong="drop")
 
 
-@pytest.mark.parametrize("held_out, count", [(4, 4), (0.1, 3)])  # the fraction is one of all 30 rows
+@pytest.mark.parametrize("held_out, count", [(4, 4), (9, 9)])
 def test_held_out_rows_are_counted_without_those_that_are_dropped(data, held_out, count):
     path = data("rows.jsonl", 30)
     training, apart = load(path, held_out=held_out)
@@ -62,6 +62,26 @@ def test_held_out_rows_are_counted_without_those_that_are_dropped(data, held_out
     assert (len(kept), kept.dropped) == (10 - count, 20)
     again = load(path, held_out=held_out)
     assert [rows.fingerprint for rows in again] == [training.fingerprint, apart.fingerprint]
+
+
+@pytest.mark.parametrize("held_out", [0.02, 0.15, 0.2, 0.5, 0.9])
+def test_a_fraction_is_one_of_those_that_stay(data, held_out):
+    training, apart = load(data("rows.jsonl", 300), held_out=held_out)
+    order = np.random.default_rng(SEED).permutation(300).tolist()
+    stay = [number for number in order[: round(300 * held_out)] if number % 3 == 0]
+    assert lines(apart) == sorted(stay) and abs(len(apart) / 100 - held_out) < 0.05
+    assert sorted(lines(training) + lines(apart)) == list(range(300))
+
+
+def test_a_fraction_of_few_that_stay_is_at_least_one(data, tmp_path):
+    path, order = tmp_path / "few.jsonl", np.random.default_rng(SEED).permutation(40).tolist()
+    for short in (order[-2:], order[1:3], order[-1:]):
+        path.write_text("".join(json.dumps({"text": "a" if n in short else LONG}) + "\n" for n in range(40)))
+        if len(short) == 2:
+            assert lines(load(str(path), held_out=0.05)[1]) == short[:1]
+        else:  # it would be held out, and nothing left
+            with pytest.raises(UserError, match="cannot hold out 0.05 of 1 rows, which are all that are not dropped"):
+                load(str(path), held_out=0.05)
 
 
 def test_rows_are_asked_for_only_until_there_are_enough(data):

@@ -9,9 +9,9 @@ from tests.training.data.tiny_tokenizers import word_tokenizer
 from training.data.pair_examples import PairExamples
 from training.data.prompts import Prompts
 from training.data.sft_examples import SFTExamples
-from training.flags.supervised_arguments import RewardFlags
+from training.flags.supervised_arguments import RewardFlags, SFTFlags
 from training.program import dry_run
-from training.program.data_lines import counted, too_long
+from training.program.data_lines import counted, supervised_lines, too_long
 from training.reporting.shown_rows import shown_rows
 from training.step2_reward import first_lines
 
@@ -44,7 +44,7 @@ def test_held_out_rows_that_are_too_few_are_told():
     assert counted(training, "texts", held_out, asked=4).endswith(
         ", 3 held out (fewer than the 4 asked for: the held-out data have no more that fit)"
     )
-    assert counted(training, "texts", held_out, asked=0.9).endswith(", 3 held out")
+    assert counted(training, "texts", held_out).endswith(", 3 held out")
     assert counted(training, "texts", None).endswith(", 0 held out")
     assert counted(training, "texts", sft([SHORT, ROW])).endswith(", 2 held out (1 cut: 50.0 %, 0 dropped)")
 
@@ -72,6 +72,18 @@ def test_above_5_percent_there_is_a_warning_with_the_length_that_holds_95(long, 
     longer = {**ROW, "response": " e f g h"}
     rows = [SHORT] * (100 - long) + [ROW] * (long - 1) + [longer]
     assert sft(rows, overlong=overlong).warnings("--max_seq_len", 8, overlong) == ([line] if line else [])
+
+
+def test_of_equal_pairs_the_length_is_not_warned_of():
+    pair, equal = ({"prompt": "a", "chosen": " b", "rejected": rejected} for rejected in (" c", " b"))
+    long, prompt = {**pair, "prompt": ROW["prompt"]}, {**equal, "prompt": ROW["prompt"]}
+    pairs = PairExamples([pair] * 60 + [prompt] * 40, TOKENIZER, 8)  # those of 11 tokens are all equal
+    assert (pairs.cut, pairs.dropped, pairs.equal, pairs.needed) == (0, 0, 40, 4)
+    assert pairs.warnings("--max_seq_len", 8, "cut_prompt") == []
+    # 4 of 64 that differ are longer, but 4 of all 104.
+    assert PairExamples([pair] * 60 + [prompt] * 40 + [long] * 4, TOKENIZER, 8).warnings("--f", 8, "cut_prompt") == []
+    (line,) = PairExamples([pair] * 50 + [prompt] * 40 + [long] * 10, TOKENIZER, 8).warnings("--f", 8, "cut_prompt")
+    assert line.startswith("warning: 10.0 % of the rows are longer than --f 8, and were cut; 95 % of them fit into 11.")
 
 
 def test_a_text_is_shown_with_its_cut_and_where_learning_begins():
@@ -146,6 +158,14 @@ def test_step_2_tells_of_the_prompts_that_it_normalises_on_too():
     assert len(first_lines(args, TOKENIZER, pairs, pairs, fitting)) == len(
         first_lines(args, TOKENIZER, pairs, pairs, None)
     )
+
+
+def test_held_out_rows_that_held_out_does_not_number_are_not_held_against_it():
+    args = SFTFlags(
+        output_dir="o", data_path=["d"], eval_data_path=["e"], model_name_or_path="m", max_seq_len=8, held_out=100
+    )
+    line = supervised_lines(args, "texts", sft([SHORT] * 16), sft([SHORT] * 3), TOKENIZER)[0]
+    assert line == "16 texts (0 cut, 0 dropped), 3 held out; 1 steps on 1 rank"
 
 
 def test_a_dry_run_shows_three_rows_of_each_kind(tmp_path, capsys, monkeypatch):

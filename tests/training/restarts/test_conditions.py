@@ -167,6 +167,15 @@ def test_a_point_without_fingerprints_is_taken_as_it_is():
 
 
 @pytest.mark.parametrize(
+    "flag, then, now", [("overlong", "drop", "cut_prompt"), ("max_prompt_seq_len", 8, 9), ("seed", 1, 2)]
+)
+def test_of_a_flag_that_changes_which_rows_are_read_the_data_are_not_blamed(flag, then, now):
+    old = written(conditions(data=("a", "b"), **{flag: then}))
+    with pytest.raises(UserError, match=f"{flag} was {then!r} when it was written and is {now!r} now"):
+        conditions(data=("c", "d"), **{flag: now}).check(old, HERE)
+
+
+@pytest.mark.parametrize(
     "old, now, message",
     [  # what a point says that was written when step 3 alone had such a flag, of another name
         ({"--overlong_prompts": "drop"}, "drop", None),
