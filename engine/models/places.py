@@ -27,7 +27,7 @@ def require_model(path: str, what: str) -> None:
     folder = Path(path)
     if folder.is_dir():
         if (folder / "config.json").is_file():
-            refuse_pointers([folder / "config.json"], what)
+            refuse_pointers([folder / "config.json", folder / "generation_config.json"], what)
             return
         inner = next((name for name in ("actor", "reward", "sft") if (folder / name / "config.json").is_file()), None)
         raise UserError(

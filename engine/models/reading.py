@@ -67,9 +67,10 @@ def read_tokenizer(
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
-    """The files that a tokenizer's vocabulary is read from; beside tokenizer.json the older kinds are passed over."""
+    """The files of a tokenizer; beside tokenizer.json vocabularies of the older kinds are passed over."""
     whole = folder / "tokenizer.json"
-    return [folder / "tokenizer_config.json", *([whole] if whole.exists() else map(folder.joinpath, VOCABULARIES))]
+    always = [folder / name for name in ("tokenizer_config.json", "chat_template.jinja")]
+    return [*always, *([whole] if whole.exists() else map(folder.joinpath, VOCABULARIES))]
 
 
 def _refuse_code(error: Exception, path: str, what: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine import distributed
 from engine.errors import RunStopped, shortened
 from engine.experience import Rollout
-from engine.reward.base import RewardSource
+from engine.reward.base import TAKEN, RewardSource
 
 ALONE = 60.0  # seconds after which a failure is told that the other ranks have not come to hear of
 
@@ -73,7 +73,9 @@ class AgreedReward(RewardSource):
 
 
 def _misshapen(parts: dict, count: int) -> str | None:
-    for values in parts.values():
+    for name, values in parts.items():
+        if name in TAKEN or (name == "scores" and len(parts) > 1):
+            return f"calls a part of its score {name!r}, which is the name of something else that is measured"
         if not isinstance(values, Tensor):
             return f"returned {shortened(values)}, which is no tensor"
         if values.shape != torch.Size([count]):

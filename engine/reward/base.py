@@ -7,6 +7,27 @@ from torch import Tensor
 
 from engine.experience import Rollout
 
+COLUMNS = ("prompt", "response", "score", "kl", "tokens")
+HELD_OUT = (
+    *("score", "kl", "response_length", "new_words"),
+    *("score_std", "distinct_responses", "distinct_bigrams", "compressed_bytes"),
+)
+OBJECTIVE = (
+    *("kl", "kl_per_token", "kl_coef", "entropy", "rlhf_reward", "non_score_reward"),
+    *("missing_eos_penalty", "scores_histogram"),
+)
+TAKEN = frozenset(
+    [*COLUMNS, *OBJECTIVE]
+    + [
+        f"{ema}{name}{ending}"
+        for ema in ("", "ema_")
+        for name in HELD_OUT
+        for ending in ("", "_se", "_change", "_change_se")
+    ]
+)
+"""What is measured of responses anyway: columns of samples, and metrics behind eval/ and
+objective/."""
+
 
 @runtime_checkable
 class RewardSource(Protocol):
@@ -19,7 +40,10 @@ class RewardSource(Protocol):
         """(B,) float32, one number a response. All ranks call this together, each with its own responses."""
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """What adds up to the score, by the names that metrics and sample tables use, each (B,) float32."""
+        """What adds up to the score, by the names that metrics and sample tables use, each (B,) float32.
+
+        The names are none of `TAKEN`.
+        """
         return {"scores": self.score(rollout).float()}
 
     def on_device(self) -> contextlib.AbstractContextManager:

@@ -1,6 +1,8 @@
 """What a source of the user's raises on one rank stops all, with sound weights."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +10,10 @@ import torch
 from engine import distributed
 from engine.errors import RunStopped
 from engine.reward.agreed import AgreedReward
-from engine.reward.base import RewardSource
+from engine.reward.base import TAKEN, RewardSource
 from tests.engine.fake_models import rollout_of
-from tests.tiny_models import EOS, PAD
+from tests.tiny_models import EOS, PAD, make_tokenizer
+from training.reporting.evaluation import sample_rows
 
 ROLLOUT = rollout_of([[5], [6], [7]], [[20, EOS], [21, 22, 23], [EOS]], PAD)
 
@@ -85,3 +88,31 @@ def test_a_failure_of_another_rank(monkeypatch):
     monkeypatch.setattr(distributed, "all_gather_objects", lambda problem: [problem, "raised ValueError: 3"])
     with pytest.raises(RunStopped, match="judge raised ValueError: 3"):
         AgreedReward(Given(torch.zeros(3)), "judge").score(ROLLOUT)
+
+
+class Named(RewardSource):
+    def __init__(self, *names):
+        self.names = names
+
+    def score(self, rollout):
+        return torch.zeros(len(rollout))
+
+    def parts(self, rollout):
+        return {name: self.score(rollout) for name in self.names}
+
+
+@pytest.mark.parametrize(
+    "name", ["kl", "score", "tokens", "prompt", "response", "response_length", "entropy", "scores", "kl_se"]
+)
+def test_a_part_is_not_called_like_what_is_measured_anyway(name):
+    with pytest.raises(RunStopped, match=f"^judge calls a part of its score '{name}', which is the name of something"):
+        AgreedReward(Named("short", name), "judge").parts(ROLLOUT)
+    assert set(AgreedReward(Named("short", f"{name}_of_mine"), "judge").parts(ROLLOUT)) == {"short", f"{name}_of_mine"}
+
+
+def test_every_name_that_would_take_anothers_place_is_known():
+    columns = set(sample_rows(ROLLOUT, torch.zeros(3), torch.zeros(3), make_tokenizer())[0])
+    documented = re.findall(r"`(?:eval|objective)/(\w+)`", Path("docs/metrics.md").read_text(encoding="utf-8"))
+    of_step_3 = {name for name in documented if not name.startswith(("scores", "ema_"))}
+    of_others = {"loss", "perplexity", "accuracy", "pair_loss", "pair_loss_std", "margin", "margin_std"}
+    assert columns | of_step_3 <= TAKEN | of_others | {"length_penalty"}

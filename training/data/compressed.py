@@ -22,9 +22,15 @@ CHUNK = 2**20  # bytes
 
 
 def data_ending(path: str | Path) -> str:
-    """The ending that says what a file holds, without that of its compression: ".csv" of rows.csv.gz."""
+    """The ending that says what a file holds, in small letters, without that of its compression: ".csv" of A.CSV.gz."""
     path = Path(path)
-    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+    return (Path(path.stem) if compression(path) else path).suffix.lower()
+
+
+def compression(path: Path) -> str:
+    """The ending of its compression, a key of COMPRESSIONS; empty for one that is not compressed."""
+    ending = path.suffix.lower()
+    return ending if ending in COMPRESSIONS else ""
 
 
 def decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
@@ -37,10 +43,10 @@ def decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
     limit, size = max(ALWAYS_ALLOWED, LARGEST_RATIO * file.seek(0, os.SEEK_END)), 0
     again = os.fdopen(os.dup(file.fileno()), "rb")  # for the stream, which closes it
     again.seek(0)
-    stream = pyarrow.CompressedInputStream(again, COMPRESSIONS[path.suffix])
+    stream = pyarrow.CompressedInputStream(again, COMPRESSIONS[compression(path)])
     try:
         copy = tempfile.TemporaryFile()  # noqa: SIM115
-        while part := _next_part(path, stream):
+        while part := _next_part(path, file, stream):
             size += len(part)
             if size > limit:
                 raise UserError(
@@ -59,19 +65,40 @@ def decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
 
 def _check_beginning(path: Path, file: IO[bytes]) -> None:
     beginning = file.read(8)
-    if beginning and not re.match(BEGINNINGS[path.suffix], beginning):
-        kind = COMPRESSIONS[path.suffix]
+    if beginning and not re.match(BEGINNINGS[compression(path)], beginning):
+        kind = COMPRESSIONS[compression(path)]
         raise UserError(
             f"{path}: begins with {shortened(beginning)}, which no {kind} file does. Take {path.suffix} off its name "
             "if it is not compressed, or fetch it again."
         )
 
 
-def _next_part(path: Path, stream: pyarrow.CompressedInputStream) -> bytes:
+def refuse_compressed(path: Path, beginning: bytes) -> None:
+    """Raise UserError for content, after what the file's name says was undone, that is still compressed."""
+    for ending, pattern in BEGINNINGS.items():
+        if re.match(pattern, beginning):
+            kind = COMPRESSIONS[ending]
+            raise UserError(
+                f"{path}: holds {kind} data inside of {COMPRESSIONS[compression(path)]} data. Decompress it once."
+                if compression(path)
+                else f"{path}: holds {kind} data. Call it {path.name}{ending}, or decompress it."
+            )
+
+
+def _next_part(path: Path, file: IO[bytes], stream: pyarrow.CompressedInputStream) -> bytes:
     try:
         return stream.read(CHUNK)
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(
-            f"{path}: cannot be decompressed ({str(error).removesuffix('.')}). Was its writing or fetching cut off? "
-            "Write or fetch it again."
-        ) from None
+        advice = "Was its writing or fetching cut off? Write or fetch it again."
+        if compression(path) == ".gz" and _is_padded(file):
+            advice = (
+                "It ends in zeros: filled up, as on tapes, or not written to its end. Decompress it with `gzip -dc`, "
+                "which tells the two apart, and give what comes out."
+            )
+        raise UserError(f"{path}: cannot be decompressed ({str(error).removesuffix('.')}). {advice}") from None
+
+
+def _is_padded(file: IO[bytes]) -> bool:
+    """Whether it ends in more zeros than a gzip member does, of which an empty one has 9."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), 16, max(0, size - 16)) == bytes(16)

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow
 
 from engine.errors import UserError
-from training.data.compressed import COMPRESSIONS, data_ending
+from training.data.compressed import COMPRESSIONS, compression, data_ending, refuse_compressed
 from training.data.data_file import DataFile
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
@@ -108,15 +108,15 @@ def read_records(path: str | Path) -> Records:
     if path.is_dir():
         raise UserError(f"{path}: found a directory; name one file in it.")
     file, ending = DataFile(path), data_ending(path)
-    compression = path.suffix if path.suffix in COMPRESSIONS else ""
     if ending not in ENDINGS:
         raise UserError(
-            f"{path}: found the ending '{ending}{compression}'; data files end in .jsonl (one JSON object a line), "
-            ".json (a list of objects), .csv (with a line of column names) or .parquet, with "
+            f"{path}: found the ending '{ending}{compression(path)}'; data files end in .jsonl (one JSON object a "
+            "line), .json (a list of objects), .csv (with a line of column names) or .parquet, with "
             f"{' or '.join(COMPRESSIONS)} behind it where they are compressed. Convert or rename the file."
         )
-    if compression:
+    if compression(path):
         file.decompress()
+    refuse_compressed(path, file.read(0, 8))
     if ending == ".parquet":
         return _parquet(file)
     is_list = ending == ".json" and file.read(0, 4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{"

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from engine.errors import UserError, shortened
+from engine.git_lfs import refuse_pointers
 from engine.reward.base import RewardSource
 
 
@@ -54,6 +55,7 @@ def _imported_file(path: Path, what: str) -> ModuleType:
     """The module in a file of any name, which may be a link, and called like an installed module."""
     if not _is_file(path):
         raise UserError(f"{what}: there is no file {path} (relative paths start from {Path.cwd()}).")
+    refuse_pointers([path], what)
     path = path.absolute()
     for folder in (path.resolve().parent, path.parent):
         _add_to_path(folder)

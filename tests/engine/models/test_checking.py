@@ -116,6 +116,8 @@ def lfs_pointer(path):
         ("pytorch_model.bin", False),  # model.safetensors stands beside it
         ("tokenizer.json", True),
         ("tokenizer_config.json", True),
+        ("generation_config.json", True),
+        ("chat_template.jinja", True),
         ("tokenizer.model", False),  # tokenizer.json stands beside it
     ],
 )

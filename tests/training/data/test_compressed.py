@@ -163,6 +163,37 @@ def test_other_endings_are_told_which_there_are(tmp_path, name, ending):
         read_records(tmp_path / name)
 
 
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_endings_in_capitals_are_endings(tmp_path, ending):
+    path = tmp_path / f"ROWS.JSONL{ending.upper()}"
+    path.write_bytes(COMPRESS[ending](LINES))
+    assert len(read_records(path)) == 2001
+    (tmp_path / "rows.Csv").write_text("text\na\n")
+    assert read_records(tmp_path / "rows.Csv")[0][1] == {"text": "a"}
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_compressed_data_under_a_plain_name_or_twice_are_called_so(tmp_path, ending):
+    content, kind = COMPRESS[ending](LINES), {".gz": "gzip", ".zst": "zstd"}[ending]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"rows.jsonl: holds {kind} data\. Call it rows.jsonl\{ending}, or decompress"):
+        read_records(path)
+    twice = tmp_path / "rows.jsonl.gz"
+    twice.write_bytes(gzip.compress(content))
+    with pytest.raises(UserError, match=rf"rows.jsonl.gz: holds {kind} data inside of gzip data\. Decompress it once"):
+        read_records(twice)
+
+
+def test_a_gzip_file_that_is_filled_up_with_zeros_is_told_so(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(LINES) + bytes(100))
+    with pytest.raises(UserError, match=r"It ends in zeros: filled up, as on tapes, .* Decompress it with `gzip -dc`"):
+        read_records(path)
+    path.write_bytes(gzip.compress(LINES) + gzip.compress(b""))  # which ends in zeros, too
+    assert len(read_records(path)) == 2001
+
+
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
 
 

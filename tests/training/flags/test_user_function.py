@@ -163,3 +163,10 @@ def test_a_class_of_reward_sources_is_made_of_the_tokenizer(module, parameters, 
         return
     with pytest.raises(UserError, match=f"{name}:Source: it takes .*but is called with the tokenizer alone"):
         load_function(f"{name}:Source")
+
+
+def test_a_git_lfs_pointer_is_called_one(tmp_path):
+    (tmp_path / "rewards.py").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
+    told = r"--reward_function .*rewards.py:f: .*rewards.py is a Git LFS pointer: .*`git lfs pull`"
+    with pytest.raises(UserError, match=told):
+        load_function(f"{tmp_path}/rewards.py:f")
