@@ -84,6 +84,7 @@ def with_error(value: float, error: float | None, sign: str = "") -> str:
     """1.250 ± 0.110, or the value alone; from a thousand on 1250.0 ± 110.0. sign: "+" for one that is shown where it is
     positive, too."""
     digits = 3 if max(abs(value), error or 0.0) < 1000 else 1
+    value = round(value, digits) + 0.0  # no -0.000
     return f"{value:{sign}.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 

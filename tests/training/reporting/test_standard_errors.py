@@ -76,3 +76,9 @@ def test_last_words():
         change_told(metrics | {"a_change": 0.75}, "a") == " (changed by +0.75 ± 0.5, within noise (2 standard errors))"
     )
     assert change_told(metrics, "b") == ""
+
+
+def test_what_rounds_to_nothing_has_no_sign():
+    assert with_error(-4e-7, 0.0) == "0.000 ± 0.000"
+    assert with_error(-4e-7, 0.0, sign="+") == "+0.000 ± 0.000"
+    assert with_error(-0.0006, None) == "-0.001"
