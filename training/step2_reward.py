@@ -26,7 +26,7 @@ from training.data.prompts import Prompts
 from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
 from training.program.agreement import agreed, checked
-from training.program.data_lines import supervised_lines
+from training.program.data_lines import supervised_lines, warnings
 from training.program.ending import models_told
 from training.program.model_files import check_positions
 from training.program.shared_folder import check_shared
@@ -196,8 +196,8 @@ def first_lines(
     """What is said of the data before a model is loaded; the arguments behind `args` as load_examples gives them."""
     lines = supervised_lines(args, "pairs", examples, held_out, tokenizer)
     if prompts is not None and (prompts.cut or prompts.dropped):
-        limit = "--max_prompt_seq_len", args.max_prompt_seq_len
-        lines += [f"{prompts.told('prompts')} to normalise scores on", *prompts.warnings(*limit, args.overlong)]
+        lines.append(f"{prompts.told('prompts')} to normalise scores on")
+        lines += warnings(prompts, "--max_prompt_seq_len", args, [args.sft_path], args.max_answer_seq_len)
     return lines
 
 

@@ -66,8 +66,13 @@ class FittedRows(Sequence):
             parts.append(self._share(self.equal, "left out as chosen and rejected are the same"))
         return f"{len(self):,} {noun} ({', '.join(parts)})"
 
-    def warnings(self, flag: str, limit: int, overlong: str) -> list[str]:
-        """A line where more than 5 % of the rows do not fit, with what to do; `limit` is the value of `flag`."""
+    def warnings(
+        self, flag: str, limit: int, overlong: str, most: Callable[[], int | None] = lambda: None
+    ) -> list[str]:
+        """A line where more than 5 % of the rows do not fit, with what to do; `limit` is the value of `flag`.
+
+        most: asked for the largest value of `flag` for which the models have positions, if they have a number of them.
+        """
         too_long = self.cut + self.dropped
         if self.needed <= limit or too_long <= (1 - ENOUGH) * len(self.source):
             return []
@@ -75,8 +80,8 @@ class FittedRows(Sequence):
         return [
             f"warning: {100 * too_long / len(self.source):.1f} % of the rows are longer than {flag} {limit}, and were "
             f"{' or '.join(word for word, count in (('cut', self.cut), ('dropped', self.dropped)) if count)}; "
-            f"{100 * ENOUGH:.0f} % of them fit into {self.needed}. Give {flag} {self.needed}, if the model and "
-            f"memory allow{other}."
+            f"{100 * ENOUGH:.0f} % of them fit into {self.needed}. "
+            f"{_remedy(flag, limit, self.needed, most())}{other}."
         ]
 
     def _share(self, count: int, what: str) -> str:
@@ -86,3 +91,16 @@ class FittedRows(Sequence):
 def _enough(lengths: array) -> int:
     """The length that a share ENOUGH of these do not exceed; 0 for none."""
     return sorted(lengths)[math.ceil(ENOUGH * len(lengths)) - 1] if lengths else 0
+
+
+def _remedy(flag: str, limit: int, needed: int, most: int | None) -> str:
+    if most is None:
+        return f"Give {flag} {needed}, if the model and memory allow"
+    if needed <= most:
+        return f"Give {flag} {needed}, if memory allows"
+    if limit < most:
+        return (
+            f"The model's positions allow {flag} {most} at most: give that, if memory allows, or another model, or "
+            "shorter rows"
+        )
+    return "The model has no positions for more: give another model, or shorter rows"

@@ -1,9 +1,13 @@
 """What a run says first of its data: how many rows are kept, cut and dropped, what to do about it, and some of them."""
 
+from collections.abc import Sequence
+
 from engine import distributed
 from training.data.fitted_rows import NOTED, FittedRows
 from training.data.lengths import CUT, DROPPED
+from training.flags.data_arguments import DataFlags
 from training.flags.supervised_arguments import SupervisedFlags
+from training.program.model_files import most_tokens
 from training.reporting.shown_rows import shown_rows
 
 ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompts": "the actor goes on"}
@@ -22,15 +26,33 @@ def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: int
     return f"{rows.told(noun)}, {told}{fewer if len(held_out) < asked else ''}"
 
 
-def too_long(rows: FittedRows, noun: str, flag: str, limit: int, overlong: str, tokenizer, whole: bool) -> list[str]:
+def too_long(
+    rows: FittedRows,
+    noun: str,
+    flag: str,
+    args: DataFlags,
+    tokenizer,
+    models: Sequence[str | None],
+    beside: int = 0,
+) -> list[str]:
     """The warning of rows that are too long, if many are, and some rows as the model is shown them.
 
-    flag: which limits them. whole: three rows of each kind; otherwise one that is cut and one that is dropped, if any
-    is.
+    flag: which limits them. models: paths of those that are given the rows, beside which each needs `beside` positions.
+    In a dry run three rows of each kind; otherwise one that is cut and one that is dropped, if any is.
     """
+    whole = args.dry_run
     examples = shown_rows(rows, tokenizer, NOTED) if whole else shown_rows(rows, tokenizer, 1, (CUT, DROPPED))
     title = f"what the model is shown of the {noun} (at -> {ARROW[noun]}):"
-    return [*rows.warnings(flag, limit, overlong), *([title, *(f"  {line}" for line in examples)] if examples else [])]
+    return [
+        *warnings(rows, flag, args, models, beside),
+        *([title, *(f"  {line}" for line in examples)] if examples else []),
+    ]
+
+
+def warnings(rows: FittedRows, flag: str, args: DataFlags, models: Sequence[str | None], beside: int = 0) -> list[str]:
+    """The warning of rows that are too long, if many are; arguments as of too_long."""
+    limit = getattr(args, flag.removeprefix("--"))
+    return rows.warnings(flag, limit, args.overlong, lambda: most_tokens(args, models, beside))
 
 
 def supervised_lines(
@@ -40,5 +62,5 @@ def supervised_lines(
     return [
         f"{counted(examples, noun, held_out)}; {args.total_steps(len(examples))} steps on "
         f"{distributed.ranks_in_words()}",
-        *too_long(examples, noun, "--max_seq_len", args.max_seq_len, args.overlong, tokenizer, args.dry_run),
+        *too_long(examples, noun, "--max_seq_len", args, tokenizer, [args.model_name_or_path]),
     ]

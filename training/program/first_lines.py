@@ -33,11 +33,13 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
         critic = "the SFT model with a new head" if plan.dialect.has_critic else "there is none"
         scorer = f"\n--critic_model_name_or_path names the reward model alone; the critic: {critic}"
     pad_token = f"\n{plan.pad_token}" if plan.pad_token else ""
-    limit = "--max_prompt_seq_len", args.max_prompt_seq_len
+    models = [args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path]
     return [
         f"{counted(plan.prompts, 'prompts', plan.held_out, args.num_eval_prompts)}{blocks}; {plan.total_steps} steps "
         f"of {args.rows_per_rank * distributed.world_size()} responses on {distributed.ranks_in_words()}",
-        *too_long(plan.prompts, "prompts", *limit, args.overlong, plan.tokenizer, args.dry_run),
+        *too_long(
+            plan.prompts, "prompts", "--max_prompt_seq_len", args, plan.tokenizer, models, args.max_answer_seq_len
+        ),
         f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
     ]
 

@@ -1,8 +1,10 @@
 """What a run takes from a model's folder beside its weights: how many positions it has, which tokens end a response."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from engine.errors import UserError
+from training.flags.arguments import RunFlags
 
 
 def generation_stops(path: str, tokenizer, trust_remote_code: bool = False) -> tuple[int, ...]:
@@ -36,10 +38,27 @@ def check_positions(config, model: str, **lengths: int) -> None:
 
     model: how the message names it.
     """
-    longest, total = getattr(config, "max_position_embeddings", None), sum(lengths.values())
+    longest, total = _positions(config), sum(lengths.values())
     if longest is not None and total > longest:
         given = " and ".join(f"--{name} {value}" for name, value in lengths.items())
         raise UserError(
             f"{given}: sequences may have {total} tokens, but {model} has {longest} positions. Lower "
             f"{'them' if len(lengths) > 1 else 'it'}."
         )
+
+
+def most_tokens(args: RunFlags, models: Iterable[str | None], beside: int = 0) -> int | None:
+    """How many tokens there are positions for, in all of the models that are here, beside `beside` others.
+
+    None where there is no model, or none has a number of positions. Raises UserError for a model that is none.
+    """
+    from engine.models.reading import read_config
+
+    here = [path for path in models if path is not None and args.looks_at(path)]
+    counts = [_positions(read_config(path, "model", args.trust_remote_code)) for path in here]
+    known = [count for count in counts if count is not None]
+    return min(known) - beside if known else None
+
+
+def _positions(config) -> int | None:
+    return getattr(config, "max_position_embeddings", None)

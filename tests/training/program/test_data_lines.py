@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.tiny_models import make_causal_lm
+from tests.tiny_models import POSITIONS, make_causal_lm
 from tests.training.data.tiny_tokenizers import word_tokenizer
 from training.data.pair_examples import PairExamples
 from training.data.prompts import Prompts
@@ -20,6 +20,12 @@ TOKENIZER = word_tokenizer("<s>", words=WORDS)
 ROW = {"prompt": "\n\nHuman: a b\n\nAssistant: c\n\nHuman: d\n\nAssistant:", "response": " e f"}
 TURNS = "Human: a b Assistant: c Human: d Assistant:"
 SHORT, LONG = {"prompt": "a", "response": " b"}, {"prompt": "a", "response": " b c d e f g h i j k l m"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model of POSITIONS positions."""
+    return make_causal_lm(tmp_path_factory.mktemp("models") / "model")
 
 
 def sft(rows, limit=8, **options) -> SFTExamples:
@@ -131,28 +137,49 @@ def test_long_texts_lose_their_middle():
     assert line == f"  '<s>' -> {start!r} ... {end!r}"
 
 
-def test_at_the_start_of_a_run_one_row_of_each_kind_that_does_not_fit_is_shown():
-    lines = too_long(sft([SHORT, ROW, ROW], 9), "texts", "--max_seq_len", 9, "cut_prompt", TOKENIZER, whole=False)
+def test_the_recommended_length_is_one_that_the_model_has_positions_for():
+    def advice(most: int, overlong="cut_prompt") -> str:
+        (line,) = sft([SHORT] * 9 + [ROW], overlong=overlong).warnings("--max_seq_len", 8, overlong, lambda: most)
+        return line.partition("95 % of them fit into 12. ")[2]
+
+    assert advice(12) == advice(13) == "Give --max_seq_len 12, if memory allows."
+    assert advice(11) == (
+        "The model's positions allow --max_seq_len 11 at most: give that, if memory allows, or another model, or "
+        "shorter rows."
+    )
+    assert advice(8) == "The model has no positions for more: give another model, or shorter rows."
+    assert advice(8, "drop") == (
+        "The model has no positions for more: give another model, or shorter rows, or give --overlong cut_prompt, "
+        "which keeps answers."
+    )
+
+
+def flags(kind, model, **options):
+    return kind(**{"output_dir": "o", "data_path": ["d"], "model_name_or_path": str(model), **options})
+
+
+def test_at_the_start_of_a_run_one_row_of_each_kind_that_does_not_fit_is_shown(model):
+    args = flags(SFTFlags, model, max_seq_len=9)
+    lines = too_long(sft([SHORT, ROW, ROW], 9), "texts", "--max_seq_len", args, TOKENIZER, [model])
     assert lines[0].startswith("warning: 66.7 % of the rows") and lines[1:] == [
         "what the model is shown of the texts (at -> what is learned begins):",
         "  cut, row 2: 7 of 12 tokens",
         "    '<s>' [5 tokens cut] ' Human: d Assistant:' -> ' e f </s>'",
     ]
-    assert too_long(sft([SHORT]), "texts", "--max_seq_len", 8, "cut_prompt", TOKENIZER, whole=False) == []
+    assert too_long(sft([SHORT]), "texts", "--max_seq_len", args, TOKENIZER, [model]) == []
 
 
-def test_step_2_tells_of_the_prompts_that_it_normalises_on_too():
-    args = RewardFlags(
-        output_dir="o", data_path=["d"], model_name_or_path="m", max_seq_len=20, max_prompt_seq_len=5, overlong="drop"
-    )
+def test_step_2_tells_of_the_prompts_that_it_normalises_on_too(model):
+    args = flags(RewardFlags, model, max_seq_len=20, max_prompt_seq_len=5, max_answer_seq_len=POSITIONS - 6)
+    args.overlong = "drop"
     pairs = PairExamples([{"prompt": "a", "chosen": " b", "rejected": " c"}] * 16, TOKENIZER, 20)
     prompts = Prompts([ROW, SHORT, SHORT, SHORT], TOKENIZER, 5, "drop")
     assert first_lines(args, TOKENIZER, pairs, pairs, prompts) == [
         "16 pairs (0 cut, 0 dropped), 16 held out; 1 steps on 1 rank",
         "3 prompts (0 cut, 1 dropped: 25.0 %) to normalise scores on",
         "warning: 25.0 % of the rows are longer than --max_prompt_seq_len 5, and were dropped; 95 % of them fit into "
-        "9. Give --max_prompt_seq_len 9, if the model and memory allow, or give --overlong cut_prompt, which keeps "
-        "answers.",
+        "9. The model's positions allow --max_prompt_seq_len 6 at most: give that, if memory allows, or another model, "
+        "or shorter rows, or give --overlong cut_prompt, which keeps answers.",
     ]
     fitting = Prompts([SHORT], TOKENIZER, 5)
     assert len(first_lines(args, TOKENIZER, pairs, pairs, fitting)) == len(
@@ -161,9 +188,7 @@ def test_step_2_tells_of_the_prompts_that_it_normalises_on_too():
 
 
 def test_held_out_rows_that_held_out_does_not_number_are_not_held_against_it():
-    args = SFTFlags(
-        output_dir="o", data_path=["d"], eval_data_path=["e"], model_name_or_path="m", max_seq_len=8, held_out=100
-    )
+    args = flags(SFTFlags, "m", eval_data_path=["e"], max_seq_len=8, held_out=100)
     line = supervised_lines(args, "texts", sft([SHORT] * 16), sft([SHORT] * 3), TOKENIZER)[0]
     assert line == "16 texts (0 cut, 0 dropped), 3 held out; 1 steps on 1 rank"
 
