@@ -60,6 +60,7 @@ class Session:
             scores=held_out_scores(self.output_dir) if goes_on and not plan.scores_changed else {},
             say=self.writer.write,
         )
+        self._first = {"objective/reward_changed": 1.0} if plan.scores_changed else {}  # of the next step's line
         self.saved: dict[str, Path] = {}  # the trained models' folders, from the last step on
 
     def state_dict(self) -> dict:
@@ -98,7 +99,7 @@ class Session:
         """
         output_lock.check_held()
         args, step, last = self.args, report.step, report.step == self.plan.last_step
-        self.owed = {**report.metrics, **self.checkpoints.take_metrics()}
+        self.owed, self._first = {**report.metrics, **self.checkpoints.take_metrics(), **self._first}, {}
         reason = stopping.agreed()
         if reason:
             self.end_early(reason, report)

@@ -32,3 +32,11 @@ def comparable_scores(rows: Sequence[Mapping]) -> list[Mapping]:
     """The lines with held-out scores, from the last change of the reward on that they tell of."""
     scored = [row for row in rows if "eval/score" in row]
     return [row for row in scored if scored_otherwise(row) == scored_otherwise(scored[-1])]
+
+
+def of_one_reward(rows: Sequence[Mapping]) -> list[Mapping]:
+    """The lines of a run, those before the last change of its reward without the scores in training."""
+    changes = [place for place, row in enumerate(rows) if "objective/reward_changed" in row]
+    before = changes[-1] if changes else 0
+    kept = [{name: value for name, value in row.items() if name != "objective/scores"} for row in rows[:before]]
+    return [*kept, *rows[before:]]

@@ -29,7 +29,7 @@ from engine.errors import RunStopped
 from training.reporting.health.curves import ALARM, at_end, column
 from training.reporting.health.optimization import score_unmoved
 from training.reporting.health.policy import KL_FAR
-from training.reporting.reward_change import scored_otherwise
+from training.reporting.reward_change import of_one_reward, scored_otherwise
 from training.reporting.standard_errors import NOISE
 
 LOSS_TOLERANCE = 0.02
@@ -128,7 +128,7 @@ def of_ppo(rows: Sequence[Mapping], prompts: int) -> Verdict:
 
 def _of_curves(rows: Sequence[Mapping]) -> Verdict:
     seen = []
-    score = score_unmoved(rows)
+    score = score_unmoved(of_one_reward(rows))
     if score is not None and score.severity == ALARM:
         seen.append(score.text)
     far = _too_far(at_end(rows, "objective/kl"), at_end(rows, "rollout/response_length"))

@@ -33,6 +33,7 @@ READERS = {
     "reporting/plot.py",
     "reporting/summary.py",
     "reporting/compare_runs.py",
+    "reporting/reward_change.py",
     "reporting/verdict.py",
     *(f"reporting/health/{name}.py" for name in ("__init__", "optimization", "outlook", "policy", "responses")),
 }

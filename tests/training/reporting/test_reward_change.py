@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from tests.training.reporting.test_verdict import GOOD, rows
 from training.program.session import held_out_scores
 from training.reporting.compare_runs import evaluations
+from training.reporting.health import health
 from training.reporting.reward_change import paired, without_scores
 from training.reporting.standard_errors import Estimate, with_errors
 from training.reporting.summary import RunSummary, summary_text
@@ -46,6 +49,18 @@ def test_no_verdict_and_no_change_is_of_two_rewards(tmp_path):
     assert "  the score is another reward's than before the run went on: it has no before and no change" in lines
     assert "KL to the reference          0.000      20.000     +20.000" in summary_text(summary)
     assert "another reward" not in summary_text(RunSummary.from_metrics(found[:2]))
+
+
+@pytest.mark.parametrize("drop", [0.0, 70.0])
+def test_a_curve_of_scores_does_not_fall_where_the_reward_changed(drop):
+    scores = [70.0 - drop * (step > 10) + step / 10 for step in range(1, 31)]
+    steady = {"objective/kl": 1.0, "rollout/response_length": 10.0}
+    found = [{"step": i, "samples": i, "objective/scores": score, **steady} for i, score in enumerate(scores, 1)]
+    told = of_ppo(found, prompts=0).seen + tuple(finding.text for finding in health(found))
+    assert any("the score fell from 70" in text for text in told) == (drop > 0)
+    found[10]["objective/reward_changed"] = 1.0
+    assert of_ppo(found, prompts=0).kind == Kind.FINE
+    assert not any("score fell" in finding.text for finding in health(found))
 
 
 def test_scores_of_before_count_for_no_best_point_and_no_rise(tmp_path):

@@ -30,6 +30,7 @@ from training.reporting.health.responses import (
     length_shrank,
     words_invented,
 )
+from training.reporting.reward_change import of_one_reward
 
 __all__ = ["ALARM", "FINE", "LOOK", "Finding", "health"]
 
@@ -61,6 +62,7 @@ EXPLAINS = {
 
 def health(records: Sequence[Mapping]) -> list[Finding]:
     """The findings of a run's metrics (`read_metrics`), alarms first; one that is FINE where nothing stood out."""
+    records = of_one_reward(records)
     steps = len(having(records, "objective/kl"))
     if steps == 0:
         return [Finding(FINE, "no step of PPO to judge")]
