@@ -107,25 +107,25 @@ def test_whatever_matters_makes_another_file(tmp_path):
     [
         (
             lambda folder: SFTExamples([{"prompt": "a b", "response": " c"}], word_tokenizer(), 8, cache=folder),
-            "73615b37d114838d137d68e709d315dcc1d36b350dd58081caf6ccf72a28c070",
+            "b8c9440c8056f6ccf95af5589d6cf8c2c1295cd8170c69a48bde88553fd33a0b",
         ),
         (
             lambda folder: PairExamples(
                 [{"prompt": "a b", "chosen": " b", "rejected": " c"}], word_tokenizer(), 8, cache=folder
             ),
-            "e5c5a3d184f5b5f154271c4f8fa43278e85aaf107ba037c9fbab0a4fee470995",
+            "01f556e5ba4591d042a75d573b4a52d271a2edce4811466f6d9d569edc6fac35",
         ),
         (
             lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, cache=folder),
-            "e707e681183422d5cb6423233991ad3a2ea50d990832fd70e80ad21e18b9c002",
+            "4ba36301bb1dc11f581f798538dda4dbd24be4692f5659aa8a27dc881b3468b6",
         ),
         (
             lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, "drop", folder, query_start=10),
-            "75991beb62be40162afd41c2721e336cf79a0ae57b9fde14c6109f0d258451bd",
+            "857c20fb42eb425ed64d9b2ec7f086d6402dea1666b41582511828392d3a0f0f",
         ),
         (
             lambda folder: TextBlocks([{"text": "a b"}], word_tokenizer(), 2, cache=folder),
-            "b3c98f81fc476b5d9e86aeb1ab248b167456d9e5c9b484f5607db2b38cc1b512",
+            "1a75f165fb02ccb644435a9da1c879022602c7ff4afaf2cd0a5b44a216398702",
         ),
     ],
 )
