@@ -60,11 +60,12 @@ class FittedRows(Sequence):
         return len(self.table)
 
     def told(self, noun: str) -> str:
-        """How many are kept, cut and dropped, in words: "1,834 texts (226 cut: 12.3 %, 8 dropped: 0.4 %)"."""
+        """How many are kept, cut and dropped: "1,834 of 1,842 texts (226 cut: 12.3 %, 8 dropped: 0.4 %)", of 1,842."""
         parts = [self._share(self.cut, "cut"), self._share(self.dropped, "dropped")]
         if self.equal:
             parts.append(self._share(self.equal, "left out as chosen and rejected are the same"))
-        return f"{len(self):,} {noun} ({', '.join(parts)})"
+        whole = f" of {len(self.source):,}" if len(self) < len(self.source) else ""
+        return f"{len(self):,}{whole} {noun} ({', '.join(parts)})"
 
     def warnings(
         self, flag: str, limit: int, overlong: str, most: Callable[[], int | None] = lambda: None
@@ -77,10 +78,11 @@ class FittedRows(Sequence):
         if self.needed <= limit or too_long <= (1 - ENOUGH) * len(self.source):
             return []
         other = "" if overlong == "cut_prompt" else ", or give --overlong cut_prompt, which keeps answers"
+        share = 100 * too_long / len(self.source)
+        done = " or ".join(word for word, count in (("cut", self.cut), ("dropped", self.dropped)) if count)
         return [
-            f"warning: {100 * too_long / len(self.source):.1f} % of the rows are longer than {flag} {limit}, and were "
-            f"{' or '.join(word for word, count in (('cut', self.cut), ('dropped', self.dropped)) if count)}; "
-            f"{100 * ENOUGH:.0f} % of them fit into {self.needed}. "
+            f"warning: {share:.1f} % of these {len(self.source):,} rows are longer than {flag} {limit}, and were "
+            f"{done}; {100 * ENOUGH:.0f} % of them fit into {self.needed}. "
             f"{_remedy(flag, limit, self.needed, most())}{other}."
         ]
 

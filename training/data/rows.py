@@ -108,6 +108,9 @@ def load_rows(
     parts = [
         mixture.add(source.training, source.name, divide=number < len(divided)) for number, source in enumerate(sources)
     ]
+    if keeps is not None:
+        for part in parts:
+            mixture.rows([part[:1]])[0]  # what is wrong with all records is told of the first, and not of one drawn
     if eval_paths:
         eval_sources = [_opened(path, form) for path in eval_paths]
         _refuse_trained_on(sources, eval_sources)

@@ -52,7 +52,9 @@ def test_real_rows_become_batches():
     }
     batch = collate_sft(list(SFTExamples(rows["sft"], tokenizer, 64)), tokenizer.pad_token_id)
     assert batch.sequences.shape == (32, 64) and batch.loss_mask.sum() == batch.attention_mask[:, 1:].sum()
-    batch = collate_pairs(list(PairExamples(rows["pairs"], tokenizer, 64)), tokenizer.pad_token_id)
+    batch = collate_pairs(
+        list(PairExamples(rows["pairs"], tokenizer, 64, overlong="cut_answer")), tokenizer.pad_token_id
+    )
     shared = len(tokenizer("Review :")["input_ids"])
     assert batch.sequences.shape == (64, 64) and batch.first_difference.min() == shared
     prompts = Prompts(rows["prompts"], tokenizer, 16)

@@ -113,3 +113,10 @@ def test_of_a_test_split_under_a_limit_those_that_stay_are_counted(data, tmp_pat
     assert len(training) == 30 and len(apart) == count
     assert limit is None or examples(apart).dropped == 0
     assert lines(apart) == sorted(set(lines(apart)))
+
+
+def test_what_is_wrong_with_all_records_is_told_of_the_first(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a"}\n' * 40)
+    with pytest.raises(UserError, match="rows.jsonl, line 1: found the columns: question"):
+        load_rows(str(path), SFT, word_tokenizer(), phase=1, seed=SEED, held_out=4, keeps=lambda row: True)

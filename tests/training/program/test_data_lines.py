@@ -35,12 +35,12 @@ def sft(rows, limit=8, **options) -> SFTExamples:
 def test_what_is_cut_and_dropped_is_counted_in_words():
     assert sft([SHORT] * 40).told("texts") == "40 texts (0 cut, 0 dropped)"
     assert sft([SHORT] * 1999 + [ROW]).told("texts") == "2,000 texts (1 cut: 0.1 %, 0 dropped)"
-    assert sft([SHORT] * 7 + [ROW], overlong="drop").told("texts") == "7 texts (0 cut, 1 dropped: 12.5 %)"
+    assert sft([SHORT] * 7 + [ROW], overlong="drop").told("texts") == "7 of 8 texts (0 cut, 1 dropped: 12.5 %)"
     pair = {"prompt": "a", "chosen": " b", "rejected": " c"}
     rows = [pair, pair, {**pair, "rejected": " b"}, {"prompt": "a", "chosen": " b" * 9, "rejected": " b" * 9 + " c"}]
     pairs = PairExamples(rows, TOKENIZER, 8)
     assert pairs.told("pairs") == (
-        "2 pairs (0 cut, 1 dropped: 25.0 %, 1 left out as chosen and rejected are the same: 25.0 %)"
+        "2 of 4 pairs (0 cut, 1 dropped: 25.0 %, 1 left out as chosen and rejected are the same: 25.0 %)"
     )
 
 
@@ -62,14 +62,15 @@ def test_held_out_rows_that_are_too_few_are_told():
         (
             6,
             "cut_prompt",
-            "warning: 6.0 % of the rows are longer than --max_seq_len 8, and were cut; 95 % of them fit into 12. "
+            "warning: 6.0 % of these 100 rows are longer than --max_seq_len 8, and were cut; 95 % of them fit into 12. "
             "Give --max_seq_len 12, if the model and memory allow.",
         ),
         (
             6,
             "drop",
-            "warning: 6.0 % of the rows are longer than --max_seq_len 8, and were dropped; 95 % of them fit into 12. "
-            "Give --max_seq_len 12, if the model and memory allow, or give --overlong cut_prompt, which keeps answers.",
+            "warning: 6.0 % of these 100 rows are longer than --max_seq_len 8, and were dropped; 95 % of them fit into "
+            "12. Give --max_seq_len 12, if the model and memory allow, or give --overlong cut_prompt, "
+            "which keeps answers.",
         ),
     ],
 )
@@ -89,7 +90,9 @@ def test_of_equal_pairs_the_length_is_not_warned_of():
     # 4 of 64 that differ are longer, but 4 of all 104.
     assert PairExamples([pair] * 60 + [prompt] * 40 + [long] * 4, TOKENIZER, 8).warnings("--f", 8, "cut_prompt") == []
     (line,) = PairExamples([pair] * 50 + [prompt] * 40 + [long] * 10, TOKENIZER, 8).warnings("--f", 8, "cut_prompt")
-    assert line.startswith("warning: 10.0 % of the rows are longer than --f 8, and were cut; 95 % of them fit into 11.")
+    assert line.startswith(
+        "warning: 10.0 % of these 100 rows are longer than --f 8, and were cut; 95 % of them fit into 11."
+    )
 
 
 def test_a_text_is_shown_with_its_cut_and_where_learning_begins():
@@ -161,7 +164,7 @@ def flags(kind, model, **options):
 def test_at_the_start_of_a_run_one_row_of_each_kind_that_does_not_fit_is_shown(model):
     args = flags(SFTFlags, model, max_seq_len=9)
     lines = too_long(sft([SHORT, ROW, ROW], 9), "texts", "--max_seq_len", args, TOKENIZER, [model])
-    assert lines[0].startswith("warning: 66.7 % of the rows") and lines[1:] == [
+    assert lines[0].startswith("warning: 66.7 % of these 3 rows") and lines[1:] == [
         "what the model is shown of the texts (at -> what is learned begins):",
         "  cut, row 2: 7 of 12 tokens",
         "    '<s>' [5 tokens cut] ' Human: d Assistant:' -> ' e f </s>'",
@@ -176,10 +179,10 @@ def test_step_2_tells_of_the_prompts_that_it_normalises_on_too(model):
     prompts = Prompts([ROW, SHORT, SHORT, SHORT], TOKENIZER, 5, "drop")
     assert first_lines(args, TOKENIZER, pairs, pairs, prompts) == [
         "16 pairs (0 cut, 0 dropped), 16 held out; 1 steps on 1 rank",
-        "3 prompts (0 cut, 1 dropped: 25.0 %) to normalise scores on",
-        "warning: 25.0 % of the rows are longer than --max_prompt_seq_len 5, and were dropped; 95 % of them fit into "
-        "9. The model's positions allow --max_prompt_seq_len 6 at most: give that, if memory allows, or another model, "
-        "or shorter rows, or give --overlong cut_prompt, which keeps answers.",
+        "3 of 4 prompts (0 cut, 1 dropped: 25.0 %) to normalise scores on",
+        "warning: 25.0 % of these 4 rows are longer than --max_prompt_seq_len 5, and were dropped; 95 % of them fit "
+        "into 9. The model's positions allow --max_prompt_seq_len 6 at most: give that, if memory allows, or "
+        "another model, or shorter rows, or give --overlong cut_prompt, which keeps answers.",
     ]
     fitting = Prompts([SHORT], TOKENIZER, 5)
     assert len(first_lines(args, TOKENIZER, pairs, pairs, fitting)) == len(
@@ -212,5 +215,5 @@ def test_a_dry_run_shows_three_rows_of_each_kind(tmp_path, capsys, monkeypatch):
     assert "\n    [5 tokens cut] '<unk> w13 <unk>' -> ' w14 </s>'\n" in printed
     assert dry_run.main([*words.split(), "--overlong", "drop"]) == 0
     printed = capsys.readouterr().out
-    assert "30 texts (0 cut, 40 dropped: 57.1 %), 10 held out" in printed and printed.count("  dropped, ") == 3
+    assert "30 of 70 texts (0 cut, 40 dropped: 57.1 %), 10 held out" in printed and printed.count("  dropped, ") == 3
     assert not (tmp_path / "out").exists()
