@@ -26,6 +26,7 @@ from training.reporting.health.responses import (
     answers_alike,
     degenerate,
     few_ended,
+    few_ever_ended,
     length_grew,
     length_shrank,
     words_invented,
@@ -34,7 +35,7 @@ from training.reporting.reward_change import of_one_reward
 
 __all__ = ["ALARM", "FINE", "LOOK", "Finding", "health"]
 
-ANY_LENGTH = (not_finite, kl_far, kl_negative, degenerate, updates_skipped)
+ANY_LENGTH = (not_finite, kl_far, kl_negative, degenerate, few_ever_ended, updates_skipped)
 TRENDS = (
     score_unmoved,
     kl_growing,
@@ -51,7 +52,7 @@ TRENDS = (
     words_invented,
 )
 EXPLAINS = {
-    answers_alike: (entropy_fell, length_grew, length_shrank, few_ended, kl_far, kl_growing),
+    answers_alike: (entropy_fell, length_grew, length_shrank, few_ended, few_ever_ended, kl_far, kl_growing),
     length_shrank: (entropy_fell, kl_far, kl_growing),
     words_invented: (entropy_rose, kl_far, kl_growing),
     length_grew: (few_ended, kl_far, kl_growing),
@@ -73,5 +74,6 @@ def health(records: Sequence[Mapping]) -> list[Finding]:
             found[illness] = found[illness].with_signs([found.pop(sign) for sign in signs if sign in found])
     if found:
         return sorted(found.values(), key=lambda finding: finding.severity != ALARM)
-    few = ", which are too few to show a trend" if steps < FEWEST_STEPS else ""
-    return [Finding(FINE, f"nothing stood out in {steps} steps{few}", outlook(records) or "")]
+    if steps < FEWEST_STEPS:
+        return [Finding(FINE, f"nothing stood out in {steps} steps, which are too few to show a trend")]
+    return [Finding(FINE, f"nothing stood out in {steps} steps", outlook(records) or "")]

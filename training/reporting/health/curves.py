@@ -91,6 +91,11 @@ class Course:
         return self.after - self.before > self.error
 
     @property
+    def fell(self) -> bool:
+        """By more than noise."""
+        return self.before - self.after > self.error
+
+    @property
     def steady(self) -> bool:
         """Within noise, or nearly."""
         return abs(self.after - self.before) <= max(self.error, STEADY * abs(self.after))

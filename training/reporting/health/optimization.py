@@ -58,8 +58,7 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
     if len(scores) < FEWEST_STEPS:
         return None
     window = max(2, int(SHARE * len(scores)))
-    a_step = noise(scores)
-    error = NOISE * a_step * (2 / window) ** 0.5
+    error = NOISE * noise(scores) * (2 / window) ** 0.5
     means = [fmean(scores[i : i + window]) for i in range(len(scores) - window + 1)]
     first, highest, last = means[0], max(means), means[-1]
     if last < first - error:
@@ -79,8 +78,8 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
     if last <= first + error:
         return Finding(
             LOOK,
-            f"the score did not rise: {first:.3g} at the start, {last:.3g} at the end, with a noise of {a_step:.2g} a "
-            "step",
+            f"the score did not rise beyond its noise: {first:.3g} at the start, {last:.3g} at the end, a change of "
+            f"{last - first:+.3g}, where up to {error:.3g} is within noise",
             _unmoved_by(rows),
         )
     return None

@@ -33,15 +33,21 @@ def _under_way(rows: Sequence[Mapping]) -> str | None:
 
 
 def _settled(rows: Sequence[Mapping]) -> str | None:
-    """Neither has moved for long: the penalty weighs as much as the score gains."""
+    """The score has not moved for long, and KL not up: the penalty weighs as much as the score gains, or more."""
     score, kl = (course(rows, f"objective/{name}", SETTLED_FROM) for name in ("scores", "kl"))
     first, last = at_start(rows, "objective/scores"), at_end(rows, "objective/scores")
-    if score is None or kl is None or not kl.steady or kl.after <= KL_MOVED:
+    if score is None or kl is None or not (kl.steady or kl.fell) or kl.after <= KL_MOVED:
         return None
-    if score.after - score.before > max(score.error, LITTLE * (last - first)):
+    if abs(score.after - score.before) > max(score.error, LITTLE * (last - first)):
         return None
     if at_end(rows, "objective/kl_coef") == 0.0:  # no penalty holds it
         return None
+    if not kl.steady:
+        return (
+            f"The score has settled (at {score.after:.3g}, over the last two thirds); KL fell from {kl.before:.3g} to "
+            f"{kl.after:.3g} nats a response, so that the same score is now reached nearer to the reference: a longer "
+            "run brings little."
+        )
     return (
         f"Score and KL have settled (score {score.after:.3g}, KL {kl.after:.3g} nats a response, over the last two "
         "thirds): a longer run brings little, a lower --kl_coef goes further."

@@ -57,21 +57,26 @@ def _lengths(rows: Sequence[Mapping]) -> tuple[float | None, float | None]:
     return at_start(rows, name), at_end(rows, name)
 
 
-def few_ended(rows: Sequence[Mapping]) -> Finding | None:
-    """Responses that the limit cuts off: nearly all, or far more than at the start."""
+def few_ever_ended(rows: Sequence[Mapping]) -> Finding | None:
+    """Responses nearly all of which the limit cuts off, from the first step on: no trend, one step shows it."""
     first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
-    if last is None or (last >= FEW_ENDED and not _halved(rows, first, last)):
+    if last is None or max(first, last) >= FEW_ENDED:
         return None
-    seen = f"{last:.0%} of responses ended by themselves at the end, the others hit the limit"
-    if first < FEW_ENDED:
-        return Finding(
-            LOOK,
-            seen,
-            "They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS.",
-        )
     return Finding(
         LOOK,
-        seen,
+        f"{last:.0%} of responses ended by themselves at the end, the others hit the limit",
+        "They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS.",
+    )
+
+
+def few_ended(rows: Sequence[Mapping]) -> Finding | None:
+    """Responses that the limit cuts off, which it did not at the start: nearly all, or far more."""
+    first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
+    if last is None or first < FEW_ENDED or (last >= FEW_ENDED and not _halved(rows, first, last)):
+        return None
+    return Finding(
+        LOOK,
+        f"{last:.0%} of responses ended by themselves at the end, the others hit the limit",
         f"At the start {first:.0%} did: see in samples/ whether the reward model pays for going on; raise "
         "--max_answer_seq_len, or try --missing_eos_penalty.",
     )
