@@ -39,8 +39,15 @@ class EndedEarly(Exception):
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is most like this one, for "did you mean"; None where none is like it."""
-    near = difflib.get_close_matches(name, list(known), 1, cutoff=0.5)
+    near = nearest_names(name, known)
     return near[0] if near else None
+
+
+def nearest_names(name: str, known: Iterable[str]) -> list[str]:
+    """The known name that is most like this one, and up to two that are about as much like it; none where none is."""
+    near = difflib.get_close_matches(name, list(known), 3, cutoff=0.5)
+    likeness = [difflib.SequenceMatcher(None, other, name).ratio() for other in near]
+    return [other for other, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - 0.04]
 
 
 def shortened(value: object, limit: int = 100) -> str:

@@ -17,6 +17,8 @@ from training.data.prompts import Prompts, collate_prompts
 from training.data.rows import load_rows
 from training.flags.supervised_arguments import RewardFlags
 from training.program.model_files import generation_stops
+from training.program.phases import phase
+from training.reporting.progress import ProgressBar
 
 
 def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id: int | None) -> float:
@@ -49,6 +51,7 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
     return variance**-0.5
 
 
+@phase("normalising")
 @torch.no_grad()
 def score_statistics(
     args: RewardFlags, model: TrainedModel | FrozenModel, tokenizer, prompts: Prompts
@@ -57,6 +60,12 @@ def score_statistics(
 
     Raises: RunStopped if all scores are the same, which nothing can scale to variance 1.
     """
+    if distributed.is_main():
+        print(
+            f"scoring {args.normalization_samples} responses of up to {args.max_answer_seq_len} tokens, to normalise: "
+            "--normalization_samples, --max_answer_seq_len",
+            flush=True,
+        )
     spec = EngineSpec(
         actor_path=args.sft_path,
         critic_path="",
@@ -86,7 +95,9 @@ def score_statistics(
     several = len(args.normalization_data_path or args.data_path) > 1
     order = torch.from_numpy(epoch_permutation(len(prompts), args.seed, 0)) if several else torch.arange(len(prompts))
     totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
-    for start in range(0, args.normalization_samples, size * world):
+    starts = range(0, args.normalization_samples, size * world)
+    bar = ProgressBar(len(starts), shown={}, unit="batch") if distributed.is_main() else None
+    for done, start in enumerate(starts, start=1):
         by_turns = torch.arange(start, start + size * world).view(size, world).T.flatten()  # one by one to each rank
         numbers = by_turns[distributed.rank_share(size * world)]
         indices, samples = order[numbers % len(prompts)], numbers // len(prompts)
@@ -95,6 +106,10 @@ def score_statistics(
         token_scores = model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
         scores = model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
         totals += moments(scores, (numbers < args.normalization_samples).to(scores.device))
+        if bar:
+            bar.log(done, done * size * world, {})
+    if bar:
+        bar.close()
     mean, variance = (value.item() for value in mean_and_variance(distributed.all_reduce_sum(totals)))
     if not variance > 0:
         raise RunStopped(

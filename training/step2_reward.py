@@ -8,6 +8,8 @@ mean 0 and variance 1 on responses that the SFT model samples. What is saved ope
 AutoModelForSequenceClassification; its score plus `score_offset` of config.json is ours.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,7 +36,7 @@ from training.program.startup import check_run, leave, run
 from training.reporting import views
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import read_metrics
-from training.reporting.standard_errors import Estimate, Units, change_told, value_told, with_errors
+from training.reporting.standard_errors import Estimate, Units, chance_told, change_told, value_told, with_errors
 from training.reporting.verdict import conclude, of_reward
 from training.restarts.conditions import Conditions
 from training.restarts.resume_point import ResumePoint
@@ -78,9 +80,15 @@ def main(args: RewardFlags) -> None:
         normalize(args, trainer, prompts)
         trainer.end(
             f"held-out pair accuracy {value_told(found, 'eval/accuracy')}{change_told(found, 'eval/accuracy')}; "
-            f"margin {value_told(found, 'eval/margin')} before normalisation"
+            f"margin {value_told(found, 'eval/margin')} before normalisation{_chance_told(found)}"
         )
     conclude(lambda: of_reward(read_metrics(trainer.metrics_path), len(held_out)), args.output_dir)
+
+
+def _chance_told(found: Mapping[str, float]) -> str:
+    """What to do about held-out pairs that are told apart no better than by a coin; else nothing."""
+    told = chance_told(found, "eval/accuracy", 0.5)
+    return told and f"{told}: step 3 would follow noise; more pairs or epochs, or see docs/metrics.md"
 
 
 def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | None) -> None:
@@ -93,7 +101,7 @@ def normalize(args: RewardFlags, trainer: "RewardTrainer", prompts: Prompts | No
     if distributed.is_main():
         print(
             f"scores of {args.normalization_samples} responses of the SFT model: mean {mean:.3f}, standard "
-            f"deviation {variance**0.5:.3f}; stored so that they become 0 and 1",
+            f"deviation {variance**0.5:.3f}; stored so that their mean becomes 0 and their standard deviation 1",
             flush=True,
         )
     model.module.model.config.score_offset = offset

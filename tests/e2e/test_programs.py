@@ -41,9 +41,16 @@ def test_steps_1_and_2_report(chain):
         assert lines[0][f"{held_out}_change"] == 0.0
         assert lines[-1][f"{held_out}_change"] == pytest.approx(lines[-1][held_out] - lines[0][held_out])
         assert all({loss, "train/lr", "train/grad_norm", "time/step"} <= set(line) for line in lines[1:])
-        assert re.search(rf"{last_words} [\d.]+ ± [\d.]+[^\n]* \(changed by [-+]", chain.results[name].stdout)
+        assert re.search(
+            rf"{last_words} [\d.]+ ± [\d.]+[^\n]* \((changed by [-+]|unchanged\))", chain.results[name].stdout
+        )
         assert_finite(lines)
-    assert "stored so that they become 0 and 1" in chain.results["reward"].stdout
+    found = metric_lines(chain["reward"])[-1]
+    by_chance = found["eval/accuracy"] <= 0.5 + 2 * found["eval/accuracy_se"]
+    assert ("no better than chance (0.5): step 3 would follow" in chain.results["reward"].stdout) == by_chance
+    assert "scoring 16 responses of up to 8 tokens, to normalise: --norm" in chain.results["reward"].stdout
+    assert "\n  normalisation  " in chain.results["reward"].stdout
+    assert "stored so that their mean becomes 0 and their standard deviation 1" in chain.results["reward"].stdout
 
 
 @pytest.mark.parametrize("name", ("ppo", "resumed"))

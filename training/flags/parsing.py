@@ -8,10 +8,14 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from engine.errors import UserError, nearest
+from engine.errors import UserError, nearest_names
 from training.flags.arguments import REQUIRED, OldFlag, RunFlags, check_name
+from training.flags.other_steps import flag_of_other_steps
 from training.flags.yaml_file import read_yaml
 from training.reporting.sample_tables import visible
+
+UNTOLD = ("local_rank", "help")
+"""Words that every command line may have, and that no misspelt flag was meant to be."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,7 +36,7 @@ def parse_flags(
     """
     parser = _parser(arguments_class, description)
     known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)
-    _refuse_unknown(arguments_class, argv, [*known, "local_rank", "help"])
+    _refuse_unknown(arguments_class, argv, known)
     argv = _negative_numbers_joined(argv)
     words = [*_file_words(arguments_class, argv, known), *argv]
     found, stray = parser.parse_known_args(words)
@@ -88,23 +92,24 @@ def _shortened(text: str) -> str:
     return line if len(line) <= 400 else f"{line[:300]} ... {line[-97:]}"
 
 
-def _refuse_unknown(arguments_class: type[RunFlags], argv: Sequence[str], names: Sequence[str]) -> None:
+def _refuse_unknown(arguments_class: type[RunFlags], argv: Sequence[str], known: Sequence[str]) -> None:
     for place, word in enumerate(argv):
         name, sign, value = word.partition("=")
-        if name.startswith("--") and name[2:] not in names:
+        if name.startswith("--") and name[2:] not in (*known, *UNTOLD):
             following = argv[place + 1] if place + 1 < len(argv) else "--"
             value = value if sign else "VALUE" if following.startswith("--") else following
-            raise UserError(f"unknown flag {_shortened(name)}.{_hint(arguments_class, name[2:], value, names, '--')}")
+            raise UserError(f"unknown flag {_shortened(name)}.{_hint(arguments_class, name[2:], value, known, '--')}")
         if name.startswith("--") and value == "--":  # argparse would make an empty list of it
             raise UserError(f"{word}: -- is no value. --help lists the flags.")
 
 
 def _hint(arguments_class: type[RunFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
     """What is to be done about an unknown flag or key."""
-    sentence, near = arguments_class.no_flag(name, _shortened(value)), nearest(name, names)
+    sentence = arguments_class.no_flag(name, _shortened(value)) or flag_of_other_steps(arguments_class, name)
     if sentence:
         return f" {sentence}"
-    return f" Did you mean {dashes}{near}?" if near else " --help lists the flags."
+    near = " or ".join(f"{dashes}{known}" for known in nearest_names(name, names))
+    return f" Did you mean {near}?" if near else " --help lists the flags."
 
 
 def _file_words(arguments_class: type[RunFlags], argv: Sequence[str], known: Sequence[str]) -> list[str]:

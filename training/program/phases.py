@@ -9,7 +9,8 @@ import psutil
 
 OUTSIDE = "outside of training"
 # Phases in which one rank may be busy for as long as it takes, while the others wait for it.
-ALONE = (OUTSIDE, "reading data", "loading models", "writing a restart point", "saving models")
+# Normalising, ranks sample responses apart.
+ALONE = (OUTSIDE, "reading data", "loading models", "writing a restart point", "normalising", "saving models")
 
 
 @dataclass

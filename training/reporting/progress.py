@@ -17,18 +17,26 @@ class ProgressBar:
     """The run's progress on stderr: a bar in a terminal; elsewhere (a log file) plain lines, ever less often.
 
     Both show the rate and the time left, from the steps of this process only: those before a resume took none of its
-    time. `shown`: label -> metric.
+    time. `shown`: label -> metric. unit: what is counted.
     """
 
     def __init__(
-        self, total_steps: int, *, shown: Mapping[str, str], first_step: int = 0, stream=None, clock=time.monotonic
+        self,
+        total_steps: int,
+        *,
+        shown: Mapping[str, str],
+        first_step: int = 0,
+        unit: str = "step",
+        stream=None,
+        clock=time.monotonic,
     ):
         self._stream = sys.stderr if stream is None else stream
         self._total, self._first, self._shown, self._clock = total_steps, first_step, shown, clock
+        self._unit = unit
         self._started = self._due = clock()
         self._bar = None
         if self._stream.isatty():
-            self._bar = tqdm(total=total_steps, initial=first_step, unit="step", file=self._stream, dynamic_ncols=True)
+            self._bar = tqdm(total=total_steps, initial=first_step, unit=unit, file=self._stream, dynamic_ncols=True)
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
         """Show how far the run has come, and the shown ones of its metrics."""
@@ -48,11 +56,11 @@ class ProgressBar:
             return
         passed = now - self._started
         self._due = now + min(max(passed / LINES_A_RUN, FIRST_INTERVAL), LAST_INTERVAL)
-        line = f"step {step}/{self._total} ({step / max(self._total, 1):.0%})"
+        line = f"{self._unit} {step}/{self._total} ({step / max(self._total, 1):.0%})"
         if step > self._first:
             seconds = passed / (step - self._first)
             left = timedelta(seconds=round(seconds * (self._total - step)))
-            line += f", {short(seconds)} s/step, {left} left"
+            line += f", {short(seconds)} s/{self._unit}, {left} left"
         self.write(", ".join([line, *(f"{label} {value}" for label, value in shown.items())]))
 
     def write(self, text: str) -> None:

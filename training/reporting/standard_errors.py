@@ -99,8 +99,17 @@ def change_told(metrics: Mapping[str, float], name: str) -> str:
     change, error = metrics.get(f"{name}_change"), metrics.get(f"{name}_change_se")
     if change is None or error is None:
         return ""
+    if change == error == 0:
+        return " (unchanged)"
     noise = f", within noise ({NOISE:g} standard errors)" if within_noise(change, error) else ""
     return f" (changed by {change:+.3g} ± {error:.2g}{noise})"
+
+
+def chance_told(metrics: Mapping[str, float], name: str, chance: float) -> str:
+    """That a share is no better than `chance`, where it is not above it by more than noise; else nothing."""
+    if metrics[name] - chance > NOISE * metrics.get(f"{name}_se", 0.0):
+        return ""
+    return f"; no better than chance ({chance:g})"
 
 
 def metrics_told(metrics: Mapping[str, float]) -> str:

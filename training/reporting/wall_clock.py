@@ -18,7 +18,13 @@ from training.reporting.metrics_file import read_metrics
 
 # Parts of a run that lie outside of its steps, by the names of their metrics, and how they are called in words.
 BEFORE = {"redone": "steps done again", "start": "start-up"}
-BETWEEN = {"evaluate": "evaluations", "checkpoint": "restart points", "save": "saving models"}
+BETWEEN = {
+    "evaluate": "evaluations",
+    "checkpoint": "restart points",
+    "normalize": "normalisation",
+    "save": "saving models",
+}
+PHASES = {"time/evaluate": "evaluating", "time/normalize": "normalising", "time/save": "saving models"}
 
 
 class WallClock:
@@ -37,11 +43,7 @@ class WallClock:
         phases, first = place.take_seconds(), self._first
         self._first = {}
         metrics = {"time/wall": sum(phases.values()) + sum(first.values()), **first}
-        if "evaluating" in phases:
-            metrics["time/evaluate"] = phases["evaluating"]
-        if "saving models" in phases:
-            metrics["time/save"] = phases["saving models"]
-        return metrics
+        return metrics | {name: phases[phase] for name, phase in PHASES.items() if phase in phases}
 
 
 def seconds_after(path: Path, step: int | None) -> float:

@@ -1,5 +1,6 @@
 """How a command line and a YAML file become a dataclass, and which words are refused."""
 
+import re
 from dataclasses import fields
 from operator import attrgetter
 
@@ -7,10 +8,10 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.flags.command_lines import REQUIRED_FLAGS, Flags, parse, refusal
-from training.flags import deepspeed_chat
+from training.flags import deepspeed_chat, other_steps
 from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import SFTFlags
+from training.flags.supervised_arguments import RewardFlags, SFTFlags
 
 
 def test_defaults_and_values():
@@ -52,6 +53,8 @@ def test_negative_numbers_are_values(words):
         (["--rates=3"], "unknown flag --rates. Did you mean --rate?"),
         (["--rat", "3"], "unknown flag --rat. Did you mean --rate?"),  # and not taken for an abbreviation
         (["--zzzzzz", "3"], "unknown flag --zzzzzz. --help lists the flags."),
+        (["--hel"], "unknown flag --hel. --help lists the flags."),
+        (["--locl_rank", "3"], "unknown flag --locl_rank. --help lists the flags."),  # the launcher's
         (["stray"], "'stray' belongs to no flag. --help lists the flags."),
         (["--size", "3", "4"], "'4' belongs to no flag. --help lists the flags."),
         (["-s", "3"], "'-s' belongs to no flag. --help lists the flags."),
@@ -65,6 +68,36 @@ def test_negative_numbers_are_values(words):
 )
 def test_refusals(words, told):
     assert refusal(*words).startswith(told)
+
+
+@pytest.mark.parametrize(
+    "flags_class, word, told",
+    [
+        (
+            RLHFFlags,
+            "--held_out",
+            "It is a flag of steps 1 and 2; here --num_eval_prompts says how many prompts are held",
+        ),
+        (SFTFlags, "--num_eval_prompts", "It is a flag of step 3; here --held_out says how many rows are held out."),
+        (RewardFlags, "--num_eval_prompts", "It is a flag of step 3; here --held_out says how many rows are held out."),
+        (SFTFlags, "--max_answer_seq_len", "It is a flag of steps 2 and 3."),
+        (RewardFlags, "--kl_coef", "It is a flag of step 3."),
+        (
+            RewardFlags,
+            "--per_device_batch_size",
+            "Did you mean --per_device_eval_batch_size or --per_device_train_batch",
+        ),
+    ],
+)
+def test_flags_of_other_steps_are_named(flags_class, word, told):
+    assert refusal(word, "100", flags_class=flags_class).startswith(f"unknown flag {word}. {told}")
+
+
+@pytest.mark.parametrize("flags_class", REQUIRED_FLAGS)
+def test_what_is_named_in_place_of_another_steps_flag_is_there(flags_class):
+    counterparts = other_steps.IN_STEP_3 if flags_class is RLHFFlags else other_steps.IN_STEPS_1_AND_2
+    named = {name for told in counterparts.values() for name in re.findall(r"--(\w+)", told)}
+    assert named and named <= set(flags_class.__dataclass_fields__)
 
 
 def test_a_missing_flag_is_named():

@@ -40,6 +40,14 @@ def test_a_log_file_gets_plain_lines_at_intervals():
     )
 
 
+def test_other_units_than_steps():
+    stream, clock = io.StringIO(), Clock()
+    bar = ProgressBar(4, shown={}, unit="batch", stream=stream, clock=clock)
+    clock.now += 2.0
+    bar.log(1, 16, {})
+    assert stream.getvalue() == "batch 1/4 (25%), 2.00 s/batch, 0:00:06 left\n"
+
+
 def _moments(seconds: int) -> list[int]:
     """When a run of one step a second prints its lines, in seconds after its start."""
     stream, clock = io.StringIO(), Clock()

@@ -7,6 +7,7 @@ import pytest
 
 from training.reporting.standard_errors import (
     Estimate,
+    chance_told,
     change_told,
     metrics_told,
     with_error,
@@ -76,6 +77,15 @@ def test_last_words():
         change_told(metrics | {"a_change": 0.75}, "a") == " (changed by +0.75 ± 0.5, within noise (2 standard errors))"
     )
     assert change_told(metrics, "b") == ""
+    assert change_told({"a": 0.5, "a_change": 0.0, "a_change_se": 0.0}, "a") == " (unchanged)"
+
+
+@pytest.mark.parametrize(
+    "value, error, told", [(0.5, 0.093, True), (0.7, 0.1, True), (0.71, 0.1, False), (0.2, 0.0, True)]
+)
+def test_a_share_that_is_no_better_than_chance(value, error, told):
+    """0.5 + 2 * 0.1 is 0.7."""
+    assert chance_told({"a": value, "a_se": error}, "a", 0.5) == ("; no better than chance (0.5)" if told else "")
 
 
 def test_what_rounds_to_nothing_has_no_sign():

@@ -50,9 +50,12 @@ def test_what_passed_since_the_line_before(now):
     assert clock.take() == {"time/wall": 19.0, "time/start": 10.0, "time/redone": 7.0, "time/evaluate": 2.0}
     with phase("between phases"):
         now(115.0)
-    with phase("saving models"):
-        now(116.0)
-    assert clock.take() == {"time/wall": 4.0, "time/save": 1.0}
+    with phase("normalising"):
+        now(118.0)
+        with phase("saving models"):
+            now(119.0)
+    assert clock.take() == {"time/wall": 7.0, "time/normalize": 3.0, "time/save": 1.0}
+    assert seconds_by_part([{"time/wall": 7.0, "time/normalize": 3.0}]) == {"normalize": 3.0, "other": 4.0}
 
 
 def test_the_lines_of_a_run_that_goes_on_have_the_time_of_the_steps_that_are_done_again(now, tmp_path):
