@@ -108,7 +108,9 @@ def _hint(arguments_class: type[RunFlags], name: str, value: str, names: Sequenc
     sentence = arguments_class.no_flag(name, _shortened(value)) or flag_of_other_steps(arguments_class, name)
     if sentence:
         return f" {sentence}"
-    near = " or ".join(f"{dashes}{known}" for known in nearest_names(name, names))
+    old = arguments_class.old_flags
+    current = [known for known in names if known not in old or old[known].allowed != ()]  # renamed ones are refused
+    near = " or ".join(f"{dashes}{known}" for known in nearest_names(name, current))
     return f" Did you mean {near}?" if near else " --help lists the flags."
 
 

@@ -83,6 +83,11 @@ def test_refusals(words, told):
         (SFTFlags, "--max_answer_seq_len", "It is a flag of steps 2 and 3."),
         (RewardFlags, "--kl_coef", "It is a flag of step 3."),
         (
+            RLHFFlags,
+            "--per_device_batch_size",  # not --per_device_train_batch_size, which is refused as renamed
+            "Did you mean --per_device_training_batch_size or --per_device_generation_batch_size?",
+        ),
+        (
             RewardFlags,
             "--per_device_batch_size",
             "Did you mean --per_device_eval_batch_size or --per_device_train_batch",
