@@ -194,8 +194,9 @@ class Run:
 
 
 def read_phases(path: Path) -> list[dict]:
-    """What was announced so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """What was announced so far; not the line that is being written."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def differences(whole: Path, other: Path) -> tuple[str, ...]:
