@@ -9,6 +9,7 @@ torchrun says 1 for each code but 0, and so does DeepSpeed's launcher where it w
 codes on.
 """
 
+import atexit
 import logging
 import os
 import sys
@@ -165,13 +166,14 @@ def _told(error: UserError) -> int:
 def leave(code: int) -> NoReturn:
     """End this process with the exit code of `run`.
 
-    After a mistake at once, because the process group still stands: in an orderly exit gloo's threads may abort, which
-    hides the code behind another one (seen), and NCCL may wait for ranks that are gone.
+    Without the destructors of libraries: in these gloo's threads may abort, of a run that was done, too (seen), which
+    hides the code behind another one; and where the process group still stands NCCL may wait for ranks that are gone.
+    After a run that was done Python's own exit functions are called, which close what libraries have open.
     """
+    if not code:
+        atexit._run_exitfuncs()
     flush_all(code)
-    if code:
-        os._exit(code)
-    sys.exit(0)
+    os._exit(code)
 
 
 def quiet_libraries() -> None:
