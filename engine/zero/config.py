@@ -139,6 +139,12 @@ def build_ds_config(
         )
     if trained:
         _refuse_out_of_reach(config["zero_optimization"], choice.path)
+    bucket = config["zero_optimization"].get("allgather_bucket_size", 0)
+    if choice.stage in (1, 2) and bucket % 2:
+        raise UserError(
+            f"{choice.path}: zero_optimization.allgather_bucket_size is {bucket!r}, but at stages 1 and 2 DeepSpeed "
+            "takes even numbers only. Give one, or leave it out."
+        )
     if choice.stage == 1 and config.get("data_types", {}).get("grad_accum_dtype") not in (None, dtype):
         raise UserError(
             f"{choice.path}: data_types.grad_accum_dtype at stage 1 makes another optimizer of "

@@ -200,3 +200,15 @@ def test_what_no_restart_point_could_hold_is_refused_of_engines_that_train(given
     with pytest.raises(UserError) as refusal:
         build(choice)
     assert f"{choice.path}: zero_optimization.{named}, under which no restart point can be" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "stage, size, refused", [(1, 1, True), (2, 50000001, True), (2, 50000000, False), (3, 1, False)]
+)
+def test_odd_buckets_are_refused_where_deepspeed_asserts_even_ones(given, stage, size, refused):
+    choice = given({"zero_optimization": {"allgather_bucket_size": size}}, stage=stage)
+    if not refused:
+        build(choice)
+        return
+    with pytest.raises(UserError, match=f"ds.json: zero_optimization.allgather_bucket_size is {size}, but at stages 1"):
+        build(choice)
