@@ -59,6 +59,9 @@ def test_every_number_has_one_name(stage):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_before_the_first_step_there_are_no_moments_and_a_stepped_engine_forgets_its_own(stage):
     """Adam's first step moves each weight by the learning rate, beside decay; another step after it by less or more."""
+    torch.manual_seed(
+        0
+    )  # Adam's first step is smaller where a gradient is hardly larger than eps: no luck is asked for
     first, other = built(Parts(), stage), built(Parts(), stage)
     source, scalars = InMemory(whole(first.shards())), first.scalars()
     step(other)
