@@ -37,6 +37,7 @@ setup(
         "pyarrow>=26,<27",
         "pyyaml>=6,<7",
         "jinja2>=3.1,<4",
+        "peft>=0.21,<0.22",
         "matplotlib>=3.10,<4",
         "tqdm>=4.66,<5",
         "numpy>=2.0,<3",

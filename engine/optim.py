@@ -79,10 +79,12 @@ def build_optimizer(
     offload: bool,
     form: str = "adamw",
     decay: str = "matrices",
+    lora_lr: float | None = None,
 ) -> torch.optim.Optimizer:
     """AdamW, fused; DeepSpeed's C++ one where the optimizer's state lives in host memory beside a GPU.
 
     Args:
+        lora_lr: the rate of LoRA factors, in groups of their own, whose "lr_ratio" it gives to `lr`.
         form: "adamw", or "tf_adam" for TensorFlowAdam, wherever its state lives; that one has no weight decay.
         decay: which weights `weight_decay` shrinks: "matrices", so neither biases nor norms; "all", as PyTorch's AdamW
             does when given all parameters as one; "deepspeed_chat", by NOT_DECAYED_BY_DEEPSPEED_CHAT.
@@ -93,25 +95,38 @@ def build_optimizer(
         raise ValueError(f"decay {decay!r}: known are {', '.join(VALUES['decay'])}")
     assert form == "adamw" or not weight_decay, f"weight decay {weight_decay} with {form}, which has none"
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if form == "tf_adam":
-        return TensorFlowAdam(trained.values(), lr=lr, betas=betas, eps=eps)
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
+        if form == "tf_adam":
+            return True  # nothing does, and one group is enough
         if decay == "deepspeed_chat":
             return not any(part in name.lower() for part in NOT_DECAYED_BY_DEEPSPEED_CHAT)
         return len(full_shape(parameter)) > 1
 
+    if lora_lr is not None and lr == 0:
+        raise ValueError(f"LoRA factors learn at {lora_lr} where other weights learn at 0, of which it is no multiple")
+    kinds: dict[tuple[bool, bool], list] = {(lora, matrix): [] for lora in (False, True) for matrix in (True, False)}
+    for name, parameter in trained.items():
+        kinds[lora_lr is not None and is_factor(name), decays(name, parameter)].append(parameter)
     groups = [
-        {"params": [p for n, p in trained.items() if decays(n, p)], "weight_decay": weight_decay},
         {
-            "params": [p for n, p in trained.items() if not decays(n, p)],
-            "weight_decay": weight_decay if decay == "all" else 0.0,
-        },
+            "params": parameters,
+            "weight_decay": weight_decay if decays_too or decay == "all" else 0.0,
+            "lr_ratio": lora_lr / lr if lora and lora_lr is not None else 1.0,
+        }
+        for (lora, decays_too), parameters in kinds.items()
+        if parameters
     ]
-    groups = [group for group in groups if group["params"]]
+    if form == "tf_adam":
+        return TensorFlowAdam(groups, lr=lr, betas=betas, eps=eps)
     if offload and on_gpu():
         return offloaded_adamw(groups, lr=lr, betas=betas, eps=eps)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter of this name is one of the two factors of a LoRA update."""
+    return ".lora_A." in name or ".lora_B." in name
 
 
 def lr_factor(step: int, total: int, warmup: int, schedule: str, warmup_from_zero: bool = False) -> float:

@@ -29,7 +29,7 @@ class Reference(Protocol):
 class EngineReference:
     """A frozen copy of the SFT model in an engine of its own."""
 
-    settings: ClassVar[dict[str, bool]] = {}  # of the forward pass
+    settings: ClassVar[dict[str, str]] = {}  # of the forward pass
 
     def __init__(self, model: FrozenModel):
         self.model: FrozenModel | TrainedModel = model
@@ -60,7 +60,7 @@ class HydraReference(EngineReference):
     actor: around an `engine.models.hydra.HydraPolicy`.
     """
 
-    settings: ClassVar[dict[str, bool]] = {"reference": True}
+    settings: ClassVar[dict[str, str]] = {"role": "reference"}
 
     def __init__(self, actor: TrainedModel):
         self.model, self.models = actor, []

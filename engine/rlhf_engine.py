@@ -15,6 +15,7 @@ from engine import distributed
 from engine.ema import EMA
 from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loading import DTYPES, load_policy, load_scorer, new_critic
+from engine.models.lora import LoraSpec, adapt
 from engine.models.policy import Policy
 from engine.models.reading import read_tokenizer
 from engine.models.scorer import Scorer
@@ -55,6 +56,7 @@ class EngineSpec:
     where none is to be built. reward_path: the critic's path unless given. with_reward_model: False where scores come
     from elsewhere, and no such model is loaded. hydra_layers: how many of the actor's last layers train; the reference
     is then copies of those in the actor's engine. 0: all train, and the reference is an engine of its own.
+    actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: one model for all roles.
     pad_token: the rule for the tokenizer's pad token (engine/models/pad_tokens.py). trust_remote_code: whether code in
     the models' folders may run.
     reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.
@@ -67,6 +69,9 @@ class EngineSpec:
     with_critic: bool = True
     with_reward_model: bool = True
     hydra_layers: int = 0
+    actor_lora: LoraSpec | None = None
+    critic_lora: LoraSpec | None = None
+    share_trunk: bool = False
     pad_token: str = "tokenizer"
     trust_remote_code: bool = False
     dtype: str = "fp32"
@@ -139,7 +144,13 @@ class RLHFEngine:
         configs = {config.role: config for config in spec.engine_configs}
         load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
         actor = trained_model(
-            load, spec.actor_path, spec.actor, spec.actor_optimizer, spec, spec.actor_gradient_checkpointing
+            load,
+            spec.actor_path,
+            spec.actor,
+            spec.actor_optimizer,
+            spec,
+            spec.actor_gradient_checkpointing,
+            spec.actor_lora,
         )
         critic = critic_model(spec) if spec.with_critic else None
         reference = (
@@ -163,7 +174,9 @@ class RLHFEngine:
 def critic_model(spec: EngineSpec) -> TrainedModel:
     """The critic: what stands at its path, or else the actor's model with a new head."""
     load, path = (new_critic, spec.actor_path) if spec.critic_path is None else (load_scorer, spec.critic_path)
-    return trained_model(load, path, spec.critic, spec.critic_optimizer, spec, spec.critic_gradient_checkpointing)
+    return trained_model(
+        load, path, spec.critic, spec.critic_optimizer, spec, spec.critic_gradient_checkpointing, spec.critic_lora
+    )
 
 
 def trained_model(
@@ -173,13 +186,14 @@ def trained_model(
     optimizer: OptimizerSpec,
     spec: EngineSpec,
     gradient_checkpointing: bool = False,
+    lora: LoraSpec | None = None,
 ) -> TrainedModel:
     """An engine with an optimizer around what `load` (`load_policy`, `load_scorer`, or alike) makes of `path`."""
     ds_config = build_ds_config(
         config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, gradient_clipping=optimizer.max_grad_norm
     )
     module = _loaded(load, path, ds_config, config, spec)
-    return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing)
+    return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing, lora)
 
 
 def wrap_trained(
@@ -188,8 +202,11 @@ def wrap_trained(
     config: EngineConfig,
     optimizer: OptimizerSpec,
     gradient_checkpointing: bool = False,
+    lora: LoraSpec | None = None,
 ) -> TrainedModel:
-    """An engine with an optimizer around a module that was loaded under the same `ds_config`."""
+    """An engine with an optimizer around a module that was loaded under the same `ds_config`, with `lora` adapted."""
+    if lora is not None:
+        adapt(module, lora, config.role)
     if gradient_checkpointing:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})
     offload = "offload_optimizer" in ds_config["zero_optimization"]
@@ -202,6 +219,7 @@ def wrap_trained(
         offload,
         optimizer.form,
         optimizer.decay,
+        lora.lr if lora is not None else None,
     )
     model = TrainedModel(module, ds_config, adam, config.role)
     _probe(model)

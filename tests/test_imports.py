@@ -31,6 +31,7 @@ OWNERS = {
     "deepspeed": "engine.zero",
     "deepspeed.initialize": "engine.zero.engines",
     "transformers.integrations": "engine.zero.partitioned_loading",
+    "peft": "engine.models",
 }
 # Names of DeepSpeed's insides, whether as names, attributes or strings.
 OWNED_WORDS = {"HfDeepSpeedConfig": "engine.zero.partitioned_loading", "get_accelerator": "engine.zero"} | {

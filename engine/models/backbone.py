@@ -1,10 +1,13 @@
 """What Policy and Scorer have in common: a Hugging Face model, and how its trunk is called."""
 
 import inspect
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from engine.models.lora import Adapters
 
 
 class Backbone(nn.Module):
@@ -12,9 +15,11 @@ class Backbone(nn.Module):
 
     dropouts: the model's own dropout probabilities, which loading has replaced, by their names in its configuration;
     they are put back into what is saved.
+    adapters: the LoRA adapters within the model, if it has some.
     """
 
     model: PreTrainedModel
+    adapters: "Adapters | None" = None
 
     def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):
         super().__init__()
@@ -24,14 +29,25 @@ class Backbone(nn.Module):
         self._takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
 
     def with_model(self, model: PreTrainedModel) -> Self:
-        """A module of this kind and with these settings, for another model of the same architecture."""
-        return type(self)(model, self.dropouts)
+        """A module of this kind and with these settings and adapters, for another model of the same architecture."""
+        other = type(self)(model, self.dropouts)
+        if self.adapters is not None:
+            other.adapters = self.adapters.within(model)
+        return other
 
     def take_settings_of(self, other) -> None:
         """Take over what another module of this architecture computes with besides its weights.
 
         A module that holds the weights of different models in turn is given these settings with each.
         """
+
+    def take_role(self, role: str | None) -> None:
+        """Compute as one of the models that this one is from now on: None for what trains, and always for those that
+        are one model only."""
+        if self.adapters is not None:
+            self.adapters.take(role)
+        else:
+            assert role is None, f"a model without adapters was asked to be the {role}"
 
     def inputs(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> dict:
         """The keyword arguments of a forward pass without cache; all arguments (B, S) int64."""

@@ -2,7 +2,7 @@
 
     policy = load_hydra("sft", torch.float32, layers=2)
     logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8)
-    ref_logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8, reference=True)
+    ref_logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8, role="reference")
 
 What trains are the last layers, the norm after them, and the head where it is untied from the embedding. Everything
 before these layers is frozen. The frozen copies, fed by the frozen layers before them, therefore always compute what
@@ -26,6 +26,7 @@ from engine.models.checking import check_policy
 from engine.models.classes import LANGUAGE_MODEL, model_class
 from engine.models.loading import load_policy
 from engine.models.policy import Policy
+from engine.models.stack import ask_for_gradient, decoder_stack
 from engine.zero.gathering import full_shape, gathered_params, is_partitioned
 
 
@@ -45,7 +46,7 @@ class HydraPolicy(Policy):
             model.get_submodule(name).requires_grad_(True)
         first = model.get_submodule(self.names[0])
         if any(is_partitioned(parameter) for parameter in first.parameters()):
-            first.register_forward_pre_hook(_ask_for_gradient)
+            first.register_forward_pre_hook(ask_for_gradient)
 
     def with_model(self, model: nn.Module) -> "HydraPolicy":
         """A HydraPolicy with these settings for another model of the same architecture."""
@@ -53,9 +54,9 @@ class HydraPolicy(Policy):
         other.direct_head = self.direct_head
         return other
 
-    def forward(self, *args, reference: bool = False, **kwargs):
-        """As Policy's; with `reference`, of the model as it was before training."""
-        with self._copies_in_place() if reference else contextlib.nullcontext():
+    def forward(self, *args, role: str | None = None, **kwargs):
+        """As Policy's; as the "reference", of the model as it was before training."""
+        with self._copies_in_place() if role == "reference" else contextlib.nullcontext():
             return super().forward(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -114,7 +115,7 @@ def trained_parts(model: PreTrainedModel, layers: int) -> list[str]:
 
     Raises: UserError if there is no such stack, or it is shorter.
     """
-    stack = _stack(model)
+    stack = decoder_stack(model)
     kind = type(model).__name__
     if stack is None:
         raise UserError(
@@ -136,27 +137,6 @@ def trained_parts(model: PreTrainedModel, layers: int) -> list[str]:
     if head.weight is not model.get_input_embeddings().weight:
         names += [name for name, module in modules.items() if module is head]
     return names
-
-
-def _ask_for_gradient(_: nn.Module, inputs: tuple) -> None:
-    """Have the backward pass go through to the input of the first layer that trains, though nothing before it does.
-
-    ZeRO-3, where it gathers a layer in one piece, takes the layer's backward pass to be over when the gradient of its
-    input is there. An input without a gradient would look like that from the start: weights would be freed too early.
-    """
-    if torch.is_grad_enabled():
-        inputs[0].requires_grad_(True)
-
-
-def _stack(model: PreTrainedModel) -> str | None:
-    """The name of the longest ModuleList of decoder layers (the classes in `_no_split_modules`), or None."""
-    kinds = set(model._no_split_modules or [])
-    lists = {
-        name: len(part)
-        for name, part in model.named_modules()
-        if isinstance(part, nn.ModuleList) and len(part) and {type(layer).__name__ for layer in part} <= kinds
-    }
-    return max(lists, key=lambda name: lists[name], default=None)
 
 
 def _has_vectors_only(module: nn.Module) -> bool:

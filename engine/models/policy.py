@@ -48,6 +48,7 @@ class Policy(Backbone):
         temperature: float = 1.0,
         with_entropy: bool = False,
         probe: bool = False,
+        role: str | None = None,
     ):
         """Log-probs and entropy of the last `response_length` (T) tokens of each row.
 
@@ -56,9 +57,11 @@ class Policy(Backbone):
             temperature: what the logits are divided by.
             with_entropy: otherwise the entropies are zeros.
             probe: compare the two paths on these sequences instead, and settle which is used from now on.
+            role: "reference" for the model as it was before training, where this one has that too.
 
         Returns: (logprobs, entropy), each (B, T) float32.
         """
+        self.take_role(role)
         if probe:
             return self._probe(sequences)
         assert attention_mask is not None and position_ids is not None

@@ -28,8 +28,14 @@ class Scorer(Backbone):
         self.offset = other.offset
 
     @traced("scorer forward")
-    def forward(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """The score at every token; all arguments (B, S) int64. Returns (B, S) float32."""
+    def forward(
+        self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor, role: str | None = None
+    ) -> Tensor:
+        """The score at every token; all arguments (B, S) int64. Returns (B, S) float32.
+
+        role: "reward" for the model as it was before training, where this one has that too.
+        """
+        self.take_role(role)
         hidden = self.hidden_states(sequences, attention_mask, position_ids)
         return self.model.score(hidden).squeeze(-1) + self.offset
 

@@ -90,6 +90,8 @@ class TrainedModel:
     def step(self, lr: float, overflow: bool = False, skip: bool = False) -> bool:
         """Apply one optimizer step at learning rate `lr`; returns whether the weights changed.
 
+        Groups with an "lr_ratio" learn at so many times that rate.
+
         Args:
             overflow: what `overflowed` said; in fp16 the loss scale is lowered and the gradients are dropped.
             skip: drop the gradients whatever they are, because a partner overflowed or the losses are not wanted.
@@ -97,7 +99,7 @@ class TrainedModel:
         Raises: RunStopped after FLOOR_OVERFLOWS overflows in a row that found the loss scale at its floor, or fixed.
         """
         for group in self.ds_engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
         if skip and not (overflow and self.scales_loss):
             self._by_stage.drop()
             return False

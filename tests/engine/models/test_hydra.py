@@ -60,7 +60,7 @@ def test_reference_stays_the_untouched_model(folders, family, tied, layers, dire
     before = {name: parameter.detach().clone() for name, parameter in policy.model.named_parameters()}
     disturb(policy)
     with torch.no_grad():
-        assert torch.equal(logprobs(policy, reference=True), logprobs(untouched))
+        assert torch.equal(logprobs(policy, role="reference"), logprobs(untouched))
         assert (logprobs(policy) - logprobs(untouched)).abs().max() > 0.05
     stack, norm = PARTS[family]
     parts = [f"{stack}.{index}" for index in range(LAYERS)][-layers:] + [norm] + ([] if tied else ["lm_head"])
@@ -78,7 +78,7 @@ def test_an_error_within_the_reference_leaves_the_trained_parts_in_place(folders
     with torch.no_grad():
         before = logprobs(policy)
         with pytest.raises(IndexError):
-            policy(SEQUENCES + VOCABULARY, MASK, position_ids(MASK), response_length=5, reference=True)
+            policy(SEQUENCES + VOCABULARY, MASK, position_ids(MASK), response_length=5, role="reference")
         assert torch.equal(logprobs(policy), before)
 
 

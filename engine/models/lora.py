@@ -1,0 +1,184 @@
+"""LoRA: models whose matrices stay as they are, each with small factors beside it that train.
+
+    adapt(policy, LoraSpec(dim=16, only=True), "actor")
+    logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8)                    # the actor
+    ref_logprobs, _ = policy(sequences, attention_mask, position_ids, response_length=8, role="reference")
+
+The weight of an adapted layer is W + alpha / dim * B A, with W frozen, A (dim, in) drawn uniformly within
++-1 / sqrt(dim) and B (out, dim) zeros, so that training starts from W. The layers are peft's; which of them are adapted
+and how the factors start is DeepSpeed-Chat's, whose alpha is 1.
+
+Sources: Hu et al. 2021 (LoRA), section 4.1; microsoft/DeepSpeedExamples 83757d9c, dschat/utils/module/lora.py.
+"""
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.errors import UserError, nearest
+from engine.models.backbone import Backbone
+from engine.models.policy import Policy
+from engine.models.scorer import Scorer
+from engine.models.stack import ask_for_gradient, decoder_stack
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """Which layers of a model get factors, and how these train.
+
+    dim: the rank of the update, r. alpha: the update is scaled by alpha / dim. targets: a text that the names of
+    adapted layers contain; "all-linear" for all but the output head; or several names, one of which is a layer's last
+    (peft's target_modules). dropout: of what enters A, in train mode. lr: the factors' peak learning rate. only:
+    nothing else trains (but a score head); otherwise all that is not an adapted matrix does, at the model's own rate.
+    seed: of A.
+    """
+
+    dim: int
+    alpha: float = 1.0
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    dropout: float = 0.0
+    lr: float = 5e-4
+    only: bool = False
+    seed: int = 0
+
+
+class Adapters:
+    """The adapters within a model: which there are, and which of them compute.
+
+    own: the role that trains, whose adapter has its name. configs: peft's descriptions, by the adapters' names. active:
+    by other roles' names, the adapters that they compute with; a role that is not in it computes with none, which is
+    the model as it was loaded.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        own: str,
+        configs: Mapping[str, LoraConfig],
+        active: Mapping[str, Sequence[str]] | None = None,
+    ):
+        self.own, self.configs = own, dict(configs)
+        self.active = {own: [own]} | {role: list(names) for role, names in (active or {}).items()}
+        self.layers: dict[str, Any] = {
+            name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)
+        }
+
+    def within(self, model: nn.Module) -> "Adapters":
+        """Adapters like these in another model of the architecture, which gets them; their factors are still to be
+        filled in."""
+        for name, config in self.configs.items():
+            inject_adapter_in_model(config, model, adapter_name=name)
+        return Adapters(model, self.own, self.configs, self.active)
+
+    def take(self, role: str | None) -> None:
+        """Compute as this role (None: the own one) from now on.
+
+        Until the next call, and not for a forward pass alone: where activations are computed again in the backward
+        pass, that follows and has to compute the same.
+        """
+        names = self.active.get(role or self.own, [])
+        for layer in self.layers.values():
+            layer._active_adapter = names  # peft's own setter makes what is inactive untrained
+
+    def targets(self) -> list[str]:
+        """The names of the adapted layers within the transformers model."""
+        return list(self.layers)
+
+    def factors(self, adapter: str | None = None) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        """(A, B) of an adapter (the own one by default), by the names of their layers."""
+        adapter = adapter or self.own
+        return {
+            name: (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight) for name, layer in self.layers.items()
+        }
+
+
+def adapt(module: Backbone, spec: LoraSpec, role: str) -> None:
+    """Give a Policy or Scorer, partitioned or not, an adapter that trains as `role`, and freeze what does not train.
+
+    Raises: UserError where `spec.targets` names no linear layer.
+    """
+    model = module.model
+    config = lora_config(model, spec)
+    inject_adapter_in_model(config, model, adapter_name=role)
+    module.adapters = Adapters(model, role, {role: config})
+    for name, (a, b) in module.adapters.factors().items():
+        _start(a, b, spec, name)
+    _choose_trained(module, spec)
+    if isinstance(module, Policy):
+        module.direct_head = module.direct_head and not isinstance(model.get_output_embeddings(), LoraLayer)
+    module.adapters.take(None)
+
+
+def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
+    """peft's description of the adapter that `spec` asks for."""
+    names = target_names(model, spec.targets)
+    return LoraConfig(
+        r=spec.dim,
+        lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft multiplies with it; a whole number is a habit
+        lora_dropout=spec.dropout,
+        target_modules=names,
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in names),
+        init_lora_weights=False,  # `_start` draws them
+    )
+
+
+def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list[str]:
+    """The full names of the linear layers that `targets` means; raises UserError, telling near names, for none."""
+    linear = {name: part for name, part in model.named_modules() if type(part).__name__ in _LINEAR}
+    heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
+    if targets == ALL_LINEAR:
+        found = [name for name, part in linear.items() if id(part) not in heads]
+    elif isinstance(targets, str):
+        found = [name for name in linear if targets in name]
+    else:
+        found = [name for name in linear if name.rpartition(".")[2] in targets or name in targets]
+    if not found:
+        wanted = targets if isinstance(targets, str) else " ".join(targets)
+        parts = sorted({part for name in linear for part in [name.rpartition(".")[2], *name.split(".")]} - {""})
+        near = nearest(wanted, parts)
+        raise UserError(
+            f"LoRA: no linear layer of {type(model).__name__} has a name with {wanted!r}."
+            f"{f' Did you mean {near!r}?' if near else ''} There are, for example, {', '.join(list(linear)[:3])}; "
+            f"{ALL_LINEAR!r} takes all but the output head."
+        )
+    return found
+
+
+# The output head has become a LogProbHead or ScoreHead by the time a model is adapted.
+_LINEAR = ("Linear", "Conv1D", "LogProbHead", "ScoreHead")
+
+
+def _start(a: Tensor, b: Tensor, spec: LoraSpec, name: str) -> None:
+    """A within +-1 / sqrt(dim), from the seed and the layer's name alone; B zeros."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ spec.seed)
+    drawn = 2 * torch.rand(a.shape, generator=generator) - 1
+    with torch.no_grad():
+        a.copy_(drawn / math.sqrt(spec.dim))
+        b.zero_()
+
+
+def _choose_trained(module: Backbone, spec: LoraSpec) -> None:
+    """Mark what trains, and let gradients reach the first layer where nothing before it does."""
+    assert module.adapters is not None
+    module.requires_grad_(not spec.only)
+    for layer in module.adapters.layers.values():
+        layer.get_base_layer().weight.requires_grad_(False)
+    for pair in module.adapters.factors().values():
+        for factor in pair:
+            factor.requires_grad_(True)
+    if isinstance(module, Scorer):
+        module.model.score.requires_grad_(True)
+    stack = decoder_stack(module.model)
+    if spec.only and stack is not None:
+        module.model.get_submodule(f"{stack}.0").register_forward_pre_hook(ask_for_gradient)

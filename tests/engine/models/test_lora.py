@@ -1,0 +1,67 @@
+"""LoRA in a Policy: what trains, where it starts, and that it computes W + alpha / dim * B A."""
+
+import math
+
+import pytest
+import torch
+
+from engine.errors import UserError
+from engine.experience import position_ids
+from engine.models.loading import load_policy
+from engine.models.lora import LoraSpec, adapt, target_names
+from engine.models.policy import Policy
+from tests.tiny_models import make_causal_lm
+
+SEQUENCES = torch.arange(3, 19).view(2, 8)
+MASK = torch.ones_like(SEQUENCES)
+
+
+def policy(family: str, folder, **spec) -> Policy:
+    found = load_policy(make_causal_lm(folder / family, family), torch.float32)
+    if spec:
+        adapt(found, LoraSpec(**spec), "actor")
+    return found
+
+
+def logprobs(module: Policy, **role) -> torch.Tensor:
+    return module(SEQUENCES, MASK, position_ids(MASK), response_length=5, **role)[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_an_adapter_starts_as_nothing_and_computes_the_formula(family, tmp_path):
+    plain, adapted = policy(family, tmp_path), policy(family, tmp_path, dim=4, alpha=2.0, only=True)
+    assert torch.equal(logprobs(adapted), logprobs(plain))
+    generator = torch.Generator().manual_seed(1)
+    for name, (a, b) in adapted.adapters.factors().items():
+        assert a.shape[0] == b.shape[1] == 4 and not b.any()
+        assert a.abs().max() <= 1 / math.sqrt(4) and a.abs().max() > 0.8 / math.sqrt(4)
+        with torch.no_grad():
+            b.copy_(torch.randn(b.shape, generator=generator))
+            change = 2.0 / 4 * b @ a
+            weight = plain.model.get_submodule(name).weight
+            weight += change.T if family == "gpt2" else change  # GPT-2's Conv1D holds its matrices transposed
+    assert torch.allclose(logprobs(adapted), logprobs(plain), atol=1e-5)
+    before = policy(family, tmp_path)
+    assert torch.equal(logprobs(adapted, role="reference"), logprobs(before))
+    assert not torch.equal(logprobs(adapted), logprobs(before))  # the role is the own one again
+
+
+def test_only_factors_train_or_all_but_the_adapted_matrices(tmp_path):
+    only, more = (policy("opt", tmp_path, dim=2, only=only, targets="decoder.layers.") for only in (True, False))
+    trained = {name for name, parameter in only.named_parameters() if parameter.requires_grad}
+    assert trained and all(".lora_A.actor." in name or ".lora_B.actor." in name for name in trained)
+    frozen = {name for name, parameter in more.named_parameters() if not parameter.requires_grad}
+    assert frozen and all(name.endswith(".base_layer.weight") for name in frozen)
+
+
+def test_texts_and_names_choose_layers_and_a_text_that_is_nowhere_is_refused(tmp_path):
+    model = policy("llama", tmp_path).model
+    matrices = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    matrices += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    everything = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in matrices]
+    assert target_names(model, "all-linear") == everything
+    assert target_names(model, "layers.1.mlp") == everything[-3:]
+    assert target_names(model, ("v_proj",)) == ["model.layers.0.self_attn.v_proj", "model.layers.1.self_attn.v_proj"]
+    assert target_names(model, "lm_head") == ["lm_head"]
+    with pytest.raises(UserError, match="'self_atn'.*Did you mean 'self_attn'"):
+        target_names(model, "self_atn")
