@@ -1,13 +1,12 @@
 """What Policy and Scorer have in common: a Hugging Face model, and how its trunk is called."""
 
 import inspect
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from engine.models.lora import Adapters
+from engine.models.adapters import Adapters
 
 
 class Backbone(nn.Module):
@@ -19,7 +18,7 @@ class Backbone(nn.Module):
     """
 
     model: PreTrainedModel
-    adapters: "Adapters | None" = None
+    adapters: Adapters | None = None
 
     def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):
         super().__init__()
