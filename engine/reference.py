@@ -1,14 +1,15 @@
 """Where the reference log-probs come from. A Protocol, since a reference need not be a model of its own."""
 
 import contextlib
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.experience import Rollout
+from engine.frozen_role import FrozenRole
 from engine.trace import traced
-from engine.zero.engines import FrozenModel, TrainedModel
+from engine.zero.engines import FrozenModel
 
 
 class Reference(Protocol):
@@ -27,13 +28,11 @@ class Reference(Protocol):
 
 
 class EngineReference:
-    """A frozen copy of the SFT model in an engine of its own."""
+    """The SFT model: a frozen copy in an engine of its own, or what the actor's engine still has of it."""
 
-    settings: ClassVar[dict[str, str]] = {}  # of the forward pass
-
-    def __init__(self, model: FrozenModel):
-        self.model: FrozenModel | TrainedModel = model
-        self.models = [model]
+    def __init__(self, model: FrozenModel | FrozenRole):
+        self.model = model
+        self.models = [model] if isinstance(model, FrozenModel) else []
 
     @traced("reference")
     @torch.no_grad()
@@ -45,22 +44,9 @@ class EngineReference:
             rollout.position_ids,
             response_length=rollout.response_length,
             temperature=temperature,
-            **self.settings,
         )
         return logprobs
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Context in which the weights are on the device."""
         return self.model.on_device()
-
-
-class HydraReference(EngineReference):
-    """Frozen copies of the actor's last layers, within the actor's engine; the layers below are the actor's own.
-
-    actor: around an `engine.models.hydra.HydraPolicy`.
-    """
-
-    settings: ClassVar[dict[str, str]] = {"role": "reference"}
-
-    def __init__(self, actor: TrainedModel):
-        self.model, self.models = actor, []

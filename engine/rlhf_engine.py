@@ -6,13 +6,15 @@ values = models.critic(sequences, attention_mask, position_ids)
 """
 
 import gc
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 
 from engine import distributed
 from engine.ema import EMA
+from engine.engine_spec import EngineSpec, OptimizerSpec
+from engine.frozen_role import FrozenRole
 from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loading import DTYPES, load_policy, load_scorer, new_critic
 from engine.models.lora import LoraSpec, adapt
@@ -20,90 +22,11 @@ from engine.models.policy import Policy
 from engine.models.reading import read_tokenizer
 from engine.models.scorer import Scorer
 from engine.optim import build_optimizer
-from engine.reference import EngineReference, HydraReference, Reference
+from engine.reference import EngineReference, Reference
 from engine.reward.model import RewardModel
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, build_ds_config
 from engine.zero.engines import FrozenModel, TrainedModel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSpec:
-    """Adam's settings, the maximal gradient norm (0: no clipping) and the peak learning rate.
-
-    form, decay: as `build_optimizer` has them.
-    """
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    form: str = "adamw"
-    decay: str = "matrices"
-
-
-def frozen_stage(partner: EngineConfig) -> int:
-    """The ZeRO stage of a frozen model that is as large as a trained one: 3 where that one is at 3, else 0."""
-    return 3 if partner.stage == 3 else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSpec:
-    """Which models, in which precision, under which DeepSpeed configurations.
-
-    critic_path: a reward model or critic; None for the actor's model with a new head (`new_critic`). with_critic: False
-    where none is to be built. reward_path: the critic's path unless given. with_reward_model: False where scores come
-    from elsewhere, and no such model is loaded. hydra_layers: how many of the actor's last layers train; the reference
-    is then copies of those in the actor's engine. 0: all train, and the reference is an engine of its own.
-    actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: one model for all roles.
-    pad_token: the rule for the tokenizer's pad token (engine/models/pad_tokens.py). trust_remote_code: whether code in
-    the models' folders may run.
-    reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.
-    ema_decay: None for no average; ema_device: "cpu" keeps it in host memory.
-    """
-
-    actor_path: str
-    critic_path: str | None
-    reward_path: str | None = None
-    with_critic: bool = True
-    with_reward_model: bool = True
-    hydra_layers: int = 0
-    actor_lora: LoraSpec | None = None
-    critic_lora: LoraSpec | None = None
-    share_trunk: bool = False
-    pad_token: str = "tokenizer"
-    trust_remote_code: bool = False
-    dtype: str = "fp32"
-    actor: EngineConfig = field(default_factory=lambda: EngineConfig("actor", 0))
-    critic: EngineConfig = field(default_factory=lambda: EngineConfig("critic", 0))
-    reference: EngineConfig | None = None
-    reward: EngineConfig | None = None
-    actor_optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec(lr=1e-5))
-    critic_optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec(lr=1e-5))
-    micro_batch_size: int = 8
-    actor_gradient_checkpointing: bool = False
-    critic_gradient_checkpointing: bool = False
-    ema_decay: float | None = None
-    ema_device: str | None = None
-
-    def __post_init__(self):
-        assert not self.with_reward_model or self.reward_path is not None or self.critic_path is not None, (
-            "a reward model is wanted, and neither reward_path nor critic_path says which"
-        )
-        assert self.with_critic or self.critic_path is None, f"critic_path {self.critic_path!r}, but no critic"
-        assert not self.hydra_layers or self.reference is None, "a hydra's reference has no engine of its own"
-
-    @property
-    def engine_configs(self) -> list[EngineConfig]:
-        """Of each engine that is built: the actor's, and if there are any the critic's, reference's, reward model's."""
-        configs = [self.actor, *([self.critic] if self.with_critic else [])]
-        if not self.hydra_layers:
-            configs.append(self.reference or EngineConfig("reference", frozen_stage(self.actor)))
-        if self.with_reward_model:
-            partner = self.critic if self.with_critic else self.actor
-            configs.append(self.reward or EngineConfig("reward", frozen_stage(partner)))
-        return configs
 
 
 class RLHFEngine:
@@ -127,7 +50,7 @@ class RLHFEngine:
     @property
     def engines(self) -> list[TrainedModel | FrozenModel]:
         """All engines that there are."""
-        return [*self.trained.values(), *self.reference.models, *([self.reward.model] if self.reward else [])]
+        return [*self.trained.values(), *self.reference.models, *(self.reward.models if self.reward else [])]
 
     @property
     def trained(self) -> dict[str, TrainedModel]:
@@ -141,7 +64,6 @@ class RLHFEngine:
         tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token, spec.trust_remote_code)
         if spec.hydra_layers:
             check_hydra(spec.actor_path, spec.hydra_layers, "actor", spec.trust_remote_code)
-        configs = {config.role: config for config in spec.engine_configs}
         load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
         actor = trained_model(
             load,
@@ -153,14 +75,11 @@ class RLHFEngine:
             spec.actor_lora,
         )
         critic = critic_model(spec) if spec.with_critic else None
-        reference = (
-            HydraReference(actor)
-            if spec.hydra_layers
-            else EngineReference(frozen_model(load_policy, spec.actor_path, configs["reference"], spec))
-        )
+        trained = {"actor": actor, "critic": critic}
+        reference = EngineReference(_frozen("reference", load_policy, spec.actor_path, spec, trained))
         reward, reward_path = None, spec.reward_path or spec.critic_path
         if spec.with_reward_model and reward_path is not None:
-            reward = RewardModel(frozen_model(load_scorer, reward_path, configs["reward"], spec))
+            reward = RewardModel(_frozen("reward", load_scorer, reward_path, spec, trained))
         return cls(
             actor=actor,
             critic=critic,
@@ -174,6 +93,8 @@ class RLHFEngine:
 def critic_model(spec: EngineSpec) -> TrainedModel:
     """The critic: what stands at its path, or else the actor's model with a new head."""
     load, path = (new_critic, spec.actor_path) if spec.critic_path is None else (load_scorer, spec.critic_path)
+    if "reward" in spec.hosts:
+        load = _load_with_kept_head
     return trained_model(
         load, path, spec.critic, spec.critic_optimizer, spec, spec.critic_gradient_checkpointing, spec.critic_lora
     )
@@ -224,6 +145,24 @@ def wrap_trained(
     model = TrainedModel(module, ds_config, adam, config.role)
     _probe(model)
     return model
+
+
+def _load_with_kept_head(*args, **kwargs) -> Scorer:
+    """What `load_scorer` gives, with a head that trains and one that goes on being the reward model's."""
+    scorer = load_scorer(*args, **kwargs)
+    scorer.keep_head("reward")
+    return scorer
+
+
+def _frozen(
+    role: str, load, path: str, spec: EngineSpec, trained: Mapping[str, TrainedModel | None]
+) -> FrozenModel | FrozenRole:
+    """The frozen model of this role: within the engine that plays it, or what `load` makes of `path` in its own."""
+    host = trained[spec.hosts[role]] if role in spec.hosts else None
+    if host is not None:
+        return FrozenRole(host, role)
+    config = next(config for config in spec.engine_configs if config.role == role)
+    return frozen_model(load, path, config, spec)
 
 
 def frozen_model(load, path: str, config: EngineConfig, spec: EngineSpec) -> FrozenModel:

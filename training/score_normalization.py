@@ -4,10 +4,11 @@ import torch
 
 from engine import distributed
 from engine.algo.masked import mean_and_variance, moments
+from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import RunStopped
 from engine.models.loading import load_policy, new_scorer
 from engine.models.reading import vocabulary_size
-from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_model, frozen_stage
+from engine.rlhf_engine import frozen_model
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel

@@ -14,7 +14,6 @@ embeddings and an embedding's norm go on learning there, and its reference moves
 """
 
 import contextlib
-import copy
 from collections.abc import Iterator
 
 import torch
@@ -27,7 +26,7 @@ from engine.models.classes import LANGUAGE_MODEL, model_class
 from engine.models.loading import load_policy
 from engine.models.policy import Policy
 from engine.models.stack import ask_for_gradient, decoder_stack
-from engine.zero.gathering import full_shape, gathered_params, is_partitioned
+from engine.zero.gathering import full_shape, is_partitioned, whole_copy
 
 
 class HydraPolicy(Policy):
@@ -40,7 +39,7 @@ class HydraPolicy(Policy):
     def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None, *, layers: int):
         super().__init__(model, dropouts)
         self.layers, self.names = layers, trained_parts(model, layers)
-        self.branch = nn.ModuleList(_copied(model.get_submodule(name), model.config) for name in self.names)
+        self.branch = nn.ModuleList(whole_copy(model.get_submodule(name), model.config) for name in self.names)
         self.requires_grad_(False)
         for name in self.names:
             model.get_submodule(name).requires_grad_(True)
@@ -142,9 +141,3 @@ def trained_parts(model: PreTrainedModel, layers: int) -> list[str]:
 def _has_vectors_only(module: nn.Module) -> bool:
     dimensions = [len(full_shape(parameter)) for parameter in module.parameters()]
     return bool(dimensions) and max(dimensions) == 1
-
-
-def _copied(module: nn.Module, config) -> nn.Module:
-    """An unpartitioned copy that shares the configuration object (all ranks call this)."""
-    with gathered_params(list(module.parameters())):
-        return copy.deepcopy(module, {id(config): config})

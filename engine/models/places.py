@@ -19,6 +19,11 @@ def can_be_hub_name(name: str) -> bool:
     return "/" not in name or not Path(name).parent.is_dir()
 
 
+def same_model(one: str, other: str) -> bool:
+    """Whether two paths or names are of one model."""
+    return one == other or (Path(one).is_dir() and Path(other).is_dir() and Path(one).samefile(other))
+
+
 def require_model(path: str, what: str) -> None:
     """Raise UserError, naming `what` (a flag), unless `path` is a model's folder or the name of a model on the Hub.
 

@@ -1,12 +1,15 @@
 """Scorer: a reward model or critic, a number for every token."""
 
+from typing import Self
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.models.backbone import Backbone
 from engine.models.heads import ScoreHead
 from engine.trace import traced
+from engine.zero.gathering import whole_copy
 
 
 class Scorer(Backbone):
@@ -14,6 +17,8 @@ class Scorer(Backbone):
 
     The gain of the normalisation is folded into the head's weight. The offset stands beside it, in the model's
     config.json (`score_offset`), because Hugging Face's heads have no bias.
+
+    kept_heads: by role, frozen copies of a head that trains. They stand outside `model`, which is saved without them.
     """
 
     def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):
@@ -22,6 +27,18 @@ class Scorer(Backbone):
         self.offset = float(getattr(model.config, "score_offset", 0.0))
         self.score_position = getattr(model.config, "score_position", "last_non_pad")
         self.pad_token_id = model.config.pad_token_id
+        self.kept_heads = nn.ModuleDict()
+
+    def keep_head(self, role: str) -> None:
+        """Keep the head as it is now, to go on computing as `role` with it (all ranks call this)."""
+        self.kept_heads[role] = whole_copy(self.model.score).requires_grad_(False)
+
+    def with_model(self, model: PreTrainedModel) -> Self:
+        """A Scorer with these settings, adapters and kept heads, for another model of the same architecture."""
+        other = super().with_model(model)
+        for role in self.kept_heads:
+            other.keep_head(role)
+        return other
 
     def take_settings_of(self, other: "Scorer") -> None:
         """Take over the offset of another Scorer of this architecture."""
@@ -37,7 +54,8 @@ class Scorer(Backbone):
         """
         self.take_role(role)
         hidden = self.hidden_states(sequences, attention_mask, position_ids)
-        return self.model.score(hidden).squeeze(-1) + self.offset
+        head = dict(self.kept_heads.items()).get(role or "", self.model.score)
+        return head(hidden).squeeze(-1) + self.offset
 
     def sequence_scores(self, token_scores: Tensor, sequences: Tensor, attention_mask: Tensor) -> Tensor:
         """The score of each sequence: the one at the token that this model was trained to be read at.

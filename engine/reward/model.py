@@ -1,18 +1,24 @@
-"""Scores from a reward model in a frozen engine."""
+"""Scores from a frozen reward model."""
 
 from torch import Tensor
 
 from engine.experience import Rollout
+from engine.frozen_role import FrozenRole
 from engine.reward.base import RewardSource
 from engine.trace import traced
 from engine.zero.engines import FrozenModel
 
 
 class RewardModel(RewardSource):
-    """The frozen reward model, read at the token that it was trained to be read at."""
+    """The frozen reward model, read at the token that it was trained to be read at: in an engine of its own, or what
+    the critic's engine still has of it.
 
-    def __init__(self, model: FrozenModel):
+    models: the engines of its own that it has.
+    """
+
+    def __init__(self, model: FrozenModel | FrozenRole):
         self.model = model
+        self.models = [model] if isinstance(model, FrozenModel) else []
 
     @traced("reward model")
     def score(self, rollout: Rollout) -> Tensor:

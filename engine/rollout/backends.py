@@ -2,6 +2,7 @@
 
 from engine import distributed
 from engine.experience import PromptBatch, Rollout
+from engine.models.policy import Policy
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import Sampler
 from engine.whole_copies import Model, WholeCopies
@@ -16,6 +17,10 @@ class _SampledRollouts(RolloutBackend):
 
     def __init__(self, actor: Model, copies: WholeCopies | None, sampler: Sampler):
         self.actor, self.copies, self.sampler = actor, copies or WholeCopies(), sampler
+
+    def _responses(self, policy: Policy, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+        policy.take_role(None)  # whichever it computed as last
+        return self.sampler.responses(policy.model, prompts, sampling)
 
     def release_memory(self) -> None:
         """Give back the memory that is not needed until the next call, as far as `copies` are to."""
@@ -42,7 +47,7 @@ class ReplicaRollouts(_SampledRollouts):
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row; ranks do not wait for each other."""
-        return self.sampler.responses(self.copies.of(self.actor).model, prompts, sampling)
+        return self._responses(self.copies.of(self.actor), prompts, sampling)
 
 
 class Zero3Rollouts(_SampledRollouts):
@@ -56,4 +61,4 @@ class Zero3Rollouts(_SampledRollouts):
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row; ranks go on together until the last row of all has ended."""
-        return self.sampler.responses(self.actor.module.model, prompts, sampling)
+        return self._responses(self.actor.module, prompts, sampling)

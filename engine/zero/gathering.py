@@ -1,6 +1,7 @@
 """Full weights from ZeRO-3's partitions, bucket by bucket; works on unpartitioned modules too."""
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,12 @@ def gathered_params(parameters: list[nn.Parameter]) -> Iterator[None]:
     partitioned = [p for p in parameters if getattr(p, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
     with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
         yield
+
+
+def whole_copy(module: nn.Module, *shared: object) -> nn.Module:
+    """An unpartitioned copy of a module, which shares these objects with it (all ranks call this)."""
+    with gathered_params(list(module.parameters())):
+        return copy.deepcopy(module, {id(one): one for one in shared})
 
 
 def full_state(module: nn.Module) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.engine_spec import EngineSpec
 from engine.experience import TrainingBatch
-from engine.rlhf_engine import EngineSpec
 from engine.zero.communication import init
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_own_reward import A_TOKEN, HELD_OUT, PENALTY, PER_STEP, run

@@ -3,7 +3,7 @@
 import contextlib
 
 from engine import distributed
-from engine.rlhf_engine import OptimizerSpec
+from engine.engine_spec import OptimizerSpec
 from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
 from tests.engine.zero.inspecting import masters, moments, pretend_cpus_have_fp16, weights

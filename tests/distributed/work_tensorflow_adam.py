@@ -2,8 +2,9 @@
 
 from torch import Tensor, nn
 
+from engine.engine_spec import OptimizerSpec
 from engine.models.loading import DTYPES
-from engine.rlhf_engine import OptimizerSpec, wrap_trained
+from engine.rlhf_engine import wrap_trained
 from engine.zero.config import EngineConfig, build_ds_config
 from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16
 

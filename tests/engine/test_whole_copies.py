@@ -56,7 +56,7 @@ def test_a_hydra_policy_of_which_only_what_trains_is_copied_anew(tmp_path, tied)
     policy.model.get_input_embeddings().weight.div_(2)
     for reference in (False, True):
         own, other = (
-            module(TOKENS, MASK, position_ids(MASK), response_length=5, reference=reference)[0]
+            module(TOKENS, MASK, position_ids(MASK), response_length=5, role="reference" if reference else None)[0]
             for module in (policy, copy)
         )
         assert torch.equal(own, other)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from engine.algorithms import Dialect
+from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import UserError
-from engine.rlhf_engine import EngineSpec, OptimizerSpec, frozen_stage
 from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from training.flags.algorithm_flags import AlgorithmFlags
 from training.flags.arguments import REQUIRED, flag

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from engine import distributed
 from engine.algorithms import Dialect
+from engine.engine_spec import OptimizerSpec
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
-from engine.rlhf_engine import OptimizerSpec
 from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from engine import distributed
 from engine.algorithms import Dialect, end_token_id, token_id
+from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.pad_tokens import pad_token_line
 from engine.models.reading import read_tokenizer, vocabulary_size
-from engine.rlhf_engine import EngineSpec
 from engine.rollout import SamplingConfig
 from training.data.blocks import TextBlocks
 from training.data.forms import PROMPTS, TEXTS

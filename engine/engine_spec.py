@@ -1,0 +1,106 @@
+"""What the engines of PPO are to be: which models, under which DeepSpeed configurations, and which share an engine."""
+
+from dataclasses import dataclass, field
+
+from engine.models.lora import LoraSpec
+from engine.models.places import same_model
+from engine.zero.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """Adam's settings, the maximal gradient norm (0: no clipping) and the peak learning rate.
+
+    form, decay: as `build_optimizer` has them.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    form: str = "adamw"
+    decay: str = "matrices"
+
+
+def frozen_stage(partner: EngineConfig) -> int:
+    """The ZeRO stage of a frozen model that is as large as a trained one: 3 where that one is at 3, else 0."""
+    return 3 if partner.stage == 3 else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """Which models, in which precision, under which DeepSpeed configurations.
+
+    critic_path: a reward model or critic; None for the actor's model with a new head (`new_critic`). with_critic: False
+    where none is to be built. reward_path: the critic's path unless given. with_reward_model: False where scores come
+    from elsewhere, and no such model is loaded. hydra_layers: how many of the actor's last layers train; the reference
+    is then copies of those in the actor's engine. 0: all train, and the reference is an engine of its own.
+    actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: one model for all roles.
+    pad_token: the rule for the tokenizer's pad token (engine/models/pad_tokens.py). trust_remote_code: whether code in
+    the models' folders may run.
+    reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.
+    ema_decay: None for no average; ema_device: "cpu" keeps it in host memory.
+    """
+
+    actor_path: str
+    critic_path: str | None
+    reward_path: str | None = None
+    with_critic: bool = True
+    with_reward_model: bool = True
+    hydra_layers: int = 0
+    actor_lora: LoraSpec | None = None
+    critic_lora: LoraSpec | None = None
+    share_trunk: bool = False
+    pad_token: str = "tokenizer"
+    trust_remote_code: bool = False
+    dtype: str = "fp32"
+    actor: EngineConfig = field(default_factory=lambda: EngineConfig("actor", 0))
+    critic: EngineConfig = field(default_factory=lambda: EngineConfig("critic", 0))
+    reference: EngineConfig | None = None
+    reward: EngineConfig | None = None
+    actor_optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec(lr=1e-5))
+    critic_optimizer: OptimizerSpec = field(default_factory=lambda: OptimizerSpec(lr=1e-5))
+    micro_batch_size: int = 8
+    actor_gradient_checkpointing: bool = False
+    critic_gradient_checkpointing: bool = False
+    ema_decay: float | None = None
+    ema_device: str | None = None
+
+    def __post_init__(self):
+        assert not self.with_reward_model or self.reward_path is not None or self.critic_path is not None, (
+            "a reward model is wanted, and neither reward_path nor critic_path says which"
+        )
+        assert self.with_critic or self.critic_path is None, f"critic_path {self.critic_path!r}, but no critic"
+        assert not self.hydra_layers or self.actor_lora is None, "a hydra's last layers train whole"
+        for role, host in self.hosts.items():
+            assert getattr(self, role) is None, f"the {role} is played by the {host}'s engine and has none of its own"
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Which frozen models are not loaded: what their engine would compute, a trained model's engine computes too.
+
+        Returns: the trained models' roles, by the frozen models'.
+        """
+        only_factors = {
+            role: lora is not None and lora.only
+            for role, lora in (("actor", self.actor_lora), ("critic", self.critic_lora))
+        }
+        found = {}
+        if self.hydra_layers or only_factors["actor"]:
+            found["reference"] = "actor"
+        start = self.critic_path if self.with_critic and self.with_reward_model and only_factors["critic"] else None
+        if start is not None and same_model(start, self.reward_path or start):
+            found["reward"] = "critic"
+        return found
+
+    @property
+    def engine_configs(self) -> list[EngineConfig]:
+        """Of each engine that is built: the actor's, and if there are any the critic's, reference's, reward model's."""
+        configs = [self.actor, *([self.critic] if self.with_critic else [])]
+        if "reference" not in self.hosts:
+            configs.append(self.reference or EngineConfig("reference", frozen_stage(self.actor)))
+        if self.with_reward_model and "reward" not in self.hosts:
+            partner = self.critic if self.with_critic else self.actor
+            configs.append(self.reward or EngineConfig("reward", frozen_stage(partner)))
+        return configs
