@@ -5,6 +5,7 @@ with LiveBytes(known=model.parameters()) as meter:
 assert meter.peak < 10_000_000
 """
 
+import gc
 import weakref
 from collections.abc import Iterable
 from unittest import mock
@@ -19,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 class LiveBytes(TorchDispatchMode):
     """Bytes of all storages made within this context that are still alive, and the largest that this has been.
 
-    What a kernel allocates for itself and gives back before it returns is not seen.
+    What a kernel allocates for itself and gives back before it returns is not seen, and meta tensors take nothing.
 
     known: tensors from before, which are not counted.
     """
@@ -34,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_iter(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
                 self._count(leaf.untyped_storage())
         return result
 
@@ -48,6 +49,24 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, size: int) -> None:
         self.live -= size
+
+
+class LivePeak:
+    """For `training.reporting.phase_memory.PhaseMemory`: the most bytes alive within a phase, by `LiveBytes`."""
+
+    peaks = True
+
+    def __init__(self, live: LiveBytes):
+        self.live = live
+
+    def begin(self) -> None:
+        """Count from what is alive now, without what only circles hold."""
+        gc.collect()
+        self.live.peak = self.live.live
+
+    def end(self) -> int:
+        """The peak since."""
+        return self.live.peak
 
 
 class HostQuestions(TorchDispatchMode):

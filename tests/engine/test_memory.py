@@ -160,6 +160,8 @@ def test_the_meter_counts_what_is_alive_at_once():
         assert meter.live == 4000 and len(view) == len(own)
         del double
         assert meter.live == 4000  # the view holds it
+        nothing = torch.zeros(1000, device="meta").to("meta", torch.float64)
+        assert meter.live == 4000 and nothing.is_meta
         del view
         assert (meter.live, meter.peak) == (0, 8000)
         known.exp_()

@@ -13,12 +13,13 @@ from engine import distributed
 from engine.zero.accelerator import on_gpu
 from training.program import phases
 from training.reporting.metrics import Accumulator
+from training.reporting.phase_memory import phase_memory
 
 
 class PhaseClock:
     """Seconds of wall-clock time by phase, with the device's queue emptied at both ends.
 
-    In a trace phases are ranges, and for the watch over the run they are its places.
+    In a trace phases are ranges, for the watch over the run they are its places, and `phase_memory` counts them.
     """
 
     def __init__(self):
@@ -26,7 +27,7 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        with record_function(phase), phases.phase(phase):
+        with phase_memory.phase(phase), record_function(phase), phases.phase(phase):
             started = self._now()
             yield
             self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - started
@@ -48,5 +49,5 @@ class PhaseClock:
 def peak_memory_gb() -> float:
     """The most memory this process has held, in 10^9 bytes: of the GPU if there is one, else of the host."""
     if on_gpu():
-        return torch.cuda.max_memory_allocated() / 1e9
+        return phase_memory.most() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
