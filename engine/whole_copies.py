@@ -1,6 +1,7 @@
 """Plain copies of partitioned models, to compute with where no gradient is wanted."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -20,6 +21,10 @@ class WholeCopies:
     A module is filled, bucket by bucket and in the compute dtype, when a model asks for it that it does not hold, or
     whose weights have changed since; otherwise nothing is gathered. What is frozen has not changed.
 
+    A model with adapters can be asked for with its updates merged into the matrices, where it computes as its own role
+    without the factors' cost. When it is asked for as it is, those matrices are gathered anew, since subtraction would
+    not give them back exactly.
+
     Args:
         between_steps: what becomes of the modules when `release_memory` is called: "keep" them, "free" them, or move
             them to the "host".
@@ -31,19 +36,22 @@ class WholeCopies:
         self.between_steps, self.shared = between_steps, shared
         self._keys: dict[int, object] = {}
         self._modules: dict[object, Backbone] = {}
-        self._held: dict[object, tuple[int, int]] = {}  # which model, at which version of its weights
+        self._held: dict[object, _Held] = {}
         self._away = False
 
-    def of(self, model: Model) -> Backbone:
+    def of(self, model: Model, merged: bool = False) -> Backbone:
         """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
 
         At stages 0 to 2 that is the model's own. It is the caller's until the next call.
+
+        merged: a copy may hold the adapters' updates in its matrices; it then computes as the model's own role alone.
         """
         if model.stage < 3:
             return model.module
         if id(model) not in self._keys:
             self._keys[id(model)] = _architecture(model.module) if self.shared else id(model)
-        key, wanted = self._keys[id(model)], (id(model), model.version)
+        key = self._keys[id(model)]
+        wanted = _Held(id(model), model.version, merged and model.module.adapters is not None)
         if key not in self._modules:
             self._modules[key] = empty_like(model.module, distributed.device())
         module = self._modules[key]
@@ -51,8 +59,7 @@ class WholeCopies:
             self._move(distributed.device())
         held = self._held.get(key)
         if held != wanted:
-            copy_weights(model.module, module, trained_only=held is not None and held[0] == id(model))
-            module.take_settings_of(model.module)
+            _fill(module, model.module, held, wanted)
             self._held[key] = wanted
         return module
 
@@ -70,6 +77,31 @@ class WholeCopies:
         for module in self._modules.values():
             module.to(device)
         self._away = device != distributed.device()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a module holds: which model, at which version of its weights, and whether with its updates merged."""
+
+    model: int
+    version: int
+    merged: bool
+
+
+def _fill(module: Backbone, source: Backbone, held: _Held | None, wanted: _Held) -> None:
+    """Have the module hold what is wanted, gathering only what it does not hold."""
+    unmerged = [f"model.{name}" for name in module.adapters.unmerge()] if module.adapters is not None else []
+    if held is None or held.model != wanted.model:
+        copy_weights(source, module)
+        module.take_settings_of(source)
+    else:
+        changed = [name for name, parameter in source.named_parameters() if parameter.requires_grad]
+        names = unmerged + (changed if held.version != wanted.version else [])
+        if names:
+            copy_weights(source, module, frozenset(names))
+    if wanted.merged:
+        assert module.adapters is not None
+        module.adapters.merge()
 
 
 # What of a configuration changes nothing that a shared module computes: `take_settings_of` sees to the offset.

@@ -1,11 +1,13 @@
 """The LoRA adapters within a model: which there are, and which of them compute."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 
 
 class Adapters:
@@ -13,7 +15,7 @@ class Adapters:
 
     own: the role that trains, whose adapter has its name. configs: peft's descriptions, by the adapters' names. active:
     by other roles' names, the adapters that they compute with; a role that is not in it computes with none, which is
-    the model as it was loaded.
+    the model as it was loaded. merged: the names of the layers whose matrices hold the own role's updates at present.
     """
 
     def __init__(
@@ -23,11 +25,12 @@ class Adapters:
         configs: Mapping[str, LoraConfig],
         active: Mapping[str, Sequence[str]] | None = None,
     ):
-        self.own, self.configs = own, dict(configs)
+        self.model, self.own, self.configs = model, own, dict(configs)
         self.active = {own: [own]} | {role: list(names) for role, names in (active or {}).items()}
         self.layers: dict[str, Any] = {
             name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)
         }
+        self.merged: frozenset[str] = frozenset()
 
     def within(self, model: nn.Module) -> "Adapters":
         """Adapters like these in another model of the architecture, which gets them; their factors are still to be
@@ -42,9 +45,44 @@ class Adapters:
         Until the next call, and not for a forward pass alone: where activations are computed again in the backward
         pass, that follows and has to compute the same.
         """
+        assert not self.merged or role in (None, self.own), (
+            f"asked to be the {role}, with the {self.own}'s updates merged"
+        )
         names = self.active.get(role or self.own, [])
-        for layer in self.layers.values():
-            layer._active_adapter = names  # peft's own setter makes what is inactive untrained
+        for name, layer in self.layers.items():
+            # peft's own setter makes what is inactive untrained
+            layer._active_adapter = [] if name in self.merged else names
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the own role's updates to the matrices, rounded to their dtype, so that it computes without the factors.
+
+        For a copy of a model, unpartitioned and in eval mode: the matrices are lost. What is tied to another module's
+        weight goes on with its factors.
+        """
+        uses = Counter(weight for part in self.model.modules() for weight in part.parameters(recurse=False))
+        for name, layer in self.layers.items():
+            weight = layer.get_base_layer().weight
+            if uses[weight] == 1:
+                weight.copy_(weight + self.update(name))
+                self.merged |= {name}
+        self.take(None)
+
+    def unmerge(self) -> list[str]:
+        """Have the factors compute again, and return the names, within the model, of the matrices to be put back."""
+        names, self.merged = [f"{name}.base_layer.weight" for name in self.merged], frozenset()
+        self.take(None)
+        return names
+
+    @torch.no_grad()
+    def update(self, name: str) -> Tensor:
+        """What the own role adds to the matrix of a layer, in that one's layout and float32."""
+        layer, total = self.layers[name], torch.zeros(())
+        for adapter in self.active[self.own]:
+            a, b = (factors[adapter].weight.float() for factors in (layer.lora_A, layer.lora_B))
+            change = layer.scaling[adapter] * (b @ a)
+            total = total.to(change) + (change.T if layer.fan_in_fan_out else change)
+        return total
 
     def targets(self) -> list[str]:
         """The names of the adapted layers within the transformers model."""

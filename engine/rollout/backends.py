@@ -2,7 +2,7 @@
 
 from engine import distributed
 from engine.experience import PromptBatch, Rollout
-from engine.models.policy import Policy
+from engine.models.backbone import Backbone
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import Sampler
 from engine.whole_copies import Model, WholeCopies
@@ -18,7 +18,7 @@ class _SampledRollouts(RolloutBackend):
     def __init__(self, actor: Model, copies: WholeCopies | None, sampler: Sampler):
         self.actor, self.copies, self.sampler = actor, copies or WholeCopies(), sampler
 
-    def _responses(self, policy: Policy, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+    def _responses(self, policy: Backbone, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         policy.take_role(None)  # whichever it computed as last
         return self.sampler.responses(policy.model, prompts, sampling)
 
@@ -47,7 +47,7 @@ class ReplicaRollouts(_SampledRollouts):
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row; ranks do not wait for each other."""
-        return self._responses(self.copies.of(self.actor), prompts, sampling)
+        return self._responses(self.copies.of(self.actor, merged=True), prompts, sampling)
 
 
 class Zero3Rollouts(_SampledRollouts):

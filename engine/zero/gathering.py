@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import deepspeed
@@ -16,11 +16,14 @@ from engine.trace import traced
 GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
 
 
-def parameter_buckets(module: nn.Module, trained_only: bool = False) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """A module's named parameters in runs of about GATHER_BUCKET elements; tied ones come once."""
+def parameter_buckets(
+    module: nn.Module, names: Collection[str] | None = None
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """A module's named parameters, or those of these names, in runs of about GATHER_BUCKET elements; tied ones come
+    once."""
     bucket, size = [], 0
     for name, parameter in module.named_parameters():
-        if trained_only and not parameter.requires_grad:
+        if names is not None and name not in names:
             continue
         bucket.append((name, parameter))
         size += full_numel(parameter)
@@ -103,18 +106,18 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
 
 @traced("gather of weights")
 @torch.no_grad()
-def copy_weights(source: nn.Module, target: nn.Module, trained_only: bool = False) -> None:
+def copy_weights(source: nn.Module, target: nn.Module, names: Collection[str] | None = None) -> None:
     """Fill an unpartitioned module of the same architecture with a module's weights (all ranks call this).
 
     A bucket costs one collective call: partitions are joined on each rank and sent as one. GatheredParameters, which is
     made for a user's own surgery on weights, has all ranks compare notes on each parameter first.
 
-    trained_only: with those weights alone that train, where the target holds the others already.
+    names: of those parameters that the target does not hold already; None for all.
     """
     parameters, buffers = dict(target.named_parameters()), dict(target.named_buffers())
-    names = {name for name, _ in source.named_parameters()}
-    assert names == parameters.keys(), f"not of one architecture: {sorted(names ^ parameters.keys())[:4]}"
-    for bucket in parameter_buckets(source, trained_only=trained_only):
+    there = {name for name, _ in source.named_parameters()}
+    assert there == parameters.keys(), f"not of one architecture: {sorted(there ^ parameters.keys())[:4]}"
+    for bucket in parameter_buckets(source, names):
         partitioned = [(name, parameter) for name, parameter in bucket if _has_shard(parameter)]
         if partitioned:
             _copy_bucket(partitioned, parameters)
