@@ -95,6 +95,17 @@ class EngineSpec:
         return found
 
     @property
+    def shared(self) -> dict[str, str]:
+        """What the frozen models are that have no engine of their own, in words, by role."""
+        words = {
+            "reference": "the reference is a few layers within the actor's engine"
+            if self.hydra_layers
+            else "the reference is the actor with its adapters off",
+            "reward": "the reward model is the critic with its adapters off and its first head",
+        }
+        return {role: words[role] for role in self.hosts}
+
+    @property
     def engine_configs(self) -> list[EngineConfig]:
         """Of each engine that is built: the actor's, and if there are any the critic's, reference's, reward model's."""
         configs = [self.actor, *([self.critic] if self.with_critic else [])]

@@ -1,6 +1,6 @@
 """The flags that say which models there are, what scores responses, and how DeepSpeed runs each model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.algorithms import Dialect
 from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
@@ -142,7 +142,7 @@ class ModelFlags(AlgorithmFlags):
 
         actor, critic = self._trained("actor"), self._trained("critic")
         scored = self.reward_path is not None
-        return EngineSpec(
+        spec = EngineSpec(
             actor_path=self.actor_model_name_or_path,
             with_critic=dialect.has_critic,
             critic_path=self.critic_model_name_or_path if dialect.critic_start == "reward_model" else None,
@@ -154,10 +154,6 @@ class ModelFlags(AlgorithmFlags):
             dtype=self.dtype,
             actor=actor,
             critic=critic,
-            reference=None if dialect.hydra_layers else frozen("reference", actor, self.offload_reference_model),
-            reward=frozen("reward", critic if dialect.has_critic else actor, self.offload_reward_model)
-            if scored
-            else None,
             actor_optimizer=optimizer(dialect.actor_lr, dialect.actor_weight_decay),
             critic_optimizer=optimizer(dialect.critic_lr, dialect.critic_weight_decay),
             micro_batch_size=self.per_device_training_batch_size,
@@ -166,6 +162,12 @@ class ModelFlags(AlgorithmFlags):
             ema_decay=dialect.ema_decay if self.enable_ema else None,
             ema_device=self.ema_device,
         )
+        self._check_shared(spec, dialect)
+        engines = {"reference": frozen("reference", actor, self.offload_reference_model)}
+        if scored:
+            partner = critic if dialect.has_critic else actor
+            engines["reward"] = frozen("reward", partner, self.offload_reward_model)
+        return replace(spec, **{role: config for role, config in engines.items() if role not in spec.hosts})
 
     def engine_configs(self, dialect: Dialect) -> dict[str, dict]:
         """Each engine's whole DeepSpeed configuration; raises UserError for a contradiction."""
@@ -182,14 +184,7 @@ class ModelFlags(AlgorithmFlags):
         return configs
 
     def _check(self, dialect: Dialect) -> None:
-        """Raise UserError for flags of engines that this dialect does not have, and for offload of what has nothing."""
-        for name in ("reference_ds_config", "offload_reference_model"):
-            if dialect.hydra_layers and getattr(self, name):
-                raise UserError(
-                    f"--{name} with hydra_layers {dialect.hydra_layers} (dialect {dialect.name}): the "
-                    "reference is a few layers within the actor's engine. Leave it out, or set hydra_layers to "
-                    "0."
-                )
+        """Raise UserError for flags of models that this dialect does not have, and for offload of what has nothing."""
         for name in ("critic_zero_stage", "critic_ds_config", "critic_gradient_checkpointing", "critic_warmup_steps"):
             if not dialect.has_critic and getattr(self, name):
                 value = "" if getattr(self, name) is True else f" {getattr(self, name)}"
@@ -203,3 +198,16 @@ class ModelFlags(AlgorithmFlags):
             )
         for role in ("actor", "critic") if dialect.has_critic else ("actor",):
             self._trained(role).check_offload()
+
+    def _check_shared(self, spec: EngineSpec, dialect: Dialect) -> None:
+        """Raise UserError for flags of engines that do not exist, because another one plays their role."""
+        for role, what in spec.shared.items():
+            for name in (f"{role}_ds_config", f"offload_{role}_model"):
+                if not getattr(self, name):
+                    continue
+                if role == "reference" and spec.hydra_layers:
+                    cause = f"hydra_layers {spec.hydra_layers} (dialect {dialect.name})"
+                    remedy = "set hydra_layers to 0"
+                else:
+                    cause, remedy = "--only_optimize_lora", "train without --only_optimize_lora"
+                raise UserError(f"--{name} with {cause}: {what}. Leave it out, or {remedy}.")

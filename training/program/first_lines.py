@@ -41,6 +41,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
             plan.prompts, "prompts", "--max_prompt_seq_len", args, plan.tokenizer, models, args.max_answer_seq_len
         ),
         f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
+        *(f"{what}: no second copy" for what in plan.spec.shared.values()),
     ]
 
 
