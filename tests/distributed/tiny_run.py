@@ -29,12 +29,8 @@ def engine_spec(
     choices = {role: EngineConfig(role, stage, path=path) for role in ("actor", "critic")}
     if stage == 3:
         choices |= {role: EngineConfig(role, stage, path=path) for role in ("reference", "reward")}
-    return EngineSpec(
-        actor_path=str(Path(folder) / actor),
-        critic_path=str(Path(folder) / "reward"),
-        dtype=dtype,
-        **(choices | fields),
-    )
+    choices |= {"critic_path": str(Path(folder) / "reward")} | fields
+    return EngineSpec(actor_path=str(Path(folder) / actor), dtype=dtype, **choices)
 
 
 def build_trainer(
