@@ -22,7 +22,7 @@ LAYERS = [
     ["engine.models", "engine.packing"],
     ["engine.whole_copies"],
     ["engine.engine_spec", "engine.frozen_role"],
-    ["engine.ema", "engine.rlhf_engine", "engine.reference", "engine.rollout", "engine.reward"],
+    ["engine.ema", "engine.memory", "engine.rlhf_engine", "engine.reference", "engine.rollout", "engine.reward"],
     ["engine.experience_maker"],
     ["training"],
 ]

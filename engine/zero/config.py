@@ -161,6 +161,12 @@ def build_ds_config(
     }
 
 
+def zero_settings(config: dict) -> Any:
+    """The ZeRO section of what `build_ds_config` gives, with DeepSpeed's own values where it says nothing; an object
+    with the settings as attributes."""
+    return _sections()["zero_optimization"](**config["zero_optimization"])
+
+
 def read_ds_file(choice: EngineConfig) -> dict:
     """The JSON of one engine, with its stage in it, checked for unknown keys and for what its flags say."""
     path = (

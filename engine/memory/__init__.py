@@ -1,0 +1,12 @@
+"""What a run takes of memory, known before it is paid for: from configurations alone.
+
+planned = plan(spec, Workload(prompt=256, response=256, generated=16, responses=16, micro_batch=8), Cluster(gpus=8))
+planned.phases["train"]["actor"]["optimizer"]     # bytes on one GPU, at the phase's peak
+planned.fits
+"""
+
+from engine.memory.memory_plan import PHASES, MemoryPlan, Moment
+from engine.memory.planning import plan
+from engine.memory.workload import Cluster, Workload
+
+__all__ = ["PHASES", "Cluster", "MemoryPlan", "Moment", "Workload", "plan"]

@@ -1,0 +1,179 @@
+"""A model as its configuration describes it, without memory: on the meta device, where tensors have shapes alone."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.engine_spec import EngineSpec
+from engine.errors import UserError
+from engine.models.backbone import Backbone
+from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
+from engine.models.hydra import HydraPolicy
+from engine.models.loading import DTYPES
+from engine.models.lora import LoraSpec, adapt
+from engine.models.policy import Policy
+from engine.models.reading import read_config
+from engine.models.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """One engine's module on the meta device.
+
+    role: of the engine. path: where its configuration stands. trained: whether the engine has an optimizer.
+    checkpointing: whether activations are computed again in backward passes.
+    """
+
+    role: str
+    path: str
+    module: Backbone
+    trained: bool
+    checkpointing: bool = False
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number, in the dtype that is computed in."""
+        return next(self.module.parameters()).element_size()
+
+    @property
+    def numbers(self) -> int:
+        """Of all parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The sizes of what trains, by the optimizer's groups: matrices, and vectors (factors of LoRA apart)."""
+        found: dict[tuple[bool, bool], list[int]] = {}
+        for name, parameter in self.module.named_parameters():
+            if self.trained and parameter.requires_grad:
+                key = ".lora_" in name, parameter.dim() < 2
+                found.setdefault(key, []).append(parameter.numel())
+        return list(found.values())
+
+    @property
+    def trains(self) -> int:
+        """How many numbers train."""
+        return sum(map(sum, self.groups))
+
+    @property
+    def largest(self) -> int:
+        """Numbers of the largest parameter."""
+        return max(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits of a token."""
+        return self.module.model.config.get_text_config().vocab_size
+
+    @property
+    def units(self) -> list[int]:
+        """Numbers of what ZeRO-3 gathers in one piece, in the order of a forward pass: decoder layers, and the modules
+        around them that have weights of their own."""
+        kinds = set(self.module.model._no_split_modules or [])
+        return list(_units(self.module.model, kinds))
+
+    @property
+    def architecture(self) -> object:
+        """Equal for models that can take turns in one copy."""
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in self.module.named_parameters())
+        return type(self.module), type(self.module.model), shapes
+
+
+def _units(module: nn.Module, kinds: set[str]) -> Iterable[int]:
+    if type(module).__name__ in kinds:
+        yield sum(parameter.numel() for parameter in module.parameters())
+        return
+    own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    if own:
+        yield own
+    for child in module.children():
+        yield from _units(child, kinds)
+
+
+def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
+    """A blueprint for each engine that `spec` asks for, by role, in the order in which they are loaded.
+
+    Only config.json is read of each model. Raises: UserError, naming the role's flag and the path, for one that is not
+    there or cannot be read.
+    """
+    scorer_path = spec.critic_path or spec.actor_path
+    build: dict[str, Callable[[], Blueprint]] = {
+        "actor": partial(
+            _trained,
+            "actor",
+            spec,
+            spec.actor_path,
+            LANGUAGE_MODEL,
+            spec.actor_lora,
+            spec.actor_gradient_checkpointing,
+        ),
+        "critic": partial(
+            _trained, "critic", spec, scorer_path, CLASSIFIER, spec.critic_lora, spec.critic_gradient_checkpointing
+        ),
+        "reference": lambda: Blueprint(
+            "reference", spec.actor_path, _module(spec, spec.actor_path, LANGUAGE_MODEL, "actor"), False
+        ),
+        "reward": lambda: Blueprint(
+            "reward",
+            spec.reward_path or str(spec.critic_path),
+            _module(spec, spec.reward_path or str(spec.critic_path), CLASSIFIER, "reward"),
+            False,
+        ),
+    }
+    return {config.role: build[config.role]() for config in spec.engine_configs}
+
+
+def _trained(
+    role: str, spec: EngineSpec, path: str, kind: str, lora: LoraSpec | None, checkpointing: bool
+) -> Blueprint:
+    module = _module(spec, path, kind, role)
+    if role == "actor" and spec.hydra_layers:
+        assert isinstance(module, Policy)
+        with torch.device("meta"):
+            module = HydraPolicy(module.model, layers=spec.hydra_layers)
+    if role == "critic" and "reward" in spec.hosts:
+        assert isinstance(module, Scorer)
+        module.keep_head("reward")
+    if lora is not None:
+        with torch.device("meta"):
+            adapt(module, lora, role)
+        module.model.to(DTYPES[spec.dtype])
+    if checkpointing:
+        module.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Blueprint(role, path, module, True, checkpointing)
+
+
+def _module(spec: EngineSpec, path: str, kind: str, role: str) -> Policy | Scorer:
+    return module_on_paper(path, kind, spec.dtype, f"--{role}_model_name_or_path", spec.trust_remote_code)
+
+
+def module_on_paper(path: str, kind: str, dtype: str, what: str, trust_remote_code: bool = False) -> Policy | Scorer:
+    """A Policy (kind LANGUAGE_MODEL) or Scorer (CLASSIFIER) of the configuration at `path`, on the meta device.
+
+    what: the flag that gave the path, for messages. Raises: UserError where config.json is not there, or describes no
+    such model.
+    """
+    config: Any = _config(path, what, trust_remote_code)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)  # as the loaders do
+    if kind == CLASSIFIER:
+        config.num_labels = 1
+    made = model_class(config, kind, path, what, trust_remote_code)
+    with torch.device("meta"):
+        model = made._from_config(config, dtype=DTYPES[dtype])
+        return Policy(model) if kind == LANGUAGE_MODEL else Scorer(model)
+
+
+def _config(path: str, what: str, trust_remote_code: bool):
+    try:
+        return read_config(path, what, trust_remote_code)
+    except UserError as error:
+        raise UserError(
+            f"{error} To plan memory, config.json is all that is needed of a model: put it into a folder, and give "
+            "that."
+        ) from None

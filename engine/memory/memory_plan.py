@@ -1,0 +1,97 @@
+"""What a run of PPO takes, by phase, role and kind, on one GPU and on its host; and whether that fits."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from engine.memory.bytes_by_role import Bytes
+from engine.memory.gpus import FRAGMENTS, reserved
+from engine.memory.workload import Cluster
+
+PHASES = ("load", "generate", "experience", "train", "save")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment of a phase, and what is alive then.
+
+    device: on a rank's GPU. host: in host memory, of each rank. host_once: the same, of the main rank alone.
+    """
+
+    phase: str
+    name: str
+    device: Bytes
+    host: Bytes
+    host_once: Bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes at the moments of a step, from the second one on, when Adam has its moments; and of loading and saving.
+
+    copies: which models compute through whole copies, in words.
+    """
+
+    moments: tuple[Moment, ...]
+    cluster: Cluster
+    copies: str
+
+    def peak_of(self, phase: str) -> Moment:
+        """The moment of a phase at which most is alive on the device."""
+        return max((moment for moment in self.moments if moment.phase == phase), key=lambda one: one.device.total)
+
+    @cached_property
+    def peak(self) -> Moment:
+        """The moment of all phases at which most is alive on the device."""
+        return max(self.moments, key=lambda moment: moment.device.total)
+
+    @cached_property
+    def phases(self) -> dict[str, dict[str, dict[str, int]]]:
+        """{phase: {role: {kind: bytes}}} on a rank's device, each phase at its peak."""
+        return {phase: self.peak_of(phase).device.by_role for phase in PHASES}
+
+    @cached_property
+    def host_phases(self) -> dict[str, dict[str, dict[str, int]]]:
+        """{phase: {role: {kind: bytes}}} in the memory of a node, of all its ranks, each phase at its peak."""
+        return {
+            phase: max(
+                (self._on_node(one) for one in self.moments if one.phase == phase), key=lambda b: b.total
+            ).by_role
+            for phase in PHASES
+        }
+
+    def _on_node(self, moment: Moment) -> Bytes:
+        every = Bytes()
+        for role, kind, size in moment.host:
+            every.add(role, kind, size * self.cluster.gpus)
+        return every + moment.host_once
+
+    @cached_property
+    def host_peak(self) -> int:
+        """The most bytes on a node's host."""
+        return max(self._on_node(moment).total for moment in self.moments)
+
+    def of_main_rank(self, phase: str) -> int:
+        """The most bytes of all tensors of the main rank in a phase, wherever they are: what a CPU's memory holds."""
+        return max(
+            one.device.total + one.host.total + one.host_once.total for one in self.moments if one.phase == phase
+        )
+
+    @property
+    def fragments(self) -> int:
+        """Bytes that the allocator is expected to hold beyond the peak."""
+        return round(FRAGMENTS * self.peak.device.total)
+
+    @property
+    def needed(self) -> int:
+        """Bytes that a GPU needs to have: the peak's, what the allocator loses, what is reserved."""
+        return self.peak.device.total + self.fragments + reserved(self.cluster.world)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether GPU and host have what is needed, as far as it is known what they have; None where neither is."""
+        known = [
+            needed <= there
+            for needed, there in ((self.needed, self.cluster.gpu), (self.host_peak, self.cluster.host))
+            if there is not None
+        ]
+        return all(known) if known else None

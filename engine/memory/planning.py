@@ -1,0 +1,219 @@
+"""The plan: models on paper, their passes, and what ZeRO holds, put together moment by moment."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.engine_spec import EngineSpec
+from engine.memory.blueprint import blueprints
+from engine.memory.bytes_by_role import Bytes
+from engine.memory.copies import Copies, CopyNeed, place_copies
+from engine.memory.gathered import gathered_numbers
+from engine.memory.gpus import reserved
+from engine.memory.memory_plan import MemoryPlan, Moment
+from engine.memory.passes import decoding_passes, scoring_pass, training_pass
+from engine.memory.workload import Cluster, Workload
+from engine.memory.zero_memory import FLOAT, ZeroMemory
+from engine.rollout.cache import cache_bytes
+from engine.rollout.decode import slots_of_a_row
+from engine.zero.config import build_ds_config, zero_settings
+from engine.zero.gathering import GATHER_BUCKET
+
+
+def plan(spec: EngineSpec, workload: Workload, cluster: Cluster) -> MemoryPlan:
+    """What a run of these engines takes, from the models' configurations alone.
+
+    Raises: UserError where a model's config.json cannot be read, or a DeepSpeed file is wrong.
+    """
+    return _Planner(spec, workload, cluster).plan()
+
+
+@dataclass
+class _Planner:
+    spec: EngineSpec
+    workload: Workload
+    cluster: Cluster
+
+    def __post_init__(self):
+        self.models = blueprints(self.spec)
+        self.engines = {role: self._engine(role) for role in self.models}
+        actor, load = self.models["actor"], self.workload
+        slots = slots_of_a_row(load.prompt + load.response, waiting=load.generated < load.responses)
+        self.slots = slots
+        self.cache = Bytes().add(
+            "actor", "keys and values", cache_bytes(actor.module.model, slots * load.decoded.count)
+        )
+        self.moments: list[Moment] = []
+        self.copies = self._copies()
+        self.rest, self.host_rest = self._at_rest()
+
+    def _engine(self, role: str) -> ZeroMemory:
+        spec, model = self.spec, self.models[role]
+        config = next(config for config in spec.engine_configs if config.role == role)
+        ds_config = build_ds_config(
+            config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=model.trained
+        )
+        optimizer = {"actor": spec.actor_optimizer, "critic": spec.critic_optimizer}.get(role)
+        return ZeroMemory(
+            model,
+            config.stage,
+            zero_settings(ds_config),
+            self.cluster.world,
+            optimizer,
+            offload=config.offload and config.stage == 0 and not model.trained,
+        )
+
+    def plan(self) -> MemoryPlan:
+        self._load()
+        self._generate()
+        self._experience()
+        self._train()
+        self._save()
+        return MemoryPlan(tuple(self.moments), self.cluster, self.copies.why)
+
+    def _moment(
+        self, phase: str, name: str, device: Iterable[Bytes], host: Iterable[Bytes] = (), once: Iterable[Bytes] = ()
+    ) -> None:
+        parts = [sum(part, Bytes()) for part in (device, host, once)]
+        self.moments.append(Moment(phase, name, *parts))
+
+    def _at_rest(self, stepped: bool = True) -> tuple[Bytes, Bytes]:
+        device, host = Bytes(), Bytes()
+        for engine in self.engines.values():
+            on_device, on_host = engine.at_rest(stepped)
+            device, host = device + on_device, host + on_host
+        average = self._average()
+        return (device, host + average) if self._average_on_host else (device + average, host)
+
+    @property
+    def _average_on_host(self) -> bool:
+        return self.spec.ema_device == "cpu" or self.engines["actor"].offloads_optimizer
+
+    def _average(self) -> Bytes:
+        kept = self.spec.ema_decay is not None
+        return Bytes().add("ema", "average", FLOAT * self.engines["actor"].trained_share if kept else 0)
+
+    # Copies
+
+    def _needs(self) -> list[CopyNeed]:
+        needs = []
+        for role, engine in self.engines.items():
+            model = engine.model
+            gradients = model.width * model.trains // (self.cluster.world if engine.stage >= 2 else 1)
+            needs.append(CopyNeed(role, engine.stage, model.architecture, model.width * model.numbers, gradients))
+        return needs
+
+    def _copies(self) -> Copies:
+        needs, between_steps = self._needs(), self.workload.between_steps
+        if self.workload.backend != "auto":
+            chosen = tuple(range(len(needs))) if self.workload.backend == "replica" else ()
+            return Copies(chosen, "as asked", between_steps=between_steps)
+        loaded, _ = self._at_rest(stepped=False)
+        if self.cluster.gpu is None:
+            return Copies(tuple(range(len(needs))), "as nothing is known of the memory", between_steps=between_steps)
+        free = self.cluster.gpu - reserved(self.cluster.world) - loaded.total
+        return place_copies(needs, self.cache.total, free, between_steps)
+
+    def _copy_bytes(self, roles: Iterable[str]) -> Bytes:
+        """Of the copies that there are once these models have been computed with."""
+        sizes = {}
+        for number, need in enumerate(self._needs()):
+            if number in self.copies.models and need.stage == 3 and need.role in roles:
+                sizes[need.kind if self.copies.shared else number] = need.size
+        return Bytes().add("copies", "weights", sum(sizes.values()))
+
+    def _copied(self, role: str) -> bool:
+        """Whether a model computes through a copy or, at stages 0 to 2, through its own module."""
+        return list(self.engines).index(role) in self.copies.models or self.engines[role].stage < 3
+
+    @property
+    def _kept(self) -> Bytes:
+        """Copies, keys and values that stay while there is training."""
+        return self._copy_bytes(self.engines) + self.cache if self.copies.between_steps == "keep" else Bytes()
+
+    def _bucket(self, role: str) -> Bytes:
+        """While whole weights are gathered a bucket at a time: what ranks send, and what they receive."""
+        model = self.models[role]
+        if self.engines[role].stage < 3:
+            return Bytes()
+        numbers = min(model.numbers, GATHER_BUCKET + model.largest)
+        return Bytes().add("copies", "gathered", model.width * numbers * (1 + 1 / self.cluster.world))
+
+    def _gathered(self, role: str, backward: bool = False) -> Bytes:
+        engine = self.engines[role]
+        if engine.stage < 3 or (self.cluster.world == 1 and not engine.offloads_weights):
+            return Bytes()
+        numbers = gathered_numbers(engine.model.units, engine.zero, backward)
+        return Bytes().add(role, "gathered", engine.model.width * numbers)
+
+    # Phases
+
+    def _load(self) -> None:
+        device, host = Bytes(), Bytes()
+        for role, engine in self.engines.items():
+            on_device, on_host = engine.at_rest(stepped=False)
+            making, loading = engine.loading
+            self._moment("load", f"{role} is loaded", [device, on_device, making], [host, on_host, loading])
+            device, host = device + on_device, host + on_host
+
+    def _generate(self) -> None:
+        copies = self._copy_bytes(self.engines if self.copies.between_steps == "keep" else ["actor"])
+        always, host = [self.rest, self.cache, copies], [self.host_rest]
+        if self._copied("actor"):
+            self._moment("generate", "the actor's copy is filled", [*always, self._bucket("actor")], host)
+        passes = _kinds("actor", decoding_passes(self.models["actor"], self.workload.decoded, self.slots))
+        whole = Bytes() if self._copied("actor") else self._gathered("actor")
+        self._moment("generate", "responses are drawn", [*always, passes, whole], host)
+
+    def _experience(self) -> None:
+        always = [self.rest, self.cache, self._copy_bytes(self.engines)]
+        hosts = self.spec.hosts
+        for role in ("actor", "reference", "critic", "reward"):
+            own = hosts.get(role, role)
+            if own not in self.engines:
+                continue
+            engine = self.engines[own]
+            if self._copied(own) and role == own:
+                self._moment(
+                    "experience", f"the {role}'s copy is filled", [*always, self._bucket(own)], [self.host_rest]
+                )
+            needed = _kinds(role, scoring_pass(engine.model, self.workload.rows))
+            whole = Bytes() if self._copied(own) else self._gathered(own)
+            self._moment(
+                "experience", f"{role} computes", [*always, needed, whole, engine.on_device()], [self.host_rest]
+            )
+
+    def _train(self) -> None:
+        moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
+        always, host = [self.rest, self._kept], [self.host_rest, moved]
+        held, passes = Bytes(), self.workload.passes
+        trained = [role for role in ("critic", "actor") if role in self.engines]
+        for role in trained:
+            engine = self.engines[role]
+            rows = self.workload.rows
+            needed = _kinds(role, training_pass(engine.model, rows))
+            beside, beside_host = engine.in_backward(passes)
+            whole = self._gathered(role, backward=True)
+            self._moment(
+                "train", f"{role}'s backward pass", [*always, held, needed, beside, whole], [*host, beside_host]
+            )
+            beside, beside_host = engine.in_reduction(passes)
+            self._moment(
+                "train", f"{role}'s gradients are reduced", [*always, held, beside, whole], [*host, beside_host]
+            )
+            held = held + engine.held
+        for role in trained:
+            on_device, on_host = self.engines[role].in_step
+            self._moment("train", f"{role}'s optimizer step", [*always, held, on_device], [*host, on_host])
+            held = Bytes({other: kinds for other, kinds in held.by_role.items() if other != role})
+
+    def _save(self) -> None:
+        always = [self.rest, self._kept]
+        for role in ("actor", "critic"):
+            if role in self.engines:
+                model = self.models[role]
+                state = Bytes().add(role, "weights", model.width * model.numbers)
+                self._moment("save", f"{role} is written", [*always, self._bucket(role)], [self.host_rest], [state])
+
+
+def _kinds(role: str, sizes: dict[str, int]) -> Bytes:
+    return Bytes({role: sizes})

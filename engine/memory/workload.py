@@ -1,0 +1,62 @@
+"""What a step of PPO goes through, and on how many GPUs: all that memory depends on beside the engines."""
+
+from dataclasses import dataclass
+
+from engine.memory.passes import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Lengths and batches of a step, and how responses are generated.
+
+    prompt, response: the most tokens of each. generated: responses that a rank decodes side by side. responses: those
+    that a rank makes in a step. micro_batch: rows of one forward and backward pass. mini_batches: optimizer steps of a
+    PPO epoch. texts: whether the actor learns from texts too, as long as prompt and response. backend, between_steps:
+    as `build_rollouts` has them. saves: whether models are written at the end.
+    """
+
+    prompt: int
+    response: int
+    generated: int
+    responses: int
+    micro_batch: int
+    mini_batches: int = 1
+    texts: bool = False
+    backend: str = "auto"
+    between_steps: str = "keep"
+
+    @property
+    def rows(self) -> Rows:
+        """Of a pass that makes experience or trains."""
+        return Rows(min(self.micro_batch, self.responses), self.prompt, self.response)
+
+    @property
+    def decoded(self) -> Rows:
+        """Rows that are decoded side by side."""
+        return Rows(min(self.generated, self.responses), self.prompt, self.response)
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of one optimizer step."""
+        return -(-(self.responses // self.mini_batches) // self.micro_batch) * (2 if self.texts else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The machines.
+
+    gpus: of each node. gpu: bytes of one, of all of which a part is reserved (`engine.memory.gpus`); None where it is
+    not known, and then nothing is said of what fits. host: bytes of a node's memory, or None. on_gpu: whether the ranks
+    compute on GPUs at all: else device and host are one, and nothing is pinned.
+    """
+
+    gpus: int = 1
+    nodes: int = 1
+    gpu: int | None = None
+    host: int | None = None
+    on_gpu: bool = True
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.gpus * self.nodes

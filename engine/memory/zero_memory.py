@@ -1,0 +1,208 @@
+"""What an engine of DeepSpeed's holds on each rank, by ZeRO stage: between steps, and while it trains.
+
+P numbers in all, T of which train, N ranks, b bytes of a number in the dtype that is computed in:
+
+    stage             0                1                2                3
+    weights           b P              b P              b P              b P / N
+    gradients         b T              b T              b T / N          b T / N
+    masters (float32) 4 T, none        4 T / N          4 T / N          4 T / N
+                      in fp32
+    Adam's moments    8 T              8 T / N          8 T / N          8 T / N
+
+Besides there are the buffers in which gradients are reduced, and copies of gradients while Adam steps.
+
+Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py,
+runtime/fp16/unfused_optimizer.py, runtime/engine.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from engine.engine_spec import OptimizerSpec
+from engine.memory.blueprint import Blueprint
+from engine.memory.bytes_by_role import Bytes
+
+FLOAT, DOUBLE = 4, 8
+REDUCED_AT_ONCE = 500_000_000  # numbers, at stage 0 (MEMORY_OPT_ALLREDUCE_SIZE)
+SUB_GROUP = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class ZeroMemory:
+    """The bytes of one engine on one rank.
+
+    zero: DeepSpeed's settings (`engine.zero.config.zero_settings`). world: ranks. offload: a frozen model that stands
+    in host memory while it is not used.
+    """
+
+    model: Blueprint
+    stage: int
+    zero: Any
+    world: int
+    optimizer: OptimizerSpec | None = None
+    offload: bool = False
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether masters and moments are in host memory."""
+        section = self.zero.offload_optimizer
+        return self.model.trained and section is not None and section.device != "none"
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether the partitions of weights are in host memory."""
+        section = self.zero.offload_param
+        return self.stage == 3 and section is not None and section.device != "none"
+
+    def _share(self, sizes: list[int]) -> int:
+        """Numbers of a rank's share of tensors of these sizes, each padded to a multiple of the ranks."""
+        return sum(-(-size // self.world) for size in sizes)
+
+    @property
+    def trained_share(self) -> int:
+        """How many of the numbers that train this rank has masters of."""
+        if self.stage == 0:
+            return self.model.trains
+        if self.stage == 3:
+            return self._share([size for group in self.model.groups for size in group])
+        return self._share([sum(group) for group in self.model.groups])
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the module's weights on this rank."""
+        sizes = [parameter.numel() for parameter in self.model.module.parameters()]
+        return self.model.width * (self._share(sizes) if self.stage == 3 else sum(sizes))
+
+    @property
+    def masters(self) -> int:
+        """Bytes of float32 masters beside the weights."""
+        return 0 if self.stage == 0 and self.model.width == FLOAT else FLOAT * self.trained_share
+
+    def at_rest(self, stepped: bool = True) -> tuple[Bytes, Bytes]:
+        """(on the device, in host memory): what is there between two steps.
+
+        stepped: whether Adam has its moments, which come with the first step.
+        """
+        role, width = self.model.role, self.model.width
+        device, host = Bytes(), Bytes()
+        (host if self.offload or self.offloads_weights else device).add(role, "weights", self.weights)
+        if not self.model.trained:
+            return device, host
+        share, states = self.trained_share, host if self.offloads_optimizer else device
+        states.add(role, "optimizer", self.masters + (2 * FLOAT * share if stepped else 0))
+        if self.stage == 3:
+            states.add(role, "gradients", width * share)
+            device.add(role, "buffers", width * self.zero.reduce_bucket_size if self.zero.contiguous_gradients else 0)
+        if self.offloads_optimizer:
+            host.add(role, "gradients", FLOAT * share)
+            if self.stage < 3:
+                host.add(role, "buffers", width * (share + self.model.largest))
+                device.add(role, "buffers", width * self.model.largest)
+        return device, host
+
+    @property
+    def _in_partition(self) -> int:
+        """Numbers of the parameters that lie in a rank's partition, whole or in part; of the rank that has most."""
+        most = 0
+        for rank in range(self.world):
+            found = 0
+            for group in self.model.groups:
+                size, start = -(-sum(group) // self.world), 0
+                for numbers in group:
+                    found += numbers if start < (rank + 1) * size and start + numbers > rank * size else 0
+                    start += numbers
+            most = max(most, found)
+        return most
+
+    @property
+    def _buckets(self) -> int:
+        """Bytes of the buffers in which stages 1 and 2 reduce gradients."""
+        if self.stage not in (1, 2) or not (self.zero.contiguous_gradients or self.offloads_optimizer):
+            return 0
+        return self.model.width * self.zero.reduce_bucket_size * (2 if self.zero.overlap_comm else 1)
+
+    def in_backward(self, passes: int) -> tuple[Bytes, Bytes]:
+        """(device, host) beyond `at_rest` while the last of so many backward passes has all its activations."""
+        role, width, trains = self.model.role, self.model.width, self.model.trains
+        device, host = Bytes().add(role, "buffers", self._buckets), Bytes()
+        if self.stage < 2 and passes > 1:
+            device.add(role, "gradients", width * trains)
+        elif self.stage == 2 and passes > 1:
+            if self.offloads_optimizer:
+                host.add(role, "gradients", width * self._in_partition)
+            else:
+                device.add(role, "gradients", width * self._in_partition)
+        return device, host
+
+    def in_reduction(self, passes: int) -> tuple[Bytes, Bytes]:
+        """The same at the end of the last backward pass, whose activations are gone, while gradients are reduced."""
+        role, width, trains = self.model.role, self.model.width, self.model.trains
+        device, host = self.in_backward(passes)
+        reduced = min(trains, self.zero.reduce_bucket_size)
+        if self.stage == 0:
+            at_once = min(trains, REDUCED_AT_ONCE + self.model.largest)
+            device = Bytes().add(role, "gradients", width * trains).add(role, "buffers", width * at_once)
+        elif self.stage == 1:
+            device = Bytes().add(role, "gradients", width * trains)
+            device.add(role, "buffers", self._buckets + width * reduced)
+            if not self.offloads_optimizer:
+                device.add(role, "gradients", width * self._in_partition)
+        elif self.stage == 2:
+            device.add(role, "buffers", width * reduced)
+            if not self.offloads_optimizer:
+                device.add(role, "gradients", width * self._in_partition)
+        else:
+            device.add(role, "buffers", width * reduced)
+        return device, host
+
+    @property
+    def held(self) -> Bytes:
+        """On the device, beyond `at_rest`, from the last backward pass to the step."""
+        if self.stage == 3 or (self.offloads_optimizer and self.stage):
+            return Bytes()
+        numbers = self.model.trains if self.stage == 0 else self._in_partition
+        return Bytes().add(self.model.role, "gradients", self.model.width * numbers)
+
+    @property
+    def in_step(self) -> tuple[Bytes, Bytes]:
+        """(device, host) beyond `at_rest` and `held` while the optimizer steps."""
+        role, width = self.model.role, self.model.width
+        device, host = Bytes(), Bytes()
+        group = self._largest_group
+        if self.stage == 0:
+            norm = 2 * DOUBLE * self.model.largest if width == FLOAT else DOUBLE * self.model.largest
+            device.add(role, "buffers", max(norm, FLOAT * self.model.trains if width < FLOAT else 0))
+        elif not self.offloads_optimizer:
+            flat = width * group + (FLOAT * group if width < FLOAT else 0)
+            device.add(role, "buffers", max(flat, DOUBLE * min(group, self.model.largest)))
+        if self.optimizer is not None and self.optimizer.form == "tf_adam":
+            (host if self.offloads_optimizer else device).add(role, "buffers", FLOAT * group)
+        return device, host
+
+    @property
+    def _largest_group(self) -> int:
+        """Numbers that are stepped at once."""
+        groups = [
+            self._share(group) if self.stage == 3 else -(-sum(group) // self.world) for group in self.model.groups
+        ]
+        most = max(groups, default=0)
+        return min(most, SUB_GROUP) if self.stage == 3 else most if self.stage else self.model.trains
+
+    def on_device(self) -> Bytes:
+        """On the device, beyond `at_rest`, while an offloaded frozen model computes."""
+        return Bytes().add(self.model.role, "weights", self.weights if self.offload else 0)
+
+    @property
+    def loading(self) -> tuple[Bytes, Bytes]:
+        """(device, host) beyond `at_rest(stepped=False)` while the engine is made.
+
+        On the host each rank has the whole model in the dtype that it computes in. On the device weights are joined
+        into one buffer (stages 1 and 2), or masters are made of 16-bit weights by way of another copy (stage 3).
+        """
+        role, width = self.model.role, self.model.width
+        device, host = Bytes(), Bytes().add(role, "weights", width * self.model.numbers)
+        if self.stage in (1, 2):
+            device.add(role, "buffers", width * self.model.trains)
+        elif self.stage == 3 and self.model.trained and not self.offloads_optimizer:
+            device.add(role, "buffers", FLOAT * min(self.trained_share, SUB_GROUP))
+        return device, host

@@ -1,0 +1,86 @@
+"""What the plan says of weights, gradients, optimizer states, caches and copies, against arithmetic by hand."""
+
+import dataclasses
+
+import pytest
+
+from engine.errors import UserError
+from engine.memory import PHASES, Cluster, plan
+from tests.engine.memory.configurations import (
+    CACHE_NUMBERS,
+    POLICY,
+    SCORER,
+    WORKLOAD,
+    llama,
+    spec_of,
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return llama(tmp_path_factory.mktemp("llama"))
+
+
+def of_role(planned, phase, role):
+    return planned.phases[phase].get(role, {})
+
+
+def test_mixed_precision_adam_takes_16_bytes_a_number_on_one_gpu(path):
+    planned = plan(spec_of(path, 0), WORKLOAD, Cluster())
+    step = next(moment for moment in planned.moments if moment.name == "critic's optimizer step")
+    for role, numbers in (("actor", POLICY), ("critic", SCORER)):
+        kinds = step.device.by_role[role]
+        assert kinds["weights"] == 2 * numbers
+        assert kinds["gradients"] == 2 * numbers
+        assert kinds["optimizer"] == 4 * numbers + 8 * numbers  # masters, and two moments
+    assert step.device.by_role["critic"]["buffers"] == 4 * SCORER  # its gradients in float32
+    assert step.device.by_role["reference"] == {"weights": 2 * POLICY}
+    assert step.device.by_role["reward"] == {"weights": 2 * SCORER}
+
+
+def test_in_float32_the_weights_are_their_own_masters(path):
+    planned = plan(spec_of(path, 0, "fp32"), WORKLOAD, Cluster())
+    assert of_role(planned, "generate", "actor")["weights"] == 4 * POLICY
+    assert of_role(planned, "generate", "actor")["optimizer"] == 8 * POLICY
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2_divide_masters_and_moments(path, stage):
+    planned = plan(spec_of(path, stage), WORKLOAD, Cluster(gpus=4))
+    actor = of_role(planned, "generate", "actor")
+    assert actor["weights"] == 2 * POLICY
+    assert actor["optimizer"] == pytest.approx(12 * POLICY / 4, rel=0.001)
+
+
+def test_stage_3_divides_all_of_it(path):
+    planned = plan(spec_of(path, 3), dataclasses.replace(WORKLOAD, backend="replica"), Cluster(gpus=8))
+    actor = of_role(planned, "generate", "actor")
+    assert actor["weights"] == pytest.approx(2 * POLICY / 8, rel=0.001)
+    assert actor["optimizer"] == pytest.approx(12 * POLICY / 8, rel=0.001)
+    assert actor["gradients"] == pytest.approx(2 * POLICY / 8, rel=0.001)
+    assert actor["buffers"] == 2 * 50_000_000  # the bucket of configs/ds/zero3.json
+    # One copy for actor and reference, one for critic and reward model.
+    assert planned.phases["experience"]["copies"]["weights"] == 2 * (POLICY + SCORER)
+
+
+def test_offloaded_states_are_the_hosts(path):
+    planned = plan(spec_of(path, 2, offload=True), WORKLOAD, Cluster(gpus=2))
+    assert "optimizer" not in of_role(planned, "generate", "actor")
+    # Of both ranks: masters, moments and their gradients in float32, and weights on their way.
+    host = planned.host_phases["generate"]["actor"]
+    assert host["optimizer"] == pytest.approx(12 * POLICY, rel=0.001)
+    assert host["gradients"] == pytest.approx(4 * POLICY, rel=0.001)
+
+
+def test_keys_and_values_and_the_average(path):
+    planned = plan(spec_of(path, 0, ema_decay=0.99), WORKLOAD, Cluster())
+    for phase in PHASES[1:]:  # the cache stays, as copies are kept between steps
+        assert of_role(planned, phase, "actor")["keys and values"] == 2 * CACHE_NUMBERS
+        assert of_role(planned, phase, "ema") == {"average": 4 * POLICY}
+    freed = plan(spec_of(path, 0), dataclasses.replace(WORKLOAD, between_steps="free"), Cluster())
+    assert "keys and values" not in of_role(freed, "train", "actor")
+
+
+def test_a_model_that_is_not_there_is_named(path, tmp_path):
+    with pytest.raises(UserError, match="config.json"):
+        plan(spec_of(str(tmp_path), 0), WORKLOAD, Cluster())
