@@ -10,10 +10,12 @@ from transformers import GenerationConfig
 
 from engine import distributed
 from engine.errors import SharedError, UserError
+from engine.host_memory import freed_memory_given_back
 from engine.models.checking import check_policy, check_scorer, check_trunk
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.deepspeed_chat import deepspeed_chat_state, take_pad_token
 from engine.models.fit import Misfit, listed
+from engine.models.on_disk import read_by_pieces
 from engine.models.policy import Policy
 from engine.models.reading import read_config, read_tokenizer
 from engine.models.scorer import Scorer
@@ -153,7 +155,7 @@ def _loaded(
     Raises: SharedError where the real load misses a weight, or a number is NaN or infinite.
     """
     source = path if state is None else None
-    with partitioned_loading(ds_config):
+    with freed_memory_given_back(), read_by_pieces(), partitioned_loading(ds_config):
         model, info = kind.from_pretrained(
             source, config=config, dtype=dtype, state_dict=state, output_loading_info=True, trust_remote_code=False
         )

@@ -1,6 +1,5 @@
 """The process group and its hosts; started with DeepSpeed so that ZeRO and `engine.distributed` share it."""
 
-import ctypes
 import os
 from datetime import timedelta
 
@@ -9,10 +8,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from engine import distributed
+from engine.host_memory import keep_freed_memory
 from engine.zero.accelerator import ranks_of_this_machine
 from engine.zero.shared_memory import clear_dead_buffers, without_buffers
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
 def init(timeout_minutes: float = 30.0) -> torch.device:
@@ -29,7 +27,7 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
             if "OMP_NUM_THREADS" not in os.environ:
                 # Ranks of one node share its cores; each of them taking all makes everything many times slower.
                 torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_of_this_machine()))
-            _keep_memory()
+            keep_freed_memory()
         if distributed.local_rank() == 0:
             clear_dead_buffers()
         with without_buffers():
@@ -44,18 +42,6 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
             backend.all_gather_function = distributed.gather_by_broadcasts
             backend.reduce_scatter_function = distributed.scatter_by_all_reduce
     return distributed.device()
-
-
-def _keep_memory() -> None:
-    """Have the C library keep freed memory for the next tensor, as torch does on GPUs.
-
-    Otherwise each large tensor is new memory from the system, whose pages are cleared one by one as they are written:
-    a twentieth of a forward pass, and more of a backward pass.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc's
-        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def slots_by_host(path: str) -> dict[str, int]:

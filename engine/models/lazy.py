@@ -1,0 +1,54 @@
+"""Tensors whose numbers are fetched when they are asked for, so that a whole model never has to be in host memory."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+class Lazy(Tensor):
+    """A contiguous tensor of which shape and dtype are known, and no more.
+
+    `tensor.copy_(lazy)` has it fill that tensor; whatever else is done with it fetches all of it first, anew each time.
+    So libraries that take dictionaries of tensors take these, and those that only hand them on fetch nothing.
+    """
+
+    fill: Callable[[Tensor], None]
+    """Copies the numbers to a contiguous tensor of this shape, and of any dtype and device."""
+
+    @staticmethod
+    def of(shape: tuple[int, ...], dtype: torch.dtype, fill: Callable[[Tensor], None]) -> "Lazy":
+        """A tensor of this shape and dtype, with its `fill`."""
+        tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Lazy)
+        tensor.fill = fill
+        return tensor
+
+    def whole(self) -> Tensor:
+        """All of it in host memory."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        self.fill(whole)
+        return whole
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ == "__get__" or func in _OF_THE_SHAPE:
+                return func(*args, **(kwargs or {}))
+            if func in (Tensor.contiguous, Tensor.detach):
+                return args[0]
+            if func is Tensor.copy_ and isinstance(args[1], Lazy) and _holds(args[0], args[1]):
+                args[1].fill(args[0])
+                return args[0]
+            args, kwargs = tree_map_only(Lazy, Lazy.whole, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+
+_OF_THE_SHAPE = {
+    getattr(Tensor, name)
+    for name in ("dim", "numel", "nelement", "size", "element_size", "is_floating_point", "__len__", "untyped_storage")
+}
+
+
+def _holds(target: Tensor, lazy: Lazy) -> bool:
+    return not isinstance(target, Lazy) and target.is_contiguous() and target.shape == lazy.shape
