@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP = (1 << 30, (1 << 31) - 1)
-_GIVE_BACK = (1 << 20, 1 << 20)
+_GIVE_BACK = (1 << 17, 1 << 17)  # as the library has it by itself
 _kept = False
 
 

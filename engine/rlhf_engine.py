@@ -15,6 +15,7 @@ from engine import distributed
 from engine.ema import EMA
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.frozen_role import FrozenRole
+from engine.host_memory import freed_memory_given_back
 from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loading import DTYPES, load_policy, load_scorer, new_critic
 from engine.models.lora import LoraSpec, adapt
@@ -117,6 +118,7 @@ def trained_model(
     return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing, lora)
 
 
+@freed_memory_given_back()
 def wrap_trained(
     module: Policy | Scorer,
     ds_config: dict,
@@ -165,6 +167,7 @@ def _frozen(
     return frozen_model(load, path, config, spec)
 
 
+@freed_memory_given_back()
 def frozen_model(load, path: str, config: EngineConfig, spec: EngineSpec) -> FrozenModel:
     """An engine without optimizer around what `load` makes of `path`."""
     ds_config = build_ds_config(config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, trained=False)

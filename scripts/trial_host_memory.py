@@ -25,10 +25,15 @@ def main() -> int:
     os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
 
     from tests.distributed.harness import run_ranks
+    from tests.distributed.work_host_memory import make_llama
 
     with tempfile.TemporaryDirectory() as folder:
-        size = make_models(Path(folder), options.layers, options.format)
-        print(f"a model of {size / 1e6:,.0f} MB, {options.ranks} ranks; MB over all ranks beyond what there was before\n")
+        pickled = options.format == "bin"
+        make_llama(f"{folder}/warm", 16, 1, 64, pickled)
+        size = make_llama(f"{folder}/model", 1024, options.layers, 32000, pickled)
+        print(
+            f"a model of {size / 1e6:,.0f} MB, {options.ranks} ranks; MB over all ranks beyond what there was before\n"
+        )
         print("| stage | peak while loading | at rest | peak while saving, beyond it |\n| --- | --- | --- | --- |")
         for stage in options.stages:
             given = {"path": f"{folder}/model", "warm": f"{folder}/warm", "output": f"{folder}/out", "stage": stage}
@@ -37,38 +42,6 @@ def main() -> int:
             )[0]
             print(f"| {stage} | " + " | ".join(f"{found[name] / 1e6:,.0f}" for name in found) + " |", flush=True)
     return 0
-
-
-def make_models(folder: Path, layers: int, format: str) -> int:
-    """Write a Llama with random weights and a tiny one; returns the bytes of the larger one's weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tests.tiny_models import make_tokenizer
-
-    for name, width, count, words in (("warm", 16, 1, 200), ("model", 1024, layers, 32000)):
-        config = LlamaConfig(
-            vocab_size=words,
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_hidden_layers=count,
-            num_attention_heads=8,
-            max_position_embeddings=128,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=2,
-        )
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        model = model.to_empty(device="cpu")
-        for index, parameter in enumerate(model.parameters()):
-            torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(index))
-        model.save_pretrained(folder / name)
-        make_tokenizer().save_pretrained(folder / name)
-        if format == "bin":
-            (folder / name / "model.safetensors").unlink()
-            torch.save(model.state_dict(), folder / name / "pytorch_model.bin")
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Host memory of several processes together, sampled while they work.
 
-    with HostMemory(pids) as meter:
-        load()
-    meter.peak - meter.before   # bytes
+with HostMemory(pids) as meter:
+    load()
+meter.peak - meter.before   # bytes
 """
 
 import threading

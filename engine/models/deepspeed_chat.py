@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from engine.models.on_disk import tensors_of
 from engine.models.reading import read_tokenizer
 from engine.models.weight_files import headers, weight_files
 
@@ -30,7 +31,8 @@ def deepspeed_chat_names(names: Iterable[str], prefix: str) -> dict[str, str]:
 
 def deepspeed_chat_state(path: str, prefix: str) -> dict:
     """The weights under Hugging Face's names."""
-    state = torch.load(Path(path) / FILE, mmap=True, weights_only=True)
+    file = Path(path) / FILE
+    state = torch.load(file, mmap=True, weights_only=True) | tensors_of(file)
     names = deepspeed_chat_names(state, prefix)
     return {names[name]: tensor for name, tensor in state.items()}
 

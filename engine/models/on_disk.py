@@ -10,13 +10,14 @@ import zipfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import modeling_utils
 
-from engine.models.lazy import Lazy
+from engine.lazy import Lazy
 
 PIECE = 1 << 24  # bytes read at a time
 # What safetensors calls the dtypes of weights; tensors of others are left to the libraries.
@@ -60,13 +61,12 @@ def _of_safetensors(file: Path) -> dict[str, Lazy]:
 def _of_pickle(file: Path) -> dict[str, Lazy]:
     with FakeTensorMode():  # in which torch.load reads no numbers, and says where they stand
         state = torch.load(file, map_location="cpu", weights_only=True)
-    found = {}
+    found: dict[str, Lazy] = {}
     for name, tensor in state.items():
         if isinstance(tensor, Tensor) and tensor.dtype in DTYPES.values() and tensor.is_contiguous():
-            start = tensor.untyped_storage()._checkpoint_offset
-            found[name] = _at(
-                file, start + tensor.storage_offset() * tensor.element_size(), tensor.shape, tensor.dtype
-            )
+            start: Any = tensor.untyped_storage()._checkpoint_offset
+            offset = start + int(tensor.storage_offset()) * tensor.dtype.itemsize
+            found[name] = _at(file, offset, tensor.shape, tensor.dtype)
     return found
 
 
@@ -82,7 +82,8 @@ def _read(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> None:
         opened.seek(offset)
         for run in target.view(-1).split(PIECE // dtype.itemsize):
             piece = torch.empty(len(run), dtype=dtype)
-            rest = memoryview(piece.view(torch.uint8).numpy())
+            numbers: Any = piece.view(torch.uint8).numpy()
+            rest = memoryview(numbers)
             while len(rest):
                 count = opened.readinto(rest)
                 if not count:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -11,6 +12,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from engine import distributed
+from engine.lazy import Lazy
 from engine.trace import traced
 
 GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
@@ -85,23 +87,46 @@ def whole_copy(module: nn.Module, *shared: object) -> nn.Module:
         return copy.deepcopy(module, {id(one): one for one in shared})
 
 
+@contextlib.contextmanager
+def lent_state(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Within this context the main rank has the module's full weights by name, as tensors that are gathered when they
+    are asked for (`Lazy`); others have {} (all ranks call this).
+
+    Tied weights come once, buffers only if they are persistent. The other ranks enter the context's block when the main
+    rank has left it: until then they take part in the gathers that it asks for, in whatever order and however often.
+    """
+    weights = list(module.named_parameters())
+    serves = any(is_partitioned(weight) for _, weight in weights)
+    if not distributed.is_main():
+        while serves and (index := distributed.broadcast_object(None)) is not None:
+            with gathered_params([weights[index][1]]):
+                pass
+        yield {}
+        return
+
+    def fill(index: int, target: Tensor) -> None:
+        if serves:
+            distributed.broadcast_object(index)
+        with gathered_params([weights[index][1]]), torch.no_grad():
+            target.copy_(weights[index][1])
+
+    state: dict[str, Tensor] = {
+        name: Lazy.of(tuple(full_shape(weight)), weight.dtype, partial(fill, index))
+        for index, (name, weight) in enumerate(weights)
+    }
+    persistent = module.state_dict().keys()
+    state |= {name: buffer.detach() for name, buffer in module.named_buffers() if name in persistent}
+    try:
+        yield state
+    finally:
+        if serves:
+            distributed.broadcast_object(None)
+
+
 def full_state(module: nn.Module) -> dict[str, Tensor]:
     """The module's full weights in host memory on the main rank, and {} on others (all ranks call this)."""
-    state = {}
-    for bucket in parameter_buckets(module):
-        with gathered_params([parameter for _, parameter in bucket]):
-            if distributed.is_main():
-                state.update({name: parameter.detach().to("cpu", copy=True) for name, parameter in bucket})
-    if distributed.is_main():
-        persistent = module.state_dict().keys()
-        state.update(
-            {
-                name: buffer.detach().to("cpu", copy=True)
-                for name, buffer in module.named_buffers()
-                if name in persistent
-            }
-        )
-    return state
+    with lent_state(module) as state:
+        return {name: torch.empty(value.shape, dtype=value.dtype).copy_(value) for name, value in state.items()}
 
 
 @traced("gather of weights")

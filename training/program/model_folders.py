@@ -21,10 +21,11 @@ from safetensors import SafetensorError
 
 from engine import distributed
 from engine.errors import RunStopped
+from engine.host_memory import freed_memory_given_back
 from engine.models.saving import save_model
 from engine.whole_files import OLD, PARTIAL, exchange, restored, sync, sync_tree
 from engine.zero.engines import TrainedModel
-from engine.zero.gathering import full_state
+from engine.zero.gathering import lent_state
 from training.program import written
 from training.program.unwritten import going_on, note, reason_of
 from training.program.written import KEPT, MODEL_FOLDERS, Written
@@ -39,24 +40,25 @@ def save(
 ) -> Path:
     """Write a trained model as the folder `name` of the output folder, "." for itself (all ranks call this).
 
-    Where the disk is full, the model goes to another place: a temporary folder, the home or the working directory; and
-    where none of them has the space, it is tried again for ten minutes.
+    Weights are gathered as they are written, one after the other. Where the disk is full, the model goes to another
+    place: a temporary folder, the home or the working directory; and where none of them has the space, it is tried
+    again for ten minutes.
 
-    edit: may change the weights on the way. Returns the folder. Raises: RunStopped on all ranks if no place could be
-    written.
+    edit: may change the dictionary of weights on the way. Returns the folder. Raises: RunStopped on all ranks if no
+    place could be written.
     """
-    state = full_state(model.module.model)
     place, problem = output_dir / name, None
-    if distributed.is_main():
-        if edit is not None:
-            edit(state)
-        try:
-            size = sum(weights.numel() * weights.element_size() for weights in state.values())
-            place = _save_somewhere(
-                lambda folder: save_model(model.module, state, tokenizer, folder), output_dir, name, size
-            )
-        except OSError as error:
-            problem = f"the trained model {place} cannot be written ({reason_of(error)}), nor could any other place"
+    with freed_memory_given_back(), lent_state(model.module.model) as state:
+        if distributed.is_main():
+            if edit is not None:
+                edit(state)
+            try:
+                size = sum(weights.numel() * weights.element_size() for weights in state.values())
+                place = _save_somewhere(
+                    lambda folder: save_model(model.module, state, tokenizer, folder), output_dir, name, size
+                )
+            except OSError as error:
+                problem = f"the trained model {place} cannot be written ({reason_of(error)}), nor could any other place"
     place, problem = distributed.broadcast_object((place, problem))
     if problem is not None:
         raise RunStopped(f"{problem}. A restart point has its weights, if the run wrote some (--save_steps).")

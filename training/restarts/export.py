@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from engine.errors import UserError
+from engine.safetensors_files import file_order
 from engine.whole_files import sync
 from training.restarts.layout import CONFIG, EMA, PARTIAL
 from training.restarts.resume_point import ResumePoint
@@ -66,8 +67,8 @@ class PointTensors(Mapping):
         return files.whole(place).to(self.shape_and_dtype(name)[1])
 
     def __iter__(self) -> Iterator[str]:
-        """As safetensors orders them: larger dtypes first, then by name."""
-        return iter(sorted(self._places, key=lambda name: (-self.shape_and_dtype(name)[1].itemsize, name)))
+        """As the safetensors library orders them."""
+        return iter(sorted(self._places, key=lambda name: file_order(name, self.shape_and_dtype(name)[1])))
 
     def __len__(self) -> int:
         return len(self._places)

@@ -7,7 +7,6 @@ the numbers in memory and not of what the disk made of them, and no second copy 
 
 import hashlib
 import json
-import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,21 +18,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.safetensors_files import DTYPES, write_safetensors
 from engine.zero.shards import Shard
 
 CHUNK = 1 << 24  # bytes written at a time
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 class FileRecord(NamedTuple):
@@ -86,25 +74,9 @@ def write_shards(path: Path, shards: Sequence[Shard]) -> FileRecord:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
     """Write a new safetensors file to the disk, a tensor at a time: iterating may load each when its turn comes."""
-    header, end = {"__metadata__": dict(metadata)}, 0
-    for name in tensors:
-        shape, dtype = _shape_and_dtype(tensors, name)
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with _HashedFile(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in tensors:
-            values = tensors[name].detach().to("cpu").contiguous()
-            file.write(memoryview(values.view(-1).view(torch.uint8).numpy()))
+        write_safetensors(file.write, tensors, metadata)
         return file.finish()
-
-
-def _shape_and_dtype(tensors, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-    if hasattr(tensors, "shape_and_dtype"):
-        return tensors.shape_and_dtype(name)
-    return tuple(tensors[name].shape), tensors[name].dtype
 
 
 class _Run(NamedTuple):

@@ -1,16 +1,27 @@
 """What is saved opens in plain Hugging Face and means the same there."""
 
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.reading import read_tokenizer
+from engine.models.saving import save_model
+from engine.zero.gathering import lent_state
+from tests.engine.meters import LiveBytes
 from tests.engine.models.scored_rows import ROWS, batch, pooled, saved, scores
-from tests.tiny_models import EOS, PAD, make_causal_lm, make_tokenizer
+from tests.tiny_models import EOS, PAD, make_causal_lm, make_tokenizer, save_random
 
 KINDS = [
     ("llama", False),
@@ -80,3 +91,50 @@ def test_a_saved_model_keeps_its_dtype(tmp_path):
     folder = saved(load_policy(make_causal_lm(tmp_path / "source"), torch.bfloat16), tmp_path / "saved")
     assert {tensor.dtype for tensor in load_file(Path(folder) / "model.safetensors").values()} == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("family, tied", [*KINDS, ("mixtral", False)])
+@pytest.mark.parametrize("shard_size", ["50GB", "20KB"])
+def test_files_written_a_tensor_at_a_time_are_those_of_save_pretrained(tmp_path, monkeypatch, family, tied, shard_size):
+    """Every file, byte by byte; the state has what Hugging Face's `state_dict()` has, fetched when it is written."""
+    source = (
+        make_mixtral(tmp_path / "source")
+        if family == "mixtral"
+        else make_causal_lm(tmp_path / "source", family, tied=tied)
+    )
+    policy = load_policy(source, torch.float32)
+    save = type(policy.model).save_pretrained
+    monkeypatch.setattr(type(policy.model), "save_pretrained", partialmethod(save, max_shard_size=shard_size))
+    vars(policy.model.config).update(policy.dropouts)  # as in the source, and in what save_model writes
+    policy.model.save_pretrained(tmp_path / "whole")
+    with lent_state(policy.model) as state:
+        save_model(policy, state, make_tokenizer(), tmp_path / "written")
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert ("model.safetensors.index.json" in files) == (shard_size == "20KB")
+    for name in files:
+        assert (tmp_path / "written" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    save_model(policy, {}, make_tokenizer(), tmp_path / "without")  # as restart points have it: the rest alone
+    assert (tmp_path / "without" / "config.json").read_bytes() == (tmp_path / "whole" / "config.json").read_bytes()
+
+
+def make_mixtral(folder) -> str:
+    """A model whose files hold each expert by itself, and the model all of a layer in one."""
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=3,
+        max_position_embeddings=64,
+    )
+    return save_random(MixtralForCausalLM(config), folder)
+
+
+def test_a_weight_is_fetched_when_its_turn_comes(tmp_path):
+    policy = load_policy(make_causal_lm(tmp_path / "source"), torch.float32)
+    with lent_state(policy.model) as state, LiveBytes(known=policy.model.parameters()) as meter:
+        save_model(policy, state, make_tokenizer(), tmp_path / "saved")
+    largest = max(weight.nbytes for weight in policy.model.parameters())
+    assert largest <= meter.peak <= 2 * largest
