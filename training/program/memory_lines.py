@@ -1,0 +1,45 @@
+"""What a run would take of memory: the workload that flags describe, this machine, and the table."""
+
+import psutil
+import torch
+
+from engine import distributed
+from engine.algorithms import Dialect
+from engine.errors import UserError
+from engine.memory import Cluster, Workload, plan
+from engine.memory.table import table
+from engine.zero.accelerator import on_gpu, ranks_of_this_machine
+from training.flags.rlhf_arguments import RLHFFlags
+
+
+def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
+    """Lengths, batches and rollouts of step 3's flags."""
+    return Workload(
+        prompt=args.max_prompt_seq_len,
+        response=args.max_answer_seq_len,
+        generated=args.per_device_generation_batch_size * dialect.samples_per_prompt,
+        responses=args.rows_per_rank,
+        micro_batch=args.per_device_training_batch_size,
+        mini_batches=dialect.mini_batches,
+        texts=args.unsupervised_dataset_name is not None,
+        backend=args.rollout_backend,
+        between_steps=args.replicas_between_steps,
+    )
+
+
+def this_cluster() -> Cluster:
+    """As many nodes like this machine as the run has ranks for; what a GPU has is known where one is here."""
+    gpus = ranks_of_this_machine()
+    gpu = torch.cuda.mem_get_info()[1] if on_gpu() else None
+    nodes = -(-distributed.world_size() // gpus)
+    return Cluster(gpus=gpus, nodes=nodes, gpu=gpu, host=psutil.virtual_memory().total, on_gpu=on_gpu())
+
+
+def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
+    """The table of step 3 on machines like this one; or why there is none."""
+    cluster = this_cluster()
+    try:
+        planned = plan(args.engine_spec(dialect), workload(args, dialect), cluster)
+    except UserError as error:
+        return [f"memory plan: none. {error}"]
+    return [table(planned, f"{distributed.ranks_in_words()}, {args.dtype}")]
