@@ -17,6 +17,7 @@ from training.data.forms import SFT
 from training.data.sft_examples import SFTBatch, SFTExamples, collate_sft, sft_fit
 from training.flags.supervised_arguments import SFTFlags
 from training.program import dry_run
+from training.program.adapted_models import adapted_lines, adapted_model
 from training.program.agreement import agreed, checked
 from training.program.data_lines import supervised_lines
 from training.program.ending import models_told
@@ -54,7 +55,9 @@ def main(args: SFTFlags) -> None:
         args.dropout,
         args.trust_remote_code,
     )
-    model = wrap_trained(module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing)
+    model = wrap_trained(
+        module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing, args.lora()
+    )
 
     def logprobs(batch: SFTBatch):
         return model(
@@ -129,7 +132,8 @@ def load_examples(args: SFTFlags) -> tuple:
 
 def first_lines(args: SFTFlags, tokenizer, examples: SFTExamples, held_out: SFTExamples, *_) -> list[str]:
     """What is said of the data before a model is loaded; the arguments behind `args` as load_examples gives them."""
-    return supervised_lines(args, "texts", examples, held_out, tokenizer)
+    lines = supervised_lines(args, "texts", examples, held_out, tokenizer)
+    return lines + adapted_lines(adapted_model(args, scorer=False))
 
 
 def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
@@ -143,6 +147,7 @@ def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
             args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
         )
         check_rows(tokenizer, config, args.model_name_or_path, "--model_name_or_path")
+        adapted_model(args, scorer=False)
 
 
 if __name__ == "__main__":

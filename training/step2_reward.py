@@ -27,6 +27,7 @@ from training.data.pair_examples import PairBatch, PairExamples, collate_pairs, 
 from training.data.prompts import Prompts
 from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
+from training.program.adapted_models import adapted_lines, adapted_model
 from training.program.agreement import agreed, checked
 from training.program.data_lines import supervised_lines, warnings
 from training.program.ending import models_told
@@ -70,7 +71,9 @@ def main(args: RewardFlags) -> None:
         starting_scale(args, tokenizer, prompts, pad) if args.normalize_before and not point else 1.0,
         args.trust_remote_code,
     )
-    model = wrap_trained(module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing)
+    model = wrap_trained(
+        module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing, args.lora()
+    )
     trainer = RewardTrainer(model, args, examples, held_out, tokenizer, conditions, point)
     if distributed.is_main():
         print(*first_lines(args, tokenizer, examples, held_out, prompts), sep="\n", flush=True)
@@ -206,7 +209,7 @@ def first_lines(
     if prompts is not None and (prompts.cut or prompts.dropped):
         lines.append(f"{prompts.told('prompts')} to normalise scores on")
         lines += warnings(prompts, "--max_prompt_seq_len", args, [args.sft_path], args.max_answer_seq_len)
-    return lines
+    return lines + adapted_lines(adapted_model(args, scorer=True))
 
 
 def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
@@ -220,6 +223,7 @@ def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
             args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
         )
         check_rows(tokenizer, config, args.model_name_or_path, "--model_name_or_path")
+        adapted_model(args, scorer=True)
     if args.normalization_samples and args.looks_at(args.sft_path):
         flag_name = "--sft_model_name_or_path" if args.sft_model_name_or_path else "--model_name_or_path"
         check_positions(

@@ -83,25 +83,33 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
 
 
 def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list[str]:
-    """The full names of the linear layers that `targets` means; raises UserError, telling near names, for none."""
-    linear = {name: part for name, part in model.named_modules() if type(part).__name__ in _LINEAR}
-    heads = {id(model.get_output_embeddings()), id(getattr(model, "score", None))}
-    if targets == ALL_LINEAR:
-        found = [name for name, part in linear.items() if id(part) not in heads]
-    elif isinstance(targets, str):
-        found = [name for name in linear if targets in name]
-    else:
-        found = [name for name in linear if name.rpartition(".")[2] in targets or name in targets]
-    if not found:
-        wanted = targets if isinstance(targets, str) else " ".join(targets)
-        parts = sorted({part for name in linear for part in [name.rpartition(".")[2], *name.split(".")]} - {""})
-        near = nearest(wanted, parts)
-        raise UserError(
-            f"LoRA: no linear layer of {type(model).__name__} has a name with {wanted!r}."
-            f"{f' Did you mean {near!r}?' if near else ''} There are, for example, {', '.join(list(linear)[:3])}; "
-            f"{ALL_LINEAR!r} takes all but the output head."
-        )
-    return found
+    """The full names of the linear layers that `targets` means; a score head, which trains whole, is none of them.
+
+    Raises: UserError, telling near names, where a text or name is that of no layer.
+    """
+    score, head = getattr(model, "score", None), model.get_output_embeddings()
+    linear = {
+        name: part for name, part in model.named_modules() if type(part).__name__ in _LINEAR and part is not score
+    }
+
+    def meant(target: str) -> list[str]:
+        if target == ALL_LINEAR:
+            return [name for name, part in linear.items() if part is not head]
+        if isinstance(targets, str):
+            return [name for name in linear if target in name]
+        return [name for name in linear if target in (name, name.rpartition(".")[2])]
+
+    wanted = (targets,) if isinstance(targets, str) else targets
+    for target in wanted:
+        if not meant(target):
+            near = nearest(target, sorted({part for name in linear for part in name.split(".") if not part.isdigit()}))
+            raise UserError(
+                f"no linear layer of {type(model).__name__} has a name with {target!r}."
+                f"{f' Did you mean {near!r}?' if near else ''} There are, for example, {', '.join(list(linear)[:3])}; "
+                f"{ALL_LINEAR!r} takes all but the output head."
+            )
+    found = {name for target in wanted for name in meant(target)}
+    return [name for name in linear if name in found]
 
 
 # The output head has become a LogProbHead or ScoreHead by the time a model is adapted.
@@ -110,6 +118,8 @@ _LINEAR = ("Linear", "Conv1D", "LogProbHead", "ScoreHead")
 
 def _start(a: Tensor, b: Tensor, spec: LoraSpec, name: str) -> None:
     """A within +-1 / sqrt(dim), from the seed and the layer's name alone; B zeros."""
+    if a.is_meta:
+        return
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ spec.seed)
     drawn = 2 * torch.rand(a.shape, generator=generator) - 1
     with torch.no_grad():

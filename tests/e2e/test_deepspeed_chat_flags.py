@@ -1,8 +1,10 @@
 """The command lines of DeepSpeed-Chat's scripts start a run here, with paths and sizes changed and nothing else.
 
 The words are those of training/step*/training_scripts in DeepSpeedExamples: step 1's single_node/run_1.3b.sh,
-run_13b.sh and run_llama2_7b.sh, step 2's run_350m.sh and run_llama2_7b.sh, step 3's opt/single_node/run_1.3b.sh and
-run_13b.sh and llama2/run_llama2_7b.sh. The names of flags are those of its three main.py as of 83757d9c.
+run_13b.sh and run_llama2_7b.sh and single_gpu/run_6.7b_lora.sh, step 2's run_350m.sh and run_llama2_7b.sh, step 3's
+opt/single_node/run_1.3b.sh and run_13b.sh, opt/single_gpu/run_6.7b_lora.sh, and llama2/run_llama2_7b.sh and
+run_llama2_7b_lora.sh. The layers that get LoRA are `h.` instead, as GPT-2 calls them. The names of flags are those of
+its three main.py as of 83757d9c.
 """
 
 import dataclasses
@@ -34,6 +36,8 @@ SCRIPTS = {
     "--zero_stage 3",
     "1 run_llama2_7b.sh": STEP_1 + "--learning_rate 9.65e-6 --weight_decay 0. --num_train_epochs 4 "
     "--gradient_checkpointing --zero_stage 3",
+    "1 run_6.7b_lora.sh": STEP_1 + "--learning_rate 1e-3 --weight_decay 0. --num_train_epochs 4 "
+    "--gradient_checkpointing --zero_stage 0 --lora_dim 128 --lora_module_name h.",
     "2 run_350m.sh": STEP_2 + "--learning_rate 5e-5 --num_padding_at_beginning 1 --zero_stage 0",
     "2 run_llama2_7b.sh": STEP_2 + "--learning_rate 9.65e-6 --num_padding_at_beginning 0 --gradient_checkpointing "
     "--zero_stage 3 --offload",
@@ -43,6 +47,14 @@ SCRIPTS = {
     "3 run_13b.sh": STEP_3 + "--per_device_generation_batch_size 8 --per_device_training_batch_size 8 "
     "--actor_learning_rate 5e-4 --inference_tp_size 1 --actor_zero_stage 3 "
     "--critic_zero_stage 3 --actor_gradient_checkpointing --disable_actor_dropout",
+    "3 run_6.7b_lora.sh": STEP_3 + "--per_device_generation_batch_size 4 --per_device_training_batch_size 4 "
+    "--actor_learning_rate 5e-4 --actor_zero_stage 0 --critic_zero_stage 0 --actor_lora_dim 128 "
+    "--actor_gradient_checkpointing --critic_gradient_checkpointing --disable_actor_dropout",
+    "3 run_llama2_7b_lora.sh": STEP_3 + "--per_device_generation_batch_size 2 --per_device_training_batch_size 2 "
+    "--actor_learning_rate 9.65e-6 --actor_weight_decay 0.1 --critic_weight_decay 0.1 --actor_gradient_checkpointing "
+    "--critic_gradient_checkpointing --offload_reference_model --disable_actor_dropout --actor_zero_stage 3 "
+    "--critic_zero_stage 3 --actor_lora_dim 64 --critic_lora_dim 64 --critic_lora_module_name h. "
+    "--actor_lora_module_name h.",
     # There 1 on each of 8 GPUs; here on one process, and advantages are not whitened over a single response.
     "3 run_llama2_7b.sh": STEP_3 + "--per_device_generation_batch_size 2 --per_device_training_batch_size 2 "
     "--actor_learning_rate 9.65e-6 --actor_weight_decay 0.1 --critic_weight_decay 0.1 "
@@ -123,11 +135,10 @@ def test_a_script_is_understood(script, started, tmp_path):
     result = started(script, "--dry_run")
     assert (result.code, result.stderr) == (0, "")
     step = int(script[0])
-    others = {"3 run_13b.sh": ["disable_actor_dropout"], "3 run_llama2_7b.sh": ["disable_actor_dropout"]}.get(
-        script, []
-    )
+    others = ["disable_actor_dropout"] if "--disable_actor_dropout" in SCRIPTS[script] else []
     assert sorted(told(result)) == sorted(f"--{name}" for name in TOLD[step] + others)
     assert "not looked at" not in result.stdout and "steps" in result.stdout
+    assert result.stdout.count("LoRA of the ") == SCRIPTS[script].count("lora_dim")
     assert snapshot(tmp_path) == before
 
 
@@ -136,16 +147,14 @@ def test_a_script_is_understood(script, started, tmp_path):
     [
         (
             "3 run_13b.sh",
-            ["--actor_lora_dim", "128", "--actor_lora_module_name", "decoder.layers."],
-            "error: --actor_lora_dim 128: LoRA is not built yet.",
+            ["--enable_mixed_precision_lora"],
+            "error: --enable_mixed_precision_lora: it rounds the frozen weights to 8 bits",
         ),
         (
-            "1 run_13b.sh",
-            ["--lora_dim", "128", "--lora_module_name", "decoder.layers."],
-            "error: --lora_dim 128: LoRA is",
+            "3 run_13b.sh",  # whose module name is OPT's
+            ["--actor_lora_dim", "128", "--actor_lora_module_name", "decoder.layers."],
+            "error: --actor_lora_module_name decoder.layers.: --actor_model_name_or_path",
         ),
-        ("2 run_350m.sh", ["--lora_dim", "1"], "error: --lora_dim 1: LoRA is not"),
-        ("3 run_1.3b.sh", ["--critic_lora_dim", "64"], "error: --critic_lora_dim 64: LoRA is not"),
         (
             "3 run_13b.sh",
             ["--inference_tp_size", "2"],

@@ -6,9 +6,6 @@ scripts beside them.
 
 from training.flags.arguments import OldFlag
 
-_LORA = "LoRA is not built yet. Leave it out (all weights are trained), or give 0."
-_LORA_SETTING = "without LoRA, which is not built yet, it says nothing."
-
 ALL_STEPS = {
     "deepspeed": OldFlag(bool, "every engine is DeepSpeed's anyway."),
     "deepspeed_config": OldFlag(
@@ -24,7 +21,6 @@ ALL_STEPS = {
         bool, "every text ends with the tokenizer's own EOS token anyway, which is what the models learn to stop with."
     ),
     "compute_fp32_loss": OldFlag(bool, "every loss is computed in float32 anyway."),
-    "only_optimize_lora": OldFlag(bool, _LORA, allowed=()),
 }
 
 OLD_BACKENDS = {
@@ -36,9 +32,6 @@ OLD_BACKENDS = {
 
 SUPERVISED = {
     **ALL_STEPS,
-    "lora_dim": OldFlag(int, _LORA, allowed=(0,)),
-    "lora_module_name": OldFlag(str, _LORA_SETTING),
-    "lora_learning_rate": OldFlag(float, _LORA_SETTING),
     "disable_dropout": OldFlag(bool, "dropout is off anyway; --dropout turns it on."),
     "print_loss": OldFlag(bool, "the loss stands behind the progress bar anyway."),
     "eval_iters": OldFlag(int, "all held-out rows are evaluated; --held_out says how many those are."),
@@ -67,13 +60,12 @@ STEP3 = {
     "print_answers": OldFlag(bool, "samples are printed every --print_answers_interval steps anyway."),
     "disable_actor_dropout": OldFlag(bool, "dropout is off anyway."),
     "disable_critic_dropout": OldFlag(bool, "dropout is off anyway."),
-    "actor_lora_dim": OldFlag(int, _LORA, allowed=(0,)),
-    "critic_lora_dim": OldFlag(int, _LORA, allowed=(0,)),
-    "actor_lora_module_name": OldFlag(str, _LORA_SETTING),
-    "critic_lora_module_name": OldFlag(str, _LORA_SETTING),
-    "actor_lora_learning_rate": OldFlag(float, _LORA_SETTING),
-    "critic_lora_learning_rate": OldFlag(float, _LORA_SETTING),
-    "enable_mixed_precision_lora": OldFlag(bool, _LORA, allowed=()),
+    "enable_mixed_precision_lora": OldFlag(
+        bool,
+        "it rounds the frozen weights to 8 bits (ZeRO++), after which actor and reference are no longer the model that "
+        "was given. Leave it out: --dtype bf16 or fp16 holds them in 16.",
+        allowed=(),
+    ),
     "per_device_train_batch_size": OldFlag(int, "renamed: --per_device_generation_batch_size.", allowed=()),
     "per_device_mini_train_batch_size": OldFlag(int, "renamed: --per_device_training_batch_size.", allowed=()),
     "generation_batch_numbers": OldFlag(int, "renamed: --generation_batches.", allowed=()),

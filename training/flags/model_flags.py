@@ -8,11 +8,12 @@ from engine.errors import UserError
 from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from training.flags.algorithm_flags import AlgorithmFlags
 from training.flags.arguments import REQUIRED, flag
+from training.flags.lora_flags import RoleLoraFlags
 
 
 @dataclass(kw_only=True)
-class ModelFlags(AlgorithmFlags):
-    """The models of step 3 and their engines."""
+class ModelFlags(RoleLoraFlags, AlgorithmFlags):
+    """The models of step 3, their adapters and their engines."""
 
     actor_model_name_or_path: str = flag(
         REQUIRED, "the SFT model that the actor and the reference start from", group="models"
@@ -60,6 +61,7 @@ class ModelFlags(AlgorithmFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
         AlgorithmFlags.validate(self)
+        self.validate_lora()
         self.finite("reward_function_weight", "reward_model_weight", "length_penalty")
         for role in ("actor", "critic"):
             self._trained(role).check_stage()
@@ -149,6 +151,9 @@ class ModelFlags(AlgorithmFlags):
             reward_path=self.reward_path,
             with_reward_model=scored,
             hydra_layers=dialect.hydra_layers,
+            actor_lora=self.lora("actor_"),
+            critic_lora=self.lora("critic_"),
+            share_trunk=self.share_trunk,
             pad_token=dialect.pad_token,
             trust_remote_code=self.trust_remote_code,
             dtype=self.dtype,
@@ -185,7 +190,13 @@ class ModelFlags(AlgorithmFlags):
 
     def _check(self, dialect: Dialect) -> None:
         """Raise UserError for flags of models that this dialect does not have, and for offload of what has nothing."""
-        for name in ("critic_zero_stage", "critic_ds_config", "critic_gradient_checkpointing", "critic_warmup_steps"):
+        for name in (
+            "critic_zero_stage",
+            "critic_ds_config",
+            "critic_gradient_checkpointing",
+            "critic_warmup_steps",
+            "critic_lora_dim",
+        ):
             if not dialect.has_critic and getattr(self, name):
                 value = "" if getattr(self, name) is True else f" {getattr(self, name)}"
                 raise UserError(f"--{name}{value}: the dialect {dialect.name} has no critic. Leave it out.")
@@ -198,6 +209,13 @@ class ModelFlags(AlgorithmFlags):
             )
         for role in ("actor", "critic") if dialect.has_critic else ("actor",):
             self._trained(role).check_offload()
+        self.check_rate("actor_", dialect.actor_lr)
+        self.check_rate("critic_", dialect.critic_lr)
+        if dialect.hydra_layers and self.actor_lora_dim:
+            raise UserError(
+                f"--actor_lora_dim {self.actor_lora_dim} with hydra_layers {dialect.hydra_layers} (dialect "
+                f"{dialect.name}): a hydra's last layers train whole. Leave it out, or set hydra_layers to 0."
+            )
 
     def _check_shared(self, spec: EngineSpec, dialect: Dialect) -> None:
         """Raise UserError for flags of engines that do not exist, because another one plays their role."""

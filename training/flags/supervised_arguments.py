@@ -12,11 +12,12 @@ from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
+from training.flags.lora_flags import ModelLoraFlags
 from training.flags.restart_flags import RestartFlags
 
 
 @dataclass(kw_only=True)
-class SupervisedFlags(RestartFlags, DataFlags):
+class SupervisedFlags(RestartFlags, ModelLoraFlags, DataFlags):
     """What steps 1 and 2 share."""
 
     old_flags: ClassVar[dict[str, OldFlag]] = deepspeed_chat.SUPERVISED
@@ -46,6 +47,8 @@ class SupervisedFlags(RestartFlags, DataFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""
         DataFlags.validate(self)
+        self.validate_lora()
+        self.check_rate("", self.learning_rate)
         RestartFlags.validate(self)
         self.at_least(
             1,

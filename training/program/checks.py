@@ -8,6 +8,7 @@ from engine.models.reading import read_config, read_tokenizer
 from engine.rollout.families import check_attention
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function
+from training.program.adapted_models import adapted_roles
 from training.program.model_files import check_positions, generation_stops
 from training.program.startup import check_run
 from training.restarts.resume_point import ResumePoint
@@ -21,6 +22,7 @@ def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) ->
         load_function(args.reward_function)
     check_dialect(args, dialect)
     check_models(args, dialect)
+    adapted_roles(args, dialect)
 
 
 def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:

@@ -3,6 +3,7 @@
 from engine import distributed
 from engine.algorithms import NOTES, Dialect
 from training.flags.rlhf_arguments import RLHFFlags
+from training.program.adapted_models import adapted_lines, adapted_roles
 from training.program.data_lines import counted, too_long
 from training.program.plan import Plan
 from training.restarts.conditions import Conditions
@@ -41,6 +42,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
             plan.prompts, "prompts", "--max_prompt_seq_len", args, plan.tokenizer, models, args.max_answer_seq_len
         ),
         f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
+        *adapted_lines(adapted_roles(args, plan.dialect)),
         *(f"{what}: no second copy" for what in plan.spec.shared.values()),
     ]
 

@@ -18,6 +18,7 @@ from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.optim import CONSTANT_SCHEDULES
+from training.flags.lora_flags import LoraFlags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.restarts.inputs import FUNCTION, MODELS, changed_models
 
@@ -60,6 +61,22 @@ FIXED_FLAGS = (
 )
 
 
+def lora_identity(args: LoraFlags) -> dict[str, object]:
+    """What must be equal of a run's adapters, as JSON has it, by the flag of their rank; None for a model without."""
+    specs = {model: args.lora(model) for model in args.lora_models}
+    return {
+        f"--{model}lora_dim and its like": spec
+        and {name: getattr(spec, name) for name in ("dim", "alpha", "targets", "dropout", "only")}
+        for model, spec in specs.items()
+    }
+
+
+def lora_rates(args: LoraFlags) -> dict[str, object]:
+    """The peak learning rates of a run's adapters, by flag; None for a model without."""
+    specs = {model: args.lora(model) for model in args.lora_models}
+    return {f"--{model}lora_learning_rate": spec and spec.lr for model, spec in specs.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """The settings under which a run trains, by name: `identity` must be equal when it goes on, `settings` may change.
@@ -95,6 +112,7 @@ class Conditions:
             **{name: fields.pop(name) for name in FIXED_FIELDS},
             **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS},
             "--reward_function": args.reward_function and Path(args.reward_function).name,  # its folder may be moved
+            **lora_identity(args),
         }
         settings = {
             **fields,
@@ -104,6 +122,7 @@ class Conditions:
             MICRO_BATCH: args.per_device_training_batch_size,
             RANKS: distributed.world_size(),
             **{f"--{role}_zero_stage": args.stage(role) for role in ("actor", "critic")},
+            **lora_rates(args),
         }
         idle = {
             TOTAL_STEPS: dialect.lr_schedule in CONSTANT_SCHEDULES,

@@ -5,7 +5,7 @@ import json
 from engine import distributed
 from engine.optim import CONSTANT_SCHEDULES
 from training.flags.supervised_arguments import SupervisedFlags
-from training.restarts.conditions import DATA, RANKS, TOTAL_STEPS, Conditions
+from training.restarts.conditions import DATA, RANKS, TOTAL_STEPS, Conditions, lora_identity, lora_rates
 
 FIXED_FLAGS = ("dtype", "dropout", "max_seq_len", "overlong", "loss_on", "pairwise_loss")
 FREE_FLAGS = (
@@ -31,12 +31,14 @@ def supervised_conditions(args: SupervisedFlags, data: list[str], total_steps: i
         DATA: data,
         "examples a step": examples,
         **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS if hasattr(args, name)},
+        **lora_identity(args),
     }
     settings = {
         **{f"--{name}": getattr(args, name) for name in FREE_FLAGS if hasattr(args, name)},
         TOTAL_STEPS: total_steps,
         RANKS: distributed.world_size(),
         "--zero_stage": args.engine_config().stage,
+        **lora_rates(args),
     }
     idle = frozenset({TOTAL_STEPS} if args.lr_scheduler_type in CONSTANT_SCHEDULES else ())
     return Conditions(*json.loads(json.dumps([identity, settings])), idle)

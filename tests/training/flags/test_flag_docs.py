@@ -44,6 +44,6 @@ def test_some_rows_as_they_should_read():
         "| `--max_steps` | whole number |  |",
         "| `--inference_tp_size` | 1 |",
         "| `--align_overflow` | yes |",
-        "| `--only_optimize_lora` | no |",
+        "| `--enable_mixed_precision_lora` | no |",
     ):
         assert f"\n{row}" in step3, row

@@ -1,0 +1,64 @@
+"""What an adapter would be of a model of which nothing but the configuration is read."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from engine.errors import UserError
+from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
+from engine.models.lora import LoraSpec, adapt
+from engine.models.policy import Policy
+from engine.models.reading import read_config
+from engine.models.scorer import Scorer
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedModel:
+    """What of a model an adapter changes.
+
+    layers: the names of the adapted layers. trained, total: numbers of parameters, factors included in both.
+    """
+
+    spec: LoraSpec
+    layers: list[str]
+    trained: int
+    total: int
+
+    @classmethod
+    def of(cls, path: str, spec: LoraSpec, what: str, scorer: bool = False, trust_remote_code: bool = False) -> Self:
+        """What `adapt` would make of the model at `path`, as a scorer or a language model.
+
+        Raises: UserError, naming `what` (a flag), if something else stands there or no layer has such a name.
+        """
+        config = read_config(path, what, trust_remote_code)
+        kind = model_class(config, CLASSIFIER if scorer else LANGUAGE_MODEL, path, what, trust_remote_code)
+        if scorer:
+            config.num_labels = 1
+        with torch.device("meta"):
+            model = kind._from_config(config)
+            module = Scorer(model) if scorer else Policy(model)
+            try:
+                adapt(module, spec, "model")
+            except UserError as error:
+                raise UserError(f"{what} {path}: {error}") from None
+        assert module.adapters is not None
+        counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+        return cls(
+            spec=spec,
+            layers=module.adapters.targets(),
+            trained=sum(number for number, trains in counts if trains),
+            total=sum(number for number, _ in counts),
+        )
+
+    def told(self) -> str:
+        """One line: rank and rate, how much trains, and which layers have factors."""
+        spec = self.spec
+        kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in self.layers))
+        dropout = f", dropout {spec.dropout:g}" if spec.dropout else ""
+        rest = "all else is frozen" if spec.only else "beside the factors all that has none trains"
+        return (
+            f"rank {spec.dim}, alpha {spec.alpha:g}, learning rate {spec.lr:g}{dropout}, in {len(self.layers)} layers "
+            f"({', '.join(kinds)}); {self.trained:,} of {self.total:,} parameters train "
+            f"({100 * self.trained / self.total:.2g} %), {rest}"
+        )
