@@ -114,8 +114,11 @@ def trained_model(
     ds_config = build_ds_config(
         config, dtype=spec.dtype, micro_batch_size=spec.micro_batch_size, gradient_clipping=optimizer.max_grad_norm
     )
+    if lora is not None:
+        load = partial(load, merge=False)  # training goes on with an adapter
     module = _loaded(load, path, ds_config, config, spec)
-    return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing, lora)
+    played = {host: frozen for frozen, host in spec.hosts.items()}
+    return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing, lora, played.get(config.role))
 
 
 @freed_memory_given_back()
@@ -126,10 +129,14 @@ def wrap_trained(
     optimizer: OptimizerSpec,
     gradient_checkpointing: bool = False,
     lora: LoraSpec | None = None,
+    frozen_role: str | None = None,
 ) -> TrainedModel:
-    """An engine with an optimizer around a module that was loaded under the same `ds_config`, with `lora` adapted."""
+    """An engine with an optimizer around a module that was loaded under the same `ds_config`, with `lora` adapted.
+
+    frozen_role: as `adapt` has it.
+    """
     if lora is not None:
-        adapt(module, lora, config.role)
+        adapt(module, lora, config.role, frozen_role)
     if gradient_checkpointing:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})
     offload = "offload_optimizer" in ds_config["zero_optimization"]

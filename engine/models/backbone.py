@@ -6,6 +6,7 @@ from typing import Self
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.models.adapter_folders import AdapterFolder
 from engine.models.adapters import Adapters
 
 
@@ -15,10 +16,12 @@ class Backbone(nn.Module):
     dropouts: the model's own dropout probabilities, which loading has replaced, by their names in its configuration;
     they are put back into what is saved.
     adapters: the LoRA adapters within the model, if it has some.
+    start: the adapter that training is to go on with, of a model that was loaded without it; None otherwise.
     """
 
     model: PreTrainedModel
     adapters: Adapters | None = None
+    start: AdapterFolder | None = None
 
     def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):
         super().__init__()

@@ -1,14 +1,20 @@
-"""Whether what stands at a model's path is what its role needs, looked at before anything large is loaded."""
+"""Whether what stands at a model's path is what its role needs, looked at before anything large is loaded.
 
+An adapter's folder is as good as its model's: then the base and the adapter are looked at.
+"""
+
+import copy
 from pathlib import Path
 
 from transformers import MODEL_MAPPING, PreTrainedTokenizerBase
 
 from engine.errors import UserError
+from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.deepspeed_chat import deepspeed_chat_names, is_deepspeed_chat_scorer
 from engine.models.fit import check_headers, check_weights
-from engine.models.reading import read_config, read_tokenizer, vocabulary_size
+from engine.models.places import base_of
+from engine.models.reading import has_tokenizer, read_config, read_tokenizer, vocabulary_size
 from engine.models.weight_files import headers
 
 
@@ -19,14 +25,19 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
 
     Raises: UserError, naming `what` (a flag), if something else stands there, or other weights.
     """
-    config = read_config(path, what, trust_remote_code)
-    kind = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
+    config, adapter = read_config(path, what, trust_remote_code), read_adapter(path, what)
+    base = path if adapter is None else adapter.base
+    kind = model_class(config, LANGUAGE_MODEL, base, what, trust_remote_code)
     heads = _heads(config, "ForSequenceClassification")
-    if is_deepspeed_chat_scorer(path, what):
+    if is_deepspeed_chat_scorer(base, what):
         heads = ["a reward model of DeepSpeed-Chat"]
     if heads:  # it would load, with random numbers for weights
-        raise UserError(f"{what}: {path} is no language model but {heads[0]}. Give the SFT model or a base model.")
-    check_weights(path, config, kind, what)
+        raise UserError(f"{what}: {base} is no language model but {heads[0]}. Give the SFT model or a base model.")
+    check_weights(base, config, kind, what)
+    if adapter is not None:
+        if adapter.has_head:
+            raise UserError(f"{adapter.told} is a reward model's. Give the SFT model, or an adapter of one.")
+        _check_fit(adapter, config, kind)
     return config
 
 
@@ -37,22 +48,52 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
 
     Raises: UserError, naming `what` (a flag), if transformers has no scorer of its family, or the weights are others.
     """
-    config = read_config(path, what, trust_remote_code)
-    kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)
+    config, adapter = read_config(path, what, trust_remote_code), read_adapter(path, what)
+    base = path if adapter is None else adapter.base
+    kind = classifier = model_class(config, CLASSIFIER, base, what, trust_remote_code)
     if not _heads(config, "ForSequenceClassification"):
-        kind = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
+        kind = model_class(config, LANGUAGE_MODEL, base, what, trust_remote_code)
     trunk = MODEL_MAPPING.get(type(config), None)
     if trunk is not None and trunk.__name__ in _heads(config, "Model"):
         kind = trunk  # without any head
-    check_weights(path, config, kind, what)
+    check_weights(base, config, kind, what)
+    if adapter is not None:
+        _check_fit(adapter, config, classifier)
     return config
 
 
 def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
     """Whether a reward model stands at `path`, looked at before anything large is loaded.
 
-    Returns: "sequence_classification" or "deepspeed_chat". Raises: UserError that says what stands there instead.
+    Returns: "sequence_classification" or "deepspeed_chat"; of an adapter that brings the head, "language_model".
+    Raises: UserError that says what stands there instead.
     """
+    adapter = read_adapter(path, what)
+    if adapter is None:
+        return _check_whole_scorer(path, what, trust_remote_code)
+    config, form = read_config(path, what, trust_remote_code), "language_model"
+    kind = model_class(config, CLASSIFIER, adapter.base, what, trust_remote_code)
+    if _heads(config, "ForSequenceClassification") or is_deepspeed_chat_scorer(adapter.base, what):
+        form = _check_whole_scorer(adapter.base, what, trust_remote_code)
+    elif not adapter.has_head:
+        raise UserError(
+            f"{adapter.told} is a language model's: neither it nor its base {adapter.base} has a score head. Give a "
+            "reward model, or an adapter of one (task_type SEQ_CLS)."
+        )
+    else:
+        check_trunk(adapter.base, what, trust_remote_code)
+    adapter.settings()
+    _check_fit(adapter, config, kind)
+    return form
+
+
+def _check_fit(adapter: AdapterFolder, config, kind) -> None:
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    adapter.check_fit(config, kind)
+
+
+def _check_whole_scorer(path: str, what: str, trust_remote_code: bool) -> str:
     config = read_config(path, what, trust_remote_code)
     kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)
     if is_deepspeed_chat_scorer(path, what):
@@ -97,7 +138,7 @@ def check_vocabularies(
             f"{what}: {path} knows {rows} tokens, the actor's tokenizer has {needed}. The reward model "
             "must be trained with the actor's tokenizer."
         )
-    if not any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+    if not any(has_tokenizer(folder) for folder in (path, base_of(path, what))):
         return
     own = read_tokenizer(path, what, trust_remote_code=trust_remote_code)
     differing = own.get_vocab().items() ^ actor_tokenizer.get_vocab().items()

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from engine.errors import UserError
+from engine.models.places import base_of
 
 LANGUAGE_MODEL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 _CLASSES = {LANGUAGE_MODEL: MODEL_FOR_CAUSAL_LM_MAPPING, CLASSIFIER: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
@@ -28,7 +29,7 @@ def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust
     own = (getattr(config, "auto_map", None) or {}).get(kind) if trust_remote_code else None
     if own is not None:
         try:
-            found = get_class_from_dynamic_module(own, path)
+            found = get_class_from_dynamic_module(own, base_of(path, what))
             found.register_for_auto_class(kind)  # so that its code is saved with the model
             return add_generation_mixin_to_remote_model(found)
         except Exception as error:  # whatever the folder's code raises

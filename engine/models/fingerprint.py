@@ -4,9 +4,11 @@ import hashlib
 import json
 from pathlib import Path
 
+from engine.models.adapter_folders import SCORE, read_adapter
 from engine.models.weight_files import weight_files, weights_folder
 
 BLOCK, BLOCKS = 1 << 16, 64  # bytes read at a time, and how many times a file
+_OF_A_PLACE = ("base_model_name_or_path", "peft_version", "inference_mode")  # and of an adapter's configuration
 _PASSING = ("transformers_version", "_name_or_path")  # what saving a model anew may change in its config.json
 
 
@@ -19,8 +21,18 @@ def fingerprint(path: str, what: str) -> str | None:
     all of a file up to that size. What it can miss are changes between these blocks: single numbers, or a few rows of a
     large model. Training changes every number.
 
+    Of an adapter all of its file counts, and its base by the base's own fingerprint.
+
     Raises: UserError, naming `what` (a flag), where there are no weights.
     """
+    adapter = read_adapter(path, what)
+    if adapter is not None:
+        settings = {name: value for name, value in adapter.config.to_dict().items() if name not in _OF_A_PLACE}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=sorted).encode())
+        for file in (adapter.file, Path(path) / SCORE):
+            digest.update(file.read_bytes() if file.is_file() else b"")
+        base = fingerprint(adapter.base, what)
+        return None if base is None else hashlib.sha256(f"{digest.hexdigest()} {base}".encode()).hexdigest()
     folder = weights_folder(path)
     if folder is None:
         return None

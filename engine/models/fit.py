@@ -36,8 +36,9 @@ class Misfit:
         )
         return cls(missing, left_over, misshapen)
 
-    def refuse(self, path: str, what: str) -> None:
-        """Raise UserError, naming `what` (a flag) and the tensors, if there are any."""
+    @property
+    def told(self) -> str:
+        """What differs, with the first few names; "" where nothing does."""
         parts = []
         if self.missing:
             parts.append(f"{_counted(self.missing, 'is', 'are')} missing ({listed(self.missing)})")
@@ -46,10 +47,14 @@ class Misfit:
         if self.misshapen:
             shapes = [f"{name}: {tuple(has)}, not {tuple(needs)}" for name, has, needs in self.misshapen]
             parts.append(f"{_counted(shapes, 'has', 'have')} another shape ({listed(shapes)} by config.json)")
-        if parts:
+        return "; ".join(parts)
+
+    def refuse(self, path: str, what: str) -> None:
+        """Raise UserError, naming `what` (a flag) and the tensors, if there are any."""
+        if self.told:
             raise UserError(
                 f"{what}: the weights in {path} are not those of the model that its config.json describes: "
-                f"{'; '.join(parts)}. {'What is missing would be random numbers. ' if self.missing else ''}Give the "
+                f"{self.told}. {'What is missing would be random numbers. ' if self.missing else ''}Give the "
                 "config.json and the weights that were written together."
             )
 
@@ -74,11 +79,6 @@ def check_weights(path: str, config: PretrainedConfig, model_class, what: str) -
     folder = weights_folder(path)
     if folder is None:
         return
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{what}: {path} holds an adapter (adapter_config.json), which is no whole model. Merge it into its model "
-            "(peft's merge_and_unload), save that, and give its folder."
-        )
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None

@@ -1,4 +1,8 @@
-"""Policy and Scorer modules from the folders, or names on the Hub, where their models stand."""
+"""Policy and Scorer modules from the folders, or names on the Hub, where their models stand.
+
+An adapter's folder is loaded as its base, with the adapter merged into it: W + alpha / dim * B A in float32, then cast.
+With `merge` False the base stays as it is, and the module's `start` says which adapter is still to be given to it.
+"""
 
 import math
 from dataclasses import replace
@@ -11,11 +15,15 @@ from transformers import GenerationConfig
 from engine import distributed
 from engine.errors import SharedError, UserError
 from engine.host_memory import freed_memory_given_back
+from engine.models.adapter_folders import HEAD, AdapterFolder, read_adapter
+from engine.models.backbone import Backbone
 from engine.models.checking import check_policy, check_scorer, check_trunk
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.deepspeed_chat import deepspeed_chat_state, take_pad_token
 from engine.models.fit import Misfit, listed
+from engine.models.merging import merge_adapter
 from engine.models.on_disk import read_by_pieces
+from engine.models.places import base_of
 from engine.models.policy import Policy
 from engine.models.reading import read_config, read_tokenizer
 from engine.models.scorer import Scorer
@@ -32,6 +40,7 @@ def load_policy(
     what: str = "model",
     dropout: float = 0.0,
     trust_remote_code: bool = False,
+    merge: bool = True,
 ) -> Policy:
     """The causal language model at `path`, partitioned while it loads where `ds_config` is for stage 3.
 
@@ -40,16 +49,18 @@ def load_policy(
         what: how messages name the model.
         dropout: replaces every dropout probability of the model's configuration; it counts in train mode only.
         trust_remote_code: as for `read_config`.
+        merge: whether an adapter at `path` is merged into its base.
 
     Raises: UserError as `check_policy` does, and for weights that are NaN or infinite.
     """
     config, dropouts = _with_dropout(check_policy(path, what, trust_remote_code), dropout)
+    adapter, base = read_adapter(path, what), base_of(path, what)
     kind = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
-    model = _loaded(kind, path, config, dtype, ds_config, what)
-    if not Path(path).is_dir():
+    model = _loaded(kind, base, config, dtype, ds_config, what)
+    if not Path(base).is_dir():
         check_policy(path, what, trust_remote_code)  # of a name on the Hub, now that its files are here
     _make_saveable(model)
-    return Policy(model, dropouts)
+    return _started(Policy(model, dropouts), adapter, merge)
 
 
 def empty_like(module: Policy | Scorer, device: torch.device) -> Policy | Scorer:
@@ -66,6 +77,7 @@ def load_scorer(
     ds_config: dict | None = None,
     what: str = "reward model",
     trust_remote_code: bool = False,
+    merge: bool = True,
 ) -> Scorer:
     """The reward model or critic at `path`, dropout off; partitioned while it loads where `ds_config` is for stage 3.
 
@@ -74,16 +86,22 @@ def load_scorer(
     Raises: UserError as `check_scorer` does, and for weights that are NaN or infinite.
     """
     form = check_scorer(path, what, trust_remote_code)
+    adapter, base = read_adapter(path, what), base_of(path, what)
     config, dropouts = _with_dropout(read_config(path, what, trust_remote_code), 0.0)
     config.num_labels = 1
     kind, state = model_class(config, CLASSIFIER, path, what, trust_remote_code), None
     if form == "deepspeed_chat":
-        take_pad_token(config, path, what, trust_remote_code)
-        state = deepspeed_chat_state(path, kind.base_model_prefix)
-    model = _loaded(kind, path, config, dtype, ds_config, what, state=state)
-    if not Path(path).is_dir():
+        take_pad_token(config, base, what, trust_remote_code)
+        state = deepspeed_chat_state(base, kind.base_model_prefix)
+    if adapter is not None:
+        vars(config).update(adapter.settings())
+    model = _loaded(kind, base, config, dtype, ds_config, what, new_head=form == "language_model", state=state)
+    if not Path(base).is_dir():
         check_scorer(path, what, trust_remote_code)
-    return Scorer(model, dropouts)
+    scorer = Scorer(model, dropouts)
+    if adapter is not None and adapter.has_head:
+        set_parameter(scorer.model.score.weight, adapter.tensors()[f"{HEAD}.weight"])
+    return _started(scorer, adapter, merge)
 
 
 def new_scorer(
@@ -96,6 +114,7 @@ def new_scorer(
     dropout: float = 0.0,
     scale: float = 1.0,
     trust_remote_code: bool = False,
+    merge: bool = True,
 ) -> Scorer:
     """A reward model to be trained: the trunk of the language model at `path`, and a head drawn from
     N(0, 1 / sqrt(d + 1)).
@@ -116,10 +135,11 @@ def new_scorer(
     config.num_labels, config.pad_token_id = 1, pad_token_id
     config.score_position, config.score_offset = "last", 0.0
     kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)
-    model = _loaded(kind, path, config, dtype, ds_config, what, new_head=True)
-    if not Path(path).is_dir():
+    adapter, base = read_adapter(path, what), base_of(path, what)
+    model = _loaded(kind, base, config, dtype, ds_config, what, new_head=True)
+    if not Path(base).is_dir():
         check_trunk(path, what, trust_remote_code)
-    scorer = Scorer(model, dropouts)
+    scorer = _started(Scorer(model, dropouts), adapter, merge)
     width = scorer.model.score.in_features
     fresh = torch.zeros(1, width)
     if seed is not None:
@@ -134,6 +154,7 @@ def new_critic(
     ds_config: dict | None = None,
     what: str = "model",
     trust_remote_code: bool = False,
+    merge: bool = True,
 ) -> Scorer:
     """A critic where there is no reward model to start from: the language model's trunk and a head of zeros.
 
@@ -142,7 +163,16 @@ def new_critic(
     """
     tokenizer = read_tokenizer(path, what, trust_remote_code=trust_remote_code)
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
-    return new_scorer(path, dtype, pad, None, ds_config, what, trust_remote_code=trust_remote_code)
+    return new_scorer(path, dtype, pad, None, ds_config, what, trust_remote_code=trust_remote_code, merge=merge)
+
+
+def _started(module: Backbone, adapter: AdapterFolder | None, merge: bool):
+    """The module with the adapter in it, or to be given to it."""
+    if adapter is not None and merge:
+        merge_adapter(module.model, adapter)
+    elif adapter is not None:
+        module.start = adapter
+    return module
 
 
 def _loaded(

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.errors import UserError, nearest
+from engine.models.adapter_folders import AdapterFolder, unset
 from engine.models.adapters import Adapters
 from engine.models.backbone import Backbone
 from engine.models.policy import Policy
@@ -52,17 +53,28 @@ class LoraSpec:
     seed: int = 0
 
 
-def adapt(module: Backbone, spec: LoraSpec, role: str) -> None:
+def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None = None) -> None:
     """Give a Policy or Scorer, partitioned or not, an adapter that trains as `role`, and freeze what does not train.
 
-    Raises: UserError where `spec.targets` names no linear layer.
+    frozen_role: what the model as it was before training is to go on computing as ("reference" or "reward"), if
+    anything. Where training goes on with an adapter (`module.start`), that is a frozen copy of it, and its alpha and
+    layers count in place of `spec`'s.
+
+    Raises: UserError where `spec.targets` names no linear layer, or `spec.dim` is not that of the adapter gone on with.
     """
-    model = module.model
-    config = lora_config(model, spec)
-    inject_adapter_in_model(config, model, adapter_name=role)
-    module.adapters = Adapters(model, role, {role: config})
-    for name, (a, b) in module.adapters.factors().items():
-        _start(a, b, spec, name)
+    model, start = module.model, module.start
+    if start is not None:
+        check_dim(start, spec)
+    config = lora_config(model, spec) if start is None else start_config(start, spec)
+    kept = [frozen_role] if start is not None and frozen_role is not None else []
+    for name in (role, *kept):
+        inject_adapter_in_model(config, model, adapter_name=name)
+    module.adapters = Adapters(model, role, dict.fromkeys((role, *kept), config), {name: [name] for name in kept})
+    if start is None:
+        for name, (a, b) in module.adapters.factors().items():
+            _start(a, b, spec, name)
+    else:
+        _start_from(module.adapters, start)
     _choose_trained(module, spec)
     if isinstance(module, Policy):
         module.direct_head = module.direct_head and not isinstance(model.get_output_embeddings(), LoraLayer)
@@ -80,6 +92,22 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in names),
         init_lora_weights=False,  # `_start` draws them
     )
+
+
+def check_dim(start: AdapterFolder, spec: LoraSpec) -> None:
+    """Raise UserError unless training can go on with an adapter at the dimension that `spec` gives."""
+    if start.config.r != spec.dim:
+        raise UserError(
+            f"{start.told} has dimension {start.config.r}, and LoRA is asked for with {spec.dim}. Give "
+            f"{start.config.r} to go on with it, or no dimension: then it is merged, and all weights train."
+        )
+
+
+def start_config(start: AdapterFolder, spec: LoraSpec) -> LoraConfig:
+    """peft's description of the adapter that training goes on with."""
+    config = unset(start.config)
+    config.lora_dropout = spec.dropout
+    return config
 
 
 def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list[str]:
@@ -127,12 +155,24 @@ def _start(a: Tensor, b: Tensor, spec: LoraSpec, name: str) -> None:
         b.zero_()
 
 
+@torch.no_grad()
+def _start_from(adapters: Adapters, start: AdapterFolder) -> None:
+    """Fill all adapters with the factors of a folder."""
+    found = start.factors()
+    for adapter in adapters.configs:
+        for name, pair in adapters.factors(adapter).items():
+            for factor, value in zip(pair, found[name], strict=True):
+                factor.copy_(value)
+
+
 def _choose_trained(module: Backbone, spec: LoraSpec) -> None:
     """Mark what trains, and let gradients reach the first layer where nothing before it does."""
     assert module.adapters is not None
     module.requires_grad_(not spec.only)
     for layer in module.adapters.layers.values():
-        layer.get_base_layer().weight.requires_grad_(False)
+        layer.requires_grad_(False)
+        if layer.get_base_layer().bias is not None:
+            layer.get_base_layer().bias.requires_grad_(not spec.only)
     for pair in module.adapters.factors().values():
         for factor in pair:
             factor.requires_grad_(True)

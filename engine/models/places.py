@@ -3,6 +3,7 @@
 Transformers is not imported here, so that a name can be looked at before anything large is.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -11,12 +12,56 @@ import huggingface_hub
 from engine.errors import UserError
 from engine.git_lfs import refuse_pointers
 
+ADAPTER_CONFIG = "adapter_config.json"
+
 
 def can_be_hub_name(name: str) -> bool:
     """Whether a name can be one of the Hub: `name`, or `owner/name` where no folder is called like the owner."""
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is None:
         return False
     return "/" not in name or not Path(name).parent.is_dir()
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether an adapter of peft's stands at `path`, and no whole model."""
+    return (Path(path) / ADAPTER_CONFIG).is_file()
+
+
+def base_of(path: str, what: str) -> str:
+    """Where the whole model stands that `path` is loaded from: an adapter's base, or the path itself.
+
+    A base that is no absolute path is looked for from the working directory, as peft does, and from the adapter's
+    folder; what is found in neither is a name on the Hub.
+
+    Raises: UserError, naming `what` (a flag), where an adapter names no base, or one that cannot be.
+    """
+    if not is_adapter(path):
+        return path
+    file = Path(path) / ADAPTER_CONFIG
+    refuse_pointers([file], what)
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{what}: {file} is broken ({type(error).__name__}: {error}). Copy it again.") from None
+    if not isinstance(base, str) or not base.strip():
+        raise UserError(
+            f"{what}: {file} does not say of which model it is an adapter (base_model_name_or_path {base!r}). Write "
+            "that model's folder or name there."
+        )
+    for place in (Path(base), Path(path) / base):
+        if place.is_dir():
+            if is_adapter(place):
+                raise UserError(
+                    f"{what}: the base of the adapter in {path} is an adapter too ({place}). Merge that one into its "
+                    "model with peft (merge_and_unload), and name what you save then as base."
+                )
+            return str(place)
+    if not can_be_hub_name(base):
+        raise UserError(
+            f"{what}: the base of the adapter in {path} is not there: {base} (base_model_name_or_path of its "
+            f"{ADAPTER_CONFIG}). Put the model there, or write where it stands."
+        )
+    return base
 
 
 def same_model(one: str, other: str) -> bool:
@@ -29,6 +74,9 @@ def require_model(path: str, what: str) -> None:
 
     The Hub is asked once: transformers would ask again and again, for a minute, where no network is.
     """
+    if is_adapter(path):
+        require_model(base_of(path, what), f"{what} {path}, an adapter, and its base")
+        return
     folder = Path(path)
     if folder.is_dir():
         if (folder / "config.json").is_file():

@@ -7,19 +7,20 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
 from engine.models.pad_tokens import set_pad_token
-from engine.models.places import one_line, require_model
+from engine.models.places import base_of, one_line, require_model
 
 VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 
 
 def read_config(path: str, what: str, trust_remote_code: bool = False):
-    """The model configuration at `path`.
+    """The model configuration at `path`, of an adapter's folder its base's.
 
     trust_remote_code: whether code in the model's folder may run, where its `auto_map` names some.
 
     Raises: UserError, naming `what` (a flag), if there is none, or it cannot be read without such code.
     """
     require_model(path, what)
+    path = base_of(path, what)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a broken config.json leads transformers to
@@ -45,11 +46,15 @@ def read_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, left-padding, with the pad token that the rule `pad_token` gives it (`set_pad_token`).
 
+    An adapter's folder need not have one: then it is that of its base.
+
     trust_remote_code: as for `read_config`.
 
     Raises: UserError, naming `what` (a flag), if there is none or it has neither pad nor EOS.
     """
     require_model(path, what)
+    if not has_tokenizer(path):
+        path = base_of(path, what)
     refuse_pointers(_tokenizer_files(Path(path)), what)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
@@ -64,6 +69,11 @@ def read_tokenizer(
     rows = read_config(path, what, trust_remote_code).get_text_config().vocab_size if pad_token != "tokenizer" else 0
     set_pad_token(tokenizer, pad_token, path, room=vocabulary_size(tokenizer) < rows)
     return tokenizer
+
+
+def has_tokenizer(path: str) -> bool:
+    """Whether a tokenizer stands in the folder `path`."""
+    return any((Path(path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:

@@ -60,7 +60,7 @@ def headers(folder: Path, what: str) -> dict[str, Header]:
                 "again."
             )
         refuse_pointers([file], what)
-        found[file.name] = (_of_safetensors if file.suffix == ".safetensors" else _of_pickle)(file, what)
+        found[file.name] = file_headers(file, what)
     index = _index(folder)
     for name, file_name in _weight_map(index, what).items() if index is not None else ():
         if name not in found[file_name]:
@@ -69,6 +69,11 @@ def headers(folder: Path, what: str) -> dict[str, Header]:
                 "again."
             )
     return {name: header for tensors in found.values() for name, header in tensors.items()}
+
+
+def file_headers(file: Path, what: str) -> dict[str, Header]:
+    """The tensors in one weight file, by name; raises UserError, naming `what` (a flag), where it is broken."""
+    return (_of_safetensors if file.suffix == ".safetensors" else _of_pickle)(file, what)
 
 
 def weight_files(folder: Path, what: str) -> list[Path]:

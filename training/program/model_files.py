@@ -14,10 +14,11 @@ def generation_stops(path: str, tokenizer, trust_remote_code: bool = False) -> t
     """
     from transformers import GenerationConfig
 
-    from engine.models.places import one_line
+    from engine.models.places import base_of, one_line
     from engine.models.reading import read_config
     from training.data.tokens import stop_token_ids
 
+    path = base_of(path, "model")
     try:
         generation = GenerationConfig.from_pretrained(path)
     except OSError as error:

@@ -1,0 +1,252 @@
+"""Adapter folders in peft's format: LoRA factors of a model that stands elsewhere, in adapter_config.json and
+adapter_model.safetensors.
+
+    adapter = read_adapter("out/actor_adapter", "--actor_model_name_or_path")     # None for a whole model's folder
+    for layer, (a, b) in adapter.factors().items(): ...
+
+peft itself, and what builds on it, opens such folders. A reward model's or critic's has its head too, and beside these
+score.json with what this program's scores need and peft has no word for.
+"""
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from engine.errors import UserError, shortened
+from engine.git_lfs import refuse_pointers
+from engine.models.fit import Misfit, listed
+from engine.models.places import ADAPTER_CONFIG, base_of, is_adapter, one_line
+from engine.models.weight_files import Header, file_headers
+
+WEIGHTS, PICKLED_WEIGHTS, SCORE = "adapter_model.safetensors", "adapter_model.bin", "score.json"
+PREFIX, HEAD = "base_model.model.", "score"
+SCORE_SETTINGS = ("score_offset", "score_position", "pad_token_id")
+LANGUAGE_MODEL, CLASSIFIER = "CAUSAL_LM", "SEQ_CLS"
+# Of peft's LoRA, what makes another function of the weights, or keeps others than factors; by field, its usual name.
+_OTHER_KINDS = {
+    "use_dora": "DoRA",
+    "lora_bias": "biases of the factors (lora_bias)",
+    "layer_replication": "replicated layers",
+    "target_parameters": "adapted parameters of no layer (target_parameters)",
+    "trainable_token_indices": "rows of the embedding (trainable_token_indices)",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_qalora": "QALoRA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+    "use_bdlora": "BD-LoRA",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "megatron_config": "Megatron's layers",
+}
+_CHANGED_BASE = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+)  # whose factors belong to another base than the named one
+_MERGE = "Merge it into its model with peft (merge_and_unload), save that, and give its folder"
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter as its folder describes it: the path of its base, peft's configuration, and the flag for messages."""
+
+    path: str
+    base: str
+    config: LoraConfig
+    what: str
+
+    @cached_property
+    def file(self) -> Path:
+        """That of the weights. Raises: UserError where there is none."""
+        for name in (WEIGHTS, PICKLED_WEIGHTS):
+            if (Path(self.path) / name).is_file():
+                return Path(self.path) / name
+        raise UserError(
+            f"{self.what}: the folder {self.path} holds an {ADAPTER_CONFIG} but no {WEIGHTS}. Was its writing cut off? "
+            "Copy it again, or write it again."
+        )
+
+    @cached_property
+    def headers(self) -> dict[str, Header]:
+        """What the file holds, by the names within the model. Raises: UserError where it is broken, or its names are
+        none of peft's."""
+        found = file_headers(self.file, self.what)
+        foreign = [name for name in found if not name.startswith(PREFIX)]
+        if foreign or not found:
+            raise UserError(
+                f"{self.what}: {self.file} holds {listed(foreign) if foreign else 'nothing'}, where peft's names begin "
+                f"with {PREFIX}. Give a folder that peft's save_pretrained wrote."
+            )
+        return {name.removeprefix(PREFIX): header for name, header in found.items()}
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it brings a score head."""
+        return f"{HEAD}.weight" in self.headers
+
+    def settings(self) -> dict:
+        """What a scorer's configuration is to say beside the base's: offset, position and pad token of the scores."""
+        file = Path(self.path) / SCORE
+        if not file.is_file():
+            return {}
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            settings = {name: found[name] for name in SCORE_SETTINGS}
+            float(settings["score_offset"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{self.what}: {file} is broken ({type(error).__name__}: {one_line(error)}). Copy it again."
+            ) from None
+        return settings
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Factors and head in host memory, by names within the model ("model.layers.0.mlp.up_proj.lora_A.weight").
+
+        Raises: UserError where the file is broken, or numbers are NaN or infinite.
+        """
+        try:
+            pickled = self.file.suffix != ".safetensors"
+            state = torch.load(self.file, weights_only=True) if pickled else load_file(self.file)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise UserError(f"{self.what}: {self.file} cannot be read ({one_line(error)}). Copy it again.") from None
+        bad = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
+        if bad:
+            raise UserError(
+                f"{self.what}: NaN or infinite numbers stand in {len(bad)} of the adapter's weights in {self.path} "
+                f"({listed(bad)}). Give an adapter whose training did not fail, or write it again."
+            )
+        return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}
+
+    def factors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """(A, B) by their layers' names within the model; raises as `tensors` does."""
+        found, ending = self.tensors(), ".lora_A.weight"
+        layers = [name.removesuffix(ending) for name in found if name.endswith(ending)]
+        return {layer: (found[f"{layer}{ending}"], found[f"{layer}.lora_B.weight"]) for layer in layers}
+
+    def scaling(self, layer: str, dim: int) -> float:
+        """What B A is multiplied by in a layer whose factors have `dim` rows and columns."""
+        patterns = self.config.alpha_pattern or {}
+        alpha = patterns.get(get_pattern_key(patterns.keys(), layer), self.config.lora_alpha)
+        return alpha / dim**0.5 if self.config.use_rslora else alpha / dim
+
+    def check_fit(self, config: PretrainedConfig, model_class) -> None:
+        """Raise UserError unless it holds the factors of a model of this class and configuration, and no others.
+
+        The model is built without memory, and peft says which layers the adapter's configuration means.
+        """
+        with torch.device("meta"):
+            model = model_class._from_config(config)
+        peft_config = unset(self.config)
+        try:
+            inject_adapter_in_model(peft_config, model, adapter_name="default")
+        except ValueError as error:
+            raise UserError(
+                f"{self.told} does not fit its base {self.base} ({one_line(error)[:300]}). {_OF_ITS_BASE}"
+            ) from None
+        expected = {
+            name.replace(".default.", "."): tuple(parameter.shape)
+            for name, parameter in model.named_parameters()
+            if ".lora_" in name or (name == f"{HEAD}.weight" and self.has_head)
+        }
+        found = {name: header.shape for name, header in self.headers.items()}
+        misfit = Misfit(
+            missing=tuple(sorted(expected.keys() - found.keys())),
+            left_over=tuple(sorted(found.keys() - expected.keys())),
+            misshapen=tuple((n, found[n], expected[n]) for n in sorted(found) if found[n] != expected.get(n, found[n])),
+        )
+        if misfit.told:
+            raise UserError(f"{self.told} does not fit its base {self.base}: {misfit.told}. {_OF_ITS_BASE}")
+        tied = model.get_input_embeddings()
+        head = model.get_output_embeddings()
+        if hasattr(head, "base_layer") and tied is not None and head.base_layer.weight is tied.weight:
+            raise UserError(
+                f"{self.told} changes the output head of {self.base}, which is its embedding too: to merge it there "
+                "would change both. Untie them in the base (tie_word_embeddings), or give another adapter."
+            )
+
+    @property
+    def told(self) -> str:
+        """How a message names it."""
+        return f"{self.what}: the adapter in {self.path}"
+
+
+_OF_ITS_BASE = f"Give the adapter's own base as base_model_name_or_path of its {ADAPTER_CONFIG}, or another adapter."
+
+
+def read_adapter(path: str, what: str) -> AdapterFolder | None:
+    """The adapter in the folder `path`; None where there is none.
+
+    Raises: UserError, naming `what` (a flag), where it is of another kind than LoRA's plain one, or broken.
+    """
+    if not is_adapter(path):
+        return None
+    base, file = base_of(path, what), Path(path) / ADAPTER_CONFIG
+    told = f"{what}: the adapter in {path}"
+    kind = json.loads(file.read_text(encoding="utf-8")).get("peft_type")
+    if kind != "LORA":
+        raise UserError(f"{told} is of kind {shortened(kind)} and no LoRA. {_MERGE} where that can be done.")
+    try:
+        config = LoraConfig.from_pretrained(path)
+        float(config.lora_alpha), int(config.r)
+    except Exception as error:  # whatever broken values lead peft to
+        raise UserError(
+            f"{what}: {file} is broken ({type(error).__name__}: {one_line(error)}). Copy it again."
+        ) from None
+    other = [name for field, name in _OTHER_KINDS.items() if getattr(config, field, None)]
+    if config.bias != "none":
+        other.append(f"biases (bias {config.bias!r})")
+    start = config.init_lora_weights
+    if isinstance(start, str) and start.startswith(_CHANGED_BASE):
+        other.append(f"a base that was changed when it began (init_lora_weights {start!r})")
+    whole = sorted(set(config.modules_to_save or ()) - {HEAD, "classifier"})
+    if whole:
+        other.append(f"whole modules (modules_to_save: {', '.join(whole)})")
+    if other:
+        raise UserError(f"{told} has {', '.join(other)} beside or instead of LoRA's plain factors. {_MERGE}.")
+    found = AdapterFolder(path, base, config, what)
+    refuse_pointers([found.file], what)
+    return found
+
+
+def unset(config: LoraConfig) -> LoraConfig:
+    """The configuration as peft is to inject it: without drawing the factors, and nothing but factors."""
+    return _changed(config, init_lora_weights=False, inference_mode=False, modules_to_save=None)
+
+
+def peft_files(config: LoraConfig, base: str, score: Mapping | None) -> dict[str, str]:
+    """The texts of an adapter folder's files beside weights and tokenizer, by name.
+
+    base: where its model stands. score: for a scorer, by SCORE_SETTINGS.
+    """
+    own = _changed(
+        config,
+        base_model_name_or_path=str(Path(base).resolve()) if Path(base).is_dir() else base,
+        task_type=LANGUAGE_MODEL if score is None else CLASSIFIER,
+        modules_to_save=None if score is None else [HEAD],
+        inference_mode=True,
+        init_lora_weights=True,
+    )
+    values = {name: sorted(value) if isinstance(value, set) else value for name, value in own.to_dict().items()}
+    texts = {ADAPTER_CONFIG: json.dumps(values, indent=2, sort_keys=True) + "\n"}
+    if score is not None:
+        texts[SCORE] = json.dumps({name: score[name] for name in SCORE_SETTINGS}, indent=2) + "\n"
+    return texts
+
+
+def _changed(config: LoraConfig, **settings) -> LoraConfig:
+    other = copy.copy(config)
+    vars(other).update(settings)
+    return other

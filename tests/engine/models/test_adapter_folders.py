@@ -1,0 +1,203 @@
+"""Adapters that peft has written as models' paths: merged while they load, or gone on with, and refused where they
+cannot be."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, TaskType, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from engine.errors import UserError
+from engine.experience import position_ids
+from engine.models.checking import check_policy, check_scorer, check_trunk
+from engine.models.fingerprint import fingerprint
+from engine.models.loading import load_policy, load_scorer, new_scorer
+from engine.models.lora import LoraSpec, adapt
+from engine.models.reading import read_tokenizer
+from tests.tiny_models import make_causal_lm, make_tokenizer
+
+SEQUENCES = torch.arange(4, 20).view(2, 8)
+MASK = torch.ones_like(SEQUENCES)
+TARGETS = {"llama": ["q_proj", "up_proj"], "gpt2": ["c_attn", "c_fc"]}
+
+
+def write_adapter(folder, base: str, *, kind=TaskType.CAUSAL_LM, seed: int = 3, **settings):
+    """Write an adapter of random factors by peft; returns its model there."""
+    whole = AutoModelForCausalLM if kind == TaskType.CAUSAL_LM else AutoModelForSequenceClassification
+    labels = {} if kind == TaskType.CAUSAL_LM else {"num_labels": 1}
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": TARGETS["llama"]} | settings
+    torch.manual_seed(seed)
+    model = get_peft_model(whole.from_pretrained(base, **labels), LoraConfig(task_type=kind, **settings)).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or ".modules_to_save." in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(str(folder))
+    return model
+
+
+def logprobs(module, **role) -> torch.Tensor:
+    return module(SEQUENCES, MASK, position_ids(MASK), response_length=5, **role)[0]
+
+
+def peft_logprobs(model) -> torch.Tensor:
+    logits = model(input_ids=SEQUENCES, attention_mask=MASK).logits[:, -6:-1]
+    return logits.log_softmax(-1).gather(-1, SEQUENCES[:, -5:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("gpt2", {"fan_in_fan_out": True}),
+        ("llama", {"use_rslora": True, "alpha_pattern": {"up_proj": 3}, "rank_pattern": {"up_proj": 2}}),
+        ("llama", {"target_modules": "all-linear"}),
+        ("llama", {"layers_to_transform": [1]}),
+    ],
+)
+@torch.no_grad()
+def test_an_adapter_is_merged_while_it_loads(family, settings, tmp_path):
+    base = make_causal_lm(tmp_path / "base", family)
+    theirs = write_adapter(tmp_path / "adapter", base, **{"target_modules": TARGETS[family], **settings})
+    expected = peft_logprobs(theirs)
+    loaded = load_policy(str(tmp_path / "adapter"), torch.float32)
+    assert loaded.adapters is None and all(parameter.requires_grad for parameter in loaded.parameters())
+    torch.testing.assert_close(logprobs(loaded), expected, atol=1e-5, rtol=1e-5)
+    assert (logprobs(load_policy(base, torch.float32)) - expected).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_training_goes_on_with_an_adapter_and_keeps_a_frozen_copy(tmp_path):
+    base = make_causal_lm(tmp_path / "base")
+    expected = peft_logprobs(write_adapter(tmp_path / "adapter", base, use_rslora=True))
+    module = load_policy(str(tmp_path / "adapter"), torch.float32, merge=False)
+    with pytest.raises(UserError, match="has dimension 4, and LoRA is asked for with 8"):
+        adapt(module, LoraSpec(dim=8, only=True), "actor", "reference")
+    adapt(module, LoraSpec(dim=4, only=True), "actor", "reference")
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 8 and all(".lora_A.actor." in name or ".lora_B.actor." in name for name in trained)
+    torch.testing.assert_close(logprobs(module), expected, atol=1e-5, rtol=1e-5)
+    for _, b in module.adapters.factors().values():
+        b += 0.1
+    assert (logprobs(module) - expected).abs().max() > 0.1
+    torch.testing.assert_close(logprobs(module, role="reference"), expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_reward_models_adapter_brings_its_head(tmp_path):
+    base, folder = make_causal_lm(tmp_path / "base"), tmp_path / "adapter"
+    theirs = write_adapter(folder, base, kind=TaskType.SEQ_CLS)
+    (folder / "score.json").write_text(
+        json.dumps({"score_offset": -0.5, "score_position": "last", "pad_token_id": None})
+    )
+    assert check_scorer(str(folder), "--critic") == "language_model"
+    loaded = load_scorer(str(folder), torch.float32)
+    theirs.config.pad_token_id = theirs.base_model.model.config.pad_token_id = 0
+    scores = loaded(SEQUENCES, MASK, position_ids(MASK))
+    expected = theirs(input_ids=SEQUENCES, attention_mask=MASK).logits.squeeze(-1) - 0.5
+    torch.testing.assert_close(loaded.sequence_scores(scores, SEQUENCES, MASK), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match="is a reward model's"):
+        check_policy(str(folder), "--actor")
+    new_scorer(str(folder), torch.float32, None, 0)  # a new head on the merged trunk
+    write_adapter(tmp_path / "other", base)
+    check_trunk(str(tmp_path / "other"), "--model")
+    with pytest.raises(UserError, match="is a language model's: neither it nor its base"):
+        check_scorer(str(tmp_path / "other"), "--critic")
+
+
+def test_a_base_is_found_from_the_adapters_folder_and_both_count_in_the_fingerprint(tmp_path, monkeypatch):
+    base, folder = make_causal_lm(tmp_path / "base"), tmp_path / "adapter"
+    write_adapter(folder, base)
+    edit(folder, base_model_name_or_path="../base")
+    monkeypatch.chdir("/")
+    check_policy(str(folder), "--actor")
+    assert read_tokenizer(str(folder), "--actor").get_vocab() == read_tokenizer(base, "--actor").get_vocab()
+    first = fingerprint(str(folder), "--actor")
+    change(folder, lambda state: {name: value + 1 for name, value in state.items()})
+    second = fingerprint(str(folder), "--actor")
+    make_causal_lm(tmp_path / "base", seed=5)
+    third = fingerprint(str(folder), "--actor")
+    assert len({first, second, third, fingerprint(base, "--actor")}) == 4
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<one more>"])
+    tokenizer.save_pretrained(folder)
+    assert "<one more>" in read_tokenizer(str(folder), "--actor").get_vocab()
+
+
+def edit(folder: Path, **settings) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def change(folder: Path, changed) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file(changed(load_file(file)), file)
+
+
+def cut(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def renamed(state: dict) -> dict:
+    return {name.replace("layers.1", "layers.7"): value for name, value in state.items()}
+
+
+DAMAGES = {
+    "the weights' file is gone": (lambda f: (f / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
+    "the weights' file is cut": (cut, "broken safetensors file"),
+    "the configuration is cut": (lambda f: (f / "adapter_config.json").write_text('{"peft_'), "is broken"),
+    "no base": (lambda f: edit(f, base_model_name_or_path=None), "does not say of which model"),
+    "a base that is gone": (lambda f: edit(f, base_model_name_or_path="/none/such"), "is not there: /none/such"),
+    "an adapter as base": (lambda f: edit(f, base_model_name_or_path=str(f)), "is an adapter too"),
+    "another kind": (lambda f: edit(f, peft_type="PREFIX_TUNING"), "of kind 'PREFIX_TUNING' and no LoRA"),
+    "DoRA": (lambda f: edit(f, use_dora=True), "has DoRA"),
+    "biases": (lambda f: edit(f, bias="all"), "has biases"),
+    "whole modules": (lambda f: edit(f, modules_to_save=["embed_tokens"]), "modules_to_save: embed_tokens"),
+    "a changed base": (lambda f: edit(f, init_lora_weights="pissa"), "init_lora_weights 'pissa'"),
+    "r a word": (lambda f: edit(f, r="four"), "is broken"),
+    "other layers": (lambda f: change(f, renamed), "does not fit its base.* missing .*; .* left over"),
+    "other layers by the configuration": (lambda f: edit(f, target_modules=["none_such"]), "does not fit its base"),
+    "another rank": (lambda f: edit(f, r=2), "does not fit its base.* another shape"),
+    "foreign names": (
+        lambda f: change(f, lambda state: {name[5:]: value for name, value in state.items()}),
+        "names begin with base_model.model.",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    write_adapter(folder / "adapter", make_causal_lm(folder / "base"))
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_no_whole_adapter_of_its_base_is_refused(damage, whole, tmp_path):
+    folder, (harm, message) = tmp_path / "adapter", DAMAGES[damage]
+    shutil.copytree(whole / "adapter", folder)
+    harm(folder)
+    with pytest.raises(UserError, match=f"(?s)--actor.*{message}"):
+        check_policy(str(folder), "--actor")
+
+
+def test_adapters_of_other_bases_and_kinds_and_of_no_numbers_are_refused(whole, tmp_path):
+    folder = tmp_path / "adapter"
+    shutil.copytree(whole / "adapter", folder)
+    edit(folder, base_model_name_or_path=make_causal_lm(tmp_path / "deeper", layers=3))
+    with pytest.raises(UserError, match="does not fit its base .*deeper: 4 tensors are missing .*layers.2"):
+        check_policy(str(folder), "--actor")
+    other = tmp_path / "ia3"
+    config = IA3Config(task_type=TaskType.CAUSAL_LM, target_modules=["k_proj"], feedforward_modules=[])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(whole / "base"), config).save_pretrained(str(other))
+    with pytest.raises(UserError, match="of kind 'IA3' and no LoRA"):
+        check_policy(str(other), "--actor")
+    bad = tmp_path / "nan"
+    shutil.copytree(whole / "adapter", bad)
+    change(bad, lambda state: {name: value * float("nan") for name, value in state.items()})
+    with pytest.raises(UserError, match="NaN or infinite numbers stand in 8 of the adapter's weights"):
+        load_policy(str(bad), torch.float32)
