@@ -139,7 +139,7 @@ class AdapterFolder:
     def scaling(self, layer: str, dim: int) -> float:
         """What B A is multiplied by in a layer whose factors have `dim` rows and columns."""
         patterns = self.config.alpha_pattern or {}
-        alpha = patterns.get(get_pattern_key(patterns.keys(), layer), self.config.lora_alpha)
+        alpha = patterns.get(get_pattern_key(list(patterns), layer), self.config.lora_alpha)
         return alpha / dim**0.5 if self.config.use_rslora else alpha / dim
 
     def check_fit(self, config: PretrainedConfig, model_class) -> None:
@@ -248,5 +248,6 @@ def peft_files(config: LoraConfig, base: str, score: Mapping | None) -> dict[str
 
 def _changed(config: LoraConfig, **settings) -> LoraConfig:
     other = copy.copy(config)
-    vars(other).update(settings)
+    for name, value in settings.items():
+        setattr(other, name, value)
     return other
