@@ -12,22 +12,25 @@ from engine.zero.shards import Shard, ShardSource, read
 class EMA:
     """ema <- decay * ema + (1 - decay) * actor, once per optimizer step, in float32.
 
-    Kept as this rank's shards beside the actor's float32 master weights: in bfloat16 at a decay of 0.992 most of the
-    movement would be rounded away, and a model or an engine of its own would cost a whole copy per rank.
+    Kept as this rank's shards beside the actor's master weights, in float32 whatever those are in: in bfloat16 at a
+    decay of 0.992 most of the movement would be rounded away, and a model or an engine of its own would cost a whole
+    copy per rank.
 
     Source: `moving_average` in DeepSpeed-Chat (DeepSpeedExamples 83757d9c), where the decay is 0.992.
     """
 
     def __init__(self, actor: TrainedModel, decay: float, device: str | None = None):
         self.actor, self.decay = actor, decay
-        self.means = [shard.detach().clone().to(device or shard.device) for shard in actor.master_shards()]
+        self.means = [
+            shard.detach().to(device or shard.device, torch.float32, copy=True) for shard in actor.master_shards()
+        ]
 
     @traced("EMA update")
     @torch.no_grad()
     def update(self) -> None:
         """Take in the actor's weights after an optimizer step."""
         for mean, shard in zip(self.means, self.actor.master_shards(), strict=True):
-            mean.lerp_(shard.to(mean.device), 1.0 - self.decay)
+            mean.lerp_(shard.to(mean.device, mean.dtype), 1.0 - self.decay)
 
     def swapped(self) -> contextlib.AbstractContextManager:
         """Context in which the actor computes, generates and saves with the averaged weights."""

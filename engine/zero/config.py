@@ -1,7 +1,6 @@
 """DeepSpeed configurations: read configs/ds/*.json, fill in what the program owns, refuse what contradicts it."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.errors import UserError, nearest
 from engine.files import read_text
+from engine.zero.limits import refuse_low_precision, refuse_out_of_reach, refuse_what_cannot_be, use_own_swap_folder
 
 # A wheel has the folder configs/ds beside this file; a checkout has it at its top level.
 _INSTALLED = Path(__file__).with_name("configs")
@@ -40,16 +40,8 @@ _KNOWN = {
     "checkpoint",
     "seq_parallel_communication_data_type",
     "comment",
-}
-
-# Settings of ZeRO's under which numbers of the training state are on a disk, in another optimizer, or not what is
-# computed with.
-_OUT_OF_REACH: dict[str, Callable[[Any], bool]] = {
-    "offload_optimizer.device": lambda device: device == "nvme",
-    "offload_optimizer.ratio": lambda ratio: ratio < 1,
-    "offload_param.device": lambda device: device == "nvme",
-    "zenflow": bool,
-    "zero_quantized_nontrainable_weights": bool,
+    "tensor_parallel",
+    "torch_autocast",
 }
 
 
@@ -121,6 +113,11 @@ def build_ds_config(
                 f"{f' ({owned[name]})' if name in owned else ''}. Leave it out of the file."
             )
         config.pop(name, None)
+    if trained:
+        refuse_low_precision(config, dtype, choice.path)
+    else:
+        for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            config["bf16"].pop(name, None)
     for name in ("fp16", "bf16"):
         section = dict(config.get(name, {}))
         if section.get("enabled", "auto") not in ("auto", dtype == name):
@@ -137,8 +134,11 @@ def build_ds_config(
             f"{choice.path}: zero_optimization.compute_grad_norm is false, but the gradient norm is one of "
             "the metrics. Leave it out of the file."
         )
+    refuse_what_cannot_be(config, choice.path)
     if trained:
-        _refuse_out_of_reach(config["zero_optimization"], choice.path)
+        refuse_out_of_reach(config["zero_optimization"], choice.path)
+    else:
+        use_own_swap_folder(config["zero_optimization"], choice.role)
     bucket = config["zero_optimization"].get("allgather_bucket_size", 0)
     if choice.stage in (1, 2) and bucket % 2:
         raise UserError(
@@ -198,18 +198,6 @@ def read_ds_file(choice: EngineConfig) -> dict:
     for name, model in sections.items():
         _check_section(config[name], model, path, name)
     return config
-
-
-def _refuse_out_of_reach(zero: dict, path: str | None) -> None:
-    """Raise UserError for a file that keeps numbers of the training state where no restart point finds them."""
-    for name, elsewhere in _OUT_OF_REACH.items():
-        section, _, key = name.partition(".")
-        value = (zero.get(section) or {}).get(key) if key else zero.get(section)
-        if value is not None and elsewhere(value):
-            raise UserError(
-                f"{path}: zero_optimization.{name} is {value!r}, under which no restart point can be written, and a "
-                "run that is asked to end writes one. Leave it out of the file."
-            )
 
 
 def stage_of_file(path: str, role: str) -> int | None:

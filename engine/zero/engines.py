@@ -135,27 +135,36 @@ class TrainedModel:
         return not distributed.any_rank(not own)
 
     def master_shards(self) -> list[Tensor]:
-        """This rank's float32 weights: the tensors that the optimizer updates, each on one rank (stage 0: on all)."""
+        """This rank's master weights: the tensors that the optimizer updates, each on one rank (stage 0: on all); in
+        float32, or in bfloat16 where its file says so."""
         return [master.tensor.data for master in self._by_stage.masters()]
 
     @contextlib.contextmanager
     def swapped(self, shards: list[Tensor]) -> Iterator[None]:
         """Within this context the model computes with other float32 weights, given like `master_shards`.
 
-        Both are exchanged in place, so it takes the memory of one more shard; on leaving all is as before, bit by bit.
+        On leaving all is as before, bit by bit. Both are exchanged in place, so it takes the memory of one more shard;
+        16-bit master weights, which could not hold the others exactly, are kept aside instead.
         """
-        self._exchange(shards)
+        kept = [own.clone() if own.dtype != other.dtype else None for own, other in self._pairs(shards)]
+        self._exchange(shards, kept)
         try:
             yield
         finally:
-            self._exchange(shards)
+            self._exchange(shards, kept, back=True)
+
+    def _pairs(self, shards: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(self.master_shards(), shards, strict=True))
 
     @torch.no_grad()
-    def _exchange(self, shards: list[Tensor]) -> None:
-        for own, other in zip(self.master_shards(), shards, strict=True):
-            kept = own.clone()
-            own.copy_(other)
-            other.copy_(kept)
+    def _exchange(self, shards: list[Tensor], kept: list[Tensor | None], back: bool = False) -> None:
+        for (own, other), aside in zip(self._pairs(shards), kept, strict=True):
+            if aside is not None:
+                own.copy_(aside if back else other)
+            else:
+                before = own.clone()
+                own.copy_(other)
+                other.copy_(before)
         self._by_stage.refresh_from_masters()
         self.version += 1
 

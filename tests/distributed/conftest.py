@@ -15,6 +15,7 @@ ALWAYS_PARTITIONED = {
 }
 VECTORS_PERSIST = ALWAYS_PARTITIONED | {"stage3_param_persistence_threshold": 40}
 STEADY_FP16 = {"initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 1, "min_loss_scale": 1}
+BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 GROWING_FP16 = STEADY_FP16 | {"loss_scale_window": 2}
 
 
@@ -22,8 +23,9 @@ GROWING_FP16 = STEADY_FP16 | {"loss_scale_window": 2}
 def folder(tmp_path_factory) -> str:
     """A folder with actor, tied (an actor with tied embeddings), reward, and DeepSpeed JSON files.
 
-    stage0.json to stage3.json; stage3_persistent.json, in which matrices are partitioned and vectors are not; and
-    stage0_growing.json to stage3_growing.json, whose fp16 loss scale doubles every other step.
+    stage0.json to stage3.json; stage3_persistent.json, in which matrices are partitioned and vectors are not;
+    stage0_growing.json to stage3_growing.json, whose fp16 loss scale doubles every other step; stage0_bf16.json to
+    stage3_bf16.json, with master weights in bfloat16.
     """
     folder = tmp_path_factory.mktemp("tiny")
     make_causal_lm(folder / "actor", "llama", seed=0)
@@ -34,6 +36,7 @@ def folder(tmp_path_factory) -> str:
         thresholds = ALWAYS_PARTITIONED if stage == 3 else {}
         _write(folder / f"stage{stage}.json", shipped, thresholds, STEADY_FP16)
         _write(folder / f"stage{stage}_growing.json", shipped, thresholds, GROWING_FP16)
+        _write(folder / f"stage{stage}_bf16.json", shipped | {"bf16": BF16_MASTERS}, thresholds, STEADY_FP16)
     _write(folder / "stage3_persistent.json", shipped, VECTORS_PERSIST, STEADY_FP16)
     return str(folder)
 

@@ -6,6 +6,7 @@ from engine.algorithms import Dialect
 from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import UserError
 from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
+from engine.zero.limits import refuse_together
 from training.flags.algorithm_flags import AlgorithmFlags
 from training.flags.arguments import REQUIRED, flag
 from training.flags.lora_flags import RoleLoraFlags
@@ -176,8 +177,8 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
 
     def engine_configs(self, dialect: Dialect) -> dict[str, dict]:
         """Each engine's whole DeepSpeed configuration; raises UserError for a contradiction."""
-        configs = {}
-        for config in self.engine_spec(dialect).engine_configs:
+        configs, choices = {}, self.engine_spec(dialect).engine_configs
+        for config in choices:
             trained = config.role in ("actor", "critic")
             configs[config.role] = build_ds_config(
                 config,
@@ -186,6 +187,7 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
                 trained=trained,
                 gradient_clipping=dialect.max_grad_norm if trained else 0.0,
             )
+        refuse_together(configs, {choice.role: choice.path for choice in choices})
         return configs
 
     def _check(self, dialect: Dialect) -> None:
