@@ -37,11 +37,12 @@ class Lazy(Tensor):
                 return func(*args, **(kwargs or {}))
             if func in (Tensor.contiguous, Tensor.detach):
                 return args[0]
-            if func is Tensor.copy_ and isinstance(args[1], Lazy) and _holds(args[0], args[1]):
-                args[1].fill(args[0])
-                return args[0]
-            args, kwargs = tree_map_only(Lazy, Lazy.whole, (args, kwargs or {}))
-            return func(*args, **kwargs)
+            filled = func is Tensor.copy_ and isinstance(args[1], Lazy) and _holds(args[0], args[1])
+        if filled:  # out of that context, as filling may itself copy from lazy tensors
+            args[1].fill(args[0])
+            return args[0]
+        args, kwargs = tree_map_only(Lazy, Lazy.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 _OF_THE_SHAPE = {

@@ -139,7 +139,8 @@ class SupervisedTrainer:
     @phase("saving models")
     def save(self, edit: Callable[[dict], None] | None = None) -> None:
         """Write the model into the output folder; `edit` may change the weights on the way."""
-        self.saved["."] = model_folders.save(self.model, self.tokenizer, self.output_dir, ".", edit)
+        merged = model_folders.merged_wanted(self.args.save_merged, [self.model], self.output_dir)
+        self.saved |= model_folders.save_forms(self.model, self.tokenizer, self.output_dir, ".", merged, edit)
         model_folders.finish(self.output_dir, self.saved, self.total_steps)
 
     def end(self, line: str) -> None:

@@ -119,7 +119,7 @@ class AdapterFolder:
         """
         try:
             pickled = self.file.suffix != ".safetensors"
-            state = torch.load(self.file, weights_only=True) if pickled else load_file(self.file)
+            state = torch.load(self.file, map_location="cpu", weights_only=True) if pickled else load_file(self.file)
         except (OSError, SafetensorError, RuntimeError) as error:
             raise UserError(f"{self.what}: {self.file} cannot be read ({one_line(error)}). Copy it again.") from None
         bad = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]

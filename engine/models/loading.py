@@ -60,7 +60,7 @@ def load_policy(
     if not Path(base).is_dir():
         check_policy(path, what, trust_remote_code)  # of a name on the Hub, now that its files are here
     _make_saveable(model)
-    return _started(Policy(model, dropouts), adapter, merge)
+    return _started(Policy(model, dropouts), base, adapter, merge)
 
 
 def empty_like(module: Policy | Scorer, device: torch.device) -> Policy | Scorer:
@@ -101,7 +101,7 @@ def load_scorer(
     scorer = Scorer(model, dropouts)
     if adapter is not None and adapter.has_head:
         set_parameter(scorer.model.score.weight, adapter.tensors()[f"{HEAD}.weight"])
-    return _started(scorer, adapter, merge)
+    return _started(scorer, base, adapter, merge)
 
 
 def new_scorer(
@@ -139,7 +139,7 @@ def new_scorer(
     model = _loaded(kind, base, config, dtype, ds_config, what, new_head=True)
     if not Path(base).is_dir():
         check_trunk(path, what, trust_remote_code)
-    scorer = _started(Scorer(model, dropouts), adapter, merge)
+    scorer = _started(Scorer(model, dropouts), base, adapter, merge)
     width = scorer.model.score.in_features
     fresh = torch.zeros(1, width)
     if seed is not None:
@@ -166,8 +166,9 @@ def new_critic(
     return new_scorer(path, dtype, pad, None, ds_config, what, trust_remote_code=trust_remote_code, merge=merge)
 
 
-def _started(module: Backbone, adapter: AdapterFolder | None, merge: bool):
-    """The module with the adapter in it, or to be given to it."""
+def _started(module: Backbone, base: str, adapter: AdapterFolder | None, merge: bool):
+    """The module with the adapter in it, or to be given to it; base: where the rest was loaded from."""
+    module.base = base
     if adapter is not None and merge:
         merge_adapter(module.model, adapter)
     elif adapter is not None:

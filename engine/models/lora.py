@@ -82,8 +82,17 @@ def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None =
 
 
 def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
-    """peft's description of the adapter that `spec` asks for."""
+    """peft's description of the adapter that `spec` asks for.
+
+    Raises: UserError as `target_names` does, and where the output head is meant and is tied to the embedding.
+    """
     names = target_names(model, spec.targets)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if any(model.get_submodule(name) is head for name in names) and head.weight is embedding.weight:
+        raise UserError(
+            f"the output head of {type(model).__name__} is its embedding too (tie_word_embeddings), and can have no "
+            f"adapter of its own. Leave it out: {ALL_LINEAR!r} does."
+        )
     return LoraConfig(
         r=spec.dim,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft multiplies with it; a whole number is a habit

@@ -1,13 +1,14 @@
 """What an adapter would be of a model of which nothing but the configuration is read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
 from engine.errors import UserError
+from engine.models.adapter_folders import read_adapter
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
-from engine.models.lora import LoraSpec, adapt
+from engine.models.lora import LoraSpec, adapt, check_dim
 from engine.models.policy import Policy
 from engine.models.reading import read_config
 from engine.models.scorer import Scorer
@@ -33,11 +34,16 @@ class AdaptedModel:
         """
         config = read_config(path, what, trust_remote_code)
         kind = model_class(config, CLASSIFIER if scorer else LANGUAGE_MODEL, path, what, trust_remote_code)
+        start = read_adapter(path, what)
+        if start is not None:
+            check_dim(start, spec)
+            spec = replace(spec, alpha=start.config.lora_alpha)
         if scorer:
             config.num_labels = 1
         with torch.device("meta"):
             model = kind._from_config(config)
             module = Scorer(model) if scorer else Policy(model)
+            module.start = start
             try:
                 adapt(module, spec, "model")
             except UserError as error:

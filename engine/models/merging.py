@@ -1,4 +1,8 @@
-"""Adapters merged into their models' matrices: W + alpha / dim * B A in float32, cast to W's dtype."""
+"""Adapters merged into their models' matrices, in place or on the way to a file: W + alpha / dim * B A in float32, cast
+to W's dtype."""
+
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -6,8 +10,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine import distributed
-from engine.models.adapter_folders import AdapterFolder
+from engine.lazy import Lazy
+from engine.models.adapter_folders import HEAD, AdapterFolder
+from engine.models.adapters import Adapters
+from engine.models.backbone import Backbone
 from engine.zero.gathering import gathered_params, set_parameter
+
+BASE = ".base_layer."  # peft's name for the layer within an adapted one
 
 
 @torch.no_grad()
@@ -21,6 +30,44 @@ def merge_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> None:
         set_parameter(layer.weight, whole)
 
 
+def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None = None) -> dict[str, Tensor]:
+    """The weights of a model with its adapter merged, by the names that it has without.
+
+    Each is computed when it is asked for, from one matrix and its factors (`Lazy`).
+
+    state: of `module.model`, by name (`lent_state`). role: whose adapter; by default the own one.
+    """
+    adapters = module.adapters
+    if adapters is None:
+        return dict(state)
+    found = {name: tensor for name, tensor in state.items() if not _is_factor(name)}
+    for name, tensor in list(found.items()):
+        layer, within, rest = name.rpartition(BASE)
+        if within:
+            del found[name]
+            fill = partial(_fill_merged, adapters, state, layer, role or adapters.own)
+            found[f"{layer}.{rest}"] = Lazy.of(tuple(tensor.shape), tensor.dtype, fill) if rest == "weight" else tensor
+    return found
+
+
+def adapter_state(module: Backbone, state: Mapping[str, Tensor], role: str | None = None) -> dict[str, Tensor]:
+    """The factors of a role's adapter, and a scorer's head, by peft's names within the model.
+
+    state, role: as for `merged_state`.
+    """
+    assert module.adapters is not None
+    ending = f".{role or module.adapters.own}.weight"
+    factors = {name: tensor for name, tensor in state.items() if _is_factor(name) and name.endswith(ending)}
+    found = {f"{name.removesuffix(ending)}.weight": tensor for name, tensor in factors.items()}
+    return found | {name: tensor for name, tensor in state.items() if name.startswith(f"{HEAD}.")}
+
+
+def adapter_holds_all(module: Backbone) -> bool:
+    """Whether nothing trains that an adapter's folder has no place for: all but factors and a score head is frozen."""
+    trained = {name for name, parameter in module.model.named_parameters() if parameter.requires_grad}
+    return all(_is_factor(name) or name.startswith(f"{HEAD}.") for name in trained)
+
+
 def update(a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
     """scaling * B A of factors A (dim, in) and B (out, dim), in float32; transposed: (in, out), as Conv1D has it."""
     change = scaling * (b.float() @ a.float())
@@ -30,3 +77,17 @@ def update(a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
 def merged(weight: Tensor, change: Tensor) -> Tensor:
     """The sum of a matrix and its update, in the matrix's dtype."""
     return (weight.float() + change.to(weight.device)).to(weight.dtype)
+
+
+@torch.no_grad()
+def _fill_merged(adapters: Adapters, state: Mapping[str, Tensor], name: str, role: str, target: Tensor) -> None:
+    layer, weight = adapters.layers[name], torch.empty_like(target, device="cpu")
+    weight.copy_(state[f"{name}{BASE}weight"])
+    for adapter in adapters.active[role]:
+        a, b = (state[f"{name}.lora_{factor}.{adapter}.weight"].float() for factor in "AB")
+        weight = merged(weight, update(a, b, layer.scaling[adapter], layer.fan_in_fan_out))
+    target.copy_(weight)
+
+
+def _is_factor(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name

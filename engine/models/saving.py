@@ -1,4 +1,4 @@
-"""Policies and Scorers written as Hugging Face folders."""
+"""Policies and Scorers written as Hugging Face folders: whole models, or adapters alone."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, modeling_utils
 
 from engine.files import os_errors
+from engine.models.adapter_folders import PREFIX, WEIGHTS, peft_files
 from engine.models.policy import Policy
 from engine.models.scorer import Scorer
 from engine.safetensors_files import file_order, write_safetensors
@@ -35,6 +36,37 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
         vars(model.config).update(silenced)
 
 
+def save_adapter(
+    module: Policy | Scorer, state: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: str | Path
+) -> None:
+    """Write a folder of the adapter alone, as peft and what builds on it open it; one process calls this.
+
+    Args:
+        state: what `adapter_state` gives.
+
+    Raises: OSError, of a full disk too.
+    """
+    folder = Path(folder)
+    with os_errors():
+        folder.mkdir(parents=True, exist_ok=True)
+        _write({f"{PREFIX}{name}": tensor for name, tensor in state.items()}, folder / WEIGHTS, {"format": "pt"})
+        for name, text in adapter_files(module).items():
+            (folder / name).write_text(text, encoding="utf-8")
+        tokenizer.save_pretrained(folder)
+
+
+def adapter_files(module: Policy | Scorer) -> dict[str, str]:
+    """What stands in an adapter's folder beside weights and tokenizer, by name; {} for a model without adapters."""
+    if module.adapters is None:
+        return {}
+    assert module.base is not None, "an adapter of a model that was not loaded"
+    config, score = module.model.config, None
+    if isinstance(module, Scorer):
+        score = {"score_offset": getattr(config, "score_offset", 0.0)}
+        score |= {"score_position": module.score_position, "pad_token_id": config.pad_token_id}
+    return peft_files(module.adapters.configs[module.adapters.own], module.base, score)
+
+
 @contextlib.contextmanager
 def _a_tensor_at_a_time() -> Iterator[None]:
     """Within this context `save_pretrained` has a file's tensors fetched and written one after the other, where the
@@ -47,7 +79,7 @@ def _a_tensor_at_a_time() -> Iterator[None]:
         modeling_utils.safe_save_file = whole
 
 
-def _write(tensors: Mapping[str, Tensor], file: str, metadata: Mapping[str, str]) -> None:
+def _write(tensors: Mapping[str, Tensor], file: str | Path, metadata: Mapping[str, str]) -> None:
     order = sorted(tensors, key=lambda name: file_order(name, tensors[name].dtype))
     with Path(file).open("wb") as opened:
         write_safetensors(opened.write, {name: tensors[name] for name in order}, metadata)

@@ -39,6 +39,12 @@ class LoraFlags(RunFlags):
     )
     lora_dropout: float | None = flag(None, "dropout before the factors, while steps 1 and 2 train; step 3 has none")
 
+    save_merged: str = flag(
+        "auto",
+        "beside the adapters save the models with these merged into them, too; auto: where the disk has room for them",
+        choices=("auto", "true", "false"),
+    )
+
     def validate_lora(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
         self.at_least(0, "lora_dropout", *self._names("dim"), *self._names("learning_rate"))
@@ -58,7 +64,13 @@ class LoraFlags(RunFlags):
                     f"--{model}lora_module_name {getattr(self, f'{model}lora_module_name')} and --lora_target_modules "
                     f"{' '.join(self.lora_target_modules)} say the same. Give one of them."
                 )
-        shared = ("only_optimize_lora", "lora_alpha", "lora_target_modules", "lora_dropout")
+        if self.save_merged == "false" and not self.only_optimize_lora and any(map(self.lora, self.lora_models)):
+            raise UserError(
+                "--save_merged false without --only_optimize_lora: an adapter has no place for the biases, norms and "
+                "embeddings that train too, so that the merged model is all there is to save. Leave it out, or give "
+                "--only_optimize_lora."
+            )
+        shared = ("only_optimize_lora", "lora_alpha", "lora_target_modules", "lora_dropout", "save_merged")
         self._refuse_without_dim(shared, self._names("dim"))
 
     def lora(self, model: str = "") -> LoraSpec | None:
@@ -97,7 +109,7 @@ class LoraFlags(RunFlags):
             return
         for name in names:
             value = getattr(self, name)
-            if value is not None and value is not False and value != []:
+            if value is not None and value is not False and value not in ([], "auto"):
                 words = value if isinstance(value, list) else [] if value is True else [value]
                 raise UserError(
                     f"{' '.join([f'--{name}', *map(str, words)])} needs {' or '.join(f'--{dim}' for dim in dims)}, "

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -22,23 +22,85 @@ from safetensors import SafetensorError
 from engine import distributed
 from engine.errors import RunStopped
 from engine.host_memory import freed_memory_given_back
-from engine.models.saving import save_model
+from engine.models.merging import adapter_holds_all, adapter_state, merged_state
+from engine.models.saving import save_adapter, save_model
 from engine.whole_files import OLD, PARTIAL, exchange, restored, sync, sync_tree
 from engine.zero.engines import TrainedModel
-from engine.zero.gathering import lent_state
+from engine.zero.gathering import full_numel, lent_state
 from training.program import written
 from training.program.unwritten import going_on, note, reason_of
 from training.program.written import KEPT, MODEL_FOLDERS, Written
 from training.reporting.run_record import RUN_FILE, record_models
 
 COMPLETE = "model.complete"
+ROOM = 1.1  # of the disk's free space to the size of merged models that are to be written without being asked for
 PATIENCE, INTERVAL = 600.0, 10.0  # seconds that a save waits for space, and between two tries
 
 
+def save_forms(
+    model: TrainedModel,
+    tokenizer,
+    output_dir: Path,
+    name: str,
+    merged: bool = True,
+    edit: Callable[[dict], None] | None = None,
+) -> dict[str, Path]:
+    """Write a trained model in the forms that are wanted of it; returns their folders by name (all ranks call this).
+
+    A model with adapters is written as the adapter alone, in the folder `adapter_name(name)`; and with it merged, if
+    that is wanted, or if weights train too for which an adapter's folder has no place: then as that alone.
+
+    merged: whether a merged model is wanted. Else as `save`.
+    """
+    found, adapted = {}, model.module.adapters is not None
+    alone = adapted and adapter_holds_all(model.module)
+    if alone:
+        found[adapter_name(name)] = save(model, tokenizer, output_dir, adapter_name(name), edit, adapter=True)
+    if merged or not alone:
+        found[name] = save(model, tokenizer, output_dir, name, edit)
+    return found
+
+
+def adapter_name(name: str) -> str:
+    """The folder of the adapter of a model that is saved as `name`."""
+    return "adapter" if name == "." else f"{name}_adapter"
+
+
+def merged_wanted(choice: str, models: Iterable[TrainedModel], output_dir: Path) -> bool:
+    """Whether models with adapters are saved merged too (all ranks call this).
+
+    choice: "true", "false", or "auto": where the disk has room for all of them. models: each as often as it is saved.
+    """
+    if choice != "auto":
+        return choice == "true"
+    size = sum(
+        full_numel(parameter) * parameter.element_size()
+        for model in models
+        for parameter in model.module.model.parameters()
+    )
+    place = next(folder for folder in (output_dir, *output_dir.resolve().parents) if folder.is_dir())
+    free = shutil.disk_usage(place).free
+    fits = distributed.broadcast_object(free > ROOM * size)
+    if not fits and distributed.is_main():
+        print(
+            f"saved as adapters alone: merged models of {size / 1e9:,.1f} GB have no room in {output_dir}, where "
+            f"{free / 1e9:,.1f} GB are free (--save_merged true writes them nevertheless)",
+            flush=True,
+        )
+    return fits
+
+
 def save(
-    model: TrainedModel, tokenizer, output_dir: Path, name: str, edit: Callable[[dict], None] | None = None
+    model: TrainedModel,
+    tokenizer,
+    output_dir: Path,
+    name: str,
+    edit: Callable[[dict], None] | None = None,
+    adapter: bool = False,
 ) -> Path:
     """Write a trained model as the folder `name` of the output folder, "." for itself (all ranks call this).
+
+    Of a model with adapters either the own one alone is written (adapter), or the model with that merged into it.
 
     Weights are gathered as they are written, one after the other. Where the disk is full, the model goes to another
     place: a temporary folder, the home or the working directory; and where none of them has the space, it is tried
@@ -48,14 +110,16 @@ def save(
     place could be written.
     """
     place, problem = output_dir / name, None
-    with freed_memory_given_back(), lent_state(model.module.model) as state:
+    with freed_memory_given_back(), lent_state(model.module.model) as lent:
         if distributed.is_main():
+            state = (adapter_state if adapter else merged_state)(model.module, lent)
+            write = save_adapter if adapter else save_model
             if edit is not None:
                 edit(state)
             try:
                 size = sum(weights.numel() * weights.element_size() for weights in state.values())
                 place = _save_somewhere(
-                    lambda folder: save_model(model.module, state, tokenizer, folder), output_dir, name, size
+                    lambda folder: write(model.module, state, tokenizer, folder), output_dir, name, size
                 )
             except OSError as error:
                 problem = f"the trained model {place} cannot be written ({reason_of(error)}), nor could any other place"

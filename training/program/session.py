@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from engine import distributed
 from engine.models.reading import read_tokenizer
+from engine.zero.engines import TrainedModel
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
 from training.program import model_folders, output_lock, stopping, written
@@ -169,14 +170,19 @@ class Session:
     def save_models(self) -> dict[str, Path]:
         """Write the trained models, and the actor with averaged weights if there are any, as Hugging Face folders; then
         remove those of an earlier run that this one does not have."""
-        models = self.models
-        saved = {
-            name: model_folders.save(model, self.own_tokenizer, self.output_dir, name)
-            for name, model in models.trained.items()
-        }
-        if models.ema is not None:
-            with models.ema.swapped():
-                saved["actor_ema"] = model_folders.save(models.actor, self.own_tokenizer, self.output_dir, "actor_ema")
+        models, averaged = self.models, self.models.ema
+        all_models = [*models.trained.values(), *([models.actor] if averaged is not None else [])]
+        merged = model_folders.merged_wanted(self.args.save_merged, all_models, self.output_dir)
+
+        def forms(model: TrainedModel, name: str) -> dict[str, Path]:
+            return model_folders.save_forms(model, self.own_tokenizer, self.output_dir, name, merged)
+
+        saved = {}
+        for name, model in models.trained.items():
+            saved |= forms(model, name)
+        if averaged is not None:
+            with averaged.swapped():
+                saved |= forms(models.actor, "actor_ema")
         model_folders.finish(self.output_dir, saved, self.trainer.steps_done)
         return saved
 

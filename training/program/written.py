@@ -27,7 +27,7 @@ POINTS = "checkpoints/step_*"
 """Restart points are known by what they hold, since they are renamed when they are set aside."""
 OWN_FILES = (WRITTEN_FILE, "run.lock")
 KEPT = ".kept"  # the ending that a user's file gets which has a name that the run writes
-MODEL_FOLDERS = ("actor", "critic", "actor_ema", ".")
+MODEL_FOLDERS = ("actor", "critic", "actor_ema", "actor_adapter", "critic_adapter", "actor_ema_adapter", "adapter", ".")
 OLD_FILES = (
     "metrics.jsonl",
     RUN_FILE,

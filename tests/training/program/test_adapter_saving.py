@@ -1,0 +1,117 @@
+"""Models with adapters as they are saved: the adapter alone, and merged; peft and transformers open both alike."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from engine.experience import position_ids
+from engine.models.loading import load_policy, load_scorer, new_scorer
+from engine.models.lora import LoraSpec, adapt
+from tests.engine.meters import LiveBytes
+from tests.tiny_models import PAD, make_causal_lm, make_scorer, make_tokenizer
+from training.program import model_folders
+
+SEQUENCES = torch.arange(4, 20).view(2, 8)
+MASK = torch.ones_like(SEQUENCES)
+INPUTS = {"input_ids": SEQUENCES, "attention_mask": MASK}
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def adapted(module, role: str, **settings):
+    """The module with an adapter that is not nothing."""
+    adapt(module, LoraSpec(dim=4, alpha=6.0, **({"only": True} | settings)), role)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for _, b in module.adapters.factors().values():
+            b.copy_(0.3 * torch.randn(b.shape, generator=generator))
+    return module.eval()
+
+
+def save(module, folder: Path, name: str, merged: bool = True, edit=None) -> dict[str, Path]:
+    model = SimpleNamespace(module=module)
+    return model_folders.save_forms(model, make_tokenizer(), folder, name, merged, edit)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bloom"])
+@torch.no_grad()
+def test_the_adapter_and_the_merged_model_open_with_peft_and_transformers_alike(family, tmp_path):
+    base = make_causal_lm(tmp_path / "base", family, tied=family == "gpt2")
+    policy = adapted(load_policy(base, torch.float32), "actor")
+    expected = policy.model(**INPUTS).logits
+    saved = save(policy, tmp_path / "out", "actor")
+    assert saved == {"actor_adapter": tmp_path / "out/actor_adapter", "actor": tmp_path / "out/actor"}
+    files = {path.name for path in saved["actor_adapter"].iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files
+    assert "model.safetensors" not in files
+    theirs = AutoPeftModelForCausalLM.from_pretrained(saved["actor_adapter"])
+    torch.testing.assert_close(theirs(**INPUTS).logits, expected, **CLOSE)
+    beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), saved["actor_adapter"])
+    torch.testing.assert_close(beside(**INPUTS).logits, expected, **CLOSE)
+    merged = AutoModelForCausalLM.from_pretrained(saved["actor"])
+    assert {name for name, _ in merged.named_parameters()} == {
+        name for name, _ in AutoModelForCausalLM.from_pretrained(base).named_parameters()
+    }
+    torch.testing.assert_close(merged(**INPUTS).logits, expected, **CLOSE)
+    for path in saved.values():  # our own
+        torch.testing.assert_close(load_policy(str(path), torch.float32).model(**INPUTS).logits, expected, **CLOSE)
+    with torch.no_grad():
+        assert (AutoModelForCausalLM.from_pretrained(base)(**INPUTS).logits - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["new head", "critic"])
+@torch.no_grad()
+def test_a_scorers_adapter_has_its_head_and_offset(trained, tmp_path):
+    if trained:
+        module = load_scorer(make_scorer(tmp_path / "base", "llama", offset=-0.25), torch.float32)
+    else:
+        module = new_scorer(make_causal_lm(tmp_path / "base"), torch.float32, PAD, seed=3)
+        module.model.config.score_offset = 0.75
+    scorer = adapted(module, "model")
+    saved = save(scorer, tmp_path / "out", ".", edit=lambda s: s.update({"score.weight": s["score.weight"] * 2.0}))
+    assert saved == {"adapter": tmp_path / "out/adapter", ".": tmp_path / "out"}
+    scorer.model.score.weight.mul_(2)
+    scorer.offset = -0.25 if trained else 0.75
+    token_scores = scorer(SEQUENCES, MASK, position_ids(MASK))
+    expected = scorer.sequence_scores(token_scores, SEQUENCES, MASK)
+    for path in saved.values():
+        ours = load_scorer(str(path), torch.float32)
+        scores = ours(SEQUENCES, MASK, position_ids(MASK))
+        torch.testing.assert_close(scores, token_scores, **CLOSE)
+        torch.testing.assert_close(ours.sequence_scores(scores, SEQUENCES, MASK), expected, **CLOSE)
+    theirs = AutoPeftModelForSequenceClassification.from_pretrained(saved["adapter"], num_labels=1)
+    torch.testing.assert_close(theirs(**INPUTS).logits[:, 0] + scorer.offset, expected, **CLOSE)
+    merged = AutoModelForSequenceClassification.from_pretrained(saved["."])
+    torch.testing.assert_close(merged(**INPUTS).logits[:, 0] + scorer.offset, expected, **CLOSE)
+
+
+def test_what_an_adapter_has_no_place_for_is_saved_merged_alone(tmp_path):
+    policy = adapted(load_policy(make_causal_lm(tmp_path / "base"), torch.float32), "actor", only=False)
+    saved = save(policy, tmp_path / "out", "actor", merged=False)
+    assert list(saved) == ["actor"] and not (tmp_path / "out/actor_adapter").exists()
+    only = adapted(load_policy(make_causal_lm(tmp_path / "base"), torch.float32), "actor")
+    assert list(save(only, tmp_path / "alone", "actor", merged=False)) == ["actor_adapter"]
+    assert not (tmp_path / "alone/actor").exists()
+
+
+def test_merging_holds_no_second_model(tmp_path):
+    policy = adapted(load_policy(make_causal_lm(tmp_path / "base", layers=12), torch.float32), "actor")
+    largest = 4 * max(parameter.numel() for parameter in policy.parameters())
+    with LiveBytes(known=policy.parameters()) as live:
+        save(policy, tmp_path / "out", "actor")
+    assert live.peak <= 6 * largest, (live.peak, largest)
+
+
+def test_merged_models_are_saved_where_the_disk_has_room(tmp_path, monkeypatch, capsys):
+    policy = adapted(load_policy(make_causal_lm(tmp_path / "base"), torch.float32), "actor")
+    models = [SimpleNamespace(module=policy)]
+    size = sum(4 * parameter.numel() for parameter in policy.model.parameters())
+    for factor, wanted in ((2.0, True), (1.0, False)):
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=factor * size: SimpleNamespace(free=free))
+        assert model_folders.merged_wanted("auto", models, tmp_path / "not yet" / "there") == wanted
+    assert "saved as adapters alone" in capsys.readouterr().out
+    assert model_folders.merged_wanted("true", models, tmp_path)
+    assert not model_folders.merged_wanted("false", models, tmp_path)
