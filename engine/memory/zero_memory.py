@@ -92,7 +92,7 @@ class ZeroMemory:
         states.add(role, "optimizer", self.masters + (2 * FLOAT * share if stepped else 0))
         if self.stage == 3:
             states.add(role, "gradients", width * share)
-            device.add(role, "buffers", width * self.zero.reduce_bucket_size if self.zero.contiguous_gradients else 0)
+            device.add(role, "buffers", width * self._bucket if self.zero.contiguous_gradients else 0)
         if self.offloads_optimizer:
             host.add(role, "gradients", FLOAT * share)
             if self.stage < 3:
@@ -115,11 +115,16 @@ class ZeroMemory:
         return most
 
     @property
+    def _bucket(self) -> int:
+        """How many gradients are reduced at once."""
+        return min(self.model.trains, self.zero.reduce_bucket_size)
+
+    @property
     def _buckets(self) -> int:
         """Bytes of the buffers in which stages 1 and 2 reduce gradients."""
         if self.stage not in (1, 2) or not (self.zero.contiguous_gradients or self.offloads_optimizer):
             return 0
-        return self.model.width * self.zero.reduce_bucket_size * (2 if self.zero.overlap_comm else 1)
+        return self.model.width * self._bucket * (2 if self.zero.overlap_comm else 1)
 
     def in_backward(self, passes: int) -> tuple[Bytes, Bytes]:
         """(device, host) beyond `at_rest` while the last of so many backward passes has all its activations."""
@@ -138,7 +143,7 @@ class ZeroMemory:
         """The same at the end of the last backward pass, whose activations are gone, while gradients are reduced."""
         role, width, trains = self.model.role, self.model.width, self.model.trains
         device, host = self.in_backward(passes)
-        reduced = min(trains, self.zero.reduce_bucket_size)
+        reduced = self._bucket
         if self.stage == 0:
             at_once = min(trains, REDUCED_AT_ONCE + self.model.largest)
             device = Bytes().add(role, "gradients", width * trains).add(role, "buffers", width * at_once)

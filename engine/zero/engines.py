@@ -8,12 +8,14 @@ from typing import Any, Protocol
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from engine import distributed
 from engine.errors import RunStopped
 from engine.trace import traced
+from engine.zero.gathering import full_numel
 from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
 
@@ -42,6 +44,7 @@ class TrainedModel:
 
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer, role: str = "model"):
         _gather_by_layer(module, ds_config)
+        ds_config = _with_fitting_bucket(module, ds_config)
         with _nothing_compiled():
             self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
@@ -237,6 +240,18 @@ def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:
     layers = {type(part) for part in module.modules() if type(part).__name__ in names}
     if zero.get("stage") == 3 and "leaf_module" not in zero and layers:
         set_z3_leaf_modules(module, list(layers))
+
+
+def _with_fitting_bucket(module: nn.Module, ds_config: dict) -> dict:
+    """The configuration, with buckets of gradients no larger than all gradients together.
+
+    DeepSpeed allocates a whole bucket, at stage 3 for good, however little there is to be reduced: a small model, or
+    adapters. What does fit into one bucket is reduced in one, as before.
+    """
+    zero = ds_config["zero_optimization"]
+    trained = sum(full_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
+    given = zero.get("reduce_bucket_size", DeepSpeedZeroConfig().reduce_bucket_size)
+    return {**ds_config, "zero_optimization": {**zero, "reduce_bucket_size": min(int(given), trained)}}
 
 
 @contextlib.contextmanager

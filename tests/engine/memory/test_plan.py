@@ -58,7 +58,7 @@ def test_stage_3_divides_all_of_it(path):
     assert actor["weights"] == pytest.approx(2 * POLICY / 8, rel=0.001)
     assert actor["optimizer"] == pytest.approx(12 * POLICY / 8, rel=0.001)
     assert actor["gradients"] == pytest.approx(2 * POLICY / 8, rel=0.001)
-    assert actor["buffers"] == 2 * 50_000_000  # the bucket of configs/ds/zero3.json
+    assert actor["buffers"] == 2 * POLICY < 2 * 50_000_000  # all gradients; configs/ds/zero3.json would have more
     # One copy for actor and reference, one for critic and reward model.
     assert planned.phases["experience"]["copies"]["weights"] == 2 * (POLICY + SCORER)
 
