@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.models.lora import LoraSpec
-from engine.models.places import same_model
+from engine.models.places import is_adapter, same_model
 from engine.zero.config import EngineConfig
 
 
@@ -100,8 +100,8 @@ class EngineSpec:
         words = {
             "reference": "the reference is a few layers within the actor's engine"
             if self.hydra_layers
-            else "the reference is the actor with its adapters off",
-            "reward": "the reward model is the critic with its adapters off and its first head",
+            else f"the reference is the actor with {_before(self.actor_path)}",
+            "reward": f"the reward model is the critic with {_before(self.critic_path)} and its first head",
         }
         return {role: words[role] for role in self.hosts}
 
@@ -115,3 +115,8 @@ class EngineSpec:
             partner = self.critic if self.with_critic else self.actor
             configs.append(self.reward or EngineConfig("reward", frozen_stage(partner)))
         return configs
+
+
+def _before(path: str | None) -> str:
+    """In words, what the adapters are of a model from `path` that was not trained here."""
+    return "the adapter that it began with" if path is not None and is_adapter(path) else "its adapters off"

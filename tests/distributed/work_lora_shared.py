@@ -20,7 +20,7 @@ from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, engine_sp
 from tests.engine.zero.inspecting import parameter_bytes, weights
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
-LORA = LoraSpec(dim=4, alpha=8, lr=2e-2, only=True)
+LORA = LoraSpec(dim=4, alpha=8, lr=2e-3, only=True)
 STEPS, SAVED_AFTER = 3, 2
 
 

@@ -223,11 +223,12 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
         """Raise UserError for flags of engines that do not exist, because another one plays their role."""
         for role, what in spec.shared.items():
             for name in (f"{role}_ds_config", f"offload_{role}_model"):
-                if not getattr(self, name):
+                if not getattr(self, name, None):
                     continue
                 if role == "reference" and spec.hydra_layers:
                     cause = f"hydra_layers {spec.hydra_layers} (dialect {dialect.name})"
                     remedy = "set hydra_layers to 0"
                 else:
-                    cause, remedy = "--only_optimize_lora", "train without --only_optimize_lora"
+                    cause = "--share_trunk" if spec.share_trunk else "--only_optimize_lora"
+                    remedy = f"train without {cause}"
                 raise UserError(f"--{name} with {cause}: {what}. Leave it out, or {remedy}.")

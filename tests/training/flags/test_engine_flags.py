@@ -52,6 +52,39 @@ def test_engines_of_each_kind_of_dialect():
     assert clipped == {"actor": 1.0, "critic": 1.0, "reward": 0.0}
 
 
+LORA = {"actor_lora_dim": 4, "critic_lora_dim": 4, "only_optimize_lora": True}
+OFF = "the reference is the actor with its adapters off"
+HEAD = "the reward model is the critic with its adapters off and its first head"
+
+
+@pytest.mark.parametrize(
+    "dialect, given, engines, shared",
+    [
+        ("default", {}, {"actor": 3, "critic": 2}, [OFF, HEAD]),
+        ("default", {"only_optimize_lora": False}, {"actor": 3, "critic": 2, "reference": 3, "reward": 0}, []),
+        ("default", {"critic_lora_dim": 0}, {"actor": 3, "critic": 2, "reward": 0}, [OFF]),
+        ("default", {"actor_lora_dim": 0}, {"actor": 3, "critic": 2, "reference": 3}, [HEAD]),
+        ("default", {"reward_model_name_or_path": "other"}, {"actor": 3, "critic": 2, "reward": 0}, [OFF]),
+        ("default", {"reward_model_name_or_path": "rm"}, {"actor": 3, "critic": 2}, [OFF, HEAD]),
+        ("default", FUNCTION, {"actor": 3, "critic": 2}, [OFF]),
+        ("openai", {}, {"actor": 3, "critic": 2, "reward": 0}, [OFF]),
+        ("trl_rloo", {"critic_lora_dim": 0, "critic_zero_stage": None}, {"actor": 3, "reward": 3}, [OFF]),
+    ],
+)
+def test_what_trains_adapters_alone_plays_what_it_was(dialect, given, engines, shared):
+    args = flags(**({"actor_zero_stage": 3, "critic_zero_stage": 2} | LORA | given))
+    assert roles(args, get_dialect(dialect)) == engines
+    assert list(args.engine_spec(get_dialect(dialect)).shared.values()) == shared
+    assert list(args.engine_configs(get_dialect(dialect))) == list(engines)
+
+
+def test_a_frozen_model_is_what_the_adapter_was_that_training_goes_on_with(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    args = flags(actor_model_name_or_path=str(tmp_path), **LORA)
+    began = "the reference is the actor with the adapter that it began with"
+    assert list(args.engine_spec(get_dialect("default")).shared.values()) == [began, HEAD]
+
+
 def test_the_optimizer_is_the_dialects():
     for name in ("openai", "summarize", "default"):
         dialect = get_dialect(name)
@@ -84,6 +117,18 @@ def test_gradients_are_clipped_as_the_dialect_has_it(name, norm):
             {"reference_ds_config": "ref.json"},
             "--reference_ds_config with hydra_layers 2 (dialect mine): the reference is a few layers within the "
             "actor's engine. Leave it out, or set hydra_layers to 0.",
+        ),
+        (
+            get_dialect("default"),
+            {"offload_reference_model": True, **LORA},
+            f"--offload_reference_model with --only_optimize_lora: {OFF}. Leave it out, or train without "
+            "--only_optimize_lora.",
+        ),
+        (
+            get_dialect("default"),
+            {"reward_ds_config": "reward.json", **LORA},
+            f"--reward_ds_config with --only_optimize_lora: {HEAD}. Leave it out, or train without "
+            "--only_optimize_lora.",
         ),
         (
             get_dialect("trl_rloo"),
