@@ -7,17 +7,20 @@ Takes step 3's own flags, prints a table, whether it fits, and if not what would
 1 where it does not, 2 for flags that cannot work.
 """
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 
+from engine.algorithms import Dialect
 from engine.errors import UserError
-from engine.memory import Cluster, plan
+from engine.memory import Cluster
+from engine.memory.changes import Setting, fewest_gpus, largest
 from engine.memory.gpus import gpu_bytes
 from engine.memory.table import as_json, table
 from training.flags.memory_flags import MemoryFlags
 from training.flags.parsing import parse_flags
-from training.program.memory_lines import workload
+from training.program.memory_lines import change_lines, workload
 
 OLDER = ("v100", "t4")  # which compute in fp16
 
@@ -34,16 +37,46 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(args: MemoryFlags) -> int:
-    """Print the plan; returns 0 where it fits, else 1."""
+    """Print the plan, or what --search finds; returns 0 where it fits, else 1."""
     dialect, _ = args.resolved_dialect()
     cluster = Cluster(gpus=args.num_gpus, nodes=args.num_nodes, gpu=gpu_bytes(args.gpu), host=args.host_bytes)
-    planned = plan(args.engine_spec(dialect), workload(args, dialect), cluster)
+    setting = Setting(args.engine_spec(dialect), workload(args, dialect), cluster)
+    said: list[str] = []
+    if args.search == "batch":
+        setting, found = _largest_batch(args, dialect, setting)
+        said = [found]
+    elif args.search == "gpus":
+        wanted = fewest_gpus(setting)
+        setting = wanted or setting
+        said = ["fewest GPUs: " + (_machines(setting, args) if wanted else "it does not fit on a thousand, either")]
+    planned = setting.planned()
     if args.json:
         print(json.dumps(as_json(planned), indent=2))
     else:
-        nodes = f"{args.num_nodes} nodes of " if args.num_nodes > 1 else ""
-        print(table(planned, f"{nodes}{args.num_gpus} x {args.gpu}, {args.dtype}"))
+        print("\n".join([table(planned, f"{_machines(setting, args)}, {args.dtype}"), *said]))
+        if not planned.fits:
+            print("\n".join(change_lines(setting)))
     return 0 if planned.fits else 1
+
+
+def _machines(setting: Setting, args: MemoryFlags) -> str:
+    nodes = f"{setting.cluster.nodes} nodes of " if setting.cluster.nodes > 1 else ""
+    return f"{nodes}{setting.cluster.gpus} x {args.gpu}"
+
+
+def _largest_batch(args: MemoryFlags, dialect: Dialect, setting: Setting) -> tuple[Setting, str]:
+    """The setting with the largest batches that fit, of generation and training alike, and what is said of it."""
+
+    def of_size(rows: int) -> Setting:
+        sized = dataclasses.replace(args, per_device_generation_batch_size=rows, per_device_training_batch_size=rows)
+        return dataclasses.replace(setting, workload=workload(sized, dialect))
+
+    rows = largest(lambda size: bool(of_size(size).planned().fits))
+    if not rows:
+        return of_size(1), "largest batch: not even one row fits"
+    return of_size(rows), (
+        f"largest batch: --per_device_generation_batch_size {rows} --per_device_training_batch_size {rows}"
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -100,55 +100,60 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
     Only config.json is read of each model. Raises: UserError, naming the role's flag and the path, for one that is not
     there or cannot be read.
     """
-    scorer_path = spec.critic_path or spec.actor_path
+    built = partial(_built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
+    reward_path = spec.reward_path or str(spec.critic_path)
     build: dict[str, Callable[[], Blueprint]] = {
-        "actor": partial(
-            _trained,
+        "actor": lambda: built(
             "actor",
-            spec,
             spec.actor_path,
             LANGUAGE_MODEL,
-            spec.actor_lora,
-            spec.actor_gradient_checkpointing,
+            True,
+            checkpointing=spec.actor_gradient_checkpointing,
+            lora=spec.actor_lora,
+            hydra_layers=spec.hydra_layers,
         ),
-        "critic": partial(
-            _trained, "critic", spec, scorer_path, CLASSIFIER, spec.critic_lora, spec.critic_gradient_checkpointing
+        "critic": lambda: built(
+            "critic",
+            spec.critic_path or spec.actor_path,
+            CLASSIFIER,
+            True,
+            checkpointing=spec.critic_gradient_checkpointing,
+            lora=spec.critic_lora,
+            keeps_head="reward" in spec.hosts,
         ),
-        "reference": lambda: Blueprint(
-            "reference", spec.actor_path, _module(spec, spec.actor_path, LANGUAGE_MODEL, "actor"), False
-        ),
-        "reward": lambda: Blueprint(
-            "reward",
-            spec.reward_path or str(spec.critic_path),
-            _module(spec, spec.reward_path or str(spec.critic_path), CLASSIFIER, "reward"),
-            False,
-        ),
+        "reference": lambda: built("reference", spec.actor_path, LANGUAGE_MODEL, False),
+        "reward": lambda: built("reward", reward_path, CLASSIFIER, False),
     }
     return {config.role: build[config.role]() for config in spec.engine_configs}
 
 
-def _trained(
-    role: str, spec: EngineSpec, path: str, kind: str, lora: LoraSpec | None, checkpointing: bool
+@lru_cache(maxsize=32)
+def _built(
+    role: str,
+    path: str,
+    kind: str,
+    trained: bool,
+    *,
+    dtype: str,
+    trust_remote_code: bool,
+    checkpointing: bool = False,
+    lora: LoraSpec | None = None,
+    hydra_layers: int = 0,
+    keeps_head: bool = False,
 ) -> Blueprint:
-    module = _module(spec, path, kind, role)
-    if role == "actor" and spec.hydra_layers:
-        assert isinstance(module, Policy)
-        with torch.device("meta"):
-            module = HydraPolicy(module.model, layers=spec.hydra_layers)
-    if role == "critic" and "reward" in spec.hosts:
-        assert isinstance(module, Scorer)
-        module.keep_head("reward")
-    if lora is not None:
-        with torch.device("meta"):
+    flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role}_model_name_or_path"
+    module: Policy | Scorer = module_on_paper(path, kind, dtype, flag, trust_remote_code)
+    with torch.device("meta"):
+        if hydra_layers:
+            module = HydraPolicy(module.model, layers=hydra_layers)
+        if keeps_head and isinstance(module, Scorer):
+            module.keep_head("reward")
+        if lora is not None:
             adapt(module, lora, role)
-        module.model.to(DTYPES[spec.dtype])
+            module.model.to(DTYPES[dtype])
     if checkpointing:
         module.model.gradient_checkpointing_enable({"use_reentrant": False})
-    return Blueprint(role, path, module, True, checkpointing)
-
-
-def _module(spec: EngineSpec, path: str, kind: str, role: str) -> Policy | Scorer:
-    return module_on_paper(path, kind, spec.dtype, f"--{role}_model_name_or_path", spec.trust_remote_code)
+    return Blueprint(role, path, module, trained, checkpointing)
 
 
 def module_on_paper(path: str, kind: str, dtype: str, what: str, trust_remote_code: bool = False) -> Policy | Scorer:

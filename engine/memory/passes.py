@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Rows:
         return self.prompt + self.response
 
 
+@lru_cache(maxsize=256)
 def training_pass(model: Blueprint, rows: Rows) -> Counter[str]:
     """Bytes of activations and logits when a forward and backward pass holds most of them.
 
@@ -45,6 +47,7 @@ def training_pass(model: Blueprint, rows: Rows) -> Counter[str]:
             hook.remove()
 
 
+@lru_cache(maxsize=256)
 def scoring_pass(model: Blueprint, rows: Rows) -> Counter[str]:
     """The same of a forward pass without gradients, as experience is made with."""
     model.module.eval()
@@ -52,6 +55,7 @@ def scoring_pass(model: Blueprint, rows: Rows) -> Counter[str]:
         return _counted(model, lambda: _output(model, rows, with_entropy=True))
 
 
+@lru_cache(maxsize=256)
 def decoding_passes(model: Blueprint, rows: Rows, slots: int) -> Counter[str]:
     """The same of generation: reading prompts of full length, and one token behind the longest ones.
 

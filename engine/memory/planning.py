@@ -60,6 +60,7 @@ class _Planner:
             self.cluster.world,
             optimizer,
             offload=config.offload and config.stage == 0 and not model.trained,
+            on_gpu=self.cluster.on_gpu,
         )
 
     def plan(self) -> MemoryPlan:
@@ -211,8 +212,11 @@ class _Planner:
         for role in ("actor", "critic"):
             if role in self.engines:
                 model = self.models[role]
-                state = Bytes().add(role, "weights", model.width * model.numbers)
-                self._moment("save", f"{role} is written", [*always, self._bucket(role)], [self.host_rest], [state])
+                tensor = Bytes().add(role, "weights", model.width * model.largest)
+                whole = Bytes().add(
+                    role, "gathered", model.width * model.largest if self.engines[role].stage == 3 else 0
+                )
+                self._moment("save", f"{role} is written", [*always, whole], [self.host_rest], [tensor])
 
 
 def _kinds(role: str, sizes: dict[str, int]) -> Bytes:

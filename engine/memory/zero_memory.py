@@ -32,7 +32,7 @@ class ZeroMemory:
     """The bytes of one engine on one rank.
 
     zero: DeepSpeed's settings (`engine.zero.config.zero_settings`). world: ranks. offload: a frozen model that stands
-    in host memory while it is not used.
+    in host memory while it is not used. on_gpu: whether device and host are not one.
     """
 
     model: Blueprint
@@ -41,6 +41,7 @@ class ZeroMemory:
     world: int
     optimizer: OptimizerSpec | None = None
     offload: bool = False
+    on_gpu: bool = True
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -201,13 +202,21 @@ class ZeroMemory:
     def loading(self) -> tuple[Bytes, Bytes]:
         """(device, host) beyond `at_rest(stepped=False)` while the engine is made.
 
-        On the host each rank has the whole model in the dtype that it computes in. On the device weights are joined
-        into one buffer (stages 1 and 2), or masters are made of 16-bit weights by way of another copy (stage 3).
+        At stages 0 to 2 a module is loaded into host memory and moved. On the device its weights are joined into one
+        buffer (1 and 2), or a step is tried with gradients of zero (0, in 16 bits). At stage 3 weights are partitioned
+        as they are read, a tensor at a time; the parts are joined in host memory, and masters are made of 16-bit
+        weights by way of another copy.
         """
-        role, width = self.model.role, self.model.width
-        device, host = Bytes(), Bytes().add(role, "weights", width * self.model.numbers)
+        role, width, trains = self.model.role, self.model.width, self.model.trains
+        device, host = Bytes(), Bytes()
+        if self.stage < 3:
+            host.add(role, "weights", self.weights if self.on_gpu else 0)
+        else:
+            host.add(role, "weights", width * self.model.largest + (self.weights if self.model.trained else 0))
         if self.stage in (1, 2):
-            device.add(role, "buffers", width * self.model.trains)
+            device.add(role, "buffers", width * trains)
         elif self.stage == 3 and self.model.trained and not self.offloads_optimizer:
             device.add(role, "buffers", FLOAT * min(self.trained_share, SUB_GROUP))
+        elif self.model.trained and width < FLOAT:
+            device.add(role, "optimizer", 2 * FLOAT * trains).add(role, "gradients", FLOAT * trains)
         return device, host

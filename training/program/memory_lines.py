@@ -6,8 +6,9 @@ import torch
 from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError
-from engine.memory import Cluster, Workload, plan
-from engine.memory.table import table
+from engine.memory import Cluster, Workload
+from engine.memory.changes import Setting, what_fits
+from engine.memory.table import table, verdict
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from training.flags.rlhf_arguments import RLHFFlags
 
@@ -36,10 +37,27 @@ def this_cluster() -> Cluster:
 
 
 def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
-    """The table of step 3 on machines like this one; or why there is none."""
-    cluster = this_cluster()
+    """The table of step 3 on machines like this one, with what would make it fit; or why there is none."""
+    setting = Setting(args.engine_spec(dialect), workload(args, dialect), this_cluster())
     try:
-        planned = plan(args.engine_spec(dialect), workload(args, dialect), cluster)
+        planned = setting.planned()
     except UserError as error:
         return [f"memory plan: none. {error}"]
-    return [table(planned, f"{distributed.ranks_in_words()}, {args.dtype}")]
+    lines = [table(planned, f"{distributed.ranks_in_words()}, {args.dtype}")]
+    return lines + (change_lines(setting) if planned.fits is False else [])
+
+
+def change_lines(setting: Setting) -> list[str]:
+    """What would make a setting fit that does not, the cheapest in speed first."""
+    found = what_fits(setting)
+    if found is None:
+        return [
+            "no change of batches, stages and offload makes it fit: more GPUs would (--search gpus), or LoRA "
+            "(--actor_lora_dim 16 --critic_lora_dim 16 --only_optimize_lora), which changes what is learned"
+        ]
+    changes, planned = found
+    return [
+        "it fits with these changes, the cheapest in speed first:",
+        *(f"  {change.flags}" for change in changes),
+        f"  then {verdict(planned)}",
+    ]

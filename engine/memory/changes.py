@@ -1,0 +1,193 @@
+"""What would make a run fit: the changes that cost least speed, and what sizes fit at all."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from engine.engine_spec import EngineSpec
+from engine.memory.memory_plan import MemoryPlan
+from engine.memory.planning import plan
+from engine.memory.workload import Cluster, Workload
+from engine.zero.config import EngineConfig
+
+GPUS_OF_A_NODE, MOST_GPUS, MOST_ROWS = 8, 1024, 512
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run: its engines, its steps, its machines."""
+
+    spec: EngineSpec
+    workload: Workload
+    cluster: Cluster
+
+    def planned(self) -> MemoryPlan:
+        """Its plan."""
+        return plan(self.spec, self.workload, self.cluster)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is to be changed, as flags say it; and a function of a setting that gives the changed one, or None where there
+    is nothing to change."""
+
+    flags: str
+    apply: Callable[[Setting], Setting | None]
+
+
+def what_fits(setting: Setting) -> tuple[list[Change], MemoryPlan] | None:
+    """The changes of CHANGES after which the setting fits, with its plan then; None where all of them are too few.
+
+    They are made one after the other, cheapest first, until it fits; then those that were not needed are taken back,
+    the costliest first.
+    """
+    made: list[Change] = []
+    planned: MemoryPlan | None = None
+    current = setting
+    for change in CHANGES:
+        changed = change.apply(current)
+        if changed is None:
+            continue
+        current, planned = changed, changed.planned()
+        made.append(change)
+        if planned.fits:
+            break
+    if planned is None or not planned.fits:
+        return None
+    for change in reversed(made[:-1]):
+        fewer = [other for other in made if other is not change]
+        without = _after(setting, fewer)
+        if without is not None and (found := without.planned()).fits:
+            made, planned = fewer, found
+    return made, planned
+
+
+def _after(setting: Setting, changes: list[Change]) -> Setting | None:
+    for change in changes:
+        changed = change.apply(setting)
+        if changed is None:
+            return None
+        setting = changed
+    return setting
+
+
+def _copies_freed(setting: Setting) -> Setting | None:
+    load = setting.workload
+    return _with_workload(setting, between_steps="free") if load.between_steps == "keep" else None
+
+
+def _fewer_decoded(setting: Setting) -> Setting | None:
+    """Half of them at once, and as many in all."""
+    load = setting.workload
+    return _with_workload(setting, generated=load.generated // 2) if load.generated > 1 else None
+
+
+def _smaller_passes(factor: int, setting: Setting) -> Setting | None:
+    """As many rows of an optimizer step, in more passes."""
+    load = setting.workload
+    size = min(load.micro_batch, load.responses) // factor
+    return _with_workload(setting, micro_batch=size) if size else None
+
+
+def _checkpointing(setting: Setting) -> Setting | None:
+    spec = setting.spec
+    wanted = {"actor_gradient_checkpointing": True, "critic_gradient_checkpointing": spec.with_critic}
+    if all(getattr(spec, name) == value for name, value in wanted.items()):
+        return None
+    return _with_spec(setting, **wanted)
+
+
+def _frozen_offloaded(setting: Setting) -> Setting | None:
+    frozen = {config.role: config for config in setting.spec.engine_configs if config.role in ("reference", "reward")}
+    moved = {
+        role: dataclasses.replace(config, offload=True)
+        for role, config in frozen.items()
+        if config.stage == 0 and not config.offload
+    }
+    return _with_spec(setting, **moved) if moved else None
+
+
+def _stage(stage: int, setting: Setting) -> Setting | None:
+    spec = setting.spec
+    if setting.cluster.world == 1:
+        return None
+    changed: dict[str, EngineConfig | None] = {
+        role: dataclasses.replace(config, stage=stage, path=None)
+        for role, config in (("actor", spec.actor), ("critic", spec.critic))
+        if config.stage < stage
+    }
+    if stage == 3 and changed:  # as --actor_zero_stage and --critic_zero_stage have it
+        changed |= {"reference": None, "reward": None}
+    return _with_spec(setting, **changed) if changed else None
+
+
+def _offloaded(setting: Setting) -> Setting | None:
+    spec = setting.spec
+    changed = {
+        role: dataclasses.replace(config, offload=True, path=None, stage=max(config.stage, 2))
+        for role, config in (("actor", spec.actor), ("critic", spec.critic))
+        if not config.offload
+    }
+    return _with_spec(setting, **changed) if changed else None
+
+
+def _with_workload(setting: Setting, **fields) -> Setting:
+    return dataclasses.replace(setting, workload=dataclasses.replace(setting.workload, **fields))
+
+
+def _with_spec(setting: Setting, **fields) -> Setting:
+    return dataclasses.replace(setting, spec=dataclasses.replace(setting.spec, **fields))
+
+
+CHANGES = (
+    Change("--replicas_between_steps free", _copies_freed),
+    Change("half of --per_device_training_batch_size, more passes a step", partial(_smaller_passes, 2)),
+    Change("half of --per_device_generation_batch_size, twice --generation_batches", _fewer_decoded),
+    Change("--offload_reference_model --offload_reward_model", _frozen_offloaded),
+    Change("--actor_gradient_checkpointing --critic_gradient_checkpointing", _checkpointing),
+    Change("--actor_zero_stage 2 --critic_zero_stage 2", partial(_stage, 2)),
+    Change("--actor_zero_stage 3 --critic_zero_stage 3", partial(_stage, 3)),
+    Change("a quarter of --per_device_training_batch_size more, more passes a step", partial(_smaller_passes, 4)),
+    Change("--offload (--actor_zero_stage and --critic_zero_stage 2 or 3)", _offloaded),
+)
+"""By what they cost in speed, the cheapest first: copies are gathered once more in a step; smaller passes and batches
+keep a GPU less busy; weights of frozen models cross the bus twice in a step; activations are computed again, a third of
+the work; gradients and weights cross the network once more; all states cross the bus, and the host's cores step."""
+
+
+def fewest_gpus(setting: Setting) -> Setting | None:
+    """The setting on the fewest GPUs on which it fits, of nodes with up to GPUS_OF_A_NODE; None for over MOST_GPUS.
+
+    Each doubling is tried: batches are a rank's, and grow with the ranks.
+    """
+    for gpus in _doublings(1, MOST_GPUS):
+        cluster = dataclasses.replace(
+            setting.cluster, gpus=min(gpus, GPUS_OF_A_NODE), nodes=max(1, gpus // GPUS_OF_A_NODE)
+        )
+        tried = dataclasses.replace(setting, cluster=cluster)
+        if tried.planned().fits:
+            return tried
+    return None
+
+
+def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
+    """The largest number up to `most` that fits, where all smaller ones fit too; 0 if not even 1 does."""
+    below = 0
+    for size in _doublings(1, most):
+        if not fits(size):
+            break
+        below = size
+    if below in (0, most):
+        return below
+    above = min(2 * below, most + 1)
+    while above - below > max(1, below // 16):
+        middle = (below + above) // 2
+        below, above = (middle, above) if fits(middle) else (below, middle)
+    return below
+
+
+def _doublings(first: int, most: int) -> Iterator[int]:
+    while first <= most:
+        yield first
+        first *= 2
