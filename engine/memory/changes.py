@@ -29,8 +29,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Change:
-    """What is to be changed, as flags say it; and a function of a setting that gives the changed one, or None where there
-    is nothing to change."""
+    """What is to be changed, as flags say it.
+
+    apply: gives the changed setting, or None where there is nothing to change.
+    """
 
     flags: str
     apply: Callable[[Setting], Setting | None]
