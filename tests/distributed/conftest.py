@@ -1,11 +1,15 @@
-"""The models of the distributed tests, and DeepSpeed configurations in which tiny parameters are partitioned."""
+"""The models and a batch of the distributed tests, and DeepSpeed configurations that partition tiny parameters."""
 
 import json
 
 import pytest
+import torch
 
+from engine.experience import Rollout, TrainingBatch
 from engine.zero.config import CONFIG_DIR
-from tests.tiny_models import make_causal_lm, make_scorer
+from tests.distributed import plain
+from tests.distributed.work_gradients import TEMPERATURE
+from tests.tiny_models import PAD, VOCABULARY, make_causal_lm, make_scorer
 
 ALWAYS_PARTITIONED = {
     "stage3_param_persistence_threshold": 0,
@@ -44,6 +48,52 @@ def folder(tmp_path_factory) -> str:
 def _write(path, shipped: dict, zero: dict, fp16: dict) -> None:
     """A shipped configuration with other ZeRO-3 thresholds and another fp16 loss scale."""
     path.write_text(json.dumps(shipped | {"zero_optimization": shipped["zero_optimization"] | zero, "fp16": fp16}))
+
+
+@pytest.fixture(scope="session")
+def batch(folder) -> TrainingBatch:
+    """7 rows of any length up to 9 + 12, one of them without influence on the policy; many tokens are clipped."""
+    generator = torch.Generator().manual_seed(11)
+    prompts, lengths = torch.tensor([9, 2, 5, 1, 7, 3, 8]), torch.tensor([12, 1, 3, 9, 2, 1, 2])
+    slots, ahead = torch.arange(21), (9 - prompts).unsqueeze(1)
+    mask = (slots >= ahead) & (slots < 9 + lengths.unsqueeze(1))
+    sequences = torch.randint(4, VOCABULARY, mask.shape, generator=generator).masked_fill(~mask, PAD)
+    response_mask = mask[:, 9:].clone()
+    rollout = Rollout(
+        sequences,
+        mask.long(),
+        response_mask,
+        torch.ones(7, dtype=torch.bool),
+        torch.arange(7),
+        torch.zeros(7, dtype=torch.int64),
+    )
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(response_mask.shape, generator=generator)
+
+    with torch.no_grad():
+        logprobs = plain.logprobs(plain.policy(folder), rollout, TEMPERATURE).float() + noise(0.3)
+        values = plain.values(plain.critic(folder), rollout).float() + noise(0.3)
+    zeros, learned = torch.zeros_like(values), response_mask.clone()
+    learned[3] = False
+    return TrainingBatch(
+        rollout=rollout,
+        logprobs=logprobs,
+        entropy=zeros,
+        ref_logprobs=zeros,
+        values=values,
+        scores=torch.zeros(7),
+        processed_scores=torch.zeros(7),
+        kl=zeros,
+        measured_kl=torch.zeros(7),
+        kl_coef=0.1,
+        rewards=zeros,
+        advantages=noise(1.0),
+        returns=values + noise(0.5),
+        policy_mask=learned,
+        value_mask=response_mask,
+        state_mask=response_mask,
+    )
 
 
 @pytest.fixture(scope="module")

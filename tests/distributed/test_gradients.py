@@ -6,11 +6,10 @@ Rows and responses are ragged, and the ranks have three micro-batches and one.
 import pytest
 import torch
 
-from engine.experience import Rollout, TrainingBatch
+from engine.experience import TrainingBatch
 from tests.distributed import plain
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_gradients import LEARNING_RATE, MOVING, ROWS, STILL, TEMPERATURE
-from tests.tiny_models import PAD, VOCABULARY
 
 STAGES = {
     "0": (0, "stage0.json"),
@@ -22,52 +21,6 @@ STAGES = {
 MODELS = ("actor", "critic")
 MICRO_BATCHES = ((0, 2), (2, 4), (4, 5), (5, 7))  # of both ranks
 CLOSE = 1e-5
-
-
-@pytest.fixture(scope="session")
-def batch(folder) -> TrainingBatch:
-    """7 rows of any length up to 9 + 12, one of them without influence on the policy; many tokens are clipped."""
-    generator = torch.Generator().manual_seed(11)
-    prompts, lengths = torch.tensor([9, 2, 5, 1, 7, 3, 8]), torch.tensor([12, 1, 3, 9, 2, 1, 2])
-    slots, ahead = torch.arange(21), (9 - prompts).unsqueeze(1)
-    mask = (slots >= ahead) & (slots < 9 + lengths.unsqueeze(1))
-    sequences = torch.randint(4, VOCABULARY, mask.shape, generator=generator).masked_fill(~mask, PAD)
-    response_mask = mask[:, 9:].clone()
-    rollout = Rollout(
-        sequences,
-        mask.long(),
-        response_mask,
-        torch.ones(7, dtype=torch.bool),
-        torch.arange(7),
-        torch.zeros(7, dtype=torch.int64),
-    )
-
-    def noise(scale: float) -> torch.Tensor:
-        return scale * torch.randn(response_mask.shape, generator=generator)
-
-    with torch.no_grad():
-        logprobs = plain.logprobs(plain.policy(folder), rollout, TEMPERATURE).float() + noise(0.3)
-        values = plain.values(plain.critic(folder), rollout).float() + noise(0.3)
-    zeros, learned = torch.zeros_like(values), response_mask.clone()
-    learned[3] = False
-    return TrainingBatch(
-        rollout=rollout,
-        logprobs=logprobs,
-        entropy=zeros,
-        ref_logprobs=zeros,
-        values=values,
-        scores=torch.zeros(7),
-        processed_scores=torch.zeros(7),
-        kl=zeros,
-        measured_kl=torch.zeros(7),
-        kl_coef=0.1,
-        rewards=zeros,
-        advantages=noise(1.0),
-        returns=values + noise(0.5),
-        policy_mask=learned,
-        value_mask=response_mask,
-        state_mask=response_mask,
-    )
 
 
 @pytest.fixture(scope="session")

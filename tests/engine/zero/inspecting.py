@@ -66,12 +66,13 @@ def _master(model: TrainedModel, parameter: Tensor) -> Tensor:
 
 
 def gradients(model: TrainedModel) -> dict[str, Tensor]:
-    """Copies of the full gradients between the last backward and the step (all ranks call this)."""
+    """Copies of what trains: its full gradients between the last backward and the step (all ranks call this)."""
 
     def read(parameter):
         return parameter.grad if model.stage == 0 else safe_get_full_grad(parameter)
 
-    return {name: read(parameter).detach().clone() for name, parameter in model.module.model.named_parameters()}
+    named = model.module.model.named_parameters()
+    return {name: read(parameter).detach().clone() for name, parameter in named if parameter.requires_grad}
 
 
 def partitioned(model: TrainedModel | FrozenModel) -> list[tuple[str, bool, int, int]]:
