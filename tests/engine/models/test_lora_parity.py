@@ -133,7 +133,9 @@ def test_factors_start_from_the_same_distribution():
     theirs = DeepSpeedChatLinear(linear, 16)
     bound = 1 / math.sqrt(16)
     assert not theirs.left.any() and theirs.right.abs().max() <= bound
-    assert theirs.right.abs().max() > 0.99 * bound and theirs.right.var().item() == pytest.approx(bound**2 / 3, rel=0.05)
+    assert theirs.right.abs().max() > 0.99 * bound and theirs.right.var().item() == pytest.approx(
+        bound**2 / 3, rel=0.05
+    )
 
 
 def test_our_factors_start_within_the_same_bounds(tmp_path):
