@@ -186,14 +186,16 @@ class AdapterFolder:
 _OF_ITS_BASE = f"Give the adapter's own base as base_model_name_or_path of its {ADAPTER_CONFIG}, or another adapter."
 
 
-def read_adapter(path: str, what: str) -> AdapterFolder | None:
+def read_adapter(path: str, what: str, base: str | None = None) -> AdapterFolder | None:
     """The adapter in the folder `path`; None where there is none.
+
+    base: where its base stands, instead of where the folder says.
 
     Raises: UserError, naming `what` (a flag), where it is of another kind than LoRA's plain one, or broken.
     """
     if not is_adapter(path):
         return None
-    base, file = base_of(path, what), Path(path) / ADAPTER_CONFIG
+    base, file = base or base_of(path, what), Path(path) / ADAPTER_CONFIG
     told = f"{what}: the adapter in {path}"
     kind = json.loads(file.read_text(encoding="utf-8")).get("peft_type")
     if kind != "LORA":
@@ -216,9 +218,8 @@ def read_adapter(path: str, what: str) -> AdapterFolder | None:
         other.append(f"whole modules (modules_to_save: {', '.join(whole)})")
     if other:
         raise UserError(f"{told} has {', '.join(other)} beside or instead of LoRA's plain factors. {_MERGE}.")
-    found = AdapterFolder(path, base, config, what)
-    refuse_pointers([found.file], what)
-    return found
+    refuse_pointers([Path(path) / WEIGHTS, Path(path) / PICKLED_WEIGHTS], what)
+    return AdapterFolder(path, base, config, what)
 
 
 def unset(config: LoraConfig) -> LoraConfig:

@@ -27,12 +27,10 @@ def fingerprint(path: str, what: str) -> str | None:
     """
     adapter = read_adapter(path, what)
     if adapter is not None:
-        settings = {name: value for name, value in adapter.config.to_dict().items() if name not in _OF_A_PLACE}
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=sorted).encode())
+        digest, frozen = hashlib.sha256(), frozen_fingerprint(path, what)
         for file in (adapter.file, Path(path) / SCORE):
             digest.update(file.read_bytes() if file.is_file() else b"")
-        base = fingerprint(adapter.base, what)
-        return None if base is None else hashlib.sha256(f"{digest.hexdigest()} {base}".encode()).hexdigest()
+        return None if frozen is None else hashlib.sha256(f"{digest.hexdigest()} {frozen}".encode()).hexdigest()
     folder = weights_folder(path)
     if folder is None:
         return None
@@ -49,6 +47,17 @@ def fingerprint(path: str, what: str) -> str | None:
                 content.seek(start)
                 digest.update(content.read(BLOCK))
     return digest.hexdigest()
+
+
+def frozen_fingerprint(path: str, what: str) -> str | None:
+    """What stays as it is while LoRA's factors train is known by: a model's `fingerprint`; of an adapter its base's,
+    and behind a space a hash of its settings (layers, ranks, scaling), but of none of its numbers. Raises as that."""
+    adapter = read_adapter(path, what)
+    if adapter is None:
+        return fingerprint(path, what)
+    settings = {name: value for name, value in adapter.config.to_dict().items() if name not in _OF_A_PLACE}
+    text, base = json.dumps(settings, sort_keys=True, default=sorted), fingerprint(adapter.base, what)
+    return None if base is None else f"{base} {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def block_starts(size: int) -> list[int]:

@@ -5,8 +5,8 @@
 
 Each rank writes the numbers that it holds, or its share of what all hold, and reads those that it holds. A name is
 "weights/", "exp_avg/" or "exp_avg_sq/" and the parameter's in the module (float32 masters where there are some); or
-"frozen/" and that of a parameter that does not train, or of a buffer. Tied weights have one name, the first. Before
-the first step there are no moments, and the step count in the scalars is 0.
+"frozen/" and that of a parameter that does not train (in a module without adapters), or of a buffer. Tied weights have
+one name, the first. Before the first step there are no moments, and the step count in the scalars is 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -175,12 +175,16 @@ class TrainingState:
         ]
 
     def _frozen(self) -> tuple[list[Shard], list[Shard]]:
-        """What does not train: runs of which each rank has its own, and whole tensors that every rank has."""
+        """What does not train: runs of which each rank has its own, and whole tensors that every rank has.
+
+        Frozen weights of a module with adapters are none of the state: whoever builds the module has loaded them.
+        """
+        given = getattr(self.module, "adapters", None) is not None
         trained = {parameter for master in self.stage.masters() for parameter in master.parameters}
         partitioned, replicated, persistent = [], [], self.module.state_dict().keys()
         parameter: Any  # with what ZeRO-3 adds to one
         for parameter, name in self.names.items():
-            if parameter in trained:
+            if parameter in trained or given:
                 continue
             if is_partitioned(parameter):
                 start, length = own_run(parameter)

@@ -36,6 +36,7 @@ RUNS = {
     "groups": run("stage2_round_robin", "stage3_groups", "stage3_offload"),
     "tied": run("stage3_persistent", "stage2_offload", "stage3_persistent", dtype="bf16", starts=TIED),
     "hydra": run("stage3", "stage0", "stage2", hydra_layers=1, form="tf_adam", starts=TIED),
+    "lora": run("stage3", "stage1_aligned", "stage2", starts=("actor", "actor"), lora={"dim": 2, "only": True}),
     "fp16": run("stage3_growing", "stage0_growing", "stage2_growing", dtype="fp16", hydra_layers=1),
 }
 FULL = ("weights", "masters", "exp_avg", "exp_avg_sq", "ema")

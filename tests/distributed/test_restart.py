@@ -9,6 +9,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.work_restart import SAVED_AFTER, STEPS
 from tests.e2e.programs import snapshot
 from training.restarts.export import export
+from training.restarts.shard_files import ShardFiles
 
 RUNS = {
     f"{dtype}_{stage}{suffix}": {"stage": stage, "config": f"stage{stage}{suffix}.json", "dtype": dtype}
@@ -46,6 +47,7 @@ RUNS["rloo"] = {
         "score_scaling": "first_batch",
     },
 }
+RUNS["lora"] = {"stage": 3, "config": "stage3.json", "dtype": "bf16", "lora": {"dim": 4, "lr": 1e-2}}
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +83,24 @@ def test_an_export_is_what_the_run_would_have_saved(whole, output, run, tmp_path
     roles = ["actor"] if run == "rloo" else ["actor", "critic"]
     exported = {role: export(point, str(tmp_path / role), model=role) for role in roles}
     exported["actor_ema"] = export(point, str(tmp_path / "actor_ema"), ema=True)
+    if run == "lora":
+        exported |= {
+            f"{role}_adapter": export(point, str(tmp_path / f"{role}_adapter"), model=role, adapter=True)
+            for role in roles
+        }
+        exported["actor_ema_adapter"] = export(point, str(tmp_path / "ema"), ema=True, adapter=True)
+        assert all((Path(point) / "saved" / name).is_dir() for name in exported)
     for role, folder in exported.items():
         assert snapshot(folder) == snapshot(Path(point) / "saved" / role)
+
+
+def test_the_points_of_a_lora_run_hold_what_trains_and_not_the_base(whole, output):
+    names = set(ShardFiles(Path(output) / "lora" / "checkpoints" / "step_000002" / "actor").shapes())
+    assert names and all(".lora_A.actor." in name or ".lora_B.actor." in name for name in names)
+    names = set(ShardFiles(Path(output) / "lora" / "checkpoints" / "step_000002" / "critic").shapes())
+    assert {name for name in names if ".lora_" not in name} == {
+        f"{kind}/model.score.weight" for kind in ("weights", "exp_avg", "exp_avg_sq")
+    }
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -11,6 +11,7 @@ from engine.ema import EMA
 from engine.experience import position_ids
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy
+from engine.models.lora import LoraSpec
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, trained_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
@@ -50,13 +51,22 @@ def _one(
 
 
 def build(
-    path: str, stage: int, config: str, dtype: str, hydra_layers: int = 0, form: str = "adamw", decay: float = 0.1
+    path: str,
+    stage: int,
+    config: str,
+    dtype: str,
+    hydra_layers: int = 0,
+    form: str = "adamw",
+    decay: float = 0.1,
+    lora: dict | None = None,
 ) -> TrainedModel:
-    """An actor whose matrices decay, unless its Adam is TensorFlow's."""
+    """An actor whose matrices decay, unless its Adam is TensorFlow's; with adapters by the fields of `lora`."""
     spec = EngineSpec(actor_path=path, critic_path="", dtype=dtype)
     load = partial(load_hydra, layers=hydra_layers) if hydra_layers else load_policy
     adam = OptimizerSpec(lr=LR, form=form, weight_decay=0.0 if form == "tf_adam" else decay)
-    return trained_model(load, path, EngineConfig("actor", stage, path=config), adam, spec)
+    return trained_model(
+        load, path, EngineConfig("actor", stage, path=config), adam, spec, lora=lora and LoraSpec(**lora)
+    )
 
 
 def one_step(model: TrainedModel, ema: EMA, number: int) -> float:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from engine.models.lora import LoraSpec
 from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
 from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16, weights
@@ -45,18 +46,24 @@ def save_models(trainer: PPOTrainer, folder: Path) -> None:
     """What a run saves that ends here."""
     models = trainer.models
     for role, model in models.trained.items():
-        model_folders.save(model, models.tokenizer, folder, role)
+        model_folders.save_forms(model, models.tokenizer, folder, role)
     with models.ema.swapped():
-        model_folders.save(models.actor, models.tokenizer, folder, "actor_ema")
+        model_folders.save_forms(models.actor, models.tokenizer, folder, "actor_ema")
 
 
-def new_trainer(folder: str, stage: int, config: str, dtype: str, changed: dict | None = None) -> PPOTrainer:
-    """Two epochs of two mini-batches a step, with an EMA; `changed`: fields of the dialect."""
+def new_trainer(
+    folder: str, stage: int, config: str, dtype: str, changed: dict | None = None, lora: dict | None = None
+) -> PPOTrainer:
+    """Two epochs of two mini-batches a step, with an EMA; `changed`: fields of the dialect; `lora`: of the adapters of
+    actor and critic, which play reference and reward model too."""
     pretend_cpus_have_fp16()
     dialect = DIALECT.override(**{"ppo_epochs": 2, "mini_batches": 2, **(changed or {})})
     spec = engine_spec(folder, stage, config=config, dtype=dtype, ema_decay=0.9)
     if not dialect.has_critic:
         spec = replace(spec, with_critic=False, critic_path=None, reward_path=spec.critic_path)
+    if lora is not None:
+        adapters = LoraSpec(only=True, **lora)
+        spec = replace(spec, actor_lora=adapters, critic_lora=adapters, reference=None, reward=None)
     return build_trainer(spec, dialect=dialect, total_steps=STEPS)
 
 

@@ -20,7 +20,7 @@ from engine.errors import UserError
 from engine.optim import CONSTANT_SCHEDULES
 from training.flags.lora_flags import LoraFlags
 from training.flags.rlhf_arguments import RLHFFlags
-from training.restarts.inputs import FUNCTION, MODELS, changed_models
+from training.restarts.inputs import BASE, FUNCTION, MODELS, changed_models
 
 OWED = "metrics_without_evaluation"
 """In a state: the metrics of its step, where it was written before the evaluation that goes into their line."""
@@ -29,6 +29,7 @@ BEFORE = "held_out_before_training"
 FIRST = "held_out_first_responses"
 """In a state: the responses to the held-out prompts before the first step, beside which later ones have new words."""
 DATA = "the data"  # whose fingerprints say nothing to people
+FROZEN = "frozen weights of the "
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
 OVERLONG, OLD_OVERLONG, TRUNCATE = "--overlong", "--overlong_prompts", "truncate"
@@ -117,7 +118,7 @@ class Conditions:
         settings = {
             **fields,
             **{f"--{name}": getattr(args, name) for name in MODELS},
-            **{_contents(flag): value for flag, value in (inputs or {}).items()},
+            **{_contents(flag): value for flag, value in (inputs or {}).items() if not flag.startswith(BASE)},
             TOTAL_STEPS: total_steps,
             MICRO_BATCH: args.per_device_training_batch_size,
             RANKS: distributed.world_size(),
@@ -141,6 +142,13 @@ class Conditions:
         # The data last: seed, lengths and --overlong say, too, which rows are held out.
         for name, value in sorted(self.identity.items(), key=lambda item: item[0] == DATA):
             then = written.identity.get(name)
+            if name.startswith(FROZEN) and None in (then, value):
+                continue  # of a name on the Hub, before it was fetched
+            if then != value and name.startswith(FROZEN):
+                raise UserError(
+                    f"--resume {folder}: the {name} are others than when it was written, and the factors in it belong "
+                    "to those. Give the model that the run began with; its folder may have moved."
+                )
             if then != value and name == DATA:
                 raise UserError(
                     f"--resume {folder}: the data, those held out included, are others than when it was "
@@ -215,6 +223,26 @@ class Conditions:
         if name == "kl_coef" and self.identity["kl_controller"] == "adaptive":
             return " (without effect: the adaptive coefficient goes on from where it was)"
         return ""
+
+
+def frozen_identity(flags: Mapping[str, str], inputs: Mapping[str, str], args: LoraFlags) -> dict[str, object]:
+    """The fingerprints of the weights that stay as they are, by model; None without LoRA or where they are not known.
+
+    flags: of each model's path, by what stands before "lora_dim". inputs: fingerprints, by flag.
+    """
+    return {
+        f"{FROZEN}{model.rstrip('_') or 'model'}": inputs.get(f"{BASE}{flag}") if args.lora(model) else None
+        for model, flag in flags.items()
+    }
+
+
+def _start_flags(args: RLHFFlags, dialect: Dialect) -> dict[str, str]:
+    """The flags of the models that actor and critic start from, by what stands before "lora_dim"."""
+    flags = {"actor_": "--actor_model_name_or_path"}
+    if dialect.has_critic:
+        own = dialect.critic_start == "reward_model" and args.critic_model_name_or_path is not None
+        flags["critic_"] = "--critic_model_name_or_path" if own else flags["actor_"]
+    return flags
 
 
 def _with_overlong(identity: Mapping) -> dict:

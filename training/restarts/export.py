@@ -3,8 +3,11 @@
     python -m training.restarts.export out/checkpoints/step_000100 exported
     python -m training.restarts.export out exported_ema --ema               # of the newest whole point of a run
 
+    python -m training.restarts.export out exported_adapter --adapter       # of a LoRA run, the adapter alone
+
 What is written opens with from_pretrained, and is what the run would have saved after that step, bit by bit. It takes
-the memory of the largest tensor, and no GPU.
+the memory of the largest tensor, and no GPU. The merged model of a LoRA run takes that of the model that it began with,
+which the point does not hold: it has to stand where it stood, or where --base says.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -21,8 +25,11 @@ from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from engine.errors import UserError
+from engine.models.adapter_folders import SCORE, WEIGHTS
+from engine.models.places import ADAPTER_CONFIG, is_adapter
 from engine.safetensors_files import file_order
 from engine.whole_files import sync
+from training.restarts.adapter_point import OF_MODELS, AdapterPoint
 from training.restarts.layout import CONFIG, EMA, PARTIAL
 from training.restarts.resume_point import ResumePoint
 from training.restarts.shard_files import ShardFiles, write_bytes, write_tensors
@@ -62,6 +69,15 @@ class PointTensors(Mapping):
             dtype = self._given or (self._computed if trained else dtype)
         return files.shapes()[place], dtype
 
+    def is_trained(self, name: str) -> bool:
+        """Whether training moves a tensor."""
+        return not self._places[name][1].startswith("frozen/")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What trained weights become."""
+        return self._given or self._computed
+
     def __getitem__(self, name: str) -> Tensor:
         files, place = self._places[name]
         return files.whole(place).to(self.shape_and_dtype(name)[1])
@@ -89,6 +105,8 @@ def export(
     ema: bool = False,
     dtype: str | None = None,
     max_shard_size: str = SHARD_SIZE,
+    adapter: bool = False,
+    base: str | None = None,
 ) -> Path:
     """Write a model of a restart point as a Hugging Face folder; returns the folder.
 
@@ -98,6 +116,8 @@ def export(
         ema: the moving average instead of the weights.
         dtype: "fp32", "fp16" or "bf16" instead of what the run computed in.
         max_shard_size: files larger than this are split.
+        adapter: of a LoRA run the adapter alone, without its model.
+        base: where the model stands now that a LoRA run began with, by default where it stood.
 
     Raises: UserError where the point is damaged or has no such model, or where `output` holds something or lies in it.
     """
@@ -115,11 +135,18 @@ def export(
         raise UserError(f"{folder} lies in the restart point {found.folder}, which would be damaged. Give another one.")
     print(f"reads {found.folder}")
     tensors = _tensors(found, model, ema, dtype)
+    source = found.folder / CONFIG / model
+    if adapter or is_adapter(source):
+        point = AdapterPoint(found, model, tensors, base)
+        tensors = point.adapter() if adapter else point.merged()
     partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
     try:
         partial.mkdir(parents=True)
-        _write(tensors, max_shard_size, partial)
-        _write_config(found.folder / CONFIG / model, dtype, partial)
+        if adapter:
+            write_tensors(partial / WEIGHTS, tensors, {"format": "pt"})
+        else:
+            _write(tensors, max_shard_size, partial)
+        _write_config(source, dtype, partial, OF_MODELS if adapter else (ADAPTER_CONFIG, SCORE))
         sync(partial)
         partial.rename(folder)
     except OSError as error:
@@ -147,7 +174,7 @@ def _tensors(point: ResumePoint, model: str, ema: bool, dtype: str | None) -> Po
     return PointTensors(ShardFiles(point.folder / model), averages, computed, FLOATS[dtype] if dtype else None)
 
 
-def _write(tensors: PointTensors, max_shard_size: str, folder: Path) -> None:
+def _write(tensors: Any, max_shard_size: str, folder: Path) -> None:
     described = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape, kind in _described(tensors)}
     try:
         split = split_torch_state_dict_into_shards(described, max_shard_size=max_shard_size)
@@ -160,13 +187,13 @@ def _write(tensors: PointTensors, max_shard_size: str, folder: Path) -> None:
         write_bytes(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
 
 
-def _described(tensors: PointTensors) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+def _described(tensors: Any) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
     for name in tensors:
         yield name, *tensors.shape_and_dtype(name)
 
 
-def _write_config(source: Path, dtype: str | None, folder: Path) -> None:
-    for path in sorted(source.iterdir()):
+def _write_config(source: Path, dtype: str | None, folder: Path, left_out: Sequence[str]) -> None:
+    for path in sorted(path for path in source.iterdir() if path.name not in left_out):
         data = path.read_bytes()
         if path.name == "config.json" and dtype is not None:
             config = json.loads(data) | {"dtype": str(FLOATS[dtype]).removeprefix("torch.")}
@@ -182,6 +209,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default="actor", choices=("actor", "critic", "model"), help="which one (actor)")
     parser.add_argument("--ema", action="store_true", help="the moving average of the actor")
     parser.add_argument("--dtype", choices=tuple(FLOATS), help="by default what the run computed in")
+    parser.add_argument("--adapter", action="store_true", help="of a LoRA run, the adapter alone")
+    parser.add_argument("--base", help="where the model stands that a LoRA run began with (where it stood)")
     parser.add_argument("--max_shard_size", default=SHARD_SIZE, help=f"larger files are split ({SHARD_SIZE})")
     given = vars(parser.parse_args(argv))
     try:

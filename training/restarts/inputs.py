@@ -9,21 +9,25 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from engine.models.fingerprint import fingerprint
+from engine.models.fingerprint import fingerprint, frozen_fingerprint
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function, names_file
 
 MODELS = ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
 FUNCTION = "reward_function"
+BASE = "base of "  # before the flag: the weights that stay as they are beside LoRA's factors
 
 
 def fingerprints(args: RLHFFlags) -> dict[str, str]:
-    """By flag, those of the models and of the reward function's source that are on this machine."""
+    """By flag, those of the models and of the reward function's source that are on this machine; with LoRA also those
+    of the models' bases, which differ where a model is an adapter."""
     found = {}
     for name in MODELS:
         path = getattr(args, name)
         if path is not None and args.looks_at(path):
             found[f"--{name}"] = fingerprint(path, f"--{name}")
+            if any(map(args.lora, args.lora_models)):
+                found[f"{BASE}--{name}"] = frozen_fingerprint(path, f"--{name}")
     if args.reward_function is not None:
         found[f"--{FUNCTION}"] = source_fingerprint(args.reward_function)
     return {name: value for name, value in found.items() if value is not None}

@@ -3,10 +3,21 @@
 import json
 
 from engine import distributed
+from engine.models.fingerprint import frozen_fingerprint
 from engine.optim import CONSTANT_SCHEDULES
 from training.flags.supervised_arguments import SupervisedFlags
-from training.restarts.conditions import DATA, RANKS, TOTAL_STEPS, Conditions, lora_identity, lora_rates
+from training.restarts.conditions import (
+    DATA,
+    RANKS,
+    TOTAL_STEPS,
+    Conditions,
+    frozen_identity,
+    lora_identity,
+    lora_rates,
+)
+from training.restarts.inputs import BASE
 
+MODEL = "--model_name_or_path"
 FIXED_FLAGS = ("dtype", "dropout", "max_seq_len", "overlong", "loss_on", "pairwise_loss")
 FREE_FLAGS = (
     "model_name_or_path",
@@ -32,6 +43,7 @@ def supervised_conditions(args: SupervisedFlags, data: list[str], total_steps: i
         "examples a step": examples,
         **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS if hasattr(args, name)},
         **lora_identity(args),
+        **frozen_identity({"": MODEL}, _bases(args), args),
     }
     settings = {
         **{f"--{name}": getattr(args, name) for name in FREE_FLAGS if hasattr(args, name)},
@@ -42,3 +54,10 @@ def supervised_conditions(args: SupervisedFlags, data: list[str], total_steps: i
     }
     idle = frozenset({TOTAL_STEPS} if args.lr_scheduler_type in CONSTANT_SCHEDULES else ())
     return Conditions(*json.loads(json.dumps([identity, settings])), idle)
+
+
+def _bases(args: SupervisedFlags) -> dict[str, str]:
+    """The fingerprint of the weights that stay as they are beside LoRA's factors, if there are such and it is known."""
+    path = args.model_name_or_path
+    found = frozen_fingerprint(path, MODEL) if args.lora() is not None and args.looks_at(path) else None
+    return {f"{BASE}{MODEL}": found} if found else {}

@@ -1,0 +1,121 @@
+"""A model of a LoRA run's restart point: its adapter, and the model with that merged in."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.errors import UserError
+from engine.lazy import Lazy
+from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
+from engine.models.deepspeed_chat import is_deepspeed_chat_scorer
+from engine.models.fingerprint import fingerprint
+from engine.models.loading import load_policy, load_scorer, new_scorer
+from engine.models.merging import BASE, merged, update
+from engine.models.places import is_adapter
+from engine.safetensors_files import file_order
+from training.restarts.layout import CONFIG
+from training.restarts.resume_point import ResumePoint
+
+OF_MODELS = ("config.json", "generation_config.json")  # what stands beside a whole model and not beside an adapter
+
+
+class Tensors(dict[str, Tensor]):
+    """Tensors in the order of a file, some of them `Lazy`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        order = sorted(tensors, key=lambda name: file_order(name, tensors[name].dtype))
+        super().__init__({name: tensors[name] for name in order})
+
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Of one of them."""
+        return tuple(self[name].shape), self[name].dtype
+
+    def only(self, names: Sequence[str]) -> "Tensors":
+        """Some of them."""
+        return Tensors({name: self[name] for name in names})
+
+
+class AdapterPoint:
+    """A model of a restart point that was trained by LoRA.
+
+    Args:
+        model: its name, which is its adapter's too.
+        tensors: what the point holds of it, by names within the adapted model.
+        base: where its frozen weights stand; None for where they stood.
+
+    Raises: UserError where the model has no adapter.
+    """
+
+    def __init__(self, point: ResumePoint, model: str, tensors, base: str | None = None):
+        self.point, self.model, self.tensors = point, model, tensors
+        folder = str(point.folder / CONFIG / model)
+        if not is_adapter(folder):
+            raise UserError(f"{point.folder} has no adapter of the {model}. Leave --adapter out.")
+        self.base, self.config = base, folder
+
+    def adapter(self) -> Tensors:
+        """The adapter's weights by peft's names. Raises: UserError where other weights train too."""
+        found = {}
+        for name in self.tensors:
+            if self._is_factor(name):
+                found[f"{PREFIX}{name.removesuffix(f'.{self.model}.weight')}.weight"] = self.tensors[name]
+            elif name.startswith(f"{HEAD}."):
+                found[f"{PREFIX}{name}"] = self.tensors[name]
+            elif self.tensors.is_trained(name):
+                raise UserError(
+                    f"{self.point.folder}: beside the factors {name} and others train, for which an adapter has no "
+                    "place. Leave --adapter out."
+                )
+        return Tensors(found)
+
+    def merged(self) -> Tensors:
+        """The weights of the model with its adapter merged in, matrices when they are asked for.
+
+        Raises: UserError where the model that the run began with is not there, or another one is.
+        """
+        adapter = self._folder()
+        found = self._frozen(adapter)
+        for name in self.tensors:
+            if not self._is_factor(name):
+                found[name.replace(BASE, ".")] = self.tensors[name]
+        for name in self.tensors:
+            layer, is_a, _ = name.partition(".lora_A.")
+            if is_a:
+                found[f"{layer}.weight"] = self._merged(adapter, layer, found[f"{layer}.weight"])
+        return Tensors(found)
+
+    def _is_factor(self, name: str) -> bool:
+        return ".lora_A." in name or ".lora_B." in name
+
+    def _merged(self, adapter: AdapterFolder, layer: str, weight: Tensor) -> Tensor:
+        def fill(target: Tensor) -> None:
+            a, b = (self.tensors[f"{layer}.lora_{factor}.{self.model}.weight"] for factor in "AB")
+            transposed = bool(adapter.config.fan_in_fan_out)
+            target.copy_(merged(weight, update(a, b, adapter.scaling(layer, a.shape[0]), transposed)))
+
+        return Lazy.of(tuple(weight.shape), weight.dtype, fill)
+
+    def _folder(self) -> AdapterFolder:
+        found = read_adapter(self.config, str(self.point.folder), self.base)
+        assert found is not None
+        known = self.point.state["identity"].get(f"frozen weights of the {self.model}")
+        now = fingerprint(found.base, str(self.point.folder))
+        if None not in (known, now) and known.split()[0] != now:
+            raise UserError(
+                f"{self.point.folder}: its model {self.model} began with other weights than stand in {found.base}. "
+                "Give the model that the run began with: --base."
+            )
+        return found
+
+    def _frozen(self, adapter: AdapterFolder) -> dict[str, Tensor]:
+        dtype, what = self.tensors.dtype, str(self.point.folder)
+        if is_deepspeed_chat_scorer(adapter.base, what):
+            model = load_scorer(adapter.base, dtype, what=what).model
+        elif adapter.config.task_type == CLASSIFIER:
+            model = new_scorer(adapter.base, dtype, None, None, what=what).model
+        else:
+            model = load_policy(adapter.base, dtype, what=what).model
+        persistent = model.state_dict().keys()
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return {name: tensor.detach() for name, tensor in named if name in persistent}
