@@ -100,10 +100,10 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
     Only config.json is read of each model. Raises: UserError, naming the role's flag and the path, for one that is not
     there or cannot be read.
     """
-    built = partial(_built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
+    of_spec = partial(built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
     reward_path = spec.reward_path or str(spec.critic_path)
     build: dict[str, Callable[[], Blueprint]] = {
-        "actor": lambda: built(
+        "actor": lambda: of_spec(
             "actor",
             spec.actor_path,
             LANGUAGE_MODEL,
@@ -112,7 +112,7 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
             lora=spec.actor_lora,
             hydra_layers=spec.hydra_layers,
         ),
-        "critic": lambda: built(
+        "critic": lambda: of_spec(
             "critic",
             spec.critic_path or spec.actor_path,
             CLASSIFIER,
@@ -121,14 +121,14 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
             lora=spec.critic_lora,
             keeps_head="reward" in spec.hosts,
         ),
-        "reference": lambda: built("reference", spec.actor_path, LANGUAGE_MODEL, False),
-        "reward": lambda: built("reward", reward_path, CLASSIFIER, False),
+        "reference": lambda: of_spec("reference", spec.actor_path, LANGUAGE_MODEL, False),
+        "reward": lambda: of_spec("reward", reward_path, CLASSIFIER, False),
     }
     return {config.role: build[config.role]() for config in spec.engine_configs}
 
 
 @lru_cache(maxsize=32)
-def _built(
+def built(
     role: str,
     path: str,
     kind: str,
@@ -141,6 +141,11 @@ def _built(
     hydra_layers: int = 0,
     keeps_head: bool = False,
 ) -> Blueprint:
+    """The blueprint of one engine: of the model at `path`, a language model or (kind CLASSIFIER) a scorer.
+
+    lora, hydra_layers: as EngineSpec has them. keeps_head: whether the reward model's head is kept beside the critic's.
+    Raises: UserError as `blueprints` does.
+    """
     flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role}_model_name_or_path"
     module: Policy | Scorer = module_on_paper(path, kind, dtype, flag, trust_remote_code)
     with torch.device("meta"):

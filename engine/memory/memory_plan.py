@@ -35,6 +35,11 @@ class MemoryPlan:
     cluster: Cluster
     copies: str
 
+    @property
+    def names(self) -> list[str]:
+        """The phases that there are, in the order of PHASES."""
+        return [phase for phase in PHASES if any(moment.phase == phase for moment in self.moments)]
+
     def peak_of(self, phase: str) -> Moment:
         """The moment of a phase at which most is alive on the device."""
         return max((moment for moment in self.moments if moment.phase == phase), key=lambda one: one.device.total)
@@ -47,21 +52,22 @@ class MemoryPlan:
     @cached_property
     def phases(self) -> dict[str, dict[str, dict[str, int]]]:
         """{phase: {role: {kind: bytes}}} on a rank's device, each phase at its peak."""
-        return {phase: self.peak_of(phase).device.by_role for phase in PHASES}
+        return {phase: self.peak_of(phase).device.by_role for phase in self.names}
 
     @cached_property
     def host_phases(self) -> dict[str, dict[str, dict[str, int]]]:
-        """{phase: {role: {kind: bytes}}} in the memory of a node, of all its ranks, each phase at its peak."""
+        """{phase: {role: {kind: bytes}}} in the memory of a node, of all its ranks, each phase at its peak; on CPUs
+        everything is there."""
         return {
             phase: max(
                 (self._on_node(one) for one in self.moments if one.phase == phase), key=lambda b: b.total
             ).by_role
-            for phase in PHASES
+            for phase in self.names
         }
 
     def _on_node(self, moment: Moment) -> Bytes:
-        every = Bytes()
-        for role, kind, size in moment.host:
+        every, own = Bytes(), moment.host if self.cluster.on_gpu else moment.device + moment.host
+        for role, kind, size in own:
             every.add(role, kind, size * self.cluster.gpus)
         return every + moment.host_once
 

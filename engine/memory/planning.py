@@ -7,8 +7,6 @@ from engine.engine_spec import EngineSpec
 from engine.memory.blueprint import blueprints
 from engine.memory.bytes_by_role import Bytes
 from engine.memory.copies import Copies, CopyNeed, place_copies
-from engine.memory.gathered import gathered_numbers
-from engine.memory.gpus import reserved
 from engine.memory.memory_plan import MemoryPlan, Moment
 from engine.memory.passes import decoding_passes, scoring_pass, training_pass
 from engine.memory.workload import Cluster, Workload
@@ -108,11 +106,12 @@ class _Planner:
         if self.workload.backend != "auto":
             chosen = tuple(range(len(needs))) if self.workload.backend == "replica" else ()
             return Copies(chosen, "as asked", between_steps=between_steps)
+        room = self.cluster.room
+        if room is None and any(need.stage == 3 for need in needs):
+            why = "copies of all models, as it is not known what memory there is"
+            return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
         loaded, _ = self._at_rest(stepped=False)
-        if self.cluster.gpu is None:
-            return Copies(tuple(range(len(needs))), "as nothing is known of the memory", between_steps=between_steps)
-        free = self.cluster.gpu - reserved(self.cluster.world) - loaded.total
-        return place_copies(needs, self.cache.total, free, between_steps)
+        return place_copies(needs, self.cache.total, (room or 0) - loaded.total, between_steps)
 
     def _copy_bytes(self, roles: Iterable[str]) -> Bytes:
         """Of the copies that there are once these models have been computed with."""
@@ -139,13 +138,6 @@ class _Planner:
         numbers = min(model.numbers, GATHER_BUCKET + model.largest)
         return Bytes().add("copies", "gathered", model.width * numbers * (1 + 1 / self.cluster.world))
 
-    def _gathered(self, role: str, backward: bool = False) -> Bytes:
-        engine = self.engines[role]
-        if engine.stage < 3 or (self.cluster.world == 1 and not engine.offloads_weights):
-            return Bytes()
-        numbers = gathered_numbers(engine.model.units, engine.zero, backward)
-        return Bytes().add(role, "gathered", engine.model.width * numbers)
-
     # Phases
 
     def _load(self) -> None:
@@ -162,7 +154,7 @@ class _Planner:
         if self._copied("actor"):
             self._moment("generate", "the actor's copy is filled", [*always, self._bucket("actor")], host)
         passes = _kinds("actor", decoding_passes(self.models["actor"], self.workload.decoded, self.slots))
-        whole = Bytes() if self._copied("actor") else self._gathered("actor")
+        whole = Bytes() if self._copied("actor") else self.engines["actor"].gathered()
         self._moment("generate", "responses are drawn", [*always, passes, whole], host)
 
     def _experience(self) -> None:
@@ -178,7 +170,7 @@ class _Planner:
                     "experience", f"the {role}'s copy is filled", [*always, self._bucket(own)], [self.host_rest]
                 )
             needed = _kinds(role, scoring_pass(engine.model, self.workload.rows))
-            whole = Bytes() if self._copied(own) else self._gathered(own)
+            whole = Bytes() if self._copied(own) else engine.gathered()
             self._moment(
                 "experience", f"{role} computes", [*always, needed, whole, engine.on_device()], [self.host_rest]
             )
@@ -193,7 +185,7 @@ class _Planner:
             rows = self.workload.rows
             needed = _kinds(role, training_pass(engine.model, rows))
             beside, beside_host = engine.in_backward(passes)
-            whole = self._gathered(role, backward=True)
+            whole = engine.gathered(backward=True)
             self._moment(
                 "train", f"{role}'s backward pass", [*always, held, needed, beside, whole], [*host, beside_host]
             )
@@ -208,15 +200,12 @@ class _Planner:
             held = Bytes({other: kinds for other, kinds in held.by_role.items() if other != role})
 
     def _save(self) -> None:
-        always = [self.rest, self._kept]
         for role in ("actor", "critic"):
             if role in self.engines:
-                model = self.models[role]
-                tensor = Bytes().add(role, "weights", model.width * model.largest)
-                whole = Bytes().add(
-                    role, "gathered", model.width * model.largest if self.engines[role].stage == 3 else 0
-                )
-                self._moment("save", f"{role} is written", [*always, whole], [self.host_rest], [tensor])
+                engine = self.engines[role]
+                tensor = engine.largest_tensor
+                whole = tensor if engine.stage == 3 else Bytes()
+                self._moment("save", f"{role} is written", [self.rest, self._kept, whole], [self.host_rest], [tensor])
 
 
 def _kinds(role: str, sizes: dict[str, int]) -> Bytes:

@@ -2,41 +2,43 @@
 
 from engine.memory.bytes_by_role import KINDS, Bytes
 from engine.memory.gpus import reserved
-from engine.memory.memory_plan import PHASES, MemoryPlan
+from engine.memory.memory_plan import MemoryPlan
 
-ROLES = ("actor", "critic", "reference", "reward", "ema", "copies")
+ROLES = ("model", "actor", "critic", "reference", "reward", "ema", "copies")
 WIDTH = 12
 
 
-def table(plan: MemoryPlan, title: str = "") -> str:
+def table(plan: MemoryPlan, title: str) -> str:
     """GB (10^9 bytes) of one GPU by phase, each at its peak: of each role, of each kind; and whether it fits."""
-    tops = {phase: Bytes(plan.phases[phase]) for phase in PHASES}
-    heads = [f"{phase}{'*' if phase == plan.peak.phase else ''}" for phase in PHASES]
-    lines = [f"memory plan{f': {title}' if title else ''}; GB of one GPU, each phase at its peak, the highest marked *"]
-    lines.append(_row("", heads))
+    names, device = plan.names, "GPU" if plan.cluster.on_gpu else "rank"
+    tops = {phase: Bytes(plan.phases[phase]) for phase in names}
+    heads = [f"{phase}{'*' if phase == plan.peak.phase else ''}" for phase in names]
+    lines = [f"memory plan: {title}; GB of one {device}, each phase at its peak, the highest marked *", _row("", heads)]
     lines += [
-        _row(role, [_gb(tops[phase].of_role(role)) for phase in PHASES])
+        _row(role, [_gb(tops[phase].of_role(role)) for phase in names])
         for role in ROLES
-        if any(tops[phase].of_role(role) for phase in PHASES)
+        if any(tops[phase].of_role(role) for phase in names)
     ]
-    lines.append(_row("in all", [_gb(tops[phase].total) for phase in PHASES]))
+    lines.append(_row("in all", [_gb(tops[phase].total) for phase in names]))
     lines += [
-        _row(f"  {kind}", [_gb(tops[phase].of_kind(kind)) for phase in PHASES])
+        _row(f"  {kind}", [_gb(tops[phase].of_kind(kind)) for phase in names])
         for kind in KINDS
-        if any(tops[phase].of_kind(kind) for phase in PHASES)
+        if any(tops[phase].of_kind(kind) for phase in names)
     ]
-    lines.append(_row("host, a node", [_gb(Bytes(plan.host_phases[phase]).total) for phase in PHASES]))
+    lines.append(_row("host, a node", [_gb(Bytes(plan.host_phases[phase]).total) for phase in names]))
     return "\n".join([*lines, *_last_lines(plan)])
 
 
 def _last_lines(plan: MemoryPlan) -> list[str]:
-    return [
-        f"peak: {plan.peak.name}",
-        f"copies of weights: {plan.copies}",
-        f"needed of a GPU: {_gb(plan.peak.device.total)} planned + {_gb(plan.fragments)} for fragments + "
-        f"{_gb(reserved(plan.cluster.world))} for CUDA and NCCL = {_gb(plan.needed)} GB",
-        verdict(plan),
-    ]
+    lines = [f"peak: {plan.peak.name}"]
+    if plan.copies:
+        lines.append(f"copies of weights: {plan.copies}")
+    if plan.cluster.on_gpu:
+        lines.append(
+            f"needed of a GPU: {_gb(plan.peak.device.total)} planned + {_gb(plan.fragments)} for fragments + "
+            f"{_gb(reserved(plan.cluster.world))} for CUDA and NCCL = {_gb(plan.needed)} GB"
+        )
+    return [*lines, verdict(plan)]
 
 
 def verdict(plan: MemoryPlan) -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from engine.memory.gpus import reserved
 from engine.memory.passes import Rows
 
 
@@ -45,9 +46,9 @@ class Workload:
 class Cluster:
     """The machines.
 
-    gpus: of each node. gpu: bytes of one, of all of which a part is reserved (`engine.memory.gpus`); None where it is
-    not known, and then nothing is said of what fits. host: bytes of a node's memory, or None. on_gpu: whether the ranks
-    compute on GPUs at all: else device and host are one, and nothing is pinned.
+    gpus: of each node. gpu: bytes of one, of which a part is reserved (`engine.memory.gpus`); None where that is not
+    known, and then nothing is said of what fits. host: bytes of a node's memory, or None. on_gpu: whether the ranks
+    compute on GPUs at all: else device and host are one.
     """
 
     gpus: int = 1
@@ -60,3 +61,10 @@ class Cluster:
     def world(self) -> int:
         """Ranks."""
         return self.gpus * self.nodes
+
+    @property
+    def room(self) -> int | None:
+        """Bytes that a rank's tensors can have on its device; None where that is not known."""
+        if self.on_gpu:
+            return None if self.gpu is None else self.gpu - reserved(self.world)
+        return None if self.host is None else self.host // self.gpus

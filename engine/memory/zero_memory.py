@@ -21,6 +21,7 @@ from typing import Any
 from engine.engine_spec import OptimizerSpec
 from engine.memory.blueprint import Blueprint
 from engine.memory.bytes_by_role import Bytes
+from engine.memory.gathered import gathered_numbers
 
 FLOAT, DOUBLE = 4, 8
 REDUCED_AT_ONCE = 500_000_000  # numbers, at stage 0 (MEMORY_OPT_ALLREDUCE_SIZE)
@@ -193,6 +194,18 @@ class ZeroMemory:
         ]
         most = max(groups, default=0)
         return min(most, SUB_GROUP) if self.stage == 3 else most if self.stage else self.model.trains
+
+    @property
+    def largest_tensor(self) -> Bytes:
+        """The largest weight, whole: weights are written one after the other."""
+        return Bytes().add(self.model.role, "gathered", self.model.width * self.model.largest)
+
+    def gathered(self, backward: bool = False) -> Bytes:
+        """On the device, beyond `at_rest`, while the module computes through partitions."""
+        if self.stage < 3 or (self.world == 1 and not self.offloads_weights):
+            return Bytes()
+        numbers = gathered_numbers(self.model.units, self.zero, backward)
+        return Bytes().add(self.model.role, "gathered", self.model.width * numbers)
 
     def on_device(self) -> Bytes:
         """On the device, beyond `at_rest`, while an offloaded frozen model computes."""

@@ -26,6 +26,7 @@ from engine.zero.communication import slots_by_host
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.first_lines import changes_since, dialect_lines, plan_lines
+from training.program.memory_lines import memory_lines, memory_of_one_model
 from training.program.plan import make_plan
 from training.program.startup import leave, run
 from training.reporting.run_record import command_line
@@ -35,11 +36,13 @@ from training.restarts.resume_point import ResumePoint
 PROGRAMS = {"step1_sft": "SFTFlags", "step2_reward": "RewardFlags", "step3_rlhf": "RLHFFlags"}
 
 
-def report(checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, dict]) -> None:
+def report(
+    checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, dict], memory: Sequence[str] = ()
+) -> None:
     """Print what was found.
 
     checked: lines about what was looked at. unseen: models and data that are not on this machine. engines: each one's
-    DeepSpeed configuration.
+    DeepSpeed configuration. memory: lines about what the run takes.
     """
     print("command\n  " + _command())
     for line in checked:
@@ -48,6 +51,8 @@ def report(checked: Sequence[str], unseen: Sequence[str], engines: Mapping[str, 
         print(f"not looked at: {what} (not here: misspelt, or still to be made by an earlier step or downloaded)")
     for role, ds_config in engines.items():
         print(f"engine {role}: " + json.dumps(ds_config, indent=2))
+    for line in memory:
+        print(line)
     print("dry run: nothing was loaded or written", flush=True)
 
 
@@ -66,7 +71,7 @@ def report_supervised(args, first_lines: Callable[[], list[str]]) -> None:
     checked = opened(data, unseen)
     if not unseen:
         checked += first_lines()
-    report(checked, unseen, {"model": args.ds_settings()})
+    report(checked, unseen, {"model": args.ds_settings()}, memory_of_one_model(args))
 
 
 def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumePoint | None) -> None:
@@ -83,7 +88,7 @@ def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumeP
     if not unseen:
         plan = make_plan(args, dialect, point, fingerprints(args))
         checked += [*plan_lines(args, plan), *changes_since(plan)]
-    report(checked, unseen, args.engine_configs(dialect))
+    report(checked, unseen, args.engine_configs(dialect), memory_lines(args, dialect))
 
 
 def _listed(value: str | list[str] | None) -> list[str]:

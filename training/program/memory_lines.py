@@ -1,16 +1,21 @@
 """What a run would take of memory: the workload that flags describe, this machine, and the table."""
 
+from collections.abc import Callable, Sequence
+
 import psutil
 import torch
 
 from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError
-from engine.memory import Cluster, Workload
+from engine.memory import Cluster, MemoryPlan, Workload
 from engine.memory.changes import Setting, what_fits
+from engine.memory.one_model import OneModel, plan_one_model
 from engine.memory.table import table, verdict
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
+from training.flags.arguments import RunFlags
 from training.flags.rlhf_arguments import RLHFFlags
+from training.flags.supervised_arguments import RewardFlags, SupervisedFlags
 
 
 def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
@@ -38,13 +43,45 @@ def this_cluster() -> Cluster:
 
 def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
     """The table of step 3 on machines like this one, with what would make it fit; or why there is none."""
+    models = (args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path)
     setting = Setting(args.engine_spec(dialect), workload(args, dialect), this_cluster())
+    planned = _planned(args, models, setting.planned)
+    if isinstance(planned, str):
+        return [planned]
+    others = "on other machines: training/memory_plan.py --gpu a100-80g --num_gpus 8, with the same flags"
+    changes = change_lines(setting) if planned.fits is False else []
+    return [table(planned, f"{distributed.ranks_in_words()}, {args.dtype}"), *changes, others]
+
+
+def memory_of_one_model(args: SupervisedFlags) -> list[str]:
+    """The table of step 1 or 2, or why there is none."""
+    scorer = isinstance(args, RewardFlags)
+    one = OneModel(
+        path=args.model_name_or_path,
+        scorer=scorer,
+        engine=args.engine_config(),
+        optimizer=args.optimizer(),
+        dtype=str(args.dtype),
+        rows=args.per_device_train_batch_size * (2 if scorer else 1),  # of a pair both
+        length=args.max_seq_len,
+        passes=args.gradient_accumulation_steps,
+        checkpointing=args.gradient_checkpointing,
+        lora=args.lora(),
+        trust_remote_code=args.trust_remote_code,
+    )
+    planned = _planned(args, (args.model_name_or_path,), lambda: plan_one_model(one, this_cluster()))
+    return [planned if isinstance(planned, str) else table(planned, f"{distributed.ranks_in_words()}, {args.dtype}")]
+
+
+def _planned(args: RunFlags, models: Sequence[str | None], make: Callable[[], MemoryPlan]) -> MemoryPlan | str:
+    """The plan; or a line that says what is missing for one."""
+    missing = [path for path in dict.fromkeys(models) if path is not None and not args.looks_at(path)]
+    if missing:
+        return f"memory plan: none, as the config.json of {' and '.join(missing)} is not on this machine"
     try:
-        planned = setting.planned()
+        return make()
     except UserError as error:
-        return [f"memory plan: none. {error}"]
-    lines = [table(planned, f"{distributed.ranks_in_words()}, {args.dtype}")]
-    return lines + (change_lines(setting) if planned.fits is False else [])
+        return f"memory plan: none. {error}"
 
 
 def change_lines(setting: Setting) -> list[str]:

@@ -1,0 +1,69 @@
+"""What steps 1 and 2 take: one model that trains, with no rollouts."""
+
+from dataclasses import dataclass
+
+from engine.engine_spec import OptimizerSpec
+from engine.memory.blueprint import built
+from engine.memory.bytes_by_role import Bytes
+from engine.memory.memory_plan import MemoryPlan, Moment
+from engine.memory.passes import Rows, training_pass
+from engine.memory.workload import Cluster
+from engine.memory.zero_memory import ZeroMemory
+from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
+from engine.models.lora import LoraSpec
+from engine.zero.config import EngineConfig, build_ds_config, zero_settings
+
+NONE = Bytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneModel:
+    """A model of step 1, or (scorer) of step 2, and how it trains.
+
+    rows: of one forward and backward pass; length: tokens of each; passes: of one optimizer step.
+    """
+
+    path: str
+    scorer: bool
+    engine: EngineConfig
+    optimizer: OptimizerSpec
+    dtype: str
+    rows: int
+    length: int
+    passes: int = 1
+    checkpointing: bool = False
+    lora: LoraSpec | None = None
+    trust_remote_code: bool = False
+
+
+def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
+    """Its plan, of loading, training and saving; raises UserError as `engine.memory.plan` does."""
+    model = built(
+        "model",
+        one.path,
+        CLASSIFIER if one.scorer else LANGUAGE_MODEL,
+        True,
+        dtype=one.dtype,
+        trust_remote_code=one.trust_remote_code,
+        checkpointing=one.checkpointing,
+        lora=one.lora,
+    )
+    zero = zero_settings(build_ds_config(one.engine, dtype=one.dtype, micro_batch_size=one.rows))
+    engine = ZeroMemory(model, one.engine.stage, zero, cluster.world, one.optimizer, on_gpu=cluster.on_gpu)
+    unstepped, unstepped_host = engine.at_rest(stepped=False)
+    rest, host = engine.at_rest()
+    making, loading = engine.loading
+    needed = Bytes({"model": training_pass(model, Rows(one.rows, 1, one.length - 1))})
+    backward, backward_host = engine.in_backward(one.passes)
+    reduced, reduced_host = engine.in_reduction(one.passes)
+    step, step_host = engine.in_step
+    whole, tensor = engine.gathered(backward=True), engine.largest_tensor
+    saved = tensor if engine.stage == 3 else NONE
+    moments = (
+        Moment("load", "the model is loaded", unstepped + making, unstepped_host + loading, NONE),
+        Moment("train", "the backward pass", rest + needed + backward + whole, host + backward_host, NONE),
+        Moment("train", "gradients are reduced", rest + reduced + whole, host + reduced_host, NONE),
+        Moment("train", "the optimizer's step", rest + engine.held + step, host + step_host, NONE),
+        Moment("save", "the model is written", rest + saved, host, tensor),
+    )
+    return MemoryPlan(moments, cluster, "")

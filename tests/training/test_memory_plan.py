@@ -1,0 +1,74 @@
+"""The memory planner's command line: what it prints, what it ends with, and what it looks for."""
+
+import json
+
+import pytest
+
+from tests.engine.memory.configurations import POLICY, SCORER, llama
+from training.memory_plan import main
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> list[str]:
+    path = llama(tmp_path_factory.mktemp("llama"))
+    return [
+        *("--actor_model_name_or_path", path, "--critic_model_name_or_path", path, "--dtype", "bf16"),
+        *("--max_prompt_seq_len", "16", "--max_answer_seq_len", "8"),
+        *("--per_device_generation_batch_size", "8", "--per_device_training_batch_size", "8"),
+    ]
+
+
+def bytes_of(words, capsys) -> dict:
+    main([*words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_table_ends_with_whether_it_fits(words, capsys):
+    assert main([*words, "--gpu", "a100-40g"]) == 0
+    out = capsys.readouterr().out
+    assert "1 x a100-40g, bf16" in out
+    assert "train*" in out or "generate*" in out
+    assert out.splitlines()[-1].startswith("fits: yes, ") and out.endswith(" of 42.5 GB\n")
+
+
+def test_json_has_bytes(words, capsys):
+    found = bytes_of(words, capsys)
+    step = next(moment for moment in found["moments"] if moment["name"] == "actor's optimizer step")
+    # 14 bytes a number of what trains, its gradients and these in float32, and the frozen models.
+    assert step["gpu_bytes"] >= 20 * POLICY + 14 * SCORER + 2 * (POLICY + SCORER)
+    assert found["needed_gpu_bytes"] == found["peak"]["gpu_bytes"] + found["fragments"] + found["reserved"]
+
+
+def test_what_does_not_fit_is_told_what_would(words, capsys):
+    needed = bytes_of(words, capsys)["needed_gpu_bytes"]
+    assert main([*words, "--gpu", str(needed - 100_000)]) == 1
+    out = capsys.readouterr().out
+    assert "fits: no" in out and "cheapest in speed first" in out and "then fits: yes" in out
+    assert main([*words, "--gpu", "901MB"]) == 1
+    assert "--search gpus" in capsys.readouterr().out
+
+
+def test_what_is_looked_for_is_said(words, capsys, monkeypatch):
+    monkeypatch.setattr("engine.memory.changes.MOST_GPUS", 2)
+    assert main([*words, "--gpu", "901MB", "--search", "gpus"]) == 1
+    assert "does not fit on a thousand" in capsys.readouterr().out
+    assert main([*words, "--gpu", "901MB", "--search", "batch"]) == 1
+    assert "not even one row fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (["--gpu", "a100"], "Did you mean a100-40g or a100-80g?"),
+        (["--gpu", "h200x"], "Did you mean h200"),
+        (["--gpu", "0"], "neither a GPU that is known"),
+        (["--host_memory", "much"], "--host_memory much"),
+        (["--num_gpus", "0"], "--num_gpus 0"),
+        (["--actor_model_name_or_path", "no/such/model"], "no/such"),
+    ],
+)
+def test_mistakes_are_one_message(words, wrong, said, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main([*words, *wrong]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and len(error.splitlines()) == 1
