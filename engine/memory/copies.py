@@ -47,11 +47,13 @@ def place_copies(needs: Sequence[CopyNeed], cache: int, free: int, between_steps
     cache: bytes of keys and values. free: bytes that are free on each rank, before keys, values and gradients come.
     between_steps: as in WholeCopies.
     """
-    everyone = tuple(range(len(needs)))
+    everyone, later = tuple(range(len(needs))), cache + sum(need.gradients for need in needs)
     if all(need.stage < 3 for need in needs):
         why = "no weights are partitioned, so the models' own modules compute"
-        return Copies(everyone, why, between_steps=between_steps)
-    later = cache + sum(need.gradients for need in needs)
+        kept = between_steps
+        if kept == "keep" and later > KEPT_SHARE * free:
+            kept, why = "free", f"{why}; keys and values, {cache / 1e9:.2f} GB, are given back while training"
+        return Copies(everyone, why, between_steps=kept)
     room = f"with keys, values and gradients, of {free / 1e9:.1f} GB free on each rank"
     fitting: tuple[int, ...] = ()
     for number in everyone:

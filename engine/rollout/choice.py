@@ -78,12 +78,14 @@ def _placement(models: Sequence[Model], cache: int, between_steps: str) -> Place
 
     cache: bytes of keys and values.
     """
-    if all(model.stage < 3 for model in models):
-        why = "no weights are partitioned, so the models' own modules compute"
-        return Placement(why, models, WholeCopies(between_steps))
     # Optimizers have their states by now; gradients come with the first step.
     later = cache + sum(gradient_bytes(model) for model in models)
     free = -distributed.largest(-accelerator.free_memory())
+    if all(model.stage < 3 for model in models):
+        why = "no weights are partitioned, so the models' own modules compute"
+        if between_steps == "keep" and later > KEPT_SHARE * free:
+            between_steps, why = "free", f"{why}; keys and values, {cache / 1e9:.2f} GB, are given back while training"
+        return Placement(why, models, WholeCopies(between_steps))
     room = f"with keys, values and gradients, of {free / 1e9:.1f} GB free on each rank"
     fitting: list[Model] = []
     for model in models:

@@ -60,9 +60,17 @@ def chosen(models: list, free: float, monkeypatch, **how):
 
 @pytest.mark.parametrize("stage", (0, 1, 2))
 def test_whole_weights_generate_as_they_are(monkeypatch, stage):
-    rollouts = chosen(engines(stage), 1, monkeypatch)  # free memory does not matter
-    assert type(rollouts) is ReplicaRollouts and rollouts.copies.between_steps == "keep"
-    assert rollouts.why == "rollouts by replica: no weights are partitioned, so the models' own modules compute"
+    """And keys and values stay while training only where they and the gradients leave most of the memory free."""
+    models = engines(stage)
+    for free, between_steps, given_back in (
+        (LATER / 0.4 + 4, "keep", ""),
+        (LATER / 0.4 - 4, "free", "; keys and values, 0.00 GB, are given back while training"),
+    ):
+        rollouts = chosen(models, free, monkeypatch)
+        assert type(rollouts) is ReplicaRollouts and rollouts.copies.between_steps == between_steps
+        why = f"rollouts by replica: no weights are partitioned, so the models' own modules compute{given_back}"
+        assert rollouts.why == why
+    assert chosen(models, 1, monkeypatch, between_steps="host").copies.between_steps == "host"
 
 
 @pytest.mark.parametrize("between_steps, when_tight", [("keep", "free"), ("free", "free"), ("host", "host")])
