@@ -73,6 +73,9 @@ class EngineSpec:
         )
         assert self.with_critic or self.critic_path is None, f"critic_path {self.critic_path!r}, but no critic"
         assert not self.hydra_layers or self.actor_lora is None, "a hydra's last layers train whole"
+        assert not self.share_trunk or (self.actor_lora is not None and self.actor_lora.only), (
+            "one trunk trains factors"
+        )
         for role, host in self.hosts.items():
             assert getattr(self, role) is None, f"the {role} is played by the {host}'s engine and has none of its own"
 
@@ -87,6 +90,8 @@ class EngineSpec:
             for role, lora in (("actor", self.actor_lora), ("critic", self.critic_lora))
         }
         found = {}
+        if self.share_trunk:
+            return {"reference": "actor"} | ({"reward": "actor"} if self.with_reward_model else {})
         if self.hydra_layers or only_factors["actor"]:
             found["reference"] = "actor"
         start = self.critic_path if self.with_critic and self.with_reward_model and only_factors["critic"] else None
@@ -96,7 +101,14 @@ class EngineSpec:
 
     @property
     def shared(self) -> dict[str, str]:
-        """What the frozen models are that have no engine of their own, in words, by role."""
+        """What the models are that have no engine of their own, in words, by role."""
+        if self.share_trunk:
+            words = {
+                "reference": "the reference is the actor with its adapter off, or the one that it began with",
+                "critic": "the critic is the actor's trunk with an adapter and a head of its own",
+                "reward": "the reward model is the actor's trunk with the adapter and the head that it came with",
+            }
+            return {role: words[role] for role in (*(["critic"] if self.with_critic else []), *self.hosts)}
         words = {
             "reference": "the reference is a few layers within the actor's engine"
             if self.hydra_layers
@@ -108,7 +120,7 @@ class EngineSpec:
     @property
     def engine_configs(self) -> list[EngineConfig]:
         """Of each engine that is built: the actor's, and if there are any the critic's, reference's, reward model's."""
-        configs = [self.actor, *([self.critic] if self.with_critic else [])]
+        configs = [self.actor, *([self.critic] if self.with_critic and not self.share_trunk else [])]
         if "reference" not in self.hosts:
             configs.append(self.reference or EngineConfig("reference", frozen_stage(self.actor)))
         if self.with_reward_model and "reward" not in self.hosts:

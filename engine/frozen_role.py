@@ -26,8 +26,8 @@ class FrozenRole:
 
     @property
     def module(self) -> Any:
-        """The host's Policy or Scorer."""
-        return self.host.module
+        """The Policy or Scorer that the host's module is in this role."""
+        return self.host.module.as_role(self.role)
 
     @property
     def stage(self) -> int:

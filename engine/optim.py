@@ -1,6 +1,7 @@
 """Optimizers and learning-rate schedules."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -89,12 +90,25 @@ def build_optimizer(
         decay: which weights `weight_decay` shrinks: "matrices", so neither biases nor norms; "all", as PyTorch's AdamW
             does when given all parameters as one; "deepspeed_chat", by NOT_DECAYED_BY_DEEPSPEED_CHAT.
     """
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    groups = optimizer_groups(trained, lr, weight_decay, form, decay, lora_lr)
+    return optimizer_of(groups, lr, betas, eps, offload, form)
+
+
+def optimizer_groups(
+    trained: Mapping[str, nn.Parameter],
+    lr: float,
+    weight_decay: float,
+    form: str = "adamw",
+    decay: str = "matrices",
+    lora_lr: float | None = None,
+) -> list[dict]:
+    """Parameters, by name, in groups of one weight decay and one ratio to the learning rate; as `build_optimizer`."""
     if form not in OPTIMIZERS:
         raise ValueError(f"optimizer {form!r}: known are {', '.join(OPTIMIZERS)}")
     if decay not in VALUES["decay"]:
         raise ValueError(f"decay {decay!r}: known are {', '.join(VALUES['decay'])}")
     assert form == "adamw" or not weight_decay, f"weight decay {weight_decay} with {form}, which has none"
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
         if form == "tf_adam":
@@ -108,7 +122,7 @@ def build_optimizer(
     kinds: dict[tuple[bool, bool], list] = {(lora, matrix): [] for lora in (False, True) for matrix in (True, False)}
     for name, parameter in trained.items():
         kinds[lora_lr is not None and is_factor(name), decays(name, parameter)].append(parameter)
-    groups = [
+    return [
         {
             "params": parameters,
             "weight_decay": weight_decay if decays_too or decay == "all" else 0.0,
@@ -117,6 +131,12 @@ def build_optimizer(
         for (lora, decays_too), parameters in kinds.items()
         if parameters
     ]
+
+
+def optimizer_of(
+    groups: list[dict], lr: float, betas: tuple[float, float], eps: float, offload: bool, form: str = "adamw"
+) -> torch.optim.Optimizer:
+    """The optimizer of this form over groups of parameters; as `build_optimizer`."""
     if form == "tf_adam":
         return TensorFlowAdam(groups, lr=lr, betas=betas, eps=eps)
     if offload and on_gpu():

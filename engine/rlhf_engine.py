@@ -25,9 +25,11 @@ from engine.models.scorer import Scorer
 from engine.optim import build_optimizer
 from engine.reference import EngineReference, Reference
 from engine.reward.model import RewardModel
+from engine.shared_trunk import shared_trunk
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, build_ds_config
 from engine.zero.engines import FrozenModel, TrainedModel
+from engine.zero.roles import TrainedRole
 
 
 class RLHFEngine:
@@ -37,8 +39,8 @@ class RLHFEngine:
     def __init__(
         self,
         *,
-        actor: TrainedModel,
-        critic: TrainedModel | None,
+        actor: TrainedModel | TrainedRole,
+        critic: TrainedModel | TrainedRole | None,
         reference: Reference,
         reward: RewardModel | None,
         ema: EMA | None,
@@ -50,12 +52,13 @@ class RLHFEngine:
 
     @property
     def engines(self) -> list[TrainedModel | FrozenModel]:
-        """All engines that there are."""
-        return [*self.trained.values(), *self.reference.models, *(self.reward.models if self.reward else [])]
+        """All engines that there are; several models may share one."""
+        hosts = dict.fromkeys(model.host for model in self.trained.values())
+        return [*hosts, *self.reference.models, *(self.reward.models if self.reward else [])]
 
     @property
-    def trained(self) -> dict[str, TrainedModel]:
-        """Those that learn, by role."""
+    def trained(self) -> dict[str, TrainedModel | TrainedRole]:
+        """The models that learn, by role."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     @classmethod
@@ -63,32 +66,43 @@ class RLHFEngine:
         """Load the models and wrap each in an engine; joins the process group if that has not been done."""
         init()
         tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token, spec.trust_remote_code)
-        if spec.hydra_layers:
-            check_hydra(spec.actor_path, spec.hydra_layers, "actor", spec.trust_remote_code)
-        load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
-        actor = trained_model(
-            load,
-            spec.actor_path,
-            spec.actor,
-            spec.actor_optimizer,
-            spec,
-            spec.actor_gradient_checkpointing,
-            spec.actor_lora,
-        )
-        critic = critic_model(spec) if spec.with_critic else None
-        trained = {"actor": actor, "critic": critic}
+        trained = _trained_trunk(spec) if spec.share_trunk else _trained_models(spec)
         reference = EngineReference(_frozen("reference", load_policy, spec.actor_path, spec, trained))
         reward, reward_path = None, spec.reward_path or spec.critic_path
         if spec.with_reward_model and reward_path is not None:
             reward = RewardModel(_frozen("reward", load_scorer, reward_path, spec, trained))
         return cls(
-            actor=actor,
-            critic=critic,
+            actor=trained["actor"],
+            critic=trained.get("critic"),
             reference=reference,
             reward=reward,
             tokenizer=tokenizer,
-            ema=EMA(actor, spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None,
+            ema=EMA(trained["actor"], spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None,
         )
+
+
+def _trained_models(spec: EngineSpec) -> dict[str, TrainedModel | TrainedRole]:
+    """The actor, and the critic if there is to be one, each in an engine of its own."""
+    if spec.hydra_layers:
+        check_hydra(spec.actor_path, spec.hydra_layers, "actor", spec.trust_remote_code)
+    load = partial(load_hydra, layers=spec.hydra_layers) if spec.hydra_layers else load_policy
+    actor = trained_model(
+        load,
+        spec.actor_path,
+        spec.actor,
+        spec.actor_optimizer,
+        spec,
+        spec.actor_gradient_checkpointing,
+        spec.actor_lora,
+    )
+    return {"actor": actor} | ({"critic": critic_model(spec)} if spec.with_critic else {})
+
+
+def _trained_trunk(spec: EngineSpec) -> dict[str, TrainedModel | TrainedRole]:
+    """The same within one engine."""
+    model = shared_trunk(spec)
+    _probe(model)
+    return dict(model.roles)
 
 
 def critic_model(spec: EngineSpec) -> TrainedModel:
@@ -164,12 +178,11 @@ def _load_with_kept_head(*args, **kwargs) -> Scorer:
 
 
 def _frozen(
-    role: str, load, path: str, spec: EngineSpec, trained: Mapping[str, TrainedModel | None]
+    role: str, load, path: str, spec: EngineSpec, trained: Mapping[str, TrainedModel | TrainedRole]
 ) -> FrozenModel | FrozenRole:
     """The frozen model of this role: within the engine that plays it, or what `load` makes of `path` in its own."""
-    host = trained[spec.hosts[role]] if role in spec.hosts else None
-    if host is not None:
-        return FrozenRole(host, role)
+    if role in spec.hosts:
+        return FrozenRole(trained[spec.hosts[role]].host, role)
     config = next(config for config in spec.engine_configs if config.role == role)
     return frozen_model(load, path, config, spec)
 

@@ -20,6 +20,7 @@ from engine.experience import TrainingBatch
 from engine.packing import micro_batches, weighted_passes
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.engines import TrainedModel
+from engine.zero.roles import TrainedRole
 from training.mixed_pretraining import MixedPretraining
 from training.reporting.guards import stop_for_gradients, stop_unless_losses_finite
 from training.reporting.metrics import Accumulator
@@ -33,7 +34,7 @@ class Objective:
     """What one model learns in an optimizer step: its name in metrics, the model, its loss, its peak learning rate."""
 
     name: str
-    model: TrainedModel
+    model: TrainedModel | TrainedRole
     loss: Loss
     peak_lr: float
 
@@ -84,11 +85,12 @@ class Learner:
         weights, losses, passes = self._loss_weights(parts), {}, distributed.largest(len(parts))
         parts = parts or [batch.select(slice(0, 1))]
         objectives = self._objectives(train_actor, ratios)
-        for objective in objectives:
+        for index, objective in enumerate(objectives):
             padded, shares = weighted_passes(objective.loss, parts, weights[objective.name], passes, metrics)
             if objective.model is models.actor and self.pretraining is not None:
                 shares = self.pretraining.mixed(shares, optimizer_step, metrics)
-            losses[f"{objective.name} loss"] = accumulate_gradients(objective.model, shares), padded
+            last = all(other.model.host is not objective.model.host for other in objectives[index + 1 :])
+            losses[f"{objective.name} loss"] = accumulate_gradients(objective.model, shares, last), padded
         exploded = self._exploded(ratios, metrics)
         overflows = [False] * len(objectives)
         if not exploded:
@@ -97,18 +99,36 @@ class Learner:
         bad = [f"{objective.name} gradient" for objective, over in zip(objectives, overflows, strict=True) if over]
         if bad and not models.actor.scales_loss:
             stop_for_gradients(step, bad, batch, models.tokenizer)
-        for objective, overflow in zip(objectives, overflows, strict=True):
-            lr = objective.peak_lr * lr_factor
-            stepped = objective.model.step(lr, overflow, skip=exploded or any(overflows))
-            if stepped:
-                metrics.add(f"{objective.name}/grad_norm", objective.model.grad_norm, 1)
-            if objective.model.scales_loss:
-                metrics.add(f"{objective.name}/skipped", float(overflow), 1)
-                metrics.add_max(f"{objective.name}/loss_scale", objective.model.loss_scale)
-            metrics.add_max(f"{objective.name}/lr", lr)
-            if stepped and objective.model is models.actor and models.ema is not None:
-                models.ema.update()
+        self._step(objectives, overflows, exploded, lr_factor, metrics)
         return ratios
+
+    def _step(
+        self,
+        objectives: list[Objective],
+        overflows: list[bool],
+        exploded: bool,
+        lr_factor: float,
+        metrics: Accumulator,
+    ) -> None:
+        """Have each engine step, with all models that it trains, or none of them."""
+        lrs = {objective.model.role: objective.peak_lr * lr_factor for objective in objectives}
+        for host in dict.fromkeys(objective.model.host for objective in objectives):
+            parts = [pair for pair in zip(objectives, overflows, strict=True) if pair[0].model.host is host]
+            stepped = host.step_roles(
+                {objective.model.role: lrs[objective.model.role] for objective, _ in parts},
+                overflow=any(overflow for _, overflow in parts),
+                skip=exploded or any(overflows),
+            )
+            for objective, overflow in parts:
+                name, model = objective.name, objective.model
+                if stepped:
+                    metrics.add(f"{name}/grad_norm", model.grad_norm, 1)
+                if model.scales_loss:
+                    metrics.add(f"{name}/skipped", float(overflow), 1)
+                    metrics.add_max(f"{name}/loss_scale", model.loss_scale)
+                metrics.add_max(f"{name}/lr", lrs[model.role])
+                if stepped and model is self.models.actor and self.models.ema is not None:
+                    self.models.ema.update()
 
     def _objectives(self, train_actor: bool, ratios: Tensor) -> list[Objective]:
         """Who learns in this update; the policy's loss adds its ratios, approxkl and count to `ratios`."""
@@ -195,11 +215,16 @@ class Learner:
         return exploded
 
 
-def accumulate_gradients(model: TrainedModel, shares: list[Callable[[], Tensor]]) -> Tensor:
-    """Forward and backward pass of each weighted loss, equally many on all ranks; returns this rank's losses, (N,)."""
+def accumulate_gradients(
+    model: TrainedModel | TrainedRole, shares: list[Callable[[], Tensor]], last: bool = True
+) -> Tensor:
+    """Forward and backward pass of each weighted loss, equally many on all ranks; returns this rank's losses, (N,).
+
+    last: whether the step follows, and no other model's passes within the same engine.
+    """
     losses = []
     for index, share in enumerate(shares):
         loss = share()
         losses.append(loss.detach())
-        model.backward(loss, last=index == len(shares) - 1)
+        model.backward(loss, last=last and index == len(shares) - 1)
     return torch.stack(losses)

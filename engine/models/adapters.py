@@ -35,8 +35,7 @@ class Adapters:
     def within(self, model: nn.Module) -> "Adapters":
         """Adapters like these in another model of the architecture, which gets them; their factors are still to be
         filled in."""
-        for name, config in self.configs.items():
-            inject_adapter_in_model(config, model, adapter_name=name)
+        inject(model, self.configs)
         return Adapters(model, self.own, self.configs, self.active)
 
     def take(self, role: str | None) -> None:
@@ -94,3 +93,9 @@ class Adapters:
         return {
             name: (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight) for name, layer in self.layers.items()
         }
+
+
+def inject(model: nn.Module, configs: Mapping[str, LoraConfig]) -> None:
+    """Put adapters of these names and descriptions into a model; their factors are still to be filled in."""
+    for name, config in configs.items():
+        inject_adapter_in_model(config, model, adapter_name=name)

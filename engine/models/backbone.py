@@ -45,6 +45,10 @@ class Backbone(nn.Module):
         A module that holds the weights of different models in turn is given these settings with each.
         """
 
+    def as_role(self, role: str) -> "Backbone":
+        """The Policy or Scorer that this is in a role: itself, unless it is several."""
+        return self
+
     def take_role(self, role: str | None) -> None:
         """Compute as one of the models that this one is from now on: None for what trains, and always for those that
         are one model only."""

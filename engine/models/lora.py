@@ -72,7 +72,7 @@ def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None =
     module.adapters = Adapters(model, role, dict.fromkeys((role, *kept), config), {name: [name] for name in kept})
     if start is None:
         for name, (a, b) in module.adapters.factors().items():
-            _start(a, b, spec, name)
+            draw(a, b, spec, name)
     else:
         _start_from(module.adapters, start)
     _choose_trained(module, spec)
@@ -99,7 +99,7 @@ def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
         lora_dropout=spec.dropout,
         target_modules=names,
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in names),
-        init_lora_weights=False,  # `_start` draws them
+        init_lora_weights=False,  # `draw` does that
     )
 
 
@@ -153,7 +153,7 @@ def target_names(model: PreTrainedModel, targets: str | tuple[str, ...]) -> list
 _LINEAR = ("Linear", "Conv1D", "LogProbHead", "ScoreHead")
 
 
-def _start(a: Tensor, b: Tensor, spec: LoraSpec, name: str) -> None:
+def draw(a: Tensor, b: Tensor, spec: LoraSpec, name: str) -> None:
     """A within +-1 / sqrt(dim), from the seed and the layer's name alone; B zeros."""
     if a.is_meta:
         return

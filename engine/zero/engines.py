@@ -60,6 +60,11 @@ class TrainedModel:
         self.state = TrainingState(self.module, self._by_stage)
         self.ds_engine.train()
 
+    @property
+    def host(self) -> "TrainedModel":
+        """The engine that trains this model: itself."""
+        return self
+
     def __call__(self, *args, **kwargs):
         """The module's forward pass; without gradients by its copy, if there are `copies`."""
         if self.copies is None or torch.is_grad_enabled():
@@ -103,6 +108,14 @@ class TrainedModel:
         """
         for group in self.ds_engine.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
+        return self._step(overflow, skip)
+
+    def step_roles(self, lrs: Mapping[str, float], overflow: bool = False, skip: bool = False) -> bool:
+        """`step`, for an engine that trains one model: `lrs` has its learning rate by its role."""
+        return self.step(lrs[self.role], overflow, skip)
+
+    def _step(self, overflow: bool, skip: bool) -> bool:
+        """`step`, with the learning rates as the optimizer's groups have them."""
         if skip and not (overflow and self.scales_loss):
             self._by_stage.drop()
             return False
@@ -132,8 +145,12 @@ class TrainedModel:
 
         Reads each float32 master weight once, a fraction of what an optimizer step reads.
         """
+        return self.are_finite(self.master_shards())
+
+    def are_finite(self, shards: list[Tensor]) -> bool:
+        """Whether these tensors, over all ranks, are numbers of the dtype that is computed in (all ranks call this)."""
         limit = torch.finfo(torch.float16 if self.scales_loss else torch.float32).max
-        ends = [torch.stack(torch.aminmax(shard)) for shard in self.master_shards() if shard.numel()]
+        ends = [torch.stack(torch.aminmax(shard)) for shard in shards if shard.numel()]
         own = not ends or bool((torch.stack(ends).abs() <= limit).all())  # NaN compares false
         return not distributed.any_rank(not own)
 
@@ -149,19 +166,23 @@ class TrainedModel:
         On leaving all is as before, bit by bit. Both are exchanged in place, so it takes the memory of one more shard;
         16-bit master weights, which could not hold the others exactly, are kept aside instead.
         """
-        kept = [own.clone() if own.dtype != other.dtype else None for own, other in self._pairs(shards)]
-        self._exchange(shards, kept)
+        with self.exchanged(self.master_shards(), shards):
+            yield
+
+    @contextlib.contextmanager
+    def exchanged(self, masters: list[Tensor], shards: list[Tensor]) -> Iterator[None]:
+        """`swapped`, for some of the masters."""
+        pairs = list(zip(masters, shards, strict=True))
+        kept = [own.clone() if own.dtype != other.dtype else None for own, other in pairs]
+        self._exchange(pairs, kept)
         try:
             yield
         finally:
-            self._exchange(shards, kept, back=True)
-
-    def _pairs(self, shards: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self.master_shards(), shards, strict=True))
+            self._exchange(pairs, kept, back=True)
 
     @torch.no_grad()
-    def _exchange(self, shards: list[Tensor], kept: list[Tensor | None], back: bool = False) -> None:
-        for (own, other), aside in zip(self._pairs(shards), kept, strict=True):
+    def _exchange(self, pairs: list[tuple[Tensor, Tensor]], kept: list[Tensor | None], back: bool = False) -> None:
+        for (own, other), aside in zip(pairs, kept, strict=True):
             if aside is not None:
                 own.copy_(aside if back else other)
             else:

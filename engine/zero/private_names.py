@@ -76,6 +76,12 @@ PRIVATE_NAMES = (
         "gathering what is never partitioned",
         "save_checkpoint, which writes files",
     ),
+    PrivateName(
+        _ZERO3,
+        "grad_partitions_flat_buffer",
+        "gradients of 0 for parameters that the first backward pass does not reach",
+        "none: it overwrites what it reaches, later ones add to what lies there from the step before",
+    ),
     # stages 1 and 2
     PrivateName(
         _ZERO12,
@@ -106,6 +112,11 @@ PRIVATE_NAMES = (
             ("has_overflow", "looking at gradients before the step", "none tells before the step"),
             ("override_loss_scale", "a step that divides by the scale it was multiplied by", "none"),
             ("loss_scaler", "the next name's holder", "none gives it"),
+            (
+                "averaged_gradients",
+                "the gradient norm of each model that an engine trains, before the step",
+                "safe_get_full_grad, which gathers each parameter",
+            ),
             ("custom_loss_scaler", "taking the overriding scale away again", "none takes it away"),
         )
     ),

@@ -45,6 +45,12 @@ class Stage(Protocol):
     def masters(self) -> list[Master]:
         """This rank's float32 weights, the tensors that the optimizer updates, and whose numbers lie where in them."""
 
+    def gradients(self) -> list[list[Tensor]]:
+        """For each master what this rank has of its gradient after the last backward pass, times the loss scale."""
+
+    def forget_gradients(self) -> None:
+        """After a step: parameters without a gradient in the next first backward pass begin at 0."""
+
     def loss_scaler(self) -> Any:
         """DeepSpeed's object that has the loss scale and its counters; None where it is a constant."""
 
@@ -92,6 +98,12 @@ class Stage0:
     def masters(self) -> list[Master]:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return [_whole(parameter, parameter, self.optimizer) for parameter in parameters]
+
+    def gradients(self) -> list[list[Tensor]]:
+        return [[p.grad for p in master.parameters if p.grad is not None] for master in self.masters()]
+
+    def forget_gradients(self) -> None:
+        """There are none after a step."""
 
     def loss_scaler(self) -> Any:
         return None
@@ -201,6 +213,12 @@ class Stage1And2:
             )
         ]
 
+    def gradients(self) -> list[list[Tensor]]:
+        return [self.optimizer.averaged_gradients[index] for index in range(len(self.masters()))]
+
+    def forget_gradients(self) -> None:
+        """There are none after a step."""
+
     def loss_scaler(self) -> Any:
         return self.optimizer.loss_scaler if self.optimizer.dynamic_loss_scale else None
 
@@ -231,6 +249,10 @@ class Stage3(Stage1And2):
             Master(master, zero.optimizer, parameters, _spans_of_runs(parameters))
             for master, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
         ]
+
+    def forget_gradients(self) -> None:
+        # Only the first backward pass of a step overwrites what lies here, and only for parameters that it reaches.
+        self.optimizer.grad_partitions_flat_buffer.zero_()
 
     def refresh_from_masters(self) -> None:
         self.optimizer.checkpoint_event_prologue()  # some may still stand gathered, with what they held before

@@ -1,0 +1,231 @@
+"""Several models that learn within one engine, each with parameters of its own, and that step together."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine import distributed
+from engine.trace import traced
+from engine.zero.engines import Copies, TrainedModel
+from engine.zero.shards import Master, Shard, ShardSource, TrainingState
+
+
+class SharedModel(TrainedModel):
+    """A module within which several models learn: one engine, and one optimizer whose groups are the models'.
+
+        shared = SharedModel(trunk, ds_config, optimizer, {"actor": 1.0, "critic": 1.0})
+        critic, actor = shared.roles["critic"], shared.roles["actor"]
+        critic.backward(value_loss, last=False)
+        actor.backward(policy_loss, last=True)
+        shared.step_roles({"critic": 2e-5, "actor": 1e-5})
+
+    A model's gradients are clipped by their own norm, as if it had an engine of its own; `ds_config` therefore has no
+    clipping. A model that is not named in a step keeps its weights and moments, bit by bit.
+
+    Args:
+        module: `module.as_role(role)` is the Policy or Scorer that it is in a role.
+        optimizer: each of its groups has a "role".
+        max_grad_norms: by role; 0 for no clipping.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ds_config: dict,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norms: Mapping[str, float],
+    ):
+        assert not ds_config["gradient_clipping"], "DeepSpeed would clip by the norm over all models"
+        owners = {parameter: group["role"] for group in optimizer.param_groups for parameter in group["params"]}
+        super().__init__(module, ds_config, optimizer, "trunk")
+        self.max_grad_norms, self._norms = dict(max_grad_norms), None
+        # A group's parameters are of one role, and so are a master's.
+        self._owned = [owners[master.parameters[0]] for master in self._by_stage.masters()]
+        self.roles = {role: TrainedRole(self, role) for role in max_grad_norms}
+
+    def masters_of(self, role: str) -> list[Master]:
+        """This rank's masters of what the role trains."""
+        return [master for master, owner in zip(self._by_stage.masters(), self._owned, strict=True) if owner == role]
+
+    def gradient_norms(self) -> dict[str, float]:
+        """By role, the norm of its gradient after the last backward, without the loss scale; infinite or NaN where a
+        gradient is, on any rank. All ranks call this together, and get the same."""
+        if self._norms is None:
+            squares = dict.fromkeys(self.roles, torch.zeros((), dtype=torch.float64, device=distributed.device()))
+            for owner, gradients in zip(self._owned, self._by_stage.gradients(), strict=True):
+                for gradient in gradients:
+                    squares[owner] = squares[owner] + gradient.float().norm().double().to(squares[owner].device) ** 2
+            sums = torch.stack(list(squares.values()))
+            if not self._by_stage.replicated:
+                sums = distributed.all_reduce_sum(sums)
+            self._norms = dict(zip(self.roles, (sums.sqrt() / self.loss_scale).tolist(), strict=True))
+        return self._norms
+
+    def overflowed(self) -> bool:
+        """Whether a gradient is infinite or NaN on any rank, after the last backward."""
+        return any(role.overflowed() for role in self.roles.values())
+
+    def step_roles(self, lrs: Mapping[str, float], overflow: bool = False, skip: bool = False) -> bool:
+        """Apply one optimizer step to these roles, each at its learning rate; returns whether weights changed.
+
+        overflow, skip: as in `step`.
+        """
+        norms, factors = self.gradient_norms(), {}
+        for group in self.ds_engine.optimizer.param_groups:
+            group["lr"] = lrs.get(group["role"], 0.0) * group.get("lr_ratio", 1.0)
+        for master, owner in zip(self._by_stage.masters(), self._owned, strict=True):
+            factors[id(master.tensor)] = self._clip_factor(owner, norms[owner]) if owner in lrs else None
+        with _scaled_gradients(self._by_stage.masters()[0].adam, factors):
+            stepped = self._step(overflow, skip)
+        self._by_stage.forget_gradients()
+        self._norms = None
+        for role in lrs if stepped else ():
+            self.roles[role].grad_norm = norms[role]
+        return stepped
+
+    def _clip_factor(self, role: str, norm: float) -> float:
+        """What the role's gradient is multiplied by, as `torch.nn.utils.clip_grad_norm_` has it."""
+        limit = self.max_grad_norms[role]
+        return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+
+
+class TrainedRole:
+    """One of the models that learn within a SharedModel. It is called and asked like a TrainedModel."""
+
+    def __init__(self, host: SharedModel, role: str):
+        self.host, self.role = host, role
+        self.grad_norm = 0.0  # of the latest step, before clipping
+        self.state = _RoleState(self.module, _RoleMasters(host, role))
+
+    @property
+    def module(self) -> Any:
+        """The Policy or Scorer that the host's module is in this role."""
+        return self.host.module.as_role(self.role)
+
+    @property
+    def stage(self) -> int:
+        """The host's ZeRO stage."""
+        return self.host.stage
+
+    @property
+    def version(self) -> int:
+        """The host's, which goes up when the weights of any role change."""
+        return self.host.version
+
+    @property
+    def copies(self) -> Copies | None:
+        """The host's plain copies."""
+        return self.host.copies
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients that overflow are a matter of course (fp16)."""
+        return self.host.scales_loss
+
+    @property
+    def loss_scale(self) -> float:
+        """The fp16 loss scale, one for all roles; 1 in other dtypes."""
+        return self.host.loss_scale
+
+    def __call__(self, *args, **kwargs):
+        """The host's forward pass in this role, by its copy if there is one and no gradient is wanted."""
+        return self.host(*args, role=self.role, **kwargs)
+
+    def on_device(self) -> contextlib.AbstractContextManager:
+        """Does nothing: a trained model always stands where it computes."""
+        return self.host.on_device()
+
+    @traced("{0.role} backward")
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """As `TrainedModel.backward`; last: of the passes of all roles before the step."""
+        self.host.backward(loss, last)
+
+    def overflowed(self) -> bool:
+        """Whether a gradient of this role's is infinite or NaN on any rank, after the last backward."""
+        return not self.host.gradient_norms()[self.role] < float("inf")
+
+    def step(self, lr: float, overflow: bool = False, skip: bool = False) -> bool:
+        """A step of this role alone; as in `TrainedModel`."""
+        return self.host.step_roles({self.role: lr}, overflow, skip)
+
+    def weights_finite(self) -> bool:
+        """Whether all weights that this role trains are numbers of the dtype that is computed in (all ranks call
+        this)."""
+        return self.host.are_finite(self.master_shards())
+
+    def master_shards(self) -> list[Tensor]:
+        """This rank's float32 weights of what this role trains."""
+        return [master.tensor.data for master in self.host.masters_of(self.role)]
+
+    @contextlib.contextmanager
+    def swapped(self, shards: list[Tensor]) -> Iterator[None]:
+        """As `TrainedModel.swapped`, of this role's weights."""
+        with self.host.exchanged(self.master_shards(), shards):
+            yield
+
+    def shards(self) -> list[Shard]:
+        """This rank's part of the role's training state, as views; over all ranks each number comes exactly once."""
+        return self.state.shards()
+
+    def scalars(self) -> dict:
+        """The rest of it, the same on all ranks: the role's step count, and the loss scale that all roles have."""
+        return self.state.scalars()
+
+    def load_shards(self, source: ShardSource, scalars: Mapping) -> None:
+        """As `TrainedModel.load_shards`, for this role alone (all ranks call this)."""
+        self.state.load(source, scalars)
+        self.host.version += 1
+
+
+class _RoleMasters:
+    """Of a SharedModel's stage, what one role trains."""
+
+    def __init__(self, host: SharedModel, role: str):
+        self.host, self.role = host, role
+
+    @property
+    def replicated(self) -> bool:
+        return self.host._by_stage.replicated
+
+    def masters(self) -> list[Master]:
+        return self.host.masters_of(self.role)
+
+    def loss_scaler(self) -> Any:
+        return self.host._by_stage.loss_scaler()
+
+    def refresh_from_masters(self) -> None:
+        self.host._by_stage.refresh_from_masters()
+
+
+class _RoleState(TrainingState):
+    """The training state of one role. What it does not train belongs to another one, or is as its files have it."""
+
+    def _frozen(self) -> tuple[list[Shard], list[Shard]]:
+        return [], []
+
+
+@contextlib.contextmanager
+def _scaled_gradients(adam: torch.optim.Optimizer, factors: Mapping[int, float | None]) -> Iterator[None]:
+    """Within this context an optimizer's steps see gradients times a factor, by their tensors' ids; None: no gradient,
+    so that weights and moments stay.
+
+    At this place they are float32 and without loss scale at every stage. A factor before would be rounded to 16 bits.
+    """
+
+    def scale(optimizer: torch.optim.Optimizer, *_) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                factor = factors[id(parameter)]
+                if factor is None:
+                    parameter.grad = None
+                elif parameter.grad is not None and factor != 1.0:
+                    parameter.grad.mul_(factor)
+
+    hook = adam.register_step_pre_hook(scale)
+    try:
+        yield
+    finally:
+        hook.remove()
