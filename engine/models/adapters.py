@@ -1,5 +1,6 @@
 """The LoRA adapters within a model: which there are, and which of them compute."""
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -97,5 +98,7 @@ class Adapters:
 
 def inject(model: nn.Module, configs: Mapping[str, LoraConfig]) -> None:
     """Put adapters of these names and descriptions into a model; their factors are still to be filled in."""
-    for name, config in configs.items():
-        inject_adapter_in_model(config, model, adapter_name=name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are what is wanted
+        for name, config in configs.items():
+            inject_adapter_in_model(config, model, adapter_name=name)

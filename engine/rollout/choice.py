@@ -10,6 +10,7 @@ from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.whole_copies import Model, WholeCopies, copy_bytes, gradient_bytes
 from engine.zero import accelerator
+from engine.zero.roles import TrainedRole
 
 # The names of --rollout_backend. One of your own has what makes it of the actor and its tokenizer, a class mostly; the
 # built-in ones, which models share copies with, are made by `build_rollouts`.
@@ -29,7 +30,7 @@ class Placement:
 
 def build_rollouts(
     name: str,
-    actor: Model,
+    actor: Model | TrainedRole,
     tokenizer,
     *,
     others: Sequence[Model] = (),
@@ -41,6 +42,7 @@ def build_rollouts(
     """The backend of this name; "auto" takes the fastest that fits in memory. Its `why` says what was taken and why.
 
     Args:
+        actor: a role within an engine computes with that one's copies.
         others: models that are to make experience through whole copies too, each where there is room for its own.
         rows_at_once, row_length: responses decoded side by side, and tokens of prompt and response, for the cache.
         between_steps: as in WholeCopies. decoding: as in Sampler; zero3 has no use for it.
@@ -49,7 +51,7 @@ def build_rollouts(
 
     Raises: KeyError for an unknown backend.
     """
-    make = ROLLOUT_BACKENDS[name]
+    make, actor = ROLLOUT_BACKENDS[name], actor.host
     if make is not None:
         return make(actor, tokenizer)
     models = [actor, *(model for model in others if model is not actor)]

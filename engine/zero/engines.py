@@ -62,7 +62,7 @@ class TrainedModel:
 
     @property
     def host(self) -> "TrainedModel":
-        """The engine that trains this model: itself."""
+        """The engine that has this model: itself."""
         return self
 
     def __call__(self, *args, **kwargs):
@@ -225,6 +225,11 @@ class FrozenModel:
         self.ds_engine.eval()
         if self._moves:
             self.module.to("cpu")
+
+    @property
+    def host(self) -> "FrozenModel":
+        """The engine that has this model: itself."""
+        return self
 
     @torch.no_grad()
     def __call__(self, *args, **kwargs):

@@ -45,10 +45,13 @@ def engines(stage: int) -> list[SimpleNamespace]:
     )
     for module in frozen:
         module.requires_grad_(False)
-    return [
+    found = [
         SimpleNamespace(stage=stage, module=module, role=role, copies=None)
         for role, module in zip(ROLES, (*learning, *frozen), strict=True)
     ]
+    for engine in found:
+        engine.host = engine
+    return found
 
 
 def chosen(models: list, free: float, monkeypatch, **how):
