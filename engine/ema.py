@@ -6,6 +6,7 @@ import torch
 
 from engine.trace import traced
 from engine.zero.engines import TrainedModel
+from engine.zero.roles import TrainedRole
 from engine.zero.shards import Shard, ShardSource, read
 
 
@@ -19,7 +20,7 @@ class EMA:
     Source: `moving_average` in DeepSpeed-Chat (DeepSpeedExamples 83757d9c), where the decay is 0.992.
     """
 
-    def __init__(self, actor: TrainedModel, decay: float, device: str | None = None):
+    def __init__(self, actor: TrainedModel | TrainedRole, decay: float, device: str | None = None):
         self.actor, self.decay = actor, decay
         self.means = [
             shard.detach().to(device or shard.device, torch.float32, copy=True) for shard in actor.master_shards()

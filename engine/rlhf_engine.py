@@ -81,7 +81,7 @@ class RLHFEngine:
         )
 
 
-def _trained_models(spec: EngineSpec) -> dict[str, TrainedModel | TrainedRole]:
+def _trained_models(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole]:
     """The actor, and the critic if there is to be one, each in an engine of its own."""
     if spec.hydra_layers:
         check_hydra(spec.actor_path, spec.hydra_layers, "actor", spec.trust_remote_code)
@@ -98,11 +98,11 @@ def _trained_models(spec: EngineSpec) -> dict[str, TrainedModel | TrainedRole]:
     return {"actor": actor} | ({"critic": critic_model(spec)} if spec.with_critic else {})
 
 
-def _trained_trunk(spec: EngineSpec) -> dict[str, TrainedModel | TrainedRole]:
+def _trained_trunk(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole]:
     """The same within one engine."""
     model = shared_trunk(spec)
     _probe(model)
-    return dict(model.roles)
+    return model.roles
 
 
 def critic_model(spec: EngineSpec) -> TrainedModel:

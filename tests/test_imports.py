@@ -28,7 +28,7 @@ LAYERS = [
     ["engine.optim", "engine.zero"],
     ["engine.models", "engine.packing"],
     ["engine.whole_copies"],
-    ["engine.engine_spec", "engine.frozen_role"],
+    ["engine.engine_spec", "engine.frozen_role", "engine.shared_trunk"],
     ["engine.ema", "engine.memory", "engine.rlhf_engine", "engine.reference", "engine.rollout", "engine.reward"],
     ["engine.experience_maker"],
     ["training"],

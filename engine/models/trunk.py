@@ -1,168 +1,181 @@
 """One model in four roles: a frozen language model, with an adapter and a head for each role.
 
-    trunk = make_trunk(policy, scorer_config, actor=LoraSpec(dim=16, only=True), critic=LoraSpec(dim=16, only=True))
+    policy = load_policy("sft", torch.float32, merge=False)
+    trunk = make_trunk(policy, actor=LoraSpec(dim=16, only=True), scorers={"critic": config}, critic=...)
     logprobs, _ = trunk(sequences, attention_mask, position_ids, response_length=8)
     values = trunk(sequences, attention_mask, position_ids, role="critic")
 
 The actor has its adapter and the language model's head. The reference has the same head and no adapter, or a frozen one
-that the actor started from. The reward model has a frozen adapter and head; the critic starts as a copy of these, or
-from nothing where there is no reward model. What is frozen for all of them is there once.
+that the actor started from. The reward model has a frozen adapter and head; the critic has its own of both, which start
+as copies of a reward model's or as nothing. What is frozen for all of them is there once.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from engine.models.adapter_folders import HEAD, AdapterFolder, unset
 from engine.models.adapters import Adapters, inject
 from engine.models.backbone import Backbone
 from engine.models.classes import CLASSIFIER, model_class
-from engine.models.lora import LoraSpec, draw, lora_config
+from engine.models.lora import LoraSpec, check_dim, draw, lora_config, start_config
 from engine.models.policy import Policy
 from engine.models.scorer import Scorer
 from engine.models.stack import ask_for_gradient, decoder_stack
 
-SCORING = ("critic", "reward")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringRole:
+    """What "critic" or "reward" is to be.
+
+    config: of the classifier that it would be alone, with one label and the settings of the scores. start: the adapter
+    and head that it has, or starts from; None for a head of zeros. lora: how it trains; None where it is frozen.
+    """
+
+    config: PretrainedConfig
+    start: AdapterFolder | None = None
+    lora: LoraSpec | None = None
 
 
 class Trunk(Policy):
-    """A Policy that also computes as a Scorer, with the same layers.
+    """A Policy that also computes as Scorers, with the same layers.
 
-    scorer: the Scorer; its model has this one's layers for its own. Its heads are registered here, and its layers here
-    alone: modules that are met twice would get ZeRO's hooks twice.
+    scorers: by role. Their models have this one's layers for their own. Their heads are registered here, and the layers
+    once: modules that are met twice would get ZeRO's hooks twice.
     """
 
-    def __init__(self, model: PreTrainedModel, dropouts: dict[str, float], scorer: Scorer):
+    def __init__(self, model: PreTrainedModel, dropouts: dict[str, float], scorers: Mapping[str, Scorer]):
         super().__init__(model, dropouts)
-        self.score_head, self.kept_heads = scorer.model.score, scorer.kept_heads
-        self._scorer = (scorer,)
+        self.heads = nn.ModuleDict({role: scorer.model.score for role, scorer in scorers.items()})
+        self._scorers = tuple(scorers.items())
 
     @property
-    def scorer(self) -> Scorer:
-        """What it is as critic and reward model."""
-        return self._scorer[0]
+    def scorers(self) -> dict[str, Scorer]:
+        """What it is as "critic" and "reward", where it is."""
+        return dict(self._scorers)
 
     def as_role(self, role: str) -> Backbone:
         """The Policy or Scorer that this is in a role."""
-        return self.scorer if role in SCORING else self
+        return self.scorers.get(role, self)
 
     def with_model(self, model: PreTrainedModel) -> "Trunk":
         """A Trunk with these settings, adapters and heads, for another model of the architecture."""
-        own = self.scorer
-        scorer = Scorer(_classifier(model, own.model.config, type(own.model)), own.dropouts)
-        for role in own.kept_heads:
-            scorer.keep_head(role)
-        other = Trunk(model, self.dropouts, scorer)
+        scorers = {
+            role: Scorer(_classifier(model, own.model.config, type(own.model)), own.dropouts)
+            for role, own in self.scorers.items()
+        }
+        other = Trunk(model, self.dropouts, scorers)
         other.direct_head = self.direct_head
-        if self.adapters is not None:
-            other.give_adapters(self.adapters.configs)
+        assert self.adapters is not None
+        other.give_adapters(self.adapters.configs)
         return other
 
     def give_adapters(self, configs: Mapping[str, LoraConfig]) -> None:
         """Put adapters, by the roles that they are of, into the model."""
         inject(self.model, configs)
-        frozen = {role: [role] for role in ("reference", "reward") if role in configs}
-        self.adapters = Adapters(self.model, "actor", configs, frozen)
-        own = "critic" if "critic" in configs else "reward"
-        self.scorer.adapters = Adapters(self.scorer.model, own, configs, frozen)
+        kept = {"reference": ["reference"]} if "reference" in configs else {}
+        self.adapters = Adapters(self.model, "actor", configs, kept)
+        for role, scorer in self.scorers.items():
+            scorer.adapters = Adapters(scorer.model, role, configs)
 
     def forward(self, *args, role: str | None = None, **kwargs):
         """As Policy's for actor and reference; as Scorer's for critic and reward model."""
-        if role in SCORING:
-            return self.scorer(*args, role=role, **kwargs)
-        return super().forward(*args, role=role, **kwargs)
+        scorer = self.scorers.get(role or "")
+        if scorer is not None:
+            return scorer(*args, **kwargs)
+        return super().forward(*args, **kwargs, role=role)  # type: ignore[misc]
 
 
-def make_trunk(
-    policy: Policy,
-    config: PretrainedConfig,
-    *,
-    actor: LoraSpec,
-    critic: LoraSpec | None,
-    head: Tensor | None = None,
-    frozen: Mapping[str, tuple[LoraConfig, Mapping[str, tuple[Tensor, Tensor]]]] | None = None,
-) -> Trunk:
-    """A Trunk of a language model that has no adapters yet; on all ranks alike.
+def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRole]) -> Trunk:
+    """A Trunk of a language model that was loaded without adapters; on all ranks alike.
 
-    Args:
-        config: of the critic and reward model: the language model's, with one label and the settings of the scores.
-        actor, critic: which adapters train; no critic if None.
-        head: (1, d) the reward model's, from which the critic's starts; None for a critic's of zeros.
-        frozen: the adapters of "reward" and "reference", from which the critic's and the actor's start: peft's
-            description of each, and its (A, B) by the names of their layers.
+    policy: its `start` is the adapter that the actor goes on with and that the reference has, if there is one.
+    scoring: "critic" and "reward", as far as there are such.
+
+    Raises: UserError where the layers that an adapter is asked for are none, or its dimension is not its start's.
     """
-    model, frozen = policy.model, frozen or {}
-    kind = model_class(config, CLASSIFIER, config.name_or_path, "model")
-    scorer = Scorer(_classifier(model, config, kind), policy.dropouts)
-    if head is not None:
-        with torch.no_grad():
-            scorer.model.score.weight.copy_(head)
-    if critic is not None and head is not None:
-        scorer.keep_head("reward")
-    trunk = Trunk(model, policy.dropouts, scorer)
+    model, kept = policy.model, policy.start
+    scorers = {}
+    for role, wanted in scoring.items():
+        kind = model_class(wanted.config, CLASSIFIER, wanted.config.name_or_path, f"{role} model")
+        scorers[role] = Scorer(_classifier(model, wanted.config, kind), policy.dropouts)
+        if wanted.start is not None:
+            with torch.no_grad():
+                scorers[role].model.score.weight.copy_(wanted.start.tensors()[f"{HEAD}.weight"])
+    trunk = Trunk(model, policy.dropouts, scorers)
     trunk.direct_head = policy.direct_head
-    specs = {"actor": actor} | ({"critic": critic} if critic is not None else {})
-    starts = {role: _START[role] for role in specs if _START[role] in frozen}
-    configs = {role: frozen[starts[role]][0] if role in starts else lora_config(model, specs[role]) for role in specs}
-    trunk.give_adapters(configs | {role: described for role, (described, _) in frozen.items()})
-    _fill(trunk, specs, starts, frozen)
-    _choose_trained(trunk, specs)
+    for module in (trunk, *scorers.values()):
+        module.base = policy.base
+    starts: dict[str, AdapterFolder | None] = {"actor": kept}
+    specs: dict[str, LoraSpec | None] = {"actor": actor}
+    starts |= {role: wanted.start for role, wanted in scoring.items()}
+    specs |= {role: wanted.lora for role, wanted in scoring.items()}
+    if kept is not None:
+        starts["reference"], specs["reference"] = kept, None
+    trunk.give_adapters({role: _described(model, starts[role], specs[role]) for role in starts})
+    _fill(trunk, starts, specs)
+    _choose_trained(trunk, [role for role, spec in specs.items() if spec is not None])
     return trunk
 
 
-_START = {"actor": "reference", "critic": "reward"}  # whose adapter one starts from
+def owner(name: str) -> str:
+    """Which role a parameter that trains is of, by its name within a Trunk."""
+    return "critic" if name.startswith("heads.critic.") or ".critic." in name else "actor"
 
 
-def _fill(
-    trunk: Trunk,
-    specs: Mapping[str, LoraSpec],
-    starts: Mapping[str, str],
-    frozen: Mapping[str, tuple[LoraConfig, Mapping[str, tuple[Tensor, Tensor]]]],
-) -> None:
+def _described(model: PreTrainedModel, start: AdapterFolder | None, spec: LoraSpec | None) -> LoraConfig:
+    """peft's description of a role's adapter."""
+    if start is None:
+        assert spec is not None, "what is frozen has a folder"
+        return lora_config(model, spec)
+    if spec is None:
+        return unset(start.config)
+    check_dim(start, spec)
+    return start_config(start, spec)
+
+
+@torch.no_grad()
+def _fill(trunk: Trunk, starts: Mapping[str, AdapterFolder | None], specs: Mapping[str, LoraSpec | None]) -> None:
     """Give all factors the numbers that they start with."""
     assert trunk.adapters is not None
-    for role in (*specs, *frozen):
-        found: Any = frozen[starts.get(role, role)][1] if role in starts or role in frozen else None
+    for role, start in starts.items():
+        found, spec = start.factors() if start is not None else {}, specs[role]
         for name, (a, b) in trunk.adapters.factors(role).items():
-            if found is None:
-                draw(a, b, specs[role], name)
-                continue
-            with torch.no_grad():
+            if start is not None:
                 a.copy_(found[name][0])
                 b.copy_(found[name][1])
+            elif spec is not None:
+                draw(a, b, spec, name)
 
 
-def _choose_trained(trunk: Trunk, specs: Mapping[str, LoraSpec]) -> None:
-    """Mark what trains: factors, and the critic's head."""
+def _choose_trained(trunk: Trunk, roles: list[str]) -> None:
+    """Mark what trains: these roles' factors, and the critic's head."""
     assert trunk.adapters is not None
     trunk.requires_grad_(False)
-    for role in specs:
+    for role in roles:
         for pair in trunk.adapters.factors(role).values():
             for factor in pair:
                 factor.requires_grad_(True)
-    trunk.score_head.requires_grad_("critic" in specs)
+    if "critic" in roles:
+        trunk.heads["critic"].requires_grad_(True)
     stack = decoder_stack(trunk.model)
     if stack is not None:
         trunk.model.get_submodule(f"{stack}.0").register_forward_pre_hook(ask_for_gradient)
 
 
-def owner(name: str) -> str:
-    """Which role a parameter that trains is of, by its name within a Trunk."""
-    return "critic" if name.startswith("score_head.") or ".critic." in name else "actor"
-
-
 def _classifier(model: PreTrainedModel, config: PretrainedConfig, kind: Any) -> PreTrainedModel:
     """A classifier whose layers are those of a language model; with a head of zeros."""
-    dtype = next(model.parameters()).dtype
+    like = next(model.parameters())
     with torch.device("meta"):
-        shell = kind._from_config(config, dtype=dtype)
-    device, head = next(model.parameters()).device, shell.score
+        shell = kind._from_config(config, dtype=like.dtype)
     setattr(shell, shell.base_model_prefix, model.base_model)
-    shell.score = nn.Linear(head.in_features, 1, bias=head.bias is not None, dtype=dtype, device=device)
-    shell.score.requires_grad_(False)
-    for parameter in shell.score.parameters():
+    head = nn.Linear(shell.score.in_features, 1, shell.score.bias is not None, like.device, like.dtype)
+    for parameter in head.parameters():
         nn.init.zeros_(parameter)
+    shell.score = head.requires_grad_(False)
     return shell

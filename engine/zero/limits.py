@@ -107,3 +107,13 @@ def refuse_together(configs: Mapping[str, Mapping], paths: Mapping[str, str | No
             f"engines at stage 3 ({others}), and DeepSpeed makes its groups once in a process. Leave it out of the "
             "file."
         )
+
+
+def refuse_offload_of_roles(config: Mapping) -> None:
+    """Raise UserError where the optimizer's states of an engine in which several models learn are in host memory."""
+    if config["zero_optimization"].get("offload_optimizer"):
+        raise UserError(
+            "--share_trunk with an offloaded optimizer: DeepSpeed then takes over the gradients of the last backward "
+            "pass alone, which is the actor's, and the critic's would be lost. The states are those of the adapters "
+            "alone: leave --offload (offload_optimizer) out."
+        )

@@ -11,6 +11,7 @@ from engine import distributed
 from engine.trace import traced
 from engine.zero.engines import Copies, TrainedModel
 from engine.zero.shards import Master, Shard, ShardSource, TrainingState
+from engine.zero.step_gradients import scaled_gradients
 
 
 class SharedModel(TrainedModel):
@@ -41,7 +42,8 @@ class SharedModel(TrainedModel):
         assert not ds_config["gradient_clipping"], "DeepSpeed would clip by the norm over all models"
         owners = {parameter: group["role"] for group in optimizer.param_groups for parameter in group["params"]}
         super().__init__(module, ds_config, optimizer, "trunk")
-        self.max_grad_norms, self._norms = dict(max_grad_norms), None
+        self.max_grad_norms = dict(max_grad_norms)
+        self._norms: dict[str, float] | None = None  # since the last step
         # A group's parameters are of one role, and so are a master's.
         self._owned = [owners[master.parameters[0]] for master in self._by_stage.masters()]
         self.roles = {role: TrainedRole(self, role) for role in max_grad_norms}
@@ -78,7 +80,7 @@ class SharedModel(TrainedModel):
             group["lr"] = lrs.get(group["role"], 0.0) * group.get("lr_ratio", 1.0)
         for master, owner in zip(self._by_stage.masters(), self._owned, strict=True):
             factors[id(master.tensor)] = self._clip_factor(owner, norms[owner]) if owner in lrs else None
-        with _scaled_gradients(self._by_stage.masters()[0].adam, factors):
+        with scaled_gradients(self._by_stage.masters()[0].adam, factors):
             stepped = self._step(overflow, skip)
         self._by_stage.forget_gradients()
         self._norms = None
@@ -205,27 +207,3 @@ class _RoleState(TrainingState):
 
     def _frozen(self) -> tuple[list[Shard], list[Shard]]:
         return [], []
-
-
-@contextlib.contextmanager
-def _scaled_gradients(adam: torch.optim.Optimizer, factors: Mapping[int, float | None]) -> Iterator[None]:
-    """Within this context an optimizer's steps see gradients times a factor, by their tensors' ids; None: no gradient,
-    so that weights and moments stay.
-
-    At this place they are float32 and without loss scale at every stage. A factor before would be rounded to 16 bits.
-    """
-
-    def scale(optimizer: torch.optim.Optimizer, *_) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                factor = factors[id(parameter)]
-                if factor is None:
-                    parameter.grad = None
-                elif parameter.grad is not None and factor != 1.0:
-                    parameter.grad.mul_(factor)
-
-    hook = adam.register_step_pre_hook(scale)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine import distributed
 from engine.zero.gathering import own_run
 from engine.zero.shards import Master, Span
+from engine.zero.step_gradients import without_gradients
 
 
 class Stage(Protocol):
@@ -92,7 +93,7 @@ class Stage0:
         return norm
 
     def drop(self) -> None:
-        with _without_gradients(self.optimizer):
+        with without_gradients(self.optimizer):
             self.ds_engine.step()
 
     def masters(self) -> list[Master]:
@@ -139,7 +140,7 @@ class Stage0WithMasters(Stage0):
             return float(self.ds_engine.get_global_grad_norm() or 0.0) / self.loss_factor
 
     def drop(self) -> None:
-        with self._loss_scale_kept(overflow=False), _without_gradients(self.optimizer.optimizer):
+        with self._loss_scale_kept(overflow=False), without_gradients(self.optimizer.optimizer):
             self.ds_engine.step()
 
     def masters(self) -> list[Master]:
@@ -197,7 +198,7 @@ class Stage1And2:
         return float(self.ds_engine.get_global_grad_norm() or 0.0)
 
     def drop(self) -> None:
-        with self._loss_scale_kept(), _without_gradients(self.optimizer.optimizer):
+        with self._loss_scale_kept(), without_gradients(self.optimizer.optimizer):
             self.ds_engine.step()
 
     def masters(self) -> list[Master]:
@@ -283,22 +284,3 @@ def _spans_of_runs(parameters: list[Any]) -> list[Span]:
             spans.append(Span(parameter, start, offset, length))
         offset += parameter.ds_tensor.ds_numel
     return spans
-
-
-@contextlib.contextmanager
-def _without_gradients(adam: torch.optim.Optimizer) -> Iterator[None]:
-    """Within this context an optimizer finds no gradients in its steps, and so leaves weights and moments bit by bit.
-
-    So DeepSpeed goes through a step of its own, with all that belongs to one: its counters, its buffers.
-    """
-
-    def forget(optimizer: torch.optim.Optimizer, *_) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    hook = adam.register_step_pre_hook(forget)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -170,5 +170,3 @@ class RoleLoraFlags(LoraFlags):
                 "--share_trunk needs --only_optimize_lora and --actor_lora_dim: what all four models share must not "
                 "train."
             )
-        if self.share_trunk:
-            raise UserError("--share_trunk: one trunk for all four models is not built yet. Leave it out.")

@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 from engine.algorithms import Dialect
 from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import UserError
+from engine.models.adapter_folders import read_adapter
+from engine.models.lora import LoraSpec
 from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
-from engine.zero.limits import refuse_together
+from engine.zero.limits import refuse_offload_of_roles, refuse_together
 from training.flags.algorithm_flags import AlgorithmFlags
 from training.flags.arguments import REQUIRED, flag
-from training.flags.lora_flags import RoleLoraFlags
+from training.flags.lora_flags import LEARNING_RATE, RoleLoraFlags
 
 
 @dataclass(kw_only=True)
@@ -153,7 +155,7 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
             with_reward_model=scored,
             hydra_layers=dialect.hydra_layers,
             actor_lora=self.lora("actor_"),
-            critic_lora=self.lora("critic_"),
+            critic_lora=self._critic_lora(dialect),
             share_trunk=self.share_trunk,
             pad_token=dialect.pad_token,
             trust_remote_code=self.trust_remote_code,
@@ -187,6 +189,8 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
                 trained=trained,
                 gradient_clipping=dialect.max_grad_norm if trained else 0.0,
             )
+        if self.share_trunk:
+            refuse_offload_of_roles(configs["actor"])
         refuse_together(configs, {choice.role: choice.path for choice in choices})
         return configs
 
@@ -210,7 +214,13 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
                 "the scores come from elsewhere. Leave it out."
             )
         for role in ("actor", "critic") if dialect.has_critic else ("actor",):
-            self._trained(role).check_offload()
+            if role == "actor" or not self.share_trunk:
+                self._trained(role).check_offload()
+        if self.share_trunk and self.critic_zero_stage not in (None, self.stage("actor")):
+            raise UserError(
+                f"--critic_zero_stage {self.critic_zero_stage} with --share_trunk: actor and critic are one engine, at "
+                f"the actor's stage, {self.stage('actor')}. Leave it out."
+            )
         self.check_rate("actor_", dialect.actor_lr)
         self.check_rate("critic_", dialect.critic_lr)
         if dialect.hydra_layers and self.actor_lora_dim:
@@ -218,6 +228,17 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
                 f"--actor_lora_dim {self.actor_lora_dim} with hydra_layers {dialect.hydra_layers} (dialect "
                 f"{dialect.name}): a hydra's last layers train whole. Leave it out, or set hydra_layers to 0."
             )
+
+    def _critic_lora(self, dialect: Dialect) -> LoraSpec | None:
+        """The critic's adapter; within a shared trunk it has one in any case, of its start's rank or the actor's."""
+        given = self.lora("critic_")
+        if given is not None or not self.share_trunk or not dialect.has_critic:
+            return given
+        actor, path = self.lora("actor_"), self.critic_model_name_or_path
+        start = read_adapter(path, "--critic_model_name_or_path") if path is not None else None
+        assert actor is not None, "validate_lora"
+        starts_so = start is not None and dialect.critic_start == "reward_model"
+        return replace(actor, lr=LEARNING_RATE, dim=start.config.r if start is not None and starts_so else actor.dim)
 
     def _check_shared(self, spec: EngineSpec, dialect: Dialect) -> None:
         """Raise UserError for flags of engines that do not exist, because another one plays their role."""

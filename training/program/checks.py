@@ -6,6 +6,7 @@ from engine.models.checking import check_policy, check_rows, check_scorer, check
 from engine.models.hydra import check_hydra
 from engine.models.reading import read_config, read_tokenizer
 from engine.rollout.families import check_attention
+from engine.shared_trunk import scoring_roles
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function
 from training.program.adapted_models import adapted_roles
@@ -23,6 +24,15 @@ def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) ->
     check_dialect(args, dialect)
     check_models(args, dialect)
     adapted_roles(args, dialect)
+    check_trunk_shared(args, dialect)
+
+
+def check_trunk_shared(args: RLHFFlags, dialect: Dialect) -> None:
+    """Whether models that are to share a trunk have one."""
+    flags = [f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")]
+    paths = [getattr(args, flag.removeprefix("--")) for flag in flags]
+    if args.share_trunk and all(path is None or args.looks_at(path) for path in paths):
+        scoring_roles(args.engine_spec(dialect), *flags)
 
 
 def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
