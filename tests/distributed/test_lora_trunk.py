@@ -33,8 +33,8 @@ def test_a_trunk_learns_what_two_engines_do(ranks, run):
             assert len(compared) == (28 if role == "actor" else 29)
             for name in compared:
                 difference = (found["weights"][role][name].float() - two["weights"][role][name].float()).abs()
-                # Adam makes steps of the learning rate of gradients that are rounding alone.
-                assert difference.max() < 1e-5 if run in EXACT else difference.mean() < 1e-4, name
+                # In fp16 Adam makes whole steps of 2e-3 of gradients that are rounding alone, in either direction.
+                assert difference.max() < 1e-5 if run in EXACT else difference.mean() < 5e-4, name
         for got, metrics in zip(found["metrics"], two["metrics"], strict=True):
             assert got.keys() == metrics.keys()
             for name in ("policy/grad_norm", "value/grad_norm", "policy/loss", "value/loss", "objective/kl"):
