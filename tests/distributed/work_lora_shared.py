@@ -38,8 +38,10 @@ def one_run(
     backend: str = "replica",
     checkpointing: bool = False,
     shared: bool = True,
+    resumed: bool = False,
 ) -> dict:
-    """Three steps with an EMA and a restart point after the second; the last once more, in new engines, from there.
+    """Three steps with an EMA; and if `resumed` a restart point after the second, and the last once more, in new
+    engines, from there.
 
     shared: whether the engines of actor and critic play reference and reward model; otherwise these have their own.
     """
@@ -72,7 +74,7 @@ def one_run(
             report = trainer.step(feed.prompts(trainer.steps_done))
         result["metrics"].append(timeless(report.metrics))
         result["fills"].append(len(fills))
-        if report.step == SAVED_AFTER:
+        if resumed and report.step == SAVED_AFTER:
             save_point(output, engine, trainer.state_dict())
     rollout = report.batch.rollout
     result["copies"] = [sum(p.numel() for p in copy.parameters()) for copy in rollouts.copies._modules.values()]
@@ -83,12 +85,12 @@ def one_run(
     rollouts.generate(feed.prompts(0), SAMPLING)
     result["judged after generating"] = judged(engine, own, rollout)
     result["after"] = {role: weights(model) for role, model in engine.trained.items()}
-    if shared:
-        resumed = new_trainer(spec, backend)
-        resumed.load_state_dict(load_point(output, resumed.models))
-        result["resumed_metrics"] = [timeless(report.metrics) for report in resumed.fit(feed)]
-        result["resumed"] = judged(resumed.models, own, rollout)
-        result["resumed after"] = {role: weights(model) for role, model in resumed.models.trained.items()}
+    if resumed:
+        again = new_trainer(spec, backend)
+        again.load_state_dict(load_point(output, again.models))
+        result["resumed_metrics"] = [timeless(report.metrics) for report in again.fit(feed)]
+        result["resumed"] = judged(again.models, own, rollout)
+        result["resumed after"] = {role: weights(model) for role, model in again.models.trained.items()}
     return result
 
 
