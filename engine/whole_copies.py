@@ -1,6 +1,5 @@
 """Plain copies of partitioned models, to compute with where no gradient is wanted."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,7 @@ from engine.models.backbone import Backbone
 from engine.models.loading import empty_like
 from engine.zero.accelerator import on_gpu
 from engine.zero.engines import FrozenModel, TrainedModel
-from engine.zero.gathering import copy_weights, full_numel, full_shape
+from engine.zero.gathering import copy_weights, full_shape
 
 Model = TrainedModel | FrozenModel
 
@@ -49,7 +48,7 @@ class WholeCopies:
         if model.stage < 3:
             return model.module
         if id(model) not in self._keys:
-            self._keys[id(model)] = _architecture(model.module) if self.shared else id(model)
+            self._keys[id(model)] = architecture(model.module) if self.shared else id(model)
         key = self._keys[id(model)]
         wanted = _Held(id(model), model.version, merged and model.module.adapters is not None)
         if key not in self._modules:
@@ -108,25 +107,8 @@ def _fill(module: Backbone, source: Backbone, held: _Held | None, wanted: _Held)
 _NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id")
 
 
-def _architecture(module: Backbone) -> object:
+def architecture(module: Backbone) -> object:
     """Equal for modules that can hold each other's weights and then compute the same."""
     shapes = tuple((name, tuple(full_shape(p))) for name, p in module.named_parameters())
     config = {name: value for name, value in module.model.config.to_diff_dict().items() if name not in _NO_MATTER}
     return type(module), type(module.model), getattr(module, "direct_head", None), shapes, str(config)
-
-
-def copy_bytes(models: Sequence[Model], shared: bool = True) -> int:
-    """Memory on each rank for these models' copies."""
-    sizes = {}
-    for model in models:
-        if model.stage == 3:
-            parameters = list(model.module.parameters())
-            key = _architecture(model.module) if shared else id(model)
-            sizes[key] = sum(full_numel(p) * p.element_size() for p in parameters)
-    return sum(sizes.values())
-
-
-def gradient_bytes(model: Model) -> int:
-    """Memory on each rank for the model's gradients while it trains; stages 2 and 3 divide them."""
-    size = sum(full_numel(p) * p.element_size() for p in model.module.parameters() if p.requires_grad)
-    return size // (distributed.world_size() if model.stage >= 2 else 1)

@@ -18,6 +18,7 @@ from engine.models.lora import LoraSpec, adapt
 from engine.models.policy import Policy
 from engine.models.reading import read_config
 from engine.models.scorer import Scorer
+from engine.whole_copies import architecture
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,7 @@ class Blueprint:
     @property
     def architecture(self) -> object:
         """Equal for models that can take turns in one copy."""
-        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in self.module.named_parameters())
-        return type(self.module), type(self.module.model), shapes
+        return architecture(self.module)
 
 
 def _units(module: nn.Module, kinds: set[str]) -> Iterable[int]:

@@ -107,11 +107,11 @@ class _Planner:
             chosen = tuple(range(len(needs))) if self.workload.backend == "replica" else ()
             return Copies(chosen, "as asked", between_steps=between_steps)
         room = self.cluster.room
-        if room is None and any(need.stage == 3 for need in needs):
-            why = "copies of all models, as it is not known what memory there is"
+        if room is None:
+            why = "of all models that are partitioned, as it is not known what memory there is"
             return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
         loaded, _ = self._at_rest(stepped=False)
-        return place_copies(needs, self.cache.total, (room or 0) - loaded.total, between_steps)
+        return place_copies(needs, self.cache.total, room - loaded.total, between_steps)
 
     def _copy_bytes(self, roles: Iterable[str]) -> Bytes:
         """Of the copies that there are once these models have been computed with."""

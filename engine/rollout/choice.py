@@ -4,19 +4,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine import distributed
+from engine.memory.copies import CopyNeed, place_copies
 from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
-from engine.whole_copies import Model, WholeCopies, copy_bytes, gradient_bytes
+from engine.whole_copies import Model, WholeCopies, architecture
 from engine.zero import accelerator
+from engine.zero.gathering import full_numel
 from engine.zero.roles import TrainedRole
 
 # The names of --rollout_backend. One of your own has what makes it of the actor and its tokenizer, a class mostly; the
 # built-in ones, which models share copies with, are made by `build_rollouts`.
 ROLLOUT_BACKENDS: dict[str, Callable[..., RolloutBackend] | None] = dict.fromkeys(("auto", "replica", "zero3"))
-# Of the free memory: for a copy of each model, for copies that models share, for shared ones given back in training.
-OWN_SHARE, KEPT_SHARE, FREED_SHARE = 0.2, 0.4, 0.8
 
 
 @dataclass(frozen=True)
@@ -76,53 +76,25 @@ def build_rollouts(
 
 
 def _placement(models: Sequence[Model], cache: int, between_steps: str) -> Placement:
-    """Copies of as many models as fit, the same on all ranks. The first is the actor, which a copy helps most.
-
-    cache: bytes of keys and values.
-    """
-    # Optimizers have their states by now; gradients come with the first step.
-    later = cache + sum(gradient_bytes(model) for model in models)
+    """What `place_copies` decides for these models, the same on all ranks. cache: bytes of keys and values."""
     free = -distributed.largest(-accelerator.free_memory())
-    if all(model.stage < 3 for model in models):
-        why = "no weights are partitioned, so the models' own modules compute"
-        if between_steps == "keep" and later > KEPT_SHARE * free:
-            between_steps, why = "free", f"{why}; keys and values, {cache / 1e9:.2f} GB, are given back while training"
-        return Placement(why, models, WholeCopies(between_steps))
-    room = f"with keys, values and gradients, of {free / 1e9:.1f} GB free on each rank"
-    fitting: list[Model] = []
-    for model in models:
-        if copy_bytes([*fitting, model], shared=True) + later <= FREED_SHARE * free:
-            fitting.append(model)
-    left = [model for model in models if not _among(model, fitting)]
-    copied = [model for model in fitting if model.stage == 3]
-    everything = f"{(copy_bytes(models, shared=True) + later) / 1e9:.2f} GB"
-    if not copied:
-        return Placement(f"whole copies would take {everything} {room}", fitting, WholeCopies(between_steps))
-    copies, size, note = _kept(fitting, later, free, between_steps)
-    whose = "each model" if not copies.shared else "models of one shape"
-    why = f"a whole copy {'of' if not copies.shared else 'for'} {whose} takes {size / 1e9:.2f} GB {room}{note}"
-    if left:
-        why += (
-            f"; so it is with {_roles(copied)}, while {_roles(left)} compute through partitions: with all models it "
-            f"would be {everything}"
-        )
-    return Placement(why, fitting, copies)
+    decided = place_copies([copy_need(model) for model in models], cache, free, between_steps)
+    chosen = [models[place] for place in decided.models]
+    return Placement(decided.why, chosen, WholeCopies(decided.between_steps, decided.shared))
 
 
-def _kept(models: Sequence[Model], later: int, free: int, between_steps: str) -> tuple[WholeCopies, int, str]:
-    """The fastest kind of copies for which there is room, the bytes that they take with `later`, and a note on them."""
-    own, shared = (copy_bytes(models, shared=shared) + later for shared in (False, True))
-    if own <= OWN_SHARE * free:
-        return WholeCopies(between_steps, shared=False), own, ""
-    if shared <= KEPT_SHARE * free:
-        return WholeCopies(between_steps), shared, ""
-    given_back = "free" if between_steps == "keep" else between_steps
-    return WholeCopies(given_back), shared, ", and is given back while training"
+def copy_need(model: Model) -> CopyNeed:
+    """What a whole copy of a model takes on each rank, and its gradients: stages 2 and 3 divide them."""
+    sizes = [(full_numel(p) * p.element_size(), p.requires_grad) for p in model.module.parameters()]
+    gradients = sum(size for size, trains in sizes if trains)
+    return CopyNeed(
+        role=model.role,
+        stage=model.stage,
+        kind=architecture(model.module),
+        size=sum(size for size, _ in sizes),
+        gradients=gradients // (distributed.world_size() if model.stage >= 2 else 1),
+    )
 
 
 def _among(model: Model, models: Sequence[Model]) -> bool:
     return any(model is one for one in models)
-
-
-def _roles(models: Sequence[Model]) -> str:
-    return " and ".join(model.role for model in models)

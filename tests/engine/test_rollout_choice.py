@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from engine.memory.copies import CopyNeed
 from engine.models.policy import Policy
 from engine.models.scorer import Scorer
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
@@ -100,9 +101,8 @@ def test_free_memory_decides_over_copies_of_partitioned_weights(monkeypatch, bet
 
 def test_the_reason_names_the_sizes(monkeypatch):
     models = engines(3)
-    monkeypatch.setattr("engine.rollout.choice.copy_bytes", lambda models, shared: 3_000_000_000 * (2 - shared))
+    monkeypatch.setattr("engine.rollout.choice.copy_need", lambda model: need(model.role, 1_500_000_000, 0))
     monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 1_000_000_000)
-    monkeypatch.setattr("engine.rollout.choice.gradient_bytes", lambda model: 0)
     room = "with keys, values and gradients, of {} GB free on each rank"
     for free, why in (
         (40e9, "replica: a whole copy of each model takes 7.00 GB " + room.format("40.0")),
@@ -113,7 +113,7 @@ def test_the_reason_names_the_sizes(monkeypatch):
             + room.format("8.0")
             + ", and is given back while training",
         ),
-        (4e9, "zero3: whole copies would take 4.00 GB " + room.format("4.0")),
+        (2e9, "zero3: whole copies would take 4.00 GB " + room.format("2.0")),
     ):
         assert chosen(models, free, monkeypatch).why == f"rollouts by {why}"
 
@@ -134,6 +134,11 @@ def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
         assert type(rollouts) is kind and rollouts.why == f"rollouts by {name}: as asked"
     with pytest.raises(KeyError):
         build_rollouts("vllm", engines(3)[0], make_tokenizer())
+
+
+def need(role: str, size: int, gradients: int) -> CopyNeed:
+    """Of actor and reference, which are of one architecture, or critic and reward model."""
+    return CopyNeed(role, 3, role in ("actor", "reference"), size, gradients)
 
 
 BIG, SMALL = ["actor", "reference"], ["critic", "reward model"]
@@ -174,15 +179,9 @@ def test_a_model_too_large_for_a_copy_denies_no_other_its_own(monkeypatch, free,
     both."""
     sizes = dict.fromkeys(BIG, 140_000_000_000) | dict.fromkeys(SMALL, 14_000_000_000)
     monkeypatch.setattr(
-        "engine.rollout.choice.copy_bytes",
-        lambda models, shared: (
-            sum({model.role: sizes[model.role] for model in models}.values())
-            if not shared
-            else sum({sizes[model.role] for model in models})
-        ),
+        "engine.rollout.choice.copy_need", lambda model: need(model.role, sizes[model.role], 4_000_000_000)
     )
     monkeypatch.setattr("engine.rollout.choice.cache_bytes", lambda model, slots: 2_000_000_000)
-    monkeypatch.setattr("engine.rollout.choice.gradient_bytes", lambda model: 4_000_000_000)
     models = engines(3)
     rollouts = chosen(models, free, monkeypatch)
     assert {model.role for model in models if model.copies is rollouts.copies} == set(copied)
