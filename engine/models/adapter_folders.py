@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
+from engine.models.adapters import inject
 from engine.models.fit import Misfit, listed
 from engine.models.places import ADAPTER_CONFIG, base_of, is_adapter, one_line
 from engine.models.weight_files import Header, file_headers
@@ -151,7 +152,7 @@ class AdapterFolder:
             model = model_class._from_config(config)
         peft_config = unset(self.config)
         try:
-            inject_adapter_in_model(peft_config, model, adapter_name="default")
+            inject(model, {"default": peft_config})
         except ValueError as error:
             raise UserError(
                 f"{self.told} does not fit its base {self.base} ({one_line(error)[:300]}). {_OF_ITS_BASE}"

@@ -16,7 +16,7 @@ import zlib
 from dataclasses import dataclass
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.errors import UserError, nearest
 from engine.models.adapter_folders import AdapterFolder, unset
-from engine.models.adapters import Adapters
+from engine.models.adapters import Adapters, inject
 from engine.models.backbone import Backbone
 from engine.models.policy import Policy
 from engine.models.scorer import Scorer
@@ -67,9 +67,9 @@ def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None =
         check_dim(start, spec)
     config = lora_config(model, spec) if start is None else start_config(start, spec)
     kept = [frozen_role] if start is not None and frozen_role is not None else []
-    for name in (role, *kept):
-        inject_adapter_in_model(config, model, adapter_name=name)
-    module.adapters = Adapters(model, role, dict.fromkeys((role, *kept), config), {name: [name] for name in kept})
+    configs = dict.fromkeys((role, *kept), config)
+    inject(model, configs)
+    module.adapters = Adapters(model, role, configs, {name: [name] for name in kept})
     if start is None:
         for name, (a, b) in module.adapters.factors().items():
             draw(a, b, spec, name)

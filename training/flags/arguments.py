@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from engine.errors import UserError
+from engine.models.places import base_of
 
 REQUIRED = dataclasses.MISSING
 
@@ -125,8 +126,9 @@ class RunFlags:
         return dataclasses.asdict(self)
 
     def looks_at(self, path: str) -> bool:
-        """Whether the model at `path` is to be read: in a dry run only if it is on this machine."""
-        return not self.dry_run or Path(path).exists()
+        """Whether the model at `path` is to be read: in a dry run only if it, and an adapter's base, is on this
+        machine."""
+        return not self.dry_run or (Path(path).exists() and Path(base_of(path, "model")).exists())
 
     def at_least(self, lowest: float, *names: str) -> None:
         """Raise UserError unless each named flag that is set is finite and at least `lowest`."""

@@ -3,9 +3,11 @@
 import os
 import socket
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from engine.errors import UserError
+from engine.models.places import base_of, is_adapter
 from training.flags.arguments import RunFlags
 from training.program import output_lock, written
 from training.program.agreement import checked
@@ -78,14 +80,23 @@ def _check_apart(args: RunFlags, output_dir: Path) -> None:
     own = output_dir.resolve()
     for name, value in args.as_dict().items():
         if name.endswith(("model_name_or_path", "data_path", "dataset_name")):
-            for given in value if isinstance(value, list) else [value]:
-                path = Path(given).expanduser().resolve() if given else None
-                if path is not None and path.exists() and (own.is_relative_to(path) or path.is_relative_to(own)):
+            for given in _read_by(value if isinstance(value, list) else [value], name):
+                path = Path(given).expanduser().resolve()
+                if path.exists() and (own.is_relative_to(path) or path.is_relative_to(own)):
                     how = "is" if own == path else "lies in" if own.is_relative_to(path) else "contains"
                     raise UserError(
                         f"--output_dir {output_dir}: it {how} --{name} {given}, which the run reads. Give a folder "
                         "apart from it."
                     )
+
+
+def _read_by(paths: Iterable[str | None], name: str) -> Iterator[str]:
+    """What a run reads that is given these paths: of an adapter its base too."""
+    for path in paths:
+        if path:
+            yield path
+            if is_adapter(path):
+                yield base_of(path, f"--{name}")
 
 
 def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:

@@ -114,6 +114,8 @@ class Conditions:
             **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS},
             "--reward_function": args.reward_function and Path(args.reward_function).name,  # its folder may be moved
             **lora_identity(args),
+            **frozen_identity(_start_flags(args, dialect), inputs or {}, args),
+            "--share_trunk": args.share_trunk or None,
         }
         settings = {
             **fields,

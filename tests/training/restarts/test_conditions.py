@@ -226,3 +226,18 @@ def test_scores_change_with_the_function_or_the_reward_model(then, now, changed)
     assert conditions(inputs=inputs(now, "two"), **now).scores_changed_since(written(before)) == changed
     assert not conditions(inputs=inputs(then, "one"), **then).scores_changed_since(written(before))
     assert not conditions(inputs=inputs(now, "two"), **then).scores_changed_since(written(conditions(**then)))
+
+
+def test_frozen_weights_under_factors_must_be_equal_and_may_stand_elsewhere():
+    base = "base of --actor_model_name_or_path"
+    lora = {"actor_lora_dim": 4, "only_optimize_lora": True}
+    then = written(conditions(inputs={base: "one"}, **lora))
+    conditions(inputs={base: "one"}, **lora, actor_model_name_or_path="moved").check(then, HERE)
+    conditions(**lora).check(then, HERE)  # a name on the Hub, of which nothing is here yet
+    with pytest.raises(UserError, match="step_000002: the frozen weights of the actor are others than when"):
+        conditions(inputs={base: "other"}, **lora).check(then, HERE)
+    with pytest.raises(UserError, match="actor_lora_dim"):
+        conditions(inputs={base: "one"}, **(lora | {"actor_lora_dim": 8})).check(then, HERE)
+    with pytest.raises(UserError, match="actor_lora_dim"):
+        conditions().check(then, HERE)
+    conditions(inputs={base: "other"}).check(written(conditions(inputs={base: "one"})), HERE)  # all weights train

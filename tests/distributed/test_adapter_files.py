@@ -1,0 +1,73 @@
+"""Adapters that peft wrote as starting points of four engines on two ranks, and adapters that these engines save."""
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, TaskType
+from transformers import AutoModelForCausalLM
+
+from engine.experience import position_ids
+from engine.models.loading import load_scorer
+from tests.distributed.harness import run_ranks
+from tests.distributed.work_adapter_files import SEQUENCES
+from tests.engine.models.test_adapter_folders import peft_logprobs, write_adapter
+
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+MASK = torch.ones_like(SEQUENCES)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@torch.no_grad()
+def test_engines_start_from_adapters_keep_them_as_reference_and_save_theirs(stage, ranks, expected, output):
+    for rank in ranks:
+        found = rank[stage]
+        for when in ("merged", "gone on with"):
+            for role, numbers in found[when].items():
+                torch.testing.assert_close(numbers, expected[role], **CLOSE)
+        for role in ("reference", "reward"):  # bit by bit what they were
+            assert torch.equal(found["changed"][role], found["gone on with"][role])
+        changed = found["changed"]
+        assert (changed["actor"] - expected["actor"]).abs().max() > 0.05
+        assert (changed["critic"] - expected["critic"]).abs().max() > 0.05
+        saved = output / str(stage)
+        theirs = AutoPeftModelForCausalLM.from_pretrained(saved / "actor_adapter")
+        torch.testing.assert_close(peft_logprobs(theirs), changed["actor"], **CLOSE)
+        whole = AutoModelForCausalLM.from_pretrained(saved / "actor")
+        torch.testing.assert_close(peft_logprobs(whole), changed["actor"], **CLOSE)
+        for name in ("critic_adapter", "critic"):
+            values = load_scorer(str(saved / name), torch.float32)(SEQUENCES, MASK, position_ids(MASK))
+            torch.testing.assert_close(values, changed["critic"], **CLOSE)
+
+
+@pytest.fixture(scope="module")
+def adapters(folder, tmp_path_factory) -> dict:
+    place = tmp_path_factory.mktemp("adapters")
+    actor = write_adapter(place / "actor", f"{folder}/actor")
+    write_adapter(place / "reward", f"{folder}/reward", kind=TaskType.SEQ_CLS, seed=4)
+    return {"place": place, "actor": actor}
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder, adapters, output) -> list[dict]:
+    paths = {role: str(adapters["place"] / role) for role in ("actor", "reward")}
+    return run_ranks(
+        "tests.distributed.work_adapter_files:loaded_and_saved",
+        folder=folder,
+        dim=4,
+        output=str(output),
+        stages=[0, 3],
+        **paths,
+    )
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def expected(adapters) -> dict[str, torch.Tensor]:
+    logprobs = peft_logprobs(adapters["actor"])
+    scorer = load_scorer(str(adapters["place"] / "reward"), torch.float32)  # which is compared with peft in one process
+    scores = scorer(SEQUENCES, MASK, position_ids(MASK))
+    return {"actor": logprobs, "reference": logprobs, "critic": scores, "reward": scores}
