@@ -8,7 +8,7 @@ import torch
 from engine.experience import position_ids
 from engine.models.lora import LoraSpec
 from engine.rlhf_engine import RLHFEngine
-from engine.zero.gathering import set_parameter
+from engine.zero.gathering import full_shape, set_parameter
 from tests.distributed.tiny_run import engine_spec
 from training.program import model_folders
 
@@ -30,7 +30,7 @@ def _at(folder: str, actor: str, reward: str, dim: int, output: str, stage: int)
     found["gone on with"] = _computed(models)
     for model in models.trained.values():
         for _, b in model.module.adapters.factors().values():
-            set_parameter(b, torch.full((b.ds_shape if stage == 3 else b.shape), 0.1))
+            set_parameter(b, torch.full(full_shape(b), 0.1))
         model.version += 1
     found["changed"] = _computed(models)
     for role, model in models.trained.items():
