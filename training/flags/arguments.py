@@ -62,8 +62,8 @@ class RunFlags:
     overwrite_output_dir: bool = flag(False, "overwrite what stands in --output_dir")
     dry_run: bool = flag(
         False,
-        "check everything that needs no GPU and no download, print the command, some rows as the model sees them and "
-        "each engine's configuration, and end",
+        "check everything that needs no GPU and no download, print the command, some rows as the model sees them, "
+        "each engine's configuration and the memory that the run takes, and end",
     )
     trust_remote_code: bool = flag(
         False, "run the code that a model's folder brings along (`auto_map`), where transformers lacks its class"
