@@ -9,6 +9,7 @@ the spread around the line gives it: nothing grows where the slope is within two
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -22,7 +23,12 @@ sys.path.insert(0, str(ROOT))
 
 FOLDER = "TRIAL_GROWTH_FOLDER"  # set where this file is the program that the launcher starts
 EVERY, FIRST = 5, 50  # steps
-COUNTED = {"tensors": ("live tensors", 1), "bytes": ("their bytes, MB", 1e6), "resident": ("resident memory, MB", 1e6)}
+COUNTED = {
+    "tensors": ("live tensors", 1),
+    "bytes": ("their bytes, MB", 1e6),
+    "in_use": ("in use of the C library's memory, MB", 1e6),
+    "resident": ("resident memory, MB", 1e6),
+}
 
 
 def main() -> int:
@@ -112,14 +118,32 @@ def recorded() -> None:
 
 
 def counts() -> dict[str, int]:
-    """Live tensors of this process, the bytes of their storages, and its resident memory in bytes."""
+    """Live tensors of this process and the bytes of their storages; bytes that the C library has given out, to anybody,
+    and not got back; and resident memory, with what the library keeps in between, which it cannot use for all sizes."""
     import torch
 
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {"tensors": len(tensors), "bytes": sum(sizes.values()), "resident": pages * os.sysconf("SC_PAGE_SIZE")}
+    return {
+        "tensors": len(tensors),
+        "bytes": sum(sizes.values()),
+        "in_use": in_use(),
+        "resident": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def in_use() -> int:
+    """Bytes of glibc's that are given out: in its heaps, and as mappings of their own."""
+
+    class Mallinfo2(ctypes.Structure):  # malloc.h
+        _fields_ = [(f"field_{index}", ctypes.c_size_t) for index in range(10)]
+
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Mallinfo2
+    info = mallinfo2()
+    return info.field_4 + info.field_7  # hblkhd, uordblks
 
 
 if __name__ == "__main__":
