@@ -59,6 +59,7 @@ class _Planner:
             optimizer,
             offload=config.offload and config.stage == 0 and not model.trained,
             on_gpu=self.cluster.on_gpu,
+            master_width=FLOAT // 2 if ds_config["bf16"].get("bf16_master_weights_and_grads") else FLOAT,
         )
 
     def plan(self) -> MemoryPlan:

@@ -33,7 +33,8 @@ class ZeroMemory:
     """The bytes of one engine on one rank.
 
     zero: DeepSpeed's settings (`engine.zero.config.zero_settings`). world: ranks. offload: a frozen model that stands
-    in host memory while it is not used. on_gpu: whether device and host are not one.
+    in host memory while it is not used. on_gpu: whether device and host are not one. master_width: bytes of a number of
+    the masters, and of each moment.
     """
 
     model: Blueprint
@@ -43,6 +44,7 @@ class ZeroMemory:
     optimizer: OptimizerSpec | None = None
     offload: bool = False
     on_gpu: bool = True
+    master_width: int = FLOAT
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -77,8 +79,8 @@ class ZeroMemory:
 
     @property
     def masters(self) -> int:
-        """Bytes of float32 masters beside the weights."""
-        return 0 if self.stage == 0 and self.model.width == FLOAT else FLOAT * self.trained_share
+        """Bytes of masters beside the weights."""
+        return 0 if self.stage == 0 and self.model.width == FLOAT else self.master_width * self.trained_share
 
     def at_rest(self, stepped: bool = True) -> tuple[Bytes, Bytes]:
         """(on the device, in host memory): what is there between two steps.
@@ -91,7 +93,7 @@ class ZeroMemory:
         if not self.model.trained:
             return device, host
         share, states = self.trained_share, host if self.offloads_optimizer else device
-        states.add(role, "optimizer", self.masters + (2 * FLOAT * share if stepped else 0))
+        states.add(role, "optimizer", self.masters + (2 * self.master_width * share if stepped else 0))
         if self.stage == 3:
             states.add(role, "gradients", width * share)
             device.add(role, "buffers", width * self._bucket if self.zero.contiguous_gradients else 0)
@@ -180,7 +182,7 @@ class ZeroMemory:
             norm = 2 * DOUBLE * self.model.largest if width == FLOAT else DOUBLE * self.model.largest
             device.add(role, "buffers", max(norm, FLOAT * self.model.trains if width < FLOAT else 0))
         elif not self.offloads_optimizer:
-            flat = width * group + (FLOAT * group if width < FLOAT else 0)
+            flat = width * group + (FLOAT * group if width < self.master_width else 0)
             device.add(role, "buffers", max(flat, DOUBLE * min(group, self.model.largest)))
         if self.optimizer is not None and self.optimizer.form == "tf_adam":
             (host if self.offloads_optimizer else device).add(role, "buffers", FLOAT * group)
@@ -229,7 +231,7 @@ class ZeroMemory:
         if self.stage in (1, 2):
             device.add(role, "buffers", width * trains)
         elif self.stage == 3 and self.model.trained and not self.offloads_optimizer:
-            device.add(role, "buffers", FLOAT * min(self.trained_share, SUB_GROUP))
+            device.add(role, "buffers", self.master_width * min(self.trained_share, SUB_GROUP))
         elif self.model.trained and width < FLOAT:
             device.add(role, "optimizer", 2 * FLOAT * trains).add(role, "gradients", FLOAT * trains)
         return device, host

@@ -1,11 +1,13 @@
 """What the plan says of weights, gradients, optimizer states, caches and copies, against arithmetic by hand."""
 
 import dataclasses
+import json
 
 import pytest
 
 from engine.errors import UserError
 from engine.memory import PHASES, Cluster, plan
+from engine.zero.config import EngineConfig
 from tests.engine.memory.configurations import (
     CACHE_NUMBERS,
     POLICY,
@@ -61,6 +63,16 @@ def test_stage_3_divides_all_of_it(path):
     assert actor["buffers"] == 2 * POLICY < 2 * 50_000_000  # all gradients; configs/ds/zero3.json would have more
     # One copy for actor and reference, one for critic and reward model.
     assert planned.phases["experience"]["copies"]["weights"] == 2 * (POLICY + SCORER)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_and_moments_of_16_bits_take_half(path, tmp_path, stage):
+    low = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(low))
+    spec = dataclasses.replace(spec_of(path, stage), actor=EngineConfig("actor", stage, path=str(tmp_path / "ds.json")))
+    planned = plan(spec, WORKLOAD, Cluster(gpus=4))
+    assert of_role(planned, "generate", "actor")["optimizer"] == pytest.approx(6 * POLICY / 4, rel=0.001)
+    assert of_role(planned, "generate", "critic")["optimizer"] == pytest.approx(12 * SCORER / 4, rel=0.001)
 
 
 def test_offloaded_states_are_the_hosts(path):
