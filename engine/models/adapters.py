@@ -79,9 +79,9 @@ class Adapters:
         """What the own role adds to the matrix of a layer, in that one's layout and float32."""
         layer, total = self.layers[name], torch.zeros(())
         for adapter in self.active[self.own]:
-            a, b = (factors[adapter].weight.float() for factors in (layer.lora_A, layer.lora_B))
-            change = layer.scaling[adapter] * (b @ a)
-            total = total.to(change) + (change.T if layer.fan_in_fan_out else change)
+            a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+            change = update(a, b, layer.scaling[adapter], layer.fan_in_fan_out)
+            total = total.to(change) + change
         return total
 
     def targets(self) -> list[str]:
@@ -102,3 +102,9 @@ def inject(model: nn.Module, configs: Mapping[str, LoraConfig]) -> None:
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are what is wanted
         for name, config in configs.items():
             inject_adapter_in_model(config, model, adapter_name=name)
+
+
+def update(a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
+    """scaling * B A of factors A (dim, in) and B (out, dim), in float32; transposed: (in, out), as Conv1D has it."""
+    change = scaling * (b.float() @ a.float())
+    return change.T if transposed else change

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from engine import distributed
 from engine.lazy import Lazy
 from engine.models.adapter_folders import HEAD, AdapterFolder
-from engine.models.adapters import Adapters
+from engine.models.adapters import Adapters, update
 from engine.models.backbone import Backbone
 from engine.zero.gathering import gathered_params, set_parameter
 
@@ -66,12 +66,6 @@ def adapter_holds_all(module: Backbone) -> bool:
     """Whether nothing trains that an adapter's folder has no place for: all but factors and a score head is frozen."""
     trained = {name for name, parameter in module.model.named_parameters() if parameter.requires_grad}
     return all(_is_factor(name) or name.startswith(f"{HEAD}.") for name in trained)
-
-
-def update(a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:
-    """scaling * B A of factors A (dim, in) and B (out, dim), in float32; transposed: (in, out), as Conv1D has it."""
-    change = scaling * (b.float() @ a.float())
-    return change.T if transposed else change
 
 
 def merged(weight: Tensor, change: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from unittest import mock
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 
 from engine.experience import position_ids
+from engine.models.adapters import Adapters
 from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec, adapt
 from engine.rollout.backends import ReplicaRollouts
@@ -17,7 +19,7 @@ from tests.tiny_models import make_causal_lm, make_scorer, make_tokenizer
 
 TOKENS = torch.arange(4, 20).view(2, 8)
 MASK = torch.ones_like(TOKENS)
-CASES = [("llama", False, "all-linear"), ("gpt2", False, "all-linear"), ("llama", True, "q_proj"), ("opt", True, "")]
+CASES = [("llama", False, "all-linear"), ("gpt2", False, "all-linear"), ("llama", True, "q_proj"), ("opt", False, "")]
 
 
 def engine(module, stage: int = 3) -> SimpleNamespace:
@@ -44,10 +46,9 @@ def test_a_copy_is_merged_for_generating_and_exact_again_afterwards(tmp_path, fa
     policy = load_policy(make_causal_lm(tmp_path, family, tied=tied), torch.float32).eval()
     adapt(policy, LoraSpec(dim=4, alpha=6.0, only=True, targets=targets), "actor")
     actor, copies, matrices = engine(policy), WholeCopies(), sorted(policy.adapters.targets())
-    untied = [name for name in matrices if not (tied and name == "lm_head")]
-    assert tied == (len(untied) < len(matrices)) or targets == "q_proj"
+    assert ("lm_head" in matrices) == (not targets)
     factors = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    bases = {f"model.{name}.base_layer.weight" for name in untied}
+    bases = {f"model.{name}.base_layer.weight" for name in matrices}
     gathered: list = []
 
     def watched(source, target, names=None):
@@ -59,7 +60,7 @@ def test_a_copy_is_merged_for_generating_and_exact_again_afterwards(tmp_path, fa
             train(actor, seed)
             merged = copies.of(actor, merged=True)
             assert gathered == [expected]  # after an update the factors alone
-            assert sorted(merged.adapters.merged) == untied
+            assert sorted(merged.adapters.merged) == matrices
             close = logprobs(merged)
             assert torch.allclose(close, logprobs(policy), atol=1e-5)
             assert copies.of(actor, merged=True) is merged and len(gathered) == 1
@@ -71,6 +72,18 @@ def test_a_copy_is_merged_for_generating_and_exact_again_afterwards(tmp_path, fa
                     assert torch.equal(logprobs(exact, role=role), logprobs(policy, role=role))
             assert not torch.equal(close, logprobs(policy, role="reference"))
             gathered.clear()
+
+
+def test_an_embedding_that_is_the_head_too_is_not_merged_into(tmp_path):
+    """Adapters made elsewhere may have the head among their layers."""
+    policy = load_policy(make_causal_lm(tmp_path, "llama", tied=True), torch.float32).eval()
+    config = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    policy.direct_head, _ = False, inject_adapter_in_model(config, policy.model, adapter_name="actor")
+    policy.adapters = Adapters(policy.model, "actor", {"actor": config})
+    merged = WholeCopies().of(engine(policy), merged=True)
+    assert all(name.endswith(".q_proj") for name in merged.adapters.merged) and merged.adapters.merged
+    assert torch.allclose(logprobs(merged), logprobs(policy), atol=1e-5)
+    assert not torch.allclose(logprobs(policy), logprobs(policy, role="reference"), atol=1e-2)
 
 
 def test_a_merged_copy_refuses_to_be_another_model(tmp_path):

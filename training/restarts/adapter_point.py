@@ -8,10 +8,11 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
+from engine.models.adapters import update
 from engine.models.deepspeed_chat import is_deepspeed_chat_scorer
 from engine.models.fingerprint import fingerprint
 from engine.models.loading import load_policy, load_scorer, new_scorer
-from engine.models.merging import BASE, merged, update
+from engine.models.merging import BASE, merged
 from engine.models.places import is_adapter
 from engine.safetensors_files import file_order
 from training.restarts.layout import CONFIG
