@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
+from engine.models.adapter_folders import read_adapter
 from engine.models.backbone import Backbone
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.hydra import HydraPolicy
@@ -18,6 +19,8 @@ from engine.models.lora import LoraSpec, adapt
 from engine.models.policy import Policy
 from engine.models.reading import read_config
 from engine.models.scorer import Scorer
+from engine.models.trunk import make_trunk
+from engine.shared_trunk import scoring_roles
 from engine.whole_copies import architecture
 
 
@@ -124,7 +127,27 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
         "reference": lambda: of_spec("reference", spec.actor_path, LANGUAGE_MODEL, False),
         "reward": lambda: of_spec("reward", reward_path, CLASSIFIER, False),
     }
+    if spec.share_trunk:
+        build["actor"] = lambda: _trunk(spec)
     return {config.role: build[config.role]() for config in spec.engine_configs}
+
+
+@lru_cache(maxsize=8)
+def _trunk(spec: EngineSpec) -> Blueprint:
+    """Of the one engine that serves all roles."""
+    assert spec.actor_lora is not None
+    flags = [f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")]
+    policy = module_on_paper(spec.actor_path, LANGUAGE_MODEL, spec.dtype, flags[0], spec.trust_remote_code)
+    assert isinstance(policy, Policy)
+    policy.start = read_adapter(spec.actor_path, flags[0])
+    scoring = scoring_roles(spec, *flags)
+    with torch.device("meta"):
+        trunk = make_trunk(policy, spec.actor_lora, scoring)
+        trunk.to(DTYPES[spec.dtype])
+    checkpointing = spec.actor_gradient_checkpointing or spec.critic_gradient_checkpointing
+    if checkpointing:
+        trunk.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Blueprint("actor", spec.actor_path, trunk, True, checkpointing)
 
 
 @lru_cache(maxsize=32)

@@ -17,6 +17,8 @@ from engine.models.policy import Policy
 from engine.rollout.cache import SlotCache
 from engine.rollout.passes import Passes
 
+SCORED = ("critic", "reward")  # of the roles that one model may have
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -33,26 +35,27 @@ class Rows:
 
 
 @lru_cache(maxsize=256)
-def training_pass(model: Blueprint, rows: Rows) -> Counter[str]:
+def training_pass(model: Blueprint, rows: Rows, role: str | None = None) -> Counter[str]:
     """Bytes of activations and logits when a forward and backward pass holds most of them.
 
     A weight's gradient is among them from when it is made to when it is added to the others, as ZeRO-2 and 3 have it.
+    role: as what it computes, where it is several models; None for its own.
     """
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.module.parameters() if p.requires_grad]
     model.module.train()
     try:
-        return _counted(model, lambda: torch.autograd.backward(_output(model, rows).sum()))
+        return _counted(model, lambda: torch.autograd.backward(_output(model, rows, role).sum()))
     finally:
         for hook in hooks:
             hook.remove()
 
 
 @lru_cache(maxsize=256)
-def scoring_pass(model: Blueprint, rows: Rows) -> Counter[str]:
+def scoring_pass(model: Blueprint, rows: Rows, role: str | None = None) -> Counter[str]:
     """The same of a forward pass without gradients, as experience is made with."""
     model.module.eval()
     with torch.no_grad():
-        return _counted(model, lambda: _output(model, rows, with_entropy=True))
+        return _counted(model, lambda: _output(model, rows, role, with_entropy=role is None))
 
 
 @lru_cache(maxsize=256)
@@ -85,12 +88,13 @@ def _drawn(logits: Tensor) -> None:
     sample_tokens(logits, uniforms)
 
 
-def _output(model: Blueprint, rows: Rows, **options) -> Tensor:
+def _output(model: Blueprint, rows: Rows, role: str | None, with_entropy: bool = False) -> Tensor:
     ids = _tokens(rows.count, rows.length)
     mask = torch.ones_like(ids)
-    if isinstance(model.module, Policy):
-        return model.module(ids, mask, position_ids(mask), response_length=rows.response, **options)[0]
-    return model.module(ids, mask, position_ids(mask))
+    given = ids, mask, position_ids(mask)
+    if isinstance(model.module, Policy) and role not in SCORED:
+        return model.module(*given, response_length=rows.response, with_entropy=with_entropy, role=role)[0]
+    return model.module(*given, role=role)
 
 
 def _tokens(rows: int, length: int) -> Tensor:

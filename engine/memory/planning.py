@@ -152,7 +152,7 @@ class _Planner:
     def _generate(self) -> None:
         copies = self._copy_bytes(self.engines if self.copies.between_steps == "keep" else ["actor"])
         always, host = [self.rest, self.cache, copies], [self.host_rest]
-        if self._copied("actor"):
+        if self._copied("actor") and self.engines["actor"].stage == 3:
             self._moment("generate", "the actor's copy is filled", [*always, self._bucket("actor")], host)
         passes = _kinds("actor", decoding_passes(self.models["actor"], self.workload.decoded, self.slots))
         whole = Bytes() if self._copied("actor") else self.engines["actor"].gathered()
@@ -160,45 +160,53 @@ class _Planner:
 
     def _experience(self) -> None:
         always = [self.rest, self.cache, self._copy_bytes(self.engines)]
-        hosts = self.spec.hosts
         for role in ("actor", "reference", "critic", "reward"):
-            own = hosts.get(role, role)
-            if own not in self.engines:
+            host = self._host(role)
+            if host is None:
                 continue
-            engine = self.engines[own]
-            if self._copied(own) and role == own:
+            engine = self.engines[host]
+            if self._copied(host) and role == host and engine.stage == 3:
                 self._moment(
-                    "experience", f"the {role}'s copy is filled", [*always, self._bucket(own)], [self.host_rest]
+                    "experience", f"the {role}'s copy is filled", [*always, self._bucket(host)], [self.host_rest]
                 )
-            needed = _kinds(role, scoring_pass(engine.model, self.workload.rows))
-            whole = Bytes() if self._copied(own) else engine.gathered()
+            needed = _kinds(role, scoring_pass(engine.model, self.workload.rows, None if role == host else role))
+            whole = Bytes() if self._copied(host) else engine.gathered()
             self._moment(
                 "experience", f"{role} computes", [*always, needed, whole, engine.on_device()], [self.host_rest]
             )
 
+    def _host(self, role: str) -> str | None:
+        """The engine in which a role computes; None where there is no such role."""
+        host = self.spec.hosts.get(role, role)
+        if role == "critic" and self.spec.share_trunk and self.spec.with_critic:
+            host = "actor"
+        return host if host in self.engines else None
+
     def _train(self) -> None:
         moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
-        always, host = [self.rest, self._kept], [self.host_rest, moved]
+        always, host_bytes = [self.rest, self._kept], [self.host_rest, moved]
         held, passes = Bytes(), self.workload.passes
-        trained = [role for role in ("critic", "actor") if role in self.engines]
-        for role in trained:
-            engine = self.engines[role]
-            rows = self.workload.rows
-            needed = _kinds(role, training_pass(engine.model, rows))
-            beside, beside_host = engine.in_backward(passes)
+        trained = {role: host for role in ("critic", "actor") if (host := self._host(role)) is not None}
+        for role, host in trained.items():
+            engine = self.engines[host]
+            needed = _kinds(role, training_pass(engine.model, self.workload.rows, None if role == host else role))
+            # Gradients of the role before, in the same engine, are those of earlier passes.
+            made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
+            beside, beside_host = engine.in_backward(made)
             whole = engine.gathered(backward=True)
             self._moment(
-                "train", f"{role}'s backward pass", [*always, held, needed, beside, whole], [*host, beside_host]
+                "train", f"{role}'s backward pass", [*always, held, needed, beside, whole], [*host_bytes, beside_host]
             )
-            beside, beside_host = engine.in_reduction(passes)
+            beside, beside_host = engine.in_reduction(made)
             self._moment(
-                "train", f"{role}'s gradients are reduced", [*always, held, beside, whole], [*host, beside_host]
+                "train", f"{role}'s gradients are reduced", [*always, held, beside, whole], [*host_bytes, beside_host]
             )
-            held = held + engine.held
-        for role in trained:
-            on_device, on_host = self.engines[role].in_step
-            self._moment("train", f"{role}'s optimizer step", [*always, held, on_device], [*host, on_host])
-            held = Bytes({other: kinds for other, kinds in held.by_role.items() if other != role})
+            if role == host:
+                held = held + engine.held
+        for host in dict.fromkeys(trained.values()):
+            on_device, on_host = self.engines[host].in_step
+            self._moment("train", f"{host}'s optimizer step", [*always, held, on_device], [*host_bytes, on_host])
+            held = Bytes({other: kinds for other, kinds in held.by_role.items() if other != host})
 
     def _save(self) -> None:
         for role in ("actor", "critic"):
