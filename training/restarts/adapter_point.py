@@ -98,7 +98,10 @@ class AdapterPoint:
         return Lazy.of(tuple(weight.shape), weight.dtype, fill)
 
     def _folder(self) -> AdapterFolder:
-        found = read_adapter(self.config, str(self.point.folder), self.base)
+        try:
+            found = read_adapter(self.config, str(self.point.folder), self.base)
+        except UserError as error:
+            raise UserError(f"{error} Or say with --base where it stands now.") from None
         assert found is not None
         known = self.point.state["identity"].get(f"frozen weights of the {self.model}")
         now = fingerprint(found.base, str(self.point.folder))

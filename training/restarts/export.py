@@ -23,6 +23,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.utils import logging
 
 from engine.errors import UserError
 from engine.models.adapter_folders import SCORE, WEIGHTS
@@ -213,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", help="where the model stands that a LoRA run began with (where it stood)")
     parser.add_argument("--max_shard_size", default=SHARD_SIZE, help=f"larger files are split ({SHARD_SIZE})")
     given = vars(parser.parse_args(argv))
+    logging.set_verbosity_error()  # of a base that has no score head, as the point has it
+    logging.disable_progress_bar()
     try:
         print(f"written: {export(given.pop('point'), given.pop('output'), **given)}")
     except UserError as error:

@@ -1,6 +1,7 @@
 """Hugging Face folders from restart points: files split and indexed, other dtypes, and what is refused."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -103,3 +104,16 @@ def test_a_point_is_not_exported_into_itself(run, capsys):
     assert exported(run.point, run.point / "actor_folder") == 2
     assert "lies in the restart point" in capsys.readouterr().err
     assert damages(run.point) == []
+
+
+def test_an_adapter_is_asked_for_where_there_is_none_and_a_base_that_has_moved(run, tmp_path, capsys):
+    assert exported(run.point, tmp_path / "hf", "--adapter") == 2
+    assert "has no adapter of the actor. Leave --adapter out." in capsys.readouterr().err
+    config = {"peft_type": "LORA", "r": 2, "base_model_name_or_path": "/none/such/base"}
+    run.checkpoints.config_files["actor/adapter_config.json"] = json.dumps(config).encode()
+    point = run.checkpoints.save(3, wait=True)
+    assert exported(point, tmp_path / "hf") == 2
+    assert re.search(r"is not there: /none/such/base .* with --base", capsys.readouterr().err)
+    assert exported(point, tmp_path / "hf", "--adapter") == 2
+    assert re.search(r"beside the factors \w and others train", capsys.readouterr().err)
+    assert not (tmp_path / "hf").exists()
