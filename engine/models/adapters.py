@@ -79,6 +79,8 @@ class Adapters:
         """What the own role adds to the matrix of a layer, in that one's layout and float32."""
         layer, total = self.layers[name], torch.zeros(())
         for adapter in self.active[self.own]:
+            if adapter not in layer.lora_A:  # another role's alone
+                continue
             a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
             change = update(a, b, layer.scaling[adapter], layer.fan_in_fan_out)
             total = total.to(change) + change
@@ -92,7 +94,9 @@ class Adapters:
         """(A, B) of an adapter (the own one by default), by the names of their layers."""
         adapter = adapter or self.own
         return {
-            name: (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight) for name, layer in self.layers.items()
+            name: (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
+            for name, layer in self.layers.items()
+            if adapter in layer.lora_A
         }
 
 

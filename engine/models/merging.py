@@ -78,6 +78,8 @@ def _fill_merged(adapters: Adapters, state: Mapping[str, Tensor], name: str, rol
     layer, weight = adapters.layers[name], torch.empty_like(target, device="cpu")
     weight.copy_(state[f"{name}{BASE}weight"])
     for adapter in adapters.active[role]:
+        if adapter not in layer.lora_A:  # of another role's layers
+            continue
         a, b = (state[f"{name}.lora_{factor}.{adapter}.weight"].float() for factor in "AB")
         weight = merged(weight, update(a, b, layer.scaling[adapter], layer.fan_in_fan_out))
     target.copy_(weight)

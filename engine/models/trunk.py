@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -108,7 +109,6 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
             with torch.no_grad():
                 scorers[role].model.score.weight.copy_(wanted.start.tensors()[f"{HEAD}.weight"])
     trunk = Trunk(model, policy.dropouts, scorers)
-    trunk.direct_head = policy.direct_head
     for module in (trunk, *scorers.values()):
         module.base = policy.base
     starts: dict[str, AdapterFolder | None] = {"actor": kept}
@@ -117,7 +117,9 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
     specs |= {role: wanted.lora for role, wanted in scoring.items()}
     if kept is not None:
         starts["reference"], specs["reference"] = kept, None
-    trunk.give_adapters({role: _described(model, starts[role], specs[role]) for role in starts})
+    alone = {role: scorer.model for role, scorer in scorers.items()}  # without the language model's head
+    trunk.give_adapters({role: _described(alone.get(role, model), starts[role], specs[role]) for role in starts})
+    trunk.direct_head = policy.direct_head and not isinstance(model.get_output_embeddings(), LoraLayer)
     _fill(trunk, starts, specs)
     _choose_trained(trunk, [role for role, spec in specs.items() if spec is not None])
     return trunk

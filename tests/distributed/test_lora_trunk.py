@@ -2,62 +2,106 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from engine.models.loading import load_policy, load_scorer
 from tests.distributed.harness import run_ranks
+from tests.tiny_adapters import make_adapter
 
 RUNS = {
     "two": {"stage": 0, "share": False},
     **{str(stage): {"stage": stage, "share": True} for stage in (0, 1, 2)},
-    "3_checkpointing": {"stage": 3, "share": True, "checkpointing": True},
-    "two_fp16": {"stage": 2, "share": False, "dtype": "fp16"},
-    **{f"{stage}_fp16": {"stage": stage, "share": True, "dtype": "fp16"} for stage in (0, 3)},
+    "3_checkpointing": {"stage": 3, "share": True, "checkpointing": True, "resumed": True},
+    **{
+        f"{name}_fp16": {"stage": stage, "share": not name.startswith("two"), "dtype": "fp16", "steps": 2}
+        for name, stage in (("two_0", 0), ("0", 0), ("two_3", 3), ("3", 3))
+    },
 }
-EXACT, FP16 = ["0", "1", "2", "3_checkpointing"], ["0_fp16", "3_fp16"]
+EXACT, FP16, RESUMED = ["0", "1", "2", "3_checkpointing"], ["0_fp16", "3_fp16"], ["3_checkpointing"]
+# The tiny Llama, 32 wide: queries and output 32 x 32, keys and values 16 x 32, three matrices of 32 x 48, two norms.
+LAYERS, HEAD = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48 + 2 * 32) + 32 + 64 * 32, 64 * 32
+RANK = 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))  # factors of two layers for each dimension
+TRUNK = LAYERS + HEAD + 2 * 4 * RANK + 2 * 2 * RANK + 2 * 32  # two adapters of dimension 4, two of 2, two score heads
 
 
 @pytest.fixture(scope="module")
-def ranks(folder) -> list[dict]:
+def ranks(folder, output) -> list[dict]:
     """What both ranks found, by the names in RUNS."""
-    runs = {name: {**run, "config": f"stage{run['stage']}.json", "warmup": 1} for name, run in RUNS.items()}
-    return run_ranks("tests.distributed.work_lora_trunk:all_runs", folder=folder, runs=runs)
+    make_adapter(f"{folder}/start", f"{folder}/actor", dim=4, seed=3)
+    make_adapter(f"{folder}/judge", f"{folder}/actor", dim=2, scorer=True)
+    return run_ranks("tests.distributed.work_lora_trunk:all_runs", folder=folder, output=output, runs=RUNS)
 
 
 @pytest.mark.parametrize("run", [*EXACT, *FP16])
 def test_a_trunk_learns_what_two_engines_do(ranks, run):
     """Weights and metrics, gradient norms among them, after steps in which the critic warms up and others."""
-    expected = "two" if run in EXACT else "two_fp16"
     for rank in ranks:
-        found, two = rank[run], rank[expected]
-        for role, trained in (("actor", ".actor."), ("critic", ".critic.")):
+        found, two = rank[run], rank["two" if run in EXACT else f"two_{run}"]
+        for role, trained in (("actor", ".actor."), ("critic", ".critic.")) if run in EXACT else ():
             compared = [name for name in two["weights"][role] if trained in name or name == "score.weight"]
             assert len(compared) == (28 if role == "actor" else 29)
             for name in compared:
-                difference = (found["weights"][role][name].float() - two["weights"][role][name].float()).abs()
-                # In fp16 Adam makes whole steps of 2e-3 of gradients that are rounding alone, in either direction.
-                assert difference.max() < 1e-5 if run in EXACT else difference.mean() < 5e-4, name
+                difference = found["weights"][role][name] - two["weights"][role][name]
+                assert difference.abs().max() < 1e-5, name
         for got, metrics in zip(found["metrics"], two["metrics"], strict=True):
             assert got.keys() == metrics.keys()
             for name in ("policy/grad_norm", "value/grad_norm", "policy/loss", "value/loss", "objective/kl"):
-                close = {"rel": 1e-3, "abs": 1e-4} if run in EXACT else {"rel": 3e-2, "abs": 1e-2}
+                close = {"rel": 1e-3, "abs": 1e-4} if run in EXACT else {"rel": 2e-2, "abs": 1e-2}
                 assert got.get(name) == (metrics.get(name) and pytest.approx(metrics[name], **close)), name
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", ["two", *EXACT])
 def test_the_actor_waits_while_the_critic_warms_up(ranks, run):
     """Three steps of two epochs, the first of them for the critic alone: neither weights nor Adam's count move."""
     for rank in ranks:
         assert rank[run]["steps"] == {"actor": 4, "critic": 6}
-        assert rank[run]["metrics"][0]["objective/kl"] == pytest.approx(0, abs=1e-5)
-        assert rank[run]["metrics"][1]["objective/kl"] == pytest.approx(0, abs=1e-5)
-        assert abs(rank[run]["metrics"][2]["objective/kl"]) > 1e-4
+        kls = [metrics["objective/kl"] for metrics in rank[run]["metrics"]]
+        assert kls[:2] == pytest.approx([0, 0], abs=1e-5) and abs(kls[2]) > 1e-4
 
 
-def test_one_engine_for_all_with_a_base_that_does_not_move(ranks, folder):
-    from safetensors.torch import load_file
-
+@pytest.mark.parametrize("run", EXACT)
+def test_one_trunk_is_all_that_is_held(ranks, folder, run):
+    """By counted bytes; its base does not move, bit for bit."""
     stored = load_file(f"{folder}/actor/model.safetensors")
-    for run in EXACT:
-        assert ranks[0][run]["engines"] == 1
-        for name, tensor in ranks[0][run]["weights"]["actor"].items():
+    stage_3 = RUNS[run]["stage"] == 3
+    for rank in ranks:
+        found = rank[run]
+        assert found["engines"] == ["trunk"] and rank["two"]["engines"] == ["actor", "critic"]
+        assert found["bytes"] == TRUNK * 4 / (2 if stage_3 else 1)
+        assert found["copies"] == ([TRUNK] if stage_3 else [])
+        for name, tensor in found["weights"]["actor"].items():
             if ".lora_" not in name:
                 assert torch.equal(tensor, stored[name.replace(".base_layer", "")]), name
+
+
+@pytest.mark.parametrize("run", [*EXACT, *FP16])
+def test_frozen_roles_stay_and_the_average_is_the_actors(ranks, run):
+    for rank in ranks:
+        before, averaged, after = (rank[run][when] for when in ("judged", "averaged", "judged again"))
+        for role, said in before.items():
+            assert torch.equal(after[role], said), role
+            assert torch.equal(averaged[role], said) == (role != "actor"), role
+        for role in ("reference", "reward") if run in EXACT else ():
+            torch.testing.assert_close(before[role], rank["two"]["judged"][role], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("run", RESUMED)
+def test_a_restart_goes_on_as_if_there_had_been_none(ranks, run):
+    for rank in ranks:
+        found = rank[run]
+        for role, expected in found["weights"].items():
+            assert all(torch.equal(found["resumed weights"][role][name], tensor) for name, tensor in expected.items())
+        assert all(map(torch.equal, found["resumed average"], found["average"]))
+        assert found["resumed_metrics"] == [pytest.approx(found["metrics"][-1], rel=1e-6, abs=1e-9)]
+
+
+@pytest.mark.parametrize("run", RESUMED)
+@torch.no_grad()
+def test_what_is_saved_opens_as_models_of_their_own(ranks, output, run):
+    *inputs, length = ranks[0][run]["inputs"]
+    for ending in ("", "_adapter"):
+        actor = load_policy(f"{output}/{run}/actor{ending}", torch.float32)
+        critic = load_scorer(f"{output}/{run}/critic{ending}", torch.float32)
+        said = ranks[0][run]["judged"]
+        torch.testing.assert_close(actor(*inputs, response_length=length)[0], said["actor"], atol=1e-4, rtol=0)
+        torch.testing.assert_close(critic(*inputs), said["critic"], atol=1e-4, rtol=0)

@@ -187,7 +187,7 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
                 dtype=self.dtype,
                 micro_batch_size=self.per_device_training_batch_size,
                 trained=trained,
-                gradient_clipping=dialect.max_grad_norm if trained else 0.0,
+                gradient_clipping=dialect.max_grad_norm if trained and not self.share_trunk else 0.0,  # by role
             )
         if self.share_trunk:
             refuse_offload_of_roles(configs["actor"])
@@ -216,6 +216,11 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
         for role in ("actor", "critic") if dialect.has_critic else ("actor",):
             if role == "actor" or not self.share_trunk:
                 self._trained(role).check_offload()
+        if self.share_trunk and self.critic_ds_config is not None:
+            raise UserError(
+                f"--critic_ds_config {self.critic_ds_config} with --share_trunk: actor and critic are one engine, "
+                "which has the actor's configuration. Leave it out, and give --actor_ds_config."
+            )
         if self.share_trunk and self.critic_zero_stage not in (None, self.stage("actor")):
             raise UserError(
                 f"--critic_zero_stage {self.critic_zero_stage} with --share_trunk: actor and critic are one engine, at "

@@ -175,3 +175,35 @@ def test_contradictions_are_refused(dialect, given, told):
 def test_offload_without_a_critic_asks_nothing_of_it():
     spec = flags(offload=True, actor_zero_stage=2).engine_spec(get_dialect("trl_rloo"))
     assert [choice.offload for choice in spec.engine_configs] == [True, False, False]
+
+
+TRUNK = {"actor_lora_dim": 4, "only_optimize_lora": True, "share_trunk": True}
+
+
+def test_one_trunk_is_one_engine_for_all_roles():
+    args = flags(**TRUNK, actor_zero_stage=2, critic_zero_stage=2)
+    spec = args.engine_spec(get_dialect("default"))
+    assert list(args.engine_configs(get_dialect("default"))) == ["actor"] and spec.engine_configs == [spec.actor]
+    assert spec.shared.keys() == {"critic", "reference", "reward"}
+    assert (spec.actor_lora.lr, spec.critic_lora.dim, spec.critic_lora.lr) == (5e-4, 4, 5e-4)
+    given = flags(**TRUNK, critic_lora_dim=8, critic_lora_learning_rate=0.1).engine_spec(get_dialect("default"))
+    assert (given.critic_lora.dim, given.critic_lora.lr) == (8, 0.1)
+    assert flags(**TRUNK).engine_spec(get_dialect("trl_rloo")).shared.keys() == {"reference", "reward"}
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"only_optimize_lora": False}, "--share_trunk needs --only_optimize_lora and --actor_lora_dim"),
+        ({"actor_zero_stage": 1, "critic_zero_stage": 2}, "--critic_zero_stage 2 with --share_trunk: .*stage, 1"),
+        ({"critic_ds_config": "x.json"}, "--critic_ds_config x.json with --share_trunk: "),
+        ({"actor_zero_stage": 2, "offload": True}, "--share_trunk with an offloaded optimizer: "),
+        ({"offload_reward_model": True}, "--offload_reward_model with --share_trunk: the reward model is the actor's"),
+        ({"set": ["hydra_layers=2"]}, "--actor_lora_dim 4 with hydra_layers 2"),
+    ],
+)
+def test_what_a_shared_trunk_cannot_have_is_refused(given, message):
+    args = flags(**TRUNK | given)
+    with pytest.raises(UserError, match=message):
+        args.validate()
+        args.engine_configs(args.resolved_dialect()[0])
