@@ -1,37 +1,48 @@
 #!/usr/bin/env bash
 # Llama-2 70B with a Llama-2 7B reward model.
 #
-# Hardware: eight nodes of 8 A100-80G (bf16), named in HOSTFILE. The 138 GB of weights fit on no GPU, so responses are
-# generated through the partitioned engine: expect generation to take most of the time.
+#   HARDWARE     what trains in step 3                planned: one GPU (in which phase), a node's host
+#   64xa100-80g  all weights                          0 GB (train), 0 GB
+#   8xa100-80g   adapters                             0 GB (train), 0 GB
 #
 #   scripts/llama2_70b.sh 1        supervised fine-tuning
 #   scripts/llama2_70b.sh 2        reward model
 #   scripts/llama2_70b.sh 3        PPO, from what 1 and 2 wrote
-#   scripts/llama2_70b.sh 3 --dry_run --kl_coef 0.05     any flag of the step overrides; --dry_run only looks
+#   HARDWARE=8xa100-80g scripts/llama2_70b.sh 3 --dry_run     another row; any flag overrides; --dry_run only looks
 #
-# Settings from outside (hosts, data, folders): launch.sh.
+# Settings from outside (hardware, hosts, data, folders): launch.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
-NUM_GPUS="${NUM_GPUS:-8}"
-NUM_NODES="${NUM_NODES:-8}"
+hardware 64xa100-80g 8xa100-80g
 out="${OUT:-out/llama2-70b}"
-common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "${DTYPE:-bf16}" --seed 1234)
+common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "$DTYPE" --seed 1234)
+
+case "$HARDWARE" in  # what differs from the flags below
+64xa100-80g)
+    ppo=(--offload_reference_model --offload_reward_model)
+    ;;
+8xa100-80g)
+    sft=(--gradient_accumulation_steps 8 "${lora[@]}")
+    reward=(--gradient_accumulation_steps 8 "${lora[@]}")
+    ppo=(--generation_batches 2 "${both_lora[@]}")
+    ;;
+esac
 
 case "$step" in
 1) launch step1_sft.py "${common[@]}" --output_dir "$out/sft" \
     --model_name_or_path meta-llama/Llama-2-70b-hf --max_seq_len 512 --num_train_epochs 4 \
     --per_device_train_batch_size 2 --per_device_eval_batch_size 2 --gradient_accumulation_steps 1 \
-    --learning_rate 9.65e-6 --lr_scheduler_type cosine --zero_stage 3 --gradient_checkpointing "$@" ;;
+    --learning_rate 9.65e-6 --lr_scheduler_type cosine --zero_stage 3 --gradient_checkpointing "${sft[@]}" "$@" ;;
 2) launch step2_reward.py "${common[@]}" --output_dir "$out/reward" \
     --model_name_or_path meta-llama/Llama-2-7b-hf --sft_model_name_or_path "$out/sft" \
     --max_seq_len 512 --num_train_epochs 1 \
     --per_device_train_batch_size 2 --per_device_eval_batch_size 2 --gradient_accumulation_steps 1 \
-    --learning_rate 9.65e-6 --weight_decay 0.1 --zero_stage 3 --gradient_checkpointing "$@" ;;
+    --learning_rate 9.65e-6 --weight_decay 0.1 --zero_stage 3 --gradient_checkpointing "${reward[@]}" "$@" ;;
 3) launch step3_rlhf.py "${common[@]}" --output_dir "$out/ppo" \
     --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \
     --max_prompt_seq_len 256 --max_answer_seq_len 256 \
     --per_device_generation_batch_size 8 --generation_batches 1 --per_device_training_batch_size 4 \
     --actor_learning_rate 9.65e-6 --critic_learning_rate 5e-6 \
     --actor_zero_stage 3 --critic_zero_stage 3 --actor_gradient_checkpointing --critic_gradient_checkpointing \
-    --offload_reference_model --offload_reward_model --rollout_backend zero3 --eval_steps 50 --save_steps 100 "$@" ;;
+    --eval_steps 20 --save_steps 20 "${ppo[@]}" "$@" ;;
 *) usage ;;
 esac

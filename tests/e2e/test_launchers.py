@@ -18,7 +18,7 @@ from tests.e2e.programs import ROOT
 from training.program import dry_run
 
 STEPS = {1: "step1_sft.py", 2: "step2_reward.py", 3: "step3_rlhf.py"}
-SIZES = {  # launcher: (nodes, dtype, {step: {engine: ZeRO stage}})
+SIZES = {  # launcher: (nodes, dtype, {step: {engine: ZeRO stage}}), by default
     "opt_1.3b": (
         1,
         "fp16",
@@ -31,6 +31,11 @@ SIZES = {  # launcher: (nodes, dtype, {step: {engine: ZeRO stage}})
     ),
     "opt_13b": (
         1,
+        "bf16",
+        {1: {"model": 3}, 2: {"model": 3}, 3: {"actor": 3, "critic": 2, "reference": 3, "reward": 0}},
+    ),
+    "opt_30b": (
+        4,
         "bf16",
         {1: {"model": 3}, 2: {"model": 3}, 3: {"actor": 3, "critic": 2, "reference": 3, "reward": 0}},
     ),
@@ -125,6 +130,33 @@ def test_a_launcher_starts_what_it_says(size, step, stand_ins):
     if step == 3:  # where steps 1 and 2 have written
         assert flag_of(words, "actor_model_name_or_path") == f"{out}/sft"
         assert flag_of(words, "critic_model_name_or_path") == f"{out}/reward"
+
+
+def test_other_hardware_is_asked_for_by_name(stand_ins):
+    words = words_of(stand_ins, "opt_13b", "3", HARDWARE="16xv100-32g")
+    assert words[:5] == ["deepspeed", "--num_nodes", "2", "--num_gpus", "8"] and flag_of(words, "dtype") == "fp16"
+    words = words_of(stand_ins, "llama2_7b", "3", HARDWARE="1xa100-80g", NUM_GPUS="2", DTYPE="fp32")
+    assert words[:3] == ["deepspeed", "--num_gpus", "2"] and flag_of(words, "dtype") == "fp32"
+
+
+def test_hardware_that_a_launcher_has_no_settings_for(stand_ins):
+    command = [str(ROOT / "scripts" / "llama2_70b.sh"), "3", "--dry_run"]
+    ended = subprocess.run(
+        command, env={"PATH": f"{stand_ins}:/usr/bin:/bin", "HARDWARE": "1xt4"}, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "error: HARDWARE=1xt4: " in ended.stderr and "has settings for 64xa100-80g 8xa100-80g." in ended.stderr
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_restart_points_come_before_the_end(size, stand_ins):
+    """DeepSpeed-Chat's data, Dahoas/rm-static: 76,256 rows, of which step 3 takes 40 %."""
+    words = words_of(stand_ins, size, "3")
+    launched = {name: int(flag_of(words, name)) for name in ("num_gpus", "generation_batches", "save_steps")}
+    nodes = int(flag_of(words, "num_nodes")) if "--num_nodes" in words else 1
+    prompts = launched["num_gpus"] * nodes * launched["generation_batches"]
+    steps = 0.4 * 76_256 // (prompts * int(flag_of(words, "per_device_generation_batch_size")))
+    assert launched["save_steps"] <= steps / 2
 
 
 @pytest.mark.parametrize("size, step", CASES)
