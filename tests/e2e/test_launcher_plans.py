@@ -1,0 +1,103 @@
+"""What stands in the launchers' first lines of memory: the planner's figures for these settings, and that they fit."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine.memory import Cluster, MemoryPlan, plan
+from engine.memory.gpus import gpu_bytes
+from tests.e2e.programs import ROOT
+from training.flags.memory_flags import MemoryFlags
+from training.flags.parsing import parse_flags
+from training.program.memory_lines import workload
+
+LAYER_NAMES = ("hidden_size", "ffn", "num_hidden_layers", "num_attention_heads")
+OPT = {  # facebook/opt-*: width, width of the feed-forward layers, layers, heads
+    "350m": (1024, 4096, 24, 16),
+    "1.3b": (2048, 8192, 24, 32),
+    "6.7b": (4096, 16384, 32, 32),
+    "13b": (5120, 20480, 40, 40),
+    "30b": (7168, 28672, 48, 56),
+    "66b": (9216, 36864, 64, 72),
+}
+LLAMA = {"7b": (4096, 11008, 32, 32), "13b": (5120, 13824, 40, 40), "70b": (8192, 28672, 80, 64)}  # meta-llama/Llama-2-*
+ROW = re.compile(r"^#   (\d+)x(\S+) +(\S.*?) {2,}(\d+) GB \((\w+)\), (\d+) GB$", re.MULTILINE)
+
+
+def opt_config(size: str) -> dict:
+    """config.json of facebook/opt-SIZE, as far as shapes follow from it."""
+    width, ffn, layers, heads = OPT[size]
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "hidden_size": width,
+        "ffn_dim": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+        "word_embed_proj_dim": 512 if size == "350m" else width,
+        "do_layer_norm_before": size != "350m",
+    }
+
+
+def llama_config(size: str) -> dict:
+    """config.json of meta-llama/Llama-2-SIZE-hf, as far as shapes follow from it."""
+    width, ffn, layers, heads = LLAMA[size]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8 if size == "70b" else heads,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+
+
+def rows() -> dict[tuple[str, str], re.Match]:
+    """The rows of all launchers' first lines: by launcher and HARDWARE."""
+    texts = {path.stem: path.read_text() for path in sorted((ROOT / "scripts").glob("*.sh"))}
+    return {
+        (name, f"{row[1]}x{row[2]}"): row
+        for name, text in texts.items()
+        if "launch.sh" in text
+        for row in ROW.finditer(text)
+    }
+
+
+def planned(launcher: str, hardware: str, folder: Path) -> MemoryPlan:
+    """The plan of its step 3, on the models that its steps 1 and 2 make; `folder` is made for these."""
+    family, _, size = launcher.partition("_")
+    config = opt_config if family == "opt" else llama_config
+    models = {"sft": config(size), "reward": config("350m" if family == "opt" else "7b")}
+    for name, content in models.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "config.json").write_text(json.dumps(content))
+    (folder / "deepspeed").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    (folder / "deepspeed").chmod(0o755)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "HARDWARE": hardware, "OUT": str(folder)}
+    script = str(ROOT / "scripts" / f"{launcher}.sh")
+    ended = subprocess.run([script, "3"], env=environment, text=True, capture_output=True, timeout=60, check=True)
+    words = ended.stdout.split("\0")[:-1]
+    program = words.index(str(ROOT / "training" / "step3_rlhf.py"))
+    args = parse_flags(MemoryFlags, words[program + 1 :], "")
+    dialect, _ = args.resolved_dialect()
+    count, _, gpu = hardware.partition("x")
+    cluster = Cluster(gpus=min(8, int(count)), nodes=max(1, int(count) // 8), gpu=gpu_bytes(gpu))
+    return plan(args.engine_spec(dialect), workload(args, dialect), cluster)
+
+
+@pytest.mark.parametrize("launcher, hardware", rows())
+def test_a_launcher_needs_what_it_says(launcher, hardware, tmp_path):
+    found = planned(launcher, hardware, tmp_path)
+    row = rows()[launcher, hardware]
+    needed = f"{found.needed / 1e9:.0f} GB ({found.peak.phase}), {found.host_peak / 1e9:.0f} GB"
+    assert f"{row[4]} GB ({row[5]}), {row[6]} GB" == needed
+    assert found.fits
