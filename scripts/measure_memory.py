@@ -54,7 +54,10 @@ def print_ways(cases, folder: Path) -> None:
     print(f"{cases[0].size:32}{'rest':>8}" + "".join(f"{phase:>12}" for phase in PHASES), flush=True)
     for case in cases:
         _, counted, rest = measured(case, folder)
-        print(f"{case.name:32}{rest / 1e6:8.0f}" + "".join(f"{counted[phase] / 1e6:12.0f}" for phase in PHASES), flush=True)
+        print(
+            f"{case.name:32}{rest / 1e6:8.0f}" + "".join(f"{counted[phase] / 1e6:12.0f}" for phase in PHASES),
+            flush=True,
+        )
 
 
 def measured(case, folder: Path) -> tuple[dict[str, int], dict[str, int], int]:

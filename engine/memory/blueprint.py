@@ -1,9 +1,10 @@
 """A model as its configuration describes it, without memory: on the meta device, where tensors have shapes alone."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from engine.models.lora import LoraSpec, adapt
 from engine.models.policy import Policy
 from engine.models.reading import read_config
 from engine.models.scorer import Scorer
+from engine.models.stack import decoder_stack
 from engine.models.trunk import make_trunk
 from engine.shared_trunk import scoring_roles
 from engine.whole_copies import architecture
@@ -79,6 +81,35 @@ class Blueprint:
         around them that have weights of their own."""
         kinds = set(self.module.model._no_split_modules or [])
         return list(_units(self.module.model, kinds))
+
+    @property
+    def _stack(self) -> nn.ModuleList | None:
+        name = decoder_stack(self.module.model)
+        return None if name is None else cast(nn.ModuleList, self.module.model.get_submodule(name))
+
+    @property
+    def layers_alike(self) -> int:
+        """How many decoder layers the model has, if all are of one kind; else 0."""
+        config: Any = self.module.model.config.get_text_config()
+        if self._stack is None or isinstance(self.module, HydraPolicy):
+            return 0
+        kinds = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in self._stack}
+        kinds_of_attention = set(getattr(config, "layer_types", None) or [])
+        return len(self._stack) if len(kinds) == 1 and len(kinds_of_attention) <= 1 else 0
+
+    @contextlib.contextmanager
+    def shortened(self, layers: int) -> Iterator[None]:
+        """Within this context the model goes through its first layers alone, where all are of one kind."""
+        if not self.layers_alike:
+            yield
+            return
+        stack: Any = self._stack
+        whole = stack._modules
+        stack._modules = dict(list(whole.items())[:layers])
+        try:
+            yield
+        finally:
+            stack._modules = whole
 
     @property
     def architecture(self) -> object:

@@ -23,7 +23,11 @@ OPT = {  # facebook/opt-*: width, width of the feed-forward layers, layers, head
     "30b": (7168, 28672, 48, 56),
     "66b": (9216, 36864, 64, 72),
 }
-LLAMA = {"7b": (4096, 11008, 32, 32), "13b": (5120, 13824, 40, 40), "70b": (8192, 28672, 80, 64)}  # meta-llama/Llama-2-*
+LLAMA = {
+    "7b": (4096, 11008, 32, 32),
+    "13b": (5120, 13824, 40, 40),
+    "70b": (8192, 28672, 80, 64),
+}  # meta-llama/Llama-2-*
 ROW = re.compile(r"^#   (\d+)x(\S+) +(\S.*?) {2,}(\d+) GB \((\w+)\), (\d+) GB$", re.MULTILINE)
 
 

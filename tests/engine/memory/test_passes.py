@@ -1,0 +1,35 @@
+"""Passes on paper: a few layers stand for many, in each family and way to train."""
+
+import pytest
+
+from engine.memory import passes
+from engine.memory.blueprint import Blueprint, blueprints
+from engine.memory.passes import Rows, decoding_passes, scoring_pass, training_pass
+from engine.models.lora import LoraSpec
+from tests.engine.memory.configurations import spec_of
+from tests.tiny_models import make_config
+
+ROWS = Rows(4, 24, 24)
+
+
+def counts(models: dict[str, Blueprint]) -> list[int]:
+    for counted in (training_pass, scoring_pass, decoding_passes):
+        counted.cache_clear()
+    actor, critic = models["actor"], models["critic"]
+    peaks = [training_pass(actor, ROWS), training_pass(critic, ROWS), scoring_pass(actor, ROWS)]
+    return [peak.total() for peak in [*peaks, decoding_passes(actor, ROWS, 48)]]
+
+
+# Bloom takes no ready-made masks.
+@pytest.mark.parametrize("family, adapted", [("llama", False), ("opt", True), ("gpt2", True), ("bloom", False)])
+def test_a_few_layers_stand_for_many(family, adapted, tmp_path, monkeypatch):
+    config = make_config(family, layers=6)
+    config.save_pretrained(tmp_path)
+    lora = LoraSpec(dim=4, only=True) if adapted else None
+    models = blueprints(
+        spec_of(str(tmp_path), 0, actor_lora=lora, critic_lora=lora, actor_gradient_checkpointing=not adapted)
+    )
+    short = counts(models)
+    assert all(len(model._stack) == 6 for model in models.values())  # as they were
+    monkeypatch.setattr(passes, "MORE", 6)
+    assert counts(models) == short
