@@ -99,7 +99,10 @@ class _Planner:
         for role, engine in self.engines.items():
             model = engine.model
             gradients = model.width * model.trains // (self.cluster.world if engine.stage >= 2 else 1)
-            needs.append(CopyNeed(role, engine.stage, model.architecture, model.width * model.numbers, gradients))
+            moments = engine.at_rest(stepped=True)[0].total - engine.at_rest(stepped=False)[0].total
+            needs.append(
+                CopyNeed(role, engine.stage, model.architecture, model.width * model.numbers, gradients + moments)
+            )
         return needs
 
     def _copies(self) -> Copies:

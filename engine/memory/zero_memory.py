@@ -232,6 +232,6 @@ class ZeroMemory:
             device.add(role, "buffers", width * trains)
         elif self.stage == 3 and self.model.trained and not self.offloads_optimizer:
             device.add(role, "buffers", self.master_width * min(self.trained_share, SUB_GROUP))
-        elif self.model.trained and width < FLOAT:
+        elif self.stage == 0 and self.model.trained and width < FLOAT:
             device.add(role, "optimizer", 2 * FLOAT * trains).add(role, "gradients", FLOAT * trains)
         return device, host
