@@ -77,13 +77,16 @@ def rows() -> dict[tuple[str, str], re.Match]:
 
 
 def planned(launcher: str, hardware: str, folder: Path) -> MemoryPlan:
-    """The plan of its step 3, on the models that its steps 1 and 2 make; `folder` is made for these."""
+    """The plan of its step 3, on the models that its steps 1 and 2 make; `folder` is where they stand."""
     family, _, size = launcher.partition("_")
     config = opt_config if family == "opt" else llama_config
     models = {"sft": config(size), "reward": config("350m" if family == "opt" else "7b")}
     for name, content in models.items():
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(content))
+    base = {"base_model_name_or_path": str(folder / "sft"), "peft_type": "LORA", "task_type": "SEQ_CLS", "r": 64}
+    (folder / "reward" / "adapter").mkdir(exist_ok=True)
+    (folder / "reward" / "adapter" / "adapter_config.json").write_text(json.dumps(base))
     (folder / "deepspeed").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     (folder / "deepspeed").chmod(0o755)
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "HARDWARE": hardware, "OUT": str(folder)}
