@@ -11,6 +11,7 @@ from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.whole_copies import Model, WholeCopies, architecture
 from engine.zero import accelerator
+from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel
 from engine.zero.roles import TrainedRole
 
@@ -84,15 +85,19 @@ def _placement(models: Sequence[Model], cache: int, between_steps: str) -> Place
 
 
 def copy_need(model: Model) -> CopyNeed:
-    """What a whole copy of a model takes on each rank, and its gradients: stages 2 and 3 divide them."""
+    """What a whole copy of a model takes on each rank, and what comes with the model's first step: gradients, which
+    stages 2 and 3 divide, and Adam's moments."""
     sizes = [(full_numel(p) * p.element_size(), p.requires_grad) for p in model.module.parameters()]
     gradients = sum(size for size, trains in sizes if trains)
+    moments = 0
+    if isinstance(model, TrainedModel):  # Adam makes its two, float32, in its first step, beside the masters
+        moments = sum(2 * shard.nbytes for shard in model.master_shards() if shard.device == distributed.device())
     return CopyNeed(
         role=model.role,
         stage=model.stage,
         kind=architecture(model.module),
         size=sum(size for size, _ in sizes),
-        gradients=gradients // (distributed.world_size() if model.stage >= 2 else 1),
+        gradients=gradients // (distributed.world_size() if model.stage >= 2 else 1) + moments,
     )
 
 
