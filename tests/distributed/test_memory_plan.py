@@ -22,7 +22,12 @@ def models(tmp_path_factory) -> tuple[str, str]:
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in TESTED], ids=lambda case: case.name)
 def test_a_plan_says_what_tensors_take(case, models):
     counted = run_ranks(
-        "tests.distributed.work_memory:counted", world=case.world, case=case, actor=models[0], critic=models[1]
+        "tests.distributed.work_memory:counted",
+        world=case.world,
+        timeout=1200,
+        case=case,
+        actor=models[0],
+        critic=models[1],
     )
     planned = case.planned(*models)
     main = counted[0]
