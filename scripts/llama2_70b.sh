@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Llama-2 70B with a Llama-2 7B reward model.
 #
-#   HARDWARE     what trains in step 3                planned: one GPU (in which phase), a node's host
-#   64xa100-80g  all weights                          0 GB (train), 0 GB
-#   8xa100-80g   adapters                             0 GB (train), 0 GB
+#   HARDWARE     what trains in step 3                planned: needed of a GPU (highest phase), a node's host
+#   64xa100-80g  all weights                          45 GB (train), 21 GB
+#   8xa100-80g   adapters                             47 GB (train), 144 GB
 #
 #   scripts/llama2_70b.sh 1        supervised fine-tuning
 #   scripts/llama2_70b.sh 2        reward model

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Llama-2 7B with a Llama-2 7B reward model.
 #
-#   HARDWARE     what trains in step 3                planned: one GPU (in which phase), a node's host
-#   8xa100-80g   all weights                          0 GB (train), 0 GB
-#   8xa100-40g   all weights, states on the host      0 GB (train), 0 GB
-#   16xv100-32g  all weights, states on the host      0 GB (train), 0 GB
-#   1xa100-80g   adapters                             0 GB (train), 0 GB
-#   1xv100-32g   adapters on one trunk                0 GB (train), 0 GB
+#   HARDWARE     what trains in step 3                planned: needed of a GPU (highest phase), a node's host
+#   8xa100-80g   all weights                          62 GB (experience), 16 GB
+#   8xa100-40g   all weights, states on the host      20 GB (experience), 294 GB
+#   16xv100-32g  all weights, states on the host      19 GB (experience), 147 GB
+#   1xa100-80g   adapters                             38 GB (train), 14 GB
+#   1xv100-32g   adapters on one trunk                19 GB (train), 16 GB
 #
 #   scripts/llama2_7b.sh 1        supervised fine-tuning
 #   scripts/llama2_7b.sh 2        reward model

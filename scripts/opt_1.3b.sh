@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # OPT 1.3B with a 350M reward model.
 #
-#   HARDWARE     what trains in step 3                planned: one GPU (in which phase), a node's host
-#   8xv100-32g   all weights                          0 GB (train), 0 GB
-#   8xa100-40g   all weights                          0 GB (train), 0 GB
-#   1xa100-80g   all weights                          0 GB (train), 0 GB
+#   HARDWARE     what trains in step 3                planned: needed of a GPU (highest phase), a node's host
+#   8xv100-32g   all weights                          16 GB (train), 21 GB
+#   8xa100-40g   all weights                          16 GB (train), 21 GB
+#   1xa100-80g   all weights                          47 GB (train), 3 GB
 #
 #   scripts/opt_1.3b.sh 1        supervised fine-tuning
 #   scripts/opt_1.3b.sh 2        reward model

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # OPT 66B with a 350M reward model.
 #
-#   HARDWARE     what trains in step 3                planned: one GPU (in which phase), a node's host
-#   64xa100-80g  all weights                          0 GB (train), 0 GB
-#   8xa100-80g   adapters                             0 GB (train), 0 GB
+#   HARDWARE     what trains in step 3                planned: needed of a GPU (highest phase), a node's host
+#   64xa100-80g  all weights                          40 GB (train), 24 GB
+#   8xa100-80g   adapters                             43 GB (train), 140 GB
 #
 #   scripts/opt_66b.sh 1        supervised fine-tuning
 #   scripts/opt_66b.sh 2        reward model
