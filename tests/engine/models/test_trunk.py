@@ -68,6 +68,24 @@ def test_roles_compute_what_models_of_their_own_do(family, tmp_path):
 
 
 @torch.no_grad()
+def test_the_actor_may_have_an_adapter_where_the_others_have_none(tmp_path):
+    """The output head, and a layer that the reward model's adapter leaves as it is."""
+    base = make_causal_lm(tmp_path / "base", "llama")
+    reward = make_adapter(tmp_path / "reward", base, scorer=True)
+    trunk = trunk_of(spec_of(base, reward, actor_lora=replace(LORA, targets=("lm_head", "v_proj"))))
+    before = answers(trunk)
+    assert len(trunk.adapters.factors("actor")) == 3 and len(trunk.adapters.factors("reward")) == 14
+    head = trunk.adapters.factors("actor")["lm_head"][1]
+    head.copy_(torch.linspace(-0.1, 0.1, head.numel()).view(head.shape))
+    after = answers(trunk)
+    assert {role for role in after if not torch.equal(after[role], before[role])} == {"actor"}
+    merged = empty_like(trunk, torch.device("cpu"))
+    copy_weights(trunk, merged)
+    merged.adapters.merge()
+    torch.testing.assert_close(merged(*INPUTS, response_length=5)[0], after["actor"], **CLOSE)
+
+
+@torch.no_grad()
 def test_without_a_reward_model_the_critic_says_nothing_yet(tmp_path):
     base = make_causal_lm(tmp_path / "base", "llama")
     trunk = trunk_of(spec_of(base, None, with_reward_model=False))
