@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from engine.experience import PromptBatch, Rollout
+from engine.frozen_role import FrozenRole
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy
-from engine.reference import EngineReference, HydraReference
+from engine.reference import EngineReference
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
@@ -84,7 +85,7 @@ def _family(path: str, choice: EngineConfig) -> dict:
         "after": weights(actor),
         "parts": actor.module.names,
         "actor": _actor_logprobs(actor, rollout),
-        "reference": HydraReference(actor).ref_logprobs(rollout, 1.0),
+        "reference": EngineReference(FrozenRole(actor, "reference")).ref_logprobs(rollout, 1.0),
         "untouched": own.ref_logprobs(rollout, 1.0),
     }
 
