@@ -136,7 +136,9 @@ def _described(model: PreTrainedModel, start: AdapterFolder | None, spec: LoraSp
         assert spec is not None, "what is frozen has a folder"
         return lora_config(model, spec)
     if spec is None:
-        return unset(start.config)
+        config = unset(start.config)
+        config.lora_dropout = 0.0  # a frozen model's scores and log-probs are to be the same each time
+        return config
     check_dim(start, spec)
     return start_config(start, spec)
 

@@ -86,6 +86,18 @@ def test_the_actor_may_have_an_adapter_where_the_others_have_none(tmp_path):
 
 
 @torch.no_grad()
+def test_dropout_that_adapters_were_trained_with_is_nothing_in_any_role(tmp_path):
+    """Engines are in train mode while experience is made."""
+    base = make_causal_lm(tmp_path / "base", "llama")
+    start = make_adapter(tmp_path / "start", base, seed=2, dropout=0.5)
+    reward = make_adapter(tmp_path / "reward", base, scorer=True, dropout=0.5)
+    trunk = trunk_of(spec_of(start, reward))
+    expected, found = answers(trunk.eval()), answers(trunk.train())
+    for role in expected:
+        assert torch.equal(found[role], expected[role]), role
+
+
+@torch.no_grad()
 def test_without_a_reward_model_the_critic_says_nothing_yet(tmp_path):
     base = make_causal_lm(tmp_path / "base", "llama")
     trunk = trunk_of(spec_of(base, None, with_reward_model=False))
