@@ -89,14 +89,16 @@ class LoraFlags(RunFlags):
             seed=self.seed,
         )
 
-    def check_rate(self, model: str, rate: float) -> None:
+    def check_rate(self, model: str, rate: float, by: str | None = None) -> None:
         """Raise UserError where factors are to learn beside weights whose rate is 0, of which theirs is no multiple.
 
-        rate: of the model's weights. model: one of `lora_models`.
+        rate: of the model's weights. model: one of `lora_models`. by: the flag that it has factors by, if it is not the
+        one of their rank.
         """
-        if getattr(self, f"{model}lora_dim") and not rate:
+        dim = getattr(self, f"{model}lora_dim")
+        if (dim or by) and not rate:
             raise UserError(
-                f"--{model}learning_rate 0 with --{model}lora_dim {getattr(self, f'{model}lora_dim')}: the rate of the "
+                f"--{model}learning_rate 0 with {by or f'--{model}lora_dim {dim}'}: the rate of the "
                 f"factors, --{model}lora_learning_rate, is held as a multiple of this one. Give one above 0; "
                 "--only_optimize_lora keeps all but the factors as they are."
             )

@@ -227,7 +227,8 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
                 f"the actor's stage, {self.stage('actor')}. Leave it out."
             )
         self.check_rate("actor_", dialect.actor_lr)
-        self.check_rate("critic_", dialect.critic_lr)
+        if dialect.has_critic:
+            self.check_rate("critic_", dialect.critic_lr, "--share_trunk" if self.share_trunk else None)
         if dialect.hydra_layers and self.actor_lora_dim:
             raise UserError(
                 f"--actor_lora_dim {self.actor_lora_dim} with hydra_layers {dialect.hydra_layers} (dialect "

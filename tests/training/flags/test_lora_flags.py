@@ -72,6 +72,8 @@ STEP_3 = {
     "--actor_lora_dim 4 --set hydra_layers=1": "--actor_lora_dim 4 with hydra_layers 1 (dialect default): a hydra's",
     "--critic_lora_dim 4 --dialect trl_rloo": "--critic_lora_dim 4: the dialect trl_rloo has no critic.",
     "--share_trunk": "--share_trunk needs --only_optimize_lora and --actor_lora_dim",
+    "--actor_lora_dim 4 --only_optimize_lora --share_trunk --set critic_lr=0": "--critic_learning_rate 0 with "
+    "--share_trunk: the rate of the factors",
     "--enable_mixed_precision_lora": "--enable_mixed_precision_lora: it rounds the frozen weights to 8 bits",
 }
 STEP_1 = {
