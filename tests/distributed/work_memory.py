@@ -21,16 +21,21 @@ EOS = 2
 
 
 def counted(case: Case, actor: str, critic: str) -> dict[str, int]:
-    """By phase the most bytes alive at once on this rank: loading, the phases of the second step, in which Adam has
-    its moments, and saving. "rest": what is held between steps, and "walk": the same by a walk over all objects."""
+    """By phase the most bytes alive at once on this rank: loading, the phases of two steps (Adam has its moments in the
+    second; what stays frozen is copied in the first), and saving.
+
+    "rest": what is held between steps, and "walk": the same by a walk over all objects.
+    """
     with LiveBytes() as live:
         memory = phase_clock.phase_memory = PhaseMemory(LivePeak(live))
         memory.counting = True
         with memory.phase("load"):
             models = RLHFEngine.from_pretrained(case.spec(actor, critic))
         trainer = _trainer(case, models)
-        for _ in range(2):
-            trainer.step(_prompts(case))
+        trainer.step(_prompts(case))
+        first = dict(memory.bytes)
+        trainer.step(_prompts(case))
+        memory.bytes |= {phase: max(first[phase], count) for phase, count in memory.bytes.items()}
         memory.bytes |= {"walk": tensor_bytes(), "rest": live.live, "experience": memory.bytes["make_experience"]}
         with memory.phase("save"), tempfile.TemporaryDirectory() as folder:
             for role, model in models.trained.items():

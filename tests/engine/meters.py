@@ -20,7 +20,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 class LiveBytes(TorchDispatchMode):
     """Bytes of all storages made within this context that are still alive, and the largest that this has been.
 
-    What a kernel allocates for itself and gives back before it returns is not seen, and meta tensors take nothing.
+    What a kernel allocates for itself and gives back before it returns is not seen. Meta tensors take nothing, and
+    tensors that lie in a mapped file, as safetensors reads them, none of a process's own memory.
 
     known: tensors from before, which are not counted.
     """
@@ -28,9 +29,28 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, known: Iterable[Tensor] = ()):
         super().__init__()
         self.live = self.peak = 0
+        self._mapped: list[range] = []  # addresses
         self._seen = WeakIdKeyDictionary()
         for tensor in known:
             self._seen[tensor.untyped_storage()] = True
+
+    def __enter__(self):
+        from_file = torch.UntypedStorage.from_file
+
+        def noted(*args, **kwargs):
+            storage = from_file(*args, **kwargs)
+            addresses = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            self._mapped.append(addresses)
+            weakref.finalize(storage, self._mapped.remove, addresses)
+            return storage
+
+        self._patch = mock.patch.object(torch.UntypedStorage, "from_file", staticmethod(noted))
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patch.stop()
+        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -43,6 +63,8 @@ class LiveBytes(TorchDispatchMode):
         if storage in self._seen:
             return
         self._seen[storage] = True
+        if any(storage.data_ptr() in mapped for mapped in self._mapped):
+            return
         self.live += storage.nbytes()
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._gone, storage.nbytes())
