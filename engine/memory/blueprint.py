@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -45,12 +45,12 @@ class Blueprint:
         """Bytes of a number, in the dtype that is computed in."""
         return next(self.module.parameters()).element_size()
 
-    @property
+    @cached_property
     def numbers(self) -> int:
         """Of all parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
-    @property
+    @cached_property
     def groups(self) -> list[list[int]]:
         """The sizes of what trains, by the optimizer's groups: matrices, and vectors (factors of LoRA apart)."""
         found: dict[tuple[bool, bool], list[int]] = {}
@@ -60,12 +60,12 @@ class Blueprint:
                 found.setdefault(key, []).append(parameter.numel())
         return list(found.values())
 
-    @property
+    @cached_property
     def trains(self) -> int:
         """How many numbers train."""
         return sum(map(sum, self.groups))
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Numbers of the largest parameter."""
         return max(parameter.numel() for parameter in self.module.parameters())
@@ -75,7 +75,7 @@ class Blueprint:
         """Logits of a token."""
         return self.module.model.config.get_text_config().vocab_size
 
-    @property
+    @cached_property
     def units(self) -> list[int]:
         """Numbers of what ZeRO-3 gathers in one piece, in the order of a forward pass: decoder layers, and the modules
         around them that have weights of their own."""
@@ -87,7 +87,7 @@ class Blueprint:
         name = decoder_stack(self.module.model)
         return None if name is None else cast(nn.ModuleList, self.module.model.get_submodule(name))
 
-    @property
+    @cached_property
     def layers_alike(self) -> int:
         """How many decoder layers the model has, if all are of one kind; else 0."""
         config: Any = self.module.model.config.get_text_config()
@@ -111,7 +111,7 @@ class Blueprint:
         finally:
             stack._modules = whole
 
-    @property
+    @cached_property
     def architecture(self) -> object:
         """Equal for models that can take turns in one copy."""
         return architecture(self.module)

@@ -156,7 +156,14 @@ class _Planner:
         copies = self._copy_bytes(self.engines if self.copies.between_steps == "keep" else ["actor"])
         always, host = [self.rest, self.cache, copies], [self.host_rest]
         if self._copied("actor") and self.engines["actor"].stage == 3:
-            self._moment("generate", "the actor's copy is filled", [*always, self._bucket("actor")], host)
+            lora = self.spec.actor_lora
+            if lora is not None and lora.only and self.copies.between_steps == "keep":
+                # What stays frozen is copied in the first step, before other models have copies; later the factors are.
+                always[-1] = self._copy_bytes(["actor"])
+                self._moment("generate", "the actor's copy is filled", [*always, self._bucket("actor")], host)
+                always[-1] = copies
+            else:
+                self._moment("generate", "the actor's copy is filled", [*always, self._bucket("actor")], host)
         passes = _kinds("actor", decoding_passes(self.models["actor"], self.workload.decoded, self.slots))
         whole = Bytes() if self._copied("actor") else self.engines["actor"].gathered()
         self._moment("generate", "responses are drawn", [*always, passes, whole], host)

@@ -219,15 +219,16 @@ class ZeroMemory:
 
         At stages 0 to 2 a module is loaded into host memory and moved. On the device its weights are joined into one
         buffer (1 and 2), or a step is tried with gradients of zero (0, in 16 bits). At stage 3 weights are partitioned
-        as they are read, a tensor at a time; the parts are joined in host memory, and masters are made of 16-bit
-        weights by way of another copy.
+        as they are read, a tensor at a time; the parts that train are joined in host memory, and masters are made of
+        16-bit weights by way of another copy.
         """
         role, width, trains = self.model.role, self.model.width, self.model.trains
         device, host = Bytes(), Bytes()
         if self.stage < 3:
             host.add(role, "weights", self.weights if self.on_gpu else 0)
         else:
-            host.add(role, "weights", width * self.model.largest + (self.weights if self.model.trained else 0))
+            joined = self.trained_share if self.model.trained else 0
+            host.add(role, "weights", width * (self.model.largest + joined))
         if self.stage in (1, 2):
             device.add(role, "buffers", width * trains)
         elif self.stage == 3 and self.model.trained and not self.offloads_optimizer:
