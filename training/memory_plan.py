@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from engine.algorithms import Dialect
 from engine.errors import UserError
@@ -18,9 +19,12 @@ from engine.memory import Cluster
 from engine.memory.changes import Setting, fewest_gpus, largest
 from engine.memory.gpus import gpu_bytes
 from engine.memory.table import as_json, table
+from engine.models.places import base_of
+from engine.models.reading import read_config
 from training.flags.memory_flags import MemoryFlags
 from training.flags.parsing import parse_flags
 from training.program.memory_lines import change_lines, workload
+from training.program.model_files import check_positions
 
 OLDER = ("v100", "t4")  # which compute in fp16
 
@@ -39,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(args: MemoryFlags) -> int:
     """Print the plan, or what --search finds; returns 0 where it fits, else 1."""
     dialect, _ = args.resolved_dialect()
+    _refuse_what_cannot_run(args, dialect)
     cluster = Cluster(gpus=args.num_gpus, nodes=args.num_nodes, gpu=gpu_bytes(args.gpu), host=args.host_bytes)
     setting = Setting(args.engine_spec(dialect), workload(args, dialect), cluster)
     said: list[str] = []
@@ -57,6 +62,18 @@ def report(args: MemoryFlags) -> int:
         if not planned.fits:
             print("\n".join(change_lines(setting)))
     return 0 if planned.fits else 1
+
+
+def _refuse_what_cannot_run(args: MemoryFlags, dialect: Dialect) -> None:
+    """Raise UserError for what step 3 would refuse, whatever memory there is."""
+    args.engine_configs(dialect)
+    if args.gpu.lower().startswith(OLDER) and args.dtype == "bf16":
+        raise UserError(f"--dtype bf16 with --gpu {args.gpu}: it does not compute in bf16. Give --dtype fp16.")
+    for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path"):
+        path = getattr(args, name)
+        if path is not None and (Path(base_of(path, f"--{name}")) / "config.json").is_file():
+            lengths = {flag: getattr(args, flag) for flag in ("max_prompt_seq_len", "max_answer_seq_len")}
+            check_positions(read_config(path, f"--{name}", args.trust_remote_code), f"--{name} {path}", **lengths)
 
 
 def _machines(setting: Setting, args: MemoryFlags) -> str:

@@ -64,6 +64,12 @@ def test_what_is_looked_for_is_said(words, capsys, monkeypatch):
         (["--gpu", "0"], "neither a GPU that is known"),
         (["--host_memory", "much"], "--host_memory much"),
         (["--num_gpus", "0"], "--num_gpus 0"),
+        (["--gpu", "v100-32g"], "--dtype bf16 with --gpu v100-32g"),
+        (["--max_answer_seq_len", "1000000"], "positions. Lower them."),
+        (
+            ["--actor_lora_dim", "4", "--only_optimize_lora", "--share_trunk", "--actor_zero_stage", "2", "--offload"],
+            "--share_trunk with an offloaded optimizer",
+        ),
         (["--actor_model_name_or_path", "no/such/model"], "no/such"),
     ],
 )
