@@ -47,6 +47,8 @@ def head_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
+    low: Tensor | None = None,
+    up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of the linear head applied to `hidden`, in chunks of positions.
 
@@ -56,18 +58,23 @@ def head_logprobs(
         hidden: (B, T, d) in the model's dtype.
         weight, bias: (V, d) and (V,) or None, the head's.
         labels: (B, T) int64.
+        low, up: (B, T, r) and (r, V); their product is added to the logits. None for nothing.
 
     Returns: (logprobs, entropy), each (B, T) float32.
     """
 
-    def one_chunk(states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logprobs(F.linear(states, weight, bias), targets, temperature, with_entropy)
+    def one_chunk(states: Tensor, targets: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        logits = F.linear(states, weight, bias)
+        if factors is not None and up is not None:
+            logits = logits + factors @ up
+        return token_logprobs(logits, targets, temperature, with_entropy)
 
     rows = max(1, chunk_elements // weight.shape[0])
-    states, targets = hidden.flatten(0, 1).split(rows), labels.flatten().split(rows)
-    if len(states) > 1 and torch.is_grad_enabled():
-        parts = [checkpoint(one_chunk, s, t, use_reentrant=False) for s, t in zip(states, targets)]
+    chunked = [hidden.flatten(0, 1), labels.flatten()] + ([] if low is None else [low.flatten(0, 1)])
+    chunks = list(zip(*(tensor.split(rows) for tensor in chunked)))
+    if len(chunks) > 1 and torch.is_grad_enabled():
+        parts = [checkpoint(one_chunk, *chunk, use_reentrant=False) for chunk in chunks]
     else:
-        parts = [one_chunk(s, t) for s, t in zip(states, targets)]
+        parts = [one_chunk(*chunk) for chunk in chunks]
     logprobs, entropy = (torch.cat(column).view(labels.shape) for column in zip(*parts))
     return logprobs, entropy

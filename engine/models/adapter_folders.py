@@ -170,13 +170,16 @@ class AdapterFolder:
         )
         if misfit.told:
             raise UserError(f"{self.told} does not fit its base {self.base}: {misfit.told}. {_OF_ITS_BASE}")
-        tied = model.get_input_embeddings()
+
+    def changes_tied_head(self, config: PretrainedConfig, model_class) -> bool:
+        """Whether it changes the output head of a model of this class and configuration, and that one is the embedding
+        too."""
+        with torch.device("meta"):
+            model = model_class._from_config(config)
         head = model.get_output_embeddings()
-        if hasattr(head, "base_layer") and tied is not None and head.base_layer.weight is tied.weight:
-            raise UserError(
-                f"{self.told} changes the output head of {self.base}, which is its embedding too: to merge it there "
-                "would change both. Untie them in the base (tie_word_embeddings), or give another adapter."
-            )
+        names = [name for name, part in model.named_modules() if part is head]
+        changed = any(f"{name}.lora_A.weight" in self.headers for name in names)
+        return changed and head.weight is model.get_input_embeddings().weight
 
     @property
     def told(self) -> str:

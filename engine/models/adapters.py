@@ -10,6 +10,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from engine.models.adapted_head import AdaptedLogProbHead
+from engine.models.heads import LogProbHead
+
 
 class Adapters:
     """What makes of one model several: adapters, and the roles that compute with them.
@@ -21,7 +24,7 @@ class Adapters:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         own: str,
         configs: Mapping[str, LoraConfig],
         active: Mapping[str, Sequence[str]] | None = None,
@@ -86,6 +89,16 @@ class Adapters:
             total = total.to(change) + change
         return total
 
+    @property
+    def tied_head(self) -> str | None:
+        """The name of the output head, where it is adapted and its matrix is the embedding too.
+
+        The update is the head's alone, so that a merged model has two matrices.
+        """
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        tied = [name for name, layer in self.layers.items() if layer is head and layer.weight is embedding.weight]
+        return tied[0] if tied else None
+
     def targets(self) -> list[str]:
         """The names of the adapted layers within the transformers model."""
         return list(self.layers)
@@ -100,12 +113,17 @@ class Adapters:
         }
 
 
-def inject(model: nn.Module, configs: Mapping[str, LoraConfig]) -> None:
+def inject(model: Any, configs: Mapping[str, LoraConfig]) -> None:
     """Put adapters of these names and descriptions into a model; their factors are still to be filled in."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are what is wanted
+        warnings.filterwarnings("ignore", "Model (has|with) `tie_word_embeddings=True`")  # which saving unties
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # one word for all; peft sees what each layer is
         for name, config in configs.items():
             inject_adapter_in_model(config, model, adapter_name=name)
+    head = model.get_output_embeddings()
+    if isinstance(head, LoraLayer) and isinstance(head.get_base_layer(), LogProbHead):
+        head.__class__ = AdaptedLogProbHead  # in place, as the head itself
 
 
 def update(a: Tensor, b: Tensor, scaling: float, transposed: bool) -> Tensor:

@@ -13,12 +13,21 @@ class LogProbHead(nn.Linear):
     """
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, temperature: float = 1.0, with_entropy: bool = False
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        low: Tensor | None = None,
+        up: Tensor | None = None,
     ):
-        """Logits (..., V) of hidden states (..., d); with labels (B, T), what `head_logprobs` returns for them."""
+        """Logits (..., V) of hidden states (..., d); with labels (B, T), what `head_logprobs` returns for them.
+
+        low, up: as for that.
+        """
         if labels is None:
             return super().forward(hidden)
-        return head_logprobs(hidden, self.weight, self.bias, labels, temperature, with_entropy)
+        return head_logprobs(hidden, self.weight, self.bias, labels, temperature, with_entropy, low=low, up=up)
 
 
 class ScoreHead(nn.Linear):

@@ -27,7 +27,7 @@ from engine.models.places import base_of
 from engine.models.policy import Policy
 from engine.models.reading import read_config, read_tokenizer
 from engine.models.scorer import Scorer
-from engine.zero.gathering import own_part, set_parameter
+from engine.zero.gathering import gathered_params, own_part, set_parameter
 from engine.zero.partitioned_loading import partitioned_loading
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -56,7 +56,10 @@ def load_policy(
     config, dropouts = _with_dropout(check_policy(path, what, trust_remote_code), dropout)
     adapter, base = read_adapter(path, what), base_of(path, what)
     kind = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
-    model = _loaded(kind, base, config, dtype, ds_config, what)
+    untied = merge and adapter is not None and adapter.changes_tied_head(config, kind)
+    if untied:
+        config.tie_word_embeddings = False
+    model = _loaded(kind, base, config, dtype, ds_config, what, untied=untied)
     if not Path(base).is_dir():
         check_policy(path, what, trust_remote_code)  # of a name on the Hub, now that its files are here
     _make_saveable(model)
@@ -177,11 +180,20 @@ def _started(module: Backbone, base: str, adapter: AdapterFolder | None, merge: 
 
 
 def _loaded(
-    kind, path: str, config, dtype: torch.dtype, ds_config: dict | None, what: str, new_head=False, state=None
+    kind,
+    path: str,
+    config,
+    dtype: torch.dtype,
+    ds_config: dict | None,
+    what: str,
+    new_head=False,
+    state=None,
+    untied=False,
 ) -> nn.Module:
     """A model of class `kind` with the weights at `path`, or of `state` (all ranks call this).
 
-    new_head: whether the score head may be missing, as it is drawn anew.
+    new_head: whether the score head may be missing, as it is drawn anew. untied: whether the output head may be, and
+    then becomes a copy of the embedding, which it is by the model's own configuration.
 
     Raises: SharedError where the real load misses a weight, or a number is NaN or infinite.
     """
@@ -193,6 +205,12 @@ def _loaded(
     misfit, message = replace(Misfit.of(info), left_over=()), None  # which the look at the headers has judged
     if new_head:
         misfit = replace(misfit, missing=tuple(name for name in misfit.missing if not name.startswith("score.")))
+    head = model.get_output_embeddings() if untied else None
+    if head is not None and (name := _name_of(model, head.weight)) in misfit.missing:
+        misfit = replace(misfit, missing=tuple(missing for missing in misfit.missing if missing != name))
+        embedding = model.get_input_embeddings().weight
+        with gathered_params([embedding]):
+            set_parameter(head.weight, embedding.detach().clone())
     try:
         misfit.refuse(path, what)
         _refuse_not_finite(model, path, dtype, what)
@@ -202,6 +220,10 @@ def _loaded(
     if messages:
         raise SharedError(messages[0])
     return model
+
+
+def _name_of(model: nn.Module, wanted: nn.Parameter) -> str:
+    return next(name for name, parameter in model.named_parameters() if parameter is wanted)
 
 
 def _refuse_not_finite(model: nn.Module, path: str, dtype: torch.dtype, what: str) -> None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -26,7 +25,6 @@ from engine.errors import UserError, nearest
 from engine.models.adapter_folders import AdapterFolder, unset
 from engine.models.adapters import Adapters, inject
 from engine.models.backbone import Backbone
-from engine.models.policy import Policy
 from engine.models.scorer import Scorer
 from engine.models.stack import ask_for_gradient, decoder_stack
 
@@ -76,23 +74,15 @@ def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None =
     else:
         _start_from(module.adapters, start)
     _choose_trained(module, spec)
-    if isinstance(module, Policy):
-        module.direct_head = module.direct_head and not isinstance(model.get_output_embeddings(), LoraLayer)
     module.adapters.take(None)
 
 
 def lora_config(model: PreTrainedModel, spec: LoraSpec) -> LoraConfig:
     """peft's description of the adapter that `spec` asks for.
 
-    Raises: UserError as `target_names` does, and where the output head is meant and is tied to the embedding.
+    Raises: UserError as `target_names` does.
     """
     names = target_names(model, spec.targets)
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if any(model.get_submodule(name) is head for name in names) and head.weight is embedding.weight:
-        raise UserError(
-            f"the output head of {type(model).__name__} is its embedding too (tie_word_embeddings), and can have no "
-            f"adapter of its own. Leave it out: {ALL_LINEAR!r} does."
-        )
     return LoraConfig(
         r=spec.dim,
         lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft multiplies with it; a whole number is a habit

@@ -33,7 +33,8 @@ def merge_adapter(model: PreTrainedModel, adapter: AdapterFolder) -> None:
 def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None = None) -> dict[str, Tensor]:
     """The weights of a model with its adapter merged, by the names that it has without.
 
-    Each is computed when it is asked for, from one matrix and its factors (`Lazy`).
+    Each is computed when it is asked for, from one matrix and its factors (`Lazy`). An adapted head that is the
+    embedding too becomes a weight of its own.
 
     state: of `module.model`, by name (`lent_state`). role: whose adapter; by default the own one.
     """
@@ -45,8 +46,14 @@ def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None
         layer, within, rest = name.rpartition(BASE)
         if within:
             del found[name]
-            fill = partial(_fill_merged, adapters, state, layer, role or adapters.own)
+            fill = partial(_fill_merged, adapters, tensor, state, layer, role or adapters.own)
             found[f"{layer}.{rest}"] = Lazy.of(tuple(tensor.shape), tensor.dtype, fill) if rest == "weight" else tensor
+    head = adapters.tied_head
+    if head is not None:  # whose matrix came by the embedding's name, which keeps it as it is
+        shared = adapters.layers[head].get_base_layer().weight
+        tensor = state[next(name for name, weight in module.model.named_parameters() if weight is shared)]
+        fill = partial(_fill_merged, adapters, tensor, state, head, role or adapters.own)
+        found[f"{head}.weight"] = Lazy.of(tuple(tensor.shape), tensor.dtype, fill)
     return found
 
 
@@ -74,9 +81,11 @@ def merged(weight: Tensor, change: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _fill_merged(adapters: Adapters, state: Mapping[str, Tensor], name: str, role: str, target: Tensor) -> None:
+def _fill_merged(
+    adapters: Adapters, matrix: Tensor, state: Mapping[str, Tensor], name: str, role: str, target: Tensor
+) -> None:
     layer, weight = adapters.layers[name], torch.empty_like(target, device="cpu")
-    weight.copy_(state[f"{name}{BASE}weight"])
+    weight.copy_(matrix)
     for adapter in adapters.active[role]:
         if adapter not in layer.lora_A:  # of another role's layers
             continue

@@ -20,20 +20,22 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
     Raises: OSError, of a full disk too, which the libraries call otherwise.
 
     Args:
-        state: full weights by the names of `module.model`, tied ones once. `Lazy` ones are fetched one after the other,
-            but those that a family's files hold in another arrangement than its model (experts of a layer, say), which
-            are fetched together.
+        state: full weights by the names of `module.model`, tied ones once; of a model with adapters what `merged_state`
+            gives, or none. `Lazy` ones are fetched one after the other, but those that a family's files hold in another
+            arrangement than its model (experts of a layer, say), which are fetched together.
     """
     model = module.model
-    silenced = {name: getattr(model.config, name) for name in module.dropouts}
-    vars(model.config).update(module.dropouts)
+    untied = {} if module.adapters is None or module.adapters.tied_head is None else {"tie_word_embeddings": False}
+    as_saved = module.dropouts | untied
+    as_computed = {name: getattr(model.config, name) for name in as_saved}
+    vars(model.config).update(as_saved)
     try:
         with os_errors():
-            with _a_tensor_at_a_time():
+            with _as_given():
                 model.save_pretrained(folder, state_dict=dict(state))  # which it takes apart
             tokenizer.save_pretrained(folder)
     finally:
-        vars(model.config).update(silenced)
+        vars(model.config).update(as_computed)
 
 
 def save_adapter(
@@ -68,15 +70,18 @@ def adapter_files(module: Policy | Scorer) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _a_tensor_at_a_time() -> Iterator[None]:
+def _as_given() -> Iterator[None]:
     """Within this context `save_pretrained` has a file's tensors fetched and written one after the other, where the
-    safetensors library takes all of them at once."""
-    whole = modeling_utils.safe_save_file
+    safetensors library takes all of them at once; and it leaves none out as tied, since such come once, and two are to
+    be written where the model has one with an adapter beside it."""
+    whole, without_tied = modeling_utils.safe_save_file, modeling_utils.remove_tied_weights_from_state_dict
     modeling_utils.safe_save_file = _write
+    modeling_utils.remove_tied_weights_from_state_dict = lambda state_dict, model: state_dict
     try:
         yield
     finally:
         modeling_utils.safe_save_file = whole
+        modeling_utils.remove_tied_weights_from_state_dict = without_tied
 
 
 def _write(tensors: Mapping[str, Tensor], file: str | Path, metadata: Mapping[str, str]) -> None:

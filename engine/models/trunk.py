@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -119,7 +118,7 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
         starts["reference"], specs["reference"] = kept, None
     alone = {role: scorer.model for role, scorer in scorers.items()}  # without the language model's head
     trunk.give_adapters({role: _described(alone.get(role, model), starts[role], specs[role]) for role in starts})
-    trunk.direct_head = policy.direct_head and not isinstance(model.get_output_embeddings(), LoraLayer)
+    trunk.direct_head = policy.direct_head
     _fill(trunk, starts, specs)
     _choose_trained(trunk, [role for role, spec in specs.items() if spec is not None])
     return trunk

@@ -41,7 +41,8 @@ def test_engines_start_from_adapters_keep_them_as_reference_and_save_theirs(stag
 @pytest.fixture(scope="module")
 def adapters(folder, tmp_path_factory) -> dict:
     place = tmp_path_factory.mktemp("adapters")
-    actor = write_adapter(place / "actor", f"{folder}/actor")
+    layers = ["q_proj", "up_proj", "lm_head"]  # the head of a model in which that is the embedding too
+    actor = write_adapter(place / "actor", f"{folder}/tied", target_modules=layers)
     write_adapter(place / "reward", f"{folder}/reward", kind=TaskType.SEQ_CLS, seed=4)
     return {"place": place, "actor": actor}
 

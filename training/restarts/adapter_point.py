@@ -1,9 +1,12 @@
 """A model of a LoRA run's restart point: its adapter, and the model with that merged in."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from engine.errors import UserError
 from engine.lazy import Lazy
@@ -76,24 +79,29 @@ class AdapterPoint:
         Raises: UserError where the model that the run began with is not there, or another one is.
         """
         adapter = self._folder()
-        found = self._frozen(adapter)
+        model = self._base(adapter)
+        persistent = model.state_dict().keys()
+        named = [*model.named_parameters(), *model.named_buffers()]
+        found = {name: tensor.detach() for name, tensor in named if name in persistent}
         for name in self.tensors:
             if not self._is_factor(name):
                 found[name.replace(BASE, ".")] = self.tensors[name]
         for name in self.tensors:
             layer, is_a, _ = name.partition(".lora_A.")
-            if is_a:
-                found[f"{layer}.weight"] = self._merged(adapter, layer, found[f"{layer}.weight"])
+            if is_a:  # of a head that is the embedding too, whose matrix is not among the named ones, as well
+                found[f"{layer}.weight"] = self._merged(adapter, layer, model.get_submodule(layer))
         return Tensors(found)
 
     def _is_factor(self, name: str) -> bool:
         return ".lora_A." in name or ".lora_B." in name
 
-    def _merged(self, adapter: AdapterFolder, layer: str, weight: Tensor) -> Tensor:
+    def _merged(self, adapter: AdapterFolder, layer: str, part: Any) -> Tensor:
+        weight = part.weight.detach()
+
         def fill(target: Tensor) -> None:
             a, b = (self.tensors[f"{layer}.lora_{factor}.{self.model}.weight"] for factor in "AB")
-            transposed = bool(adapter.config.fan_in_fan_out)
-            target.copy_(merged(weight, update(a, b, adapter.scaling(layer, a.shape[0]), transposed)))
+            change = update(a, b, adapter.scaling(layer, a.shape[0]), transposed=isinstance(part, Conv1D))
+            target.copy_(merged(weight, change))
 
         return Lazy.of(tuple(weight.shape), weight.dtype, fill)
 
@@ -112,14 +120,10 @@ class AdapterPoint:
             )
         return found
 
-    def _frozen(self, adapter: AdapterFolder) -> dict[str, Tensor]:
+    def _base(self, adapter: AdapterFolder) -> PreTrainedModel:
         dtype, what = self.tensors.dtype, str(self.point.folder)
         if is_deepspeed_chat_scorer(adapter.base, what):
-            model = load_scorer(adapter.base, dtype, what=what).model
-        elif adapter.config.task_type == CLASSIFIER:
-            model = new_scorer(adapter.base, dtype, None, None, what=what).model
-        else:
-            model = load_policy(adapter.base, dtype, what=what).model
-        persistent = model.state_dict().keys()
-        named = [*model.named_parameters(), *model.named_buffers()]
-        return {name: tensor.detach() for name, tensor in named if name in persistent}
+            return load_scorer(adapter.base, dtype, what=what).model
+        if adapter.config.task_type == CLASSIFIER:
+            return new_scorer(adapter.base, dtype, None, None, what=what).model
+        return load_policy(adapter.base, dtype, what=what).model

@@ -1,10 +1,13 @@
 """LoRA in a Policy: what trains, where it starts, and that it computes W + alpha / dim * B A."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
+from engine.algo import logprobs as logprob_module
+from engine.algo.logprobs import head_logprobs
 from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.loading import load_policy
@@ -65,3 +68,39 @@ def test_texts_and_names_choose_layers_and_a_text_that_is_nowhere_is_refused(tmp
     assert target_names(model, "lm_head") == ["lm_head"]
     with pytest.raises(UserError, match="'self_atn'.*Did you mean 'self_attn'"):
         target_names(model, "self_atn")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("only", [True, False])
+def test_a_heads_adapter_is_the_heads_alone_and_logits_are_computed_in_chunks(tied, only, tmp_path, monkeypatch):
+    """Against the formula's logits, all at once; the reference has none of it, and gradients reach all factors."""
+    base = make_causal_lm(tmp_path / "base", tied=tied)
+    plain, adapted = (load_policy(base, torch.float32) for _ in range(2))
+    adapt(adapted, LoraSpec(dim=4, alpha=6.0, only=only, targets=("all-linear", "lm_head")), "actor")
+    generator = torch.Generator().manual_seed(1)
+    factors = adapted.adapters.factors()
+    with torch.no_grad():
+        for _, b in factors.values():
+            b.copy_(0.1 * torch.randn(b.shape, generator=generator))
+    embedding = adapted.model.get_input_embeddings().weight
+    assert embedding.requires_grad == (not only and not tied)  # a tied one is an adapted matrix
+    weights = {name: plain.model.get_submodule(name).weight for name in factors}
+    changed = {name: (weights[name] + 1.5 * b @ a).detach().requires_grad_() for name, (a, b) in factors.items()}
+    trunk = {f"{name}.weight": weight for name, weight in changed.items() if name != "lm_head"}
+    hidden = torch.func.functional_call(plain.model, trunk, (SEQUENCES, MASK), {"output_hidden_states": True})
+    logits = hidden.hidden_states[-1] @ changed["lm_head"].T
+    expected = logits[:, 2:7].log_softmax(-1).gather(-1, SEQUENCES[:, 3:, None]).squeeze(-1)
+    rows: list[int] = []
+    count = logprob_module.token_logprobs
+    monkeypatch.setattr(logprob_module, "token_logprobs", lambda x, *rest: (rows.append(x.numel()), count(x, *rest))[1])
+    monkeypatch.setattr("engine.models.heads.head_logprobs", partial(head_logprobs, chunk_elements=3 * 64))
+    found = logprobs(adapted)
+    assert adapted.direct_head and max(rows) == 3 * 64 and sum(rows) == 10 * 64
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    weighting = torch.randn(found.shape, generator=generator)
+    (found * weighting).sum().backward()
+    gradients = torch.autograd.grad((expected * weighting).sum(), list(changed.values()))
+    for (a, b), gradient in zip(factors.values(), gradients, strict=True):
+        for factor, own in ((a, 1.5 * b.detach().T @ gradient), (b, 1.5 * gradient @ a.detach().T)):
+            assert (factor.grad - own).norm() < 1e-5 * own.norm()
+    assert torch.equal(logprobs(adapted, role="reference"), logprobs(load_policy(base, torch.float32)))

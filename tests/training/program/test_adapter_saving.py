@@ -62,6 +62,33 @@ def test_the_adapter_and_the_merged_model_open_with_peft_and_transformers_alike(
         assert (AutoModelForCausalLM.from_pretrained(base)(**INPUTS).logits - expected).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_an_adapted_head_that_is_the_embedding_too_is_saved_untied(family, tmp_path):
+    base = make_causal_lm(tmp_path / "base", family, tied=True)
+    policy = adapted(load_policy(base, torch.float32), "actor", targets=("all-linear", "lm_head"))
+    for _, b in policy.adapters.factors().values():
+        b.div_(3)  # logits of several tens would differ by their rounding
+    expected, own = policy.model(**INPUTS).logits, AutoModelForCausalLM.from_pretrained(base)
+    embedding, (a, b) = own.get_input_embeddings().weight, policy.adapters.factors()["lm_head"]
+    saved = save(policy, tmp_path / "out", "actor")
+    theirs = AutoPeftModelForCausalLM.from_pretrained(saved["actor_adapter"])
+    torch.testing.assert_close(theirs(**INPUTS).logits, expected, **CLOSE)
+    for merged in (
+        AutoModelForCausalLM.from_pretrained(saved["actor"]),
+        *(load_policy(str(path), torch.float32).model for path in saved.values()),
+    ):
+        torch.testing.assert_close(merged(**INPUTS).logits, expected, **CLOSE)
+        torch.testing.assert_close(merged.lm_head.weight, embedding + 6.0 / 4 * b @ a, **CLOSE)
+        assert torch.equal(merged.get_input_embeddings().weight, embedding) and not merged.config.tie_word_embeddings
+    assert policy.model.config.tie_word_embeddings
+    goes_on = load_policy(str(saved["actor_adapter"]), torch.float32, merge=False)
+    adapt(goes_on, LoraSpec(dim=4, only=True), "actor", "reference")
+    for role in (None, "reference"):
+        goes_on.take_role(role)
+        torch.testing.assert_close(goes_on.model(**INPUTS).logits, expected, **CLOSE)
+
+
 @pytest.mark.parametrize("trained", [False, True], ids=["new head", "critic"])
 @torch.no_grad()
 def test_a_scorers_adapter_has_its_head_and_offset(trained, tmp_path):
