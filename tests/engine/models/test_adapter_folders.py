@@ -35,7 +35,7 @@ def write_adapter(folder, base: str, *, kind=TaskType.CAUSAL_LM, seed: int = 3, 
     for name, parameter in model.named_parameters():
         if "lora_" in name or ".modules_to_save." in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(str(folder))
+    model.save_pretrained(str(folder), save_embedding_layers=False)  # beside an adapted head, its matrix
     return model
 
 
