@@ -13,6 +13,8 @@ from engine.errors import UserError
 from engine.git_lfs import refuse_pointers
 
 ADAPTER_CONFIG = "adapter_config.json"
+_MODELS = ("config.json", ADAPTER_CONFIG)  # what says that a folder is a model's
+_WITHIN = ("actor", "reward", "sft", "actor_adapter", "adapter")  # where models stand in folders that runs write
 
 
 def can_be_hub_name(name: str) -> bool:
@@ -82,7 +84,7 @@ def require_model(path: str, what: str) -> None:
         if (folder / "config.json").is_file():
             refuse_pointers([folder / "config.json", folder / "generation_config.json"], what)
             return
-        inner = next((name for name in ("actor", "reward", "sft") if (folder / name / "config.json").is_file()), None)
+        inner = next((name for name in _WITHIN if any((folder / name / file).is_file() for file in _MODELS)), None)
         raise UserError(
             f"{what}: the folder {path} holds no config.json. Give a folder that save_pretrained wrote"
             f"{f', {folder / inner} for instance' if inner else ''}."

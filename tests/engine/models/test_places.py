@@ -38,3 +38,11 @@ def test_what_stands_in_a_folder_of_this_machine_is_not_asked_for(tmp_path, monk
         require_model("here/name", "--actor")
     with pytest.raises(UserError, match="here/name: cannot be read"):
         open_source("here/name")
+
+
+@pytest.mark.parametrize("inner, file", [("actor", "config.json"), ("actor_adapter", "adapter_config.json")])
+def test_of_a_runs_folder_the_model_within_is_named(inner, file, tmp_path):
+    (tmp_path / inner).mkdir()
+    (tmp_path / inner / file).write_text("{}")
+    with pytest.raises(UserError, match=f"holds no config.json.*{tmp_path / inner} for instance"):
+        require_model(str(tmp_path), "--actor")
