@@ -168,6 +168,12 @@ class AdapterFolder:
             left_over=tuple(sorted(found.keys() - expected.keys())),
             misshapen=tuple((n, found[n], expected[n]) for n in sorted(found) if found[n] != expected.get(n, found[n])),
         )
+        matrices = tuple(name for name in misfit.left_over if name.endswith(".base_layer.weight"))
+        if matrices and misfit == Misfit((), matrices, ()):
+            raise UserError(
+                f"{self.told} holds a matrix of its base too ({listed(matrices)}), as peft writes it beside an adapted "
+                "head. Save it with save_pretrained(..., save_embedding_layers=False)."
+            )
         if misfit.told:
             raise UserError(f"{self.told} does not fit its base {self.base}: {misfit.told}. {_OF_ITS_BASE}")
 

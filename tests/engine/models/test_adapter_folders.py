@@ -162,6 +162,10 @@ DAMAGES = {
     "other layers": (lambda f: change(f, renamed), "does not fit its base.* missing .*; .* left over"),
     "other layers by the configuration": (lambda f: edit(f, target_modules=["none_such"]), "does not fit its base"),
     "another rank": (lambda f: edit(f, r=2), "does not fit its base.* another shape"),
+    "a matrix of the base": (
+        lambda f: change(f, lambda state: state | {"base_model.model.lm_head.base_layer.weight": torch.ones(2)}),
+        r"holds a matrix of its base too \(lm_head.base_layer.weight\).*save_embedding_layers=False",
+    ),
     "foreign names": (
         lambda f: change(f, lambda state: {name[5:]: value for name, value in state.items()}),
         "names begin with base_model.model.",
