@@ -11,7 +11,6 @@ from tests.distributed.work_unsup import BLOCKS, COEFFICIENT
 from tests.tiny_models import VOCABULARY
 
 STAGES = {name: test_gradients.STAGES[name] for name in ("0", "1", "2", "3")}
-batch = test_gradients.batch  # a fixture
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def one_run(
         actor_gradient_checkpointing=checkpointing,
         critic_gradient_checkpointing=checkpointing,
     )
-    with mock.patch.object(lora, "_start", start):
+    with mock.patch.object(lora, "draw", start):
         trainer = build_trainer(engines, dialect=MOVING, micro_batch_size=MICRO_BATCH)
     trained = trainer.models.trained
     before = {role: weights(model) for role, model in trained.items()}
