@@ -48,7 +48,7 @@ def two_ranks(folder, copies) -> dict[str, list[dict]]:
         folder=folder,
         samplings=SAMPLINGS,
         moving=SAMPLINGS["several EOS"],
-        needed=copies + cache + copies // 2,
+        needed=copies + cache + copies // 2 + copies,  # each rank has half of the gradients and of Adam's two moments
         **STAGE3,
     )
     return {name: [rank[name] for rank in ranks] for name in ("answers", "choices", "gathers", "uneven")}
@@ -96,7 +96,7 @@ def test_two_ranks_answer_as_plain_sampling_does(two_ranks, expected, case, samp
 
 
 def test_all_ranks_choose_by_the_one_with_the_least_memory(two_ranks, expected):
-    """Copies, cache and gradients may take 0.4 of free memory if they stay while training, 0.8 if not."""
+    """Copies, cache, gradients and moments may take 0.4 of free memory if they stay while training, 0.8 if not."""
     for name, backend, between_steps in (
         ("much", "ReplicaRollouts", "keep"),
         ("middling", "ReplicaRollouts", "free"),
