@@ -5,7 +5,8 @@ adapter_model.safetensors.
     for layer, (a, b) in adapter.factors().items(): ...
 
 peft itself, and what builds on it, opens such folders. A reward model's or critic's has its head too, and beside these
-score.json with what this program's scores need and peft has no word for.
+score.json with what this program's scores need and peft has no word for. base.json tells the fingerprint of the base
+that the factors were trained on.
 """
 
 import copy
@@ -30,7 +31,8 @@ from engine.models.fit import Misfit, listed
 from engine.models.places import ADAPTER_CONFIG, base_of, is_adapter, one_line
 from engine.models.weight_files import Header, file_headers
 
-WEIGHTS, PICKLED_WEIGHTS, SCORE = "adapter_model.safetensors", "adapter_model.bin", "score.json"
+WEIGHTS, PICKLED_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
+SCORE, BASE = "score.json", "base.json"
 PREFIX, HEAD = "base_model.model.", "score"
 SCORE_SETTINGS = ("score_offset", "score_position", "pad_token_id")
 LANGUAGE_MODEL, CLASSIFIER = "CAUSAL_LM", "SEQ_CLS"
@@ -237,10 +239,10 @@ def unset(config: LoraConfig) -> LoraConfig:
     return _changed(config, init_lora_weights=False, inference_mode=False, modules_to_save=None)
 
 
-def peft_files(config: LoraConfig, base: str, score: Mapping | None) -> dict[str, str]:
+def peft_files(config: LoraConfig, base: str, score: Mapping | None, fingerprint: str | None = None) -> dict[str, str]:
     """The texts of an adapter folder's files beside weights and tokenizer, by name.
 
-    base: where its model stands. score: for a scorer, by SCORE_SETTINGS.
+    base: where its model stands. score: for a scorer, by SCORE_SETTINGS. fingerprint: of the base's contents, if known.
     """
     own = _changed(
         config,
@@ -254,6 +256,9 @@ def peft_files(config: LoraConfig, base: str, score: Mapping | None) -> dict[str
     texts = {ADAPTER_CONFIG: json.dumps(values, indent=2, sort_keys=True) + "\n"}
     if score is not None:
         texts[SCORE] = json.dumps({name: score[name] for name in SCORE_SETTINGS}, indent=2) + "\n"
+    if fingerprint is not None:
+        known = {"model": own.base_model_name_or_path, "fingerprint": fingerprint}
+        texts[BASE] = json.dumps(known, indent=2) + "\n"
     return texts
 
 

@@ -16,13 +16,15 @@ class Backbone(nn.Module):
     dropouts: the model's own dropout probabilities, which loading has replaced, by their names in its configuration;
     they are put back into what is saved.
     adapters: the LoRA adapters within the model, if it has some.
-    base: the path that its weights were loaded from. start: the adapter that training is to go on with, of a model that
+    base: the path that its weights were loaded from. base_contents: the fingerprint by which an adapter's folder is to
+    know these; None without adapters. start: the adapter that training is to go on with, of a model that
     was loaded without it; None otherwise.
     """
 
     model: PreTrainedModel
     adapters: Adapters | None = None
     base: str | None = None
+    base_contents: str | None = None
     start: AdapterFolder | None = None
 
     def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):

@@ -12,6 +12,7 @@ from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.deepspeed_chat import deepspeed_chat_names, is_deepspeed_chat_scorer
+from engine.models.fingerprint import check_base
 from engine.models.fit import check_headers, check_weights
 from engine.models.places import base_of
 from engine.models.reading import has_tokenizer, read_config, read_tokenizer, vocabulary_size
@@ -91,6 +92,7 @@ def _check_fit(adapter: AdapterFolder, config, kind) -> None:
     config = copy.deepcopy(config)
     config.num_labels = 1
     adapter.check_fit(config, kind)
+    check_base(adapter)
 
 
 def _check_whole_scorer(path: str, what: str, trust_remote_code: bool) -> str:

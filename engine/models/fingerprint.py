@@ -4,7 +4,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from engine.models.adapter_folders import SCORE, read_adapter
+from engine.errors import UserError
+from engine.models.adapter_folders import BASE, SCORE, AdapterFolder, read_adapter
+from engine.models.places import ADAPTER_CONFIG
 from engine.models.weight_files import weight_files, weights_folder
 
 BLOCK, BLOCKS = 1 << 16, 64  # bytes read at a time, and how many times a file
@@ -32,10 +34,16 @@ def fingerprint(path: str, what: str) -> str | None:
             digest.update(file.read_bytes() if file.is_file() else b"")
         return None if frozen is None else hashlib.sha256(f"{digest.hexdigest()} {frozen}".encode()).hexdigest()
     folder = weights_folder(path)
+    if folder is not None and not Path(path).is_dir():
+        return f"commit {folder.name}"
+    return contents(path, what)
+
+
+def contents(path: str, what: str) -> str | None:
+    """A whole model's `fingerprint` as of a folder, of what was fetched of a name on the Hub too; None before that."""
+    folder = weights_folder(path)
     if folder is None:
         return None
-    if not Path(path).is_dir():
-        return f"commit {folder.name}"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kept = {name: value for name, value in config.items() if name not in _PASSING}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
@@ -58,6 +66,27 @@ def frozen_fingerprint(path: str, what: str) -> str | None:
     settings = {name: value for name, value in adapter.config.to_dict().items() if name not in _OF_A_PLACE}
     text, base = json.dumps(settings, sort_keys=True, default=sorted), fingerprint(adapter.base, what)
     return None if base is None else f"{base} {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def check_base(adapter: AdapterFolder) -> None:
+    """Raise UserError where the adapter's folder knows its base by other `contents` than stand there now.
+
+    Only what this program saves has that file. A base of the Hub is not looked at before it was fetched.
+    """
+    file = Path(adapter.path) / BASE
+    if not file.is_file():
+        return
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        model, known = found["model"], found["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{adapter.what}: {file} is broken ({type(error).__name__}: {error}). Copy it again.") from None
+    if contents(adapter.base, adapter.what) not in (None, known):
+        raise UserError(
+            f"{adapter.told} is not of the weights in its base {adapter.base}: it was trained on those that stood in "
+            f"{model}, and weights or config.json are others now. Put that model there, or write where it stands as "
+            f"base_model_name_or_path of its {ADAPTER_CONFIG}. If you know the two to be the same, delete {file}."
+        )
 
 
 def block_starts(size: int) -> list[int]:

@@ -25,6 +25,7 @@ from engine.errors import UserError, nearest
 from engine.models.adapter_folders import AdapterFolder, unset
 from engine.models.adapters import Adapters, inject
 from engine.models.backbone import Backbone
+from engine.models.fingerprint import contents
 from engine.models.scorer import Scorer
 from engine.models.stack import ask_for_gradient, decoder_stack
 
@@ -61,6 +62,8 @@ def adapt(module: Backbone, spec: LoraSpec, role: str, frozen_role: str | None =
     Raises: UserError where `spec.targets` names no linear layer, or `spec.dim` is not that of the adapter gone on with.
     """
     model, start = module.model, module.start
+    if module.base is not None:  # now, since its folder may be written anew before the adapter is saved
+        module.base_contents = contents(module.base, role)
     if start is not None:
         check_dim(start, spec)
     config = lora_config(model, spec) if start is None else start_config(start, spec)

@@ -66,7 +66,7 @@ def adapter_files(module: Policy | Scorer) -> dict[str, str]:
     if isinstance(module, Scorer):
         score = {"score_offset": getattr(config, "score_offset", 0.0)}
         score |= {"score_position": module.score_position, "pad_token_id": config.pad_token_id}
-    return peft_files(module.adapters.configs[module.adapters.own], module.base, score)
+    return peft_files(module.adapters.configs[module.adapters.own], module.base, score, module.base_contents)
 
 
 @contextlib.contextmanager

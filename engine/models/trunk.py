@@ -23,6 +23,7 @@ from engine.models.adapter_folders import HEAD, AdapterFolder, unset
 from engine.models.adapters import Adapters, inject
 from engine.models.backbone import Backbone
 from engine.models.classes import CLASSIFIER, model_class
+from engine.models.fingerprint import contents
 from engine.models.lora import LoraSpec, check_dim, draw, lora_config, start_config
 from engine.models.policy import Policy
 from engine.models.scorer import Scorer
@@ -108,8 +109,9 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
             with torch.no_grad():
                 scorers[role].model.score.weight.copy_(wanted.start.tensors()[f"{HEAD}.weight"])
     trunk = Trunk(model, policy.dropouts, scorers)
+    known = contents(policy.base, "model") if policy.base is not None else None
     for module in (trunk, *scorers.values()):
-        module.base = policy.base
+        module.base, module.base_contents = policy.base, known
     starts: dict[str, AdapterFolder | None] = {"actor": kept}
     specs: dict[str, LoraSpec | None] = {"actor": actor}
     starts |= {role: wanted.start for role, wanted in scoring.items()}

@@ -26,7 +26,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
 from engine.errors import UserError
-from engine.models.adapter_folders import SCORE, WEIGHTS
+from engine.models.adapter_folders import BASE, SCORE, WEIGHTS
 from engine.models.places import ADAPTER_CONFIG, is_adapter
 from engine.safetensors_files import file_order
 from engine.whole_files import sync
@@ -147,7 +147,7 @@ def export(
             write_tensors(partial / WEIGHTS, tensors, {"format": "pt"})
         else:
             _write(tensors, max_shard_size, partial)
-        _write_config(source, dtype, partial, OF_MODELS if adapter else (ADAPTER_CONFIG, SCORE))
+        _write_config(source, dtype, partial, OF_MODELS if adapter else (ADAPTER_CONFIG, SCORE, BASE))
         sync(partial)
         partial.rename(folder)
     except OSError as error:
