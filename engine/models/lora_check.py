@@ -30,7 +30,8 @@ class AdaptedModel:
     def of(cls, path: str, spec: LoraSpec, what: str, scorer: bool = False, trust_remote_code: bool = False) -> Self:
         """What `adapt` would make of the model at `path`, as a scorer or a language model.
 
-        Raises: UserError, naming `what` (a flag), if something else stands there or no layer has such a name.
+        Raises: UserError, naming `what` (a flag), if something else stands there, no layer has such a name, or the
+        factors of a new adapter would be larger than every matrix that they are to change.
         """
         config = read_config(path, what, trust_remote_code)
         kind = model_class(config, CLASSIFIER if scorer else LANGUAGE_MODEL, path, what, trust_remote_code)
@@ -49,6 +50,13 @@ class AdaptedModel:
             except UserError as error:
                 raise UserError(f"{what} {path}: {error}") from None
         assert module.adapters is not None
+        sides = [min(a.shape[1], b.shape[0]) for a, b in module.adapters.factors().values()]
+        if start is None and spec.dim > max(sides):
+            raise UserError(
+                f"{what} {path}: the dimension {spec.dim} is larger than {max(sides)}, the smaller side of the largest "
+                f"matrix that is adapted: no update has a higher rank. Give one of at most {max(sides)}, usually "
+                "far smaller."
+            )
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
         return cls(
             spec=spec,

@@ -1,6 +1,10 @@
 """Which layers of a run's models get LoRA factors, found out from configurations before anything is loaded."""
 
+from collections.abc import Mapping
+
 from engine.algorithms import Dialect
+from engine.errors import UserError
+from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.lora import LoraSpec
 from engine.models.lora_check import AdaptedModel
 from training.flags.lora_flags import LoraFlags
@@ -14,13 +18,21 @@ def adapted_lines(found: dict[str, AdaptedModel]) -> list[str]:
 
 
 def adapted_model(args: SupervisedFlags, scorer: bool) -> dict[str, AdaptedModel]:
-    """The model of step 1 or (scorer) 2, if it has an adapter and is here; raises UserError where no layer is meant."""
+    """The model of step 1 or (scorer) 2, if it has an adapter and is here.
+
+    Raises: UserError where no layer is meant, or a flag has nothing to say of an adapter that training goes on with.
+    """
     found = _adapted(args, args.lora(), "", "model_name_or_path", args.model_name_or_path, scorer)
+    if found:
+        _refuse_idle(args, {"": read_adapter(args.model_name_or_path, "--model_name_or_path")})
     return {"model": found} if found else {}
 
 
 def adapted_roles(args: RLHFFlags, dialect: Dialect) -> dict[str, AdaptedModel]:
-    """Those of step 3 that have an adapter and are here; raises UserError where no layer is meant."""
+    """Those of step 3 that have an adapter and are here.
+
+    Raises: UserError where no layer is meant, or a flag has nothing to say of adapters that training goes on with.
+    """
     flags, spec = {"actor": "actor_model_name_or_path"}, args.engine_spec(dialect)
     specs = {"actor": spec.actor_lora, "critic": spec.critic_lora}
     if dialect.has_critic:
@@ -30,7 +42,45 @@ def adapted_roles(args: RLHFFlags, dialect: Dialect) -> dict[str, AdaptedModel]:
         role: _adapted(args, specs[role], f"{role}_", flag, getattr(args, flag), scorer=role == "critic")
         for role, flag in flags.items()
     }
+    starts: dict[str, AdapterFolder | None] = {}
+    for role, flag in flags.items():
+        path, is_new = getattr(args, flag), args.share_trunk and role == "critic" and flag == flags["actor"]
+        if specs[role] is not None:
+            starts[f"{role}_"] = None if is_new or not args.looks_at(path) else read_adapter(path, f"--{flag}")
+    _refuse_idle(args, starts)
     return {role: model for role, model in found.items() if model}
+
+
+def _refuse_idle(args: LoraFlags, starts: Mapping[str, AdapterFolder | None]) -> None:
+    """Raise UserError for flags that describe a new adapter where there is none; starts: by what stands before
+    "lora_dim" what training goes on with, or None where an adapter is new (or its model is not here to be looked at).
+
+    Flags of several models are idle where they say nothing true of any of them.
+    """
+    end = "Leave the flag out; for an adapter of another form, merge this one into its model and start from that."
+    for model, start in starts.items():
+        name = f"{model}lora_module_name"
+        if start is not None and getattr(args, name):
+            raise UserError(f"--{name} {getattr(args, name)}: {_gone_on(start)}, which has {_layers(start)}. {end}")
+    known = [start for start in starts.values() if start is not None]
+    if not known or len(known) < len(starts):
+        return
+    if args.lora_target_modules:
+        has = f"{_gone_on(known[0])}, which has {_layers(known[0])}"
+        raise UserError(f"--lora_target_modules {' '.join(args.lora_target_modules)}: {has}. {end}")
+    if args.lora_alpha is not None and all(float(start.config.lora_alpha) != args.lora_alpha for start in known):
+        told = "; ".join(f"{_gone_on(start)}, which has alpha {float(start.config.lora_alpha):g}" for start in known)
+        raise UserError(f"--lora_alpha {args.lora_alpha:g}: {told}. {end}")
+
+
+def _gone_on(start: AdapterFolder) -> str:
+    return f"{start.what}: training goes on with the adapter in {start.path}"
+
+
+def _layers(start: AdapterFolder) -> str:
+    """An adapter's own layers, by the last parts of their names."""
+    names = [name.removesuffix(".lora_A.weight") for name in start.headers if name.endswith(".lora_A.weight")]
+    return f"factors in {', '.join(sorted({name.rpartition('.')[2] for name in names}))}"
 
 
 def _adapted(
