@@ -23,10 +23,12 @@ from engine.models.places import base_of
 from engine.models.reading import read_config
 from training.flags.memory_flags import MemoryFlags
 from training.flags.parsing import parse_flags
+from training.program.adapted_models import adapted_roles
 from training.program.memory_lines import change_lines, workload
 from training.program.model_files import check_positions
 
 OLDER = ("v100", "t4")  # which compute in fp16
+BATCHES = ("per_device_generation_batch_size", "per_device_training_batch_size")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,16 +49,22 @@ def report(args: MemoryFlags) -> int:
     cluster = Cluster(gpus=args.num_gpus, nodes=args.num_nodes, gpu=gpu_bytes(args.gpu), host=args.host_bytes)
     setting = Setting(args.engine_spec(dialect), workload(args, dialect), cluster)
     said: list[str] = []
+    found: dict[str, dict[str, int] | None] = {}
     if args.search == "batch":
-        setting, found = _largest_batch(args, dialect, setting)
-        said = [found]
+        setting, rows = _largest_batch(args, dialect, setting)
+        sizes = dict.fromkeys(BATCHES, rows)
+        words = " ".join(f"--{name} {rows}" for name in BATCHES)
+        said = ["largest batch: " + (words if rows else "not even one row fits")]
+        found = {"largest_batch": sizes if rows else None}
     elif args.search == "gpus":
         wanted = fewest_gpus(setting)
         setting = wanted or setting
         said = ["fewest GPUs: " + (_machines(setting, args) if wanted else "it does not fit on a thousand, either")]
+        machines = {"num_gpus": setting.cluster.gpus, "num_nodes": setting.cluster.nodes}
+        found = {"fewest_gpus": machines if wanted else None}
     planned = setting.planned()
     if args.json:
-        print(json.dumps(as_json(planned), indent=2))
+        print(json.dumps(as_json(planned) | found, indent=2))
     else:
         print("\n".join([table(planned, f"{_machines(setting, args)}, {args.dtype}"), *said]))
         if not planned.fits:
@@ -74,6 +82,7 @@ def _refuse_what_cannot_run(args: MemoryFlags, dialect: Dialect) -> None:
         if path is not None and (Path(base_of(path, f"--{name}")) / "config.json").is_file():
             lengths = {flag: getattr(args, flag) for flag in ("max_prompt_seq_len", "max_answer_seq_len")}
             check_positions(read_config(path, f"--{name}", args.trust_remote_code), f"--{name} {path}", **lengths)
+    adapted_roles(args, dialect)
 
 
 def _machines(setting: Setting, args: MemoryFlags) -> str:
@@ -81,19 +90,18 @@ def _machines(setting: Setting, args: MemoryFlags) -> str:
     return f"{nodes}{setting.cluster.gpus} x {args.gpu}"
 
 
-def _largest_batch(args: MemoryFlags, dialect: Dialect, setting: Setting) -> tuple[Setting, str]:
-    """The setting with the largest batches that fit, of generation and training alike, and what is said of it."""
+def _largest_batch(args: MemoryFlags, dialect: Dialect, setting: Setting) -> tuple[Setting, int]:
+    """The setting with the largest batches that fit, of generation and training alike, and their rows.
+
+    With one row, and 0, where not even that fits.
+    """
 
     def of_size(rows: int) -> Setting:
-        sized = dataclasses.replace(args, per_device_generation_batch_size=rows, per_device_training_batch_size=rows)
+        sized = dataclasses.replace(args, **dict.fromkeys(BATCHES, rows))
         return dataclasses.replace(setting, workload=workload(sized, dialect))
 
     rows = largest(lambda size: bool(of_size(size).planned().fits))
-    if not rows:
-        return of_size(1), "largest batch: not even one row fits"
-    return of_size(rows), (
-        f"largest batch: --per_device_generation_batch_size {rows} --per_device_training_batch_size {rows}"
-    )
+    return of_size(rows or 1), rows
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from training.program.agreement import agreed, checked
 from training.program.checks import check_files
 from training.program.ending import models_told
 from training.program.first_lines import first_lines
+from training.program.memory_comparison import memory_compared
 from training.program.output_folder import begin_output_dir
 from training.program.phases import phase, place
 from training.program.plan import Plan, make_plan
@@ -178,11 +179,15 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
             seed=args.seed,
             pad_token_id=plan.sampling.pad_token_id,
         )
+        first_step: contextlib.AbstractContextManager = memory_compared(
+            args, plan.dialect, resumed=plan.resume is not None, say=session.writer.write
+        )
         with stopping.at_borders():
             while trainer.steps_done < plan.last_step:
                 place.step = trainer.steps_done + 1
-                with phase("between phases"), profiler.record(place.step):
+                with phase("between phases"), first_step, profiler.record(place.step):
                     report = trainer.step(feed.prompts(trainer.steps_done))
+                first_step = contextlib.nullcontext()
                 session.after_step(report)
         session.checkpoints.wait()
     with models_told(session.saved):

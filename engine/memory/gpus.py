@@ -38,7 +38,7 @@ _UNITS |= {"tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 def gpu_bytes(name: str) -> int:
     """The bytes of a GPU that is called so, in GPUS or as a number of bytes ("80000000000", "80GB", "79.1GiB").
 
-    Raises: UserError that tells near names.
+    Raises: UserError that tells near names, and for a number that no GPU has so few bytes of.
     """
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     if key in GPUS:
@@ -47,7 +47,12 @@ def gpu_bytes(name: str) -> int:
     if len(shortened) == 1:
         return GPUS[shortened[0]]
     size = parsed_bytes(name)
-    if size is not None and size > 0:
+    if size is not None and 0 < size < CONTEXT:
+        raise UserError(
+            f"--gpu {name} is {size} bytes, less than CUDA itself takes of a GPU. Give its memory with a unit, as 24GB "
+            "or 23.6GiB, or a name, as a100-40g."
+        )
+    if size:
         return size
     near = " or ".join(shortened or nearest_names(key, list(GPUS)))
     meant = f" Did you mean {near}?" if near else ""

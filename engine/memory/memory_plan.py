@@ -28,12 +28,15 @@ class Moment:
 class MemoryPlan:
     """Bytes at the moments of a step, from the second one on, when Adam has its moments; and of loading and saving.
 
-    copies: which models compute through whole copies, in words.
+    copies: which models compute through whole copies, in words. between: bytes that stay between two steps, of a rank's
+    GPU and host. adam: bytes on the device of Adam's moments, which a run that begins does not have before it trains.
     """
 
     moments: tuple[Moment, ...]
     cluster: Cluster
     copies: str
+    between: int = 0
+    adam: int = 0
 
     @property
     def names(self) -> list[str]:

@@ -68,7 +68,10 @@ class _Planner:
         self._experience()
         self._train()
         self._save()
-        return MemoryPlan(tuple(self.moments), self.cluster, self.copies.why)
+        moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
+        between = self.rest + self.host_rest + self._kept + moved
+        adam = self.rest.total - self._at_rest(stepped=False)[0].total
+        return MemoryPlan(tuple(self.moments), self.cluster, self.copies.why, between.total, adam)
 
     def _moment(
         self, phase: str, name: str, device: Iterable[Bytes], host: Iterable[Bytes] = (), once: Iterable[Bytes] = ()

@@ -15,17 +15,17 @@ def table(plan: MemoryPlan, title: str) -> str:
     heads = [f"{phase}{'*' if phase == plan.peak.phase else ''}" for phase in names]
     lines = [f"memory plan: {title}; GB of one {device}, each phase at its peak, the highest marked *", _row("", heads)]
     lines += [
-        _row(role, [_gb(tops[phase].of_role(role)) for phase in names])
+        _row(role, [gb(tops[phase].of_role(role)) for phase in names])
         for role in ROLES
         if any(tops[phase].of_role(role) for phase in names)
     ]
-    lines.append(_row("in all", [_gb(tops[phase].total) for phase in names]))
+    lines.append(_row("in all", [gb(tops[phase].total) for phase in names]))
     lines += [
-        _row(f"  {kind}", [_gb(tops[phase].of_kind(kind)) for phase in names])
+        _row(f"  {kind}", [gb(tops[phase].of_kind(kind)) for phase in names])
         for kind in KINDS
         if any(tops[phase].of_kind(kind) for phase in names)
     ]
-    lines.append(_row("host, a node", [_gb(Bytes(plan.host_phases[phase]).total) for phase in names]))
+    lines.append(_row("host, a node", [gb(Bytes(plan.host_phases[phase]).total) for phase in names]))
     return "\n".join([*lines, *_last_lines(plan)])
 
 
@@ -35,8 +35,8 @@ def _last_lines(plan: MemoryPlan) -> list[str]:
         lines.append(f"copies of weights: {plan.copies}")
     if plan.cluster.on_gpu:
         lines.append(
-            f"needed of a GPU: {_gb(plan.peak.device.total)} planned + {_gb(plan.fragments)} for fragments + "
-            f"{_gb(reserved(plan.cluster.world))} for CUDA and NCCL = {_gb(plan.needed)} GB"
+            f"needed of a GPU: {gb(plan.peak.device.total)} planned + {gb(plan.fragments)} for fragments + "
+            f"{gb(reserved(plan.cluster.world))} for CUDA and NCCL = {gb(plan.needed)} GB"
         )
     return [*lines, verdict(plan)]
 
@@ -47,9 +47,9 @@ def verdict(plan: MemoryPlan) -> str:
         return "fits: not said, as it is not known what the GPU has"
     parts = []
     if plan.cluster.gpu is not None:
-        parts.append(f"{_gb(plan.needed)} of {_gb(plan.cluster.gpu)} GB")
+        parts.append(f"{gb(plan.needed)} of {gb(plan.cluster.gpu)} GB")
     if plan.cluster.host is not None:
-        parts.append(f"host {_gb(plan.host_peak)} of {_gb(plan.cluster.host)} GB")
+        parts.append(f"host {gb(plan.host_peak)} of {gb(plan.cluster.host)} GB")
     return f"fits: {'yes' if plan.fits else 'no'}, {'; '.join(parts)}"
 
 
@@ -79,7 +79,7 @@ def _row(name: str, cells: list[str]) -> str:
     return f"{name:<18}" + "".join(f"{cell:>{WIDTH}}" for cell in cells)
 
 
-def _gb(size: int) -> str:
+def gb(size: int) -> str:
     """With one digit behind the point; more of what is small."""
     gb = size / 1e9
     return "-" if not size else f"{gb:.1f}" if gb >= 9.95 else f"{gb:.2f}" if gb >= 0.1 else f"{gb:.4f}"

@@ -64,6 +64,14 @@ def test_every_metric_is_logged_and_finite(chain, name):
     assert_finite(lines)
 
 
+@pytest.mark.parametrize("name", ("ppo", "resumed"))
+def test_the_first_steps_memory_stands_beside_the_plans_once(chain, name):
+    result = chain.results[name]
+    found = re.findall(r"memory, planned / measured GB of rank 0 [^:]+: ([\d.]+) / ([\d.]+)", result.stdout)
+    assert len(found) == 1, result.stdout
+    assert all(float(gb) > 0 for gb in found[0])
+
+
 def test_restart_points_are_timed_and_whole(chain):
     timed = [line["step"] for line in metric_lines(chain["ppo"]) if "time/checkpoint" in line]
     assert timed == [3]  # in the line after the one that it followed; the last one has no such line

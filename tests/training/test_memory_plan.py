@@ -57,13 +57,31 @@ def test_what_is_looked_for_is_said(words, capsys, monkeypatch):
     assert "not even one row fits" in capsys.readouterr().out
 
 
+def test_json_has_what_was_looked_for(words, capsys, monkeypatch):
+    monkeypatch.setattr("engine.memory.changes.MOST_GPUS", 2)
+    monkeypatch.setattr("training.memory_plan.largest", lambda fits: 3)
+    batches = {"per_device_generation_batch_size": 3, "per_device_training_batch_size": 3}
+    assert bytes_of([*words, "--search", "batch"], capsys)["largest_batch"] == batches
+    assert bytes_of([*words, "--search", "gpus"], capsys)["fewest_gpus"] == {"num_gpus": 1, "num_nodes": 1}
+    too_small = [*words, "--gpu", "901MB", "--search"]
+    assert bytes_of([*too_small, "gpus"], capsys)["fewest_gpus"] is None
+    monkeypatch.setattr("training.memory_plan.largest", lambda fits: 0)
+    assert bytes_of([*too_small, "batch"], capsys)["largest_batch"] is None
+
+
 @pytest.mark.parametrize(
     "wrong, said",
     [
         (["--gpu", "a100"], "Did you mean a100-40g or a100-80g?"),
         (["--gpu", "h200x"], "Did you mean h200"),
         (["--gpu", "0"], "neither a GPU that is known"),
+        (["--gpu", "24"], "--gpu 24 is 24 bytes, less than CUDA itself takes"),
         (["--host_memory", "much"], "--host_memory much"),
+        (["--host_memory", "512"], "--host_memory 512: give a node's memory in bytes, with a unit"),
+        (
+            ["--actor_lora_dim", "4", "--actor_lora_module_name", "layrs."],
+            "error: --actor_lora_module_name layrs.: --actor_model_name_or_path ",
+        ),
         (["--num_gpus", "0"], "--num_gpus 0"),
         (["--gpu", "v100-32g"], "--dtype bf16 with --gpu v100-32g"),
         (["--max_answer_seq_len", "1000000"], "positions. Lower them."),

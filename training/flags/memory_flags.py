@@ -8,6 +8,7 @@ from training.flags.arguments import flag
 from training.flags.rlhf_arguments import RLHFFlags
 
 SEARCHES = ("batch", "gpus")
+LEAST_HOST = 10**9  # bytes; a smaller number was given without its unit
 
 
 @dataclass(kw_only=True)
@@ -38,8 +39,10 @@ class MemoryFlags(RLHFFlags):
         RLHFFlags.validate(self)
         self.at_least(1, "num_gpus", "num_nodes")
         gpu_bytes(self.gpu)
-        if self.host_memory is not None and not parsed_bytes(self.host_memory):
-            raise UserError(f"--host_memory {self.host_memory}: give bytes, as 512GB or 503GiB.")
+        if self.host_memory is not None and (parsed_bytes(self.host_memory) or 0) < LEAST_HOST:
+            raise UserError(
+                f"--host_memory {self.host_memory}: give a node's memory in bytes, with a unit, as 512GB or 503GiB."
+            )
 
     @property
     def host_bytes(self) -> int | None:

@@ -41,10 +41,15 @@ def this_cluster() -> Cluster:
     return Cluster(gpus=gpus, nodes=nodes, gpu=gpu, host=psutil.virtual_memory().total, on_gpu=on_gpu())
 
 
+def setting_here(args: RLHFFlags, dialect: Dialect) -> Setting:
+    """Step 3 on machines like this one."""
+    return Setting(args.engine_spec(dialect), workload(args, dialect), this_cluster())
+
+
 def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
     """The table of step 3 on machines like this one, with what would make it fit; or why there is none."""
     models = (args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path)
-    setting = Setting(args.engine_spec(dialect), workload(args, dialect), this_cluster())
+    setting = setting_here(args, dialect)
     planned = _planned(args, models, setting.planned)
     if isinstance(planned, str):
         return [planned]
