@@ -66,10 +66,9 @@ def test_every_metric_is_logged_and_finite(chain, name):
 
 @pytest.mark.parametrize("name", ("ppo", "resumed"))
 def test_the_first_steps_memory_stands_beside_the_plans_once(chain, name):
-    result = chain.results[name]
-    found = re.findall(r"memory, planned / measured GB of rank 0 [^:]+: ([\d.]+) / ([\d.]+)", result.stdout)
-    assert len(found) == 1, result.stdout
-    assert all(float(gb) > 0 for gb in found[0])
+    told = chain.results[name].stderr
+    figures = re.findall(r"memory, planned / measured GB of rank 0 [^:]+: [\d.]+ / [\d.]+\n", told)
+    assert len(figures) == 1, told
 
 
 def test_restart_points_are_timed_and_whole(chain):
