@@ -23,8 +23,8 @@ class NoteTaker:
 
     scales_loss, grad_norm = False, 1.0
 
-    def __init__(self):
-        self.passes, self.steps = [], []
+    def __init__(self, role: str):
+        self.role, self.passes, self.steps = role, [], []
 
     def __call__(self, sequences, attention_mask, position_ids, response_length=None, **how):
         self.passes.append(sequences[:, 0].tolist())
@@ -40,6 +40,13 @@ class NoteTaker:
 
     def weights_finite(self):
         return True
+
+    @property
+    def host(self):
+        return self
+
+    def step_roles(self, lrs, overflow=False, skip=False):
+        return self.step(lrs[self.role], overflow, skip)
 
     def step(self, lr, overflow=False, skip=False):
         self.steps.append((lr, self.passes))
@@ -83,8 +90,8 @@ def batch() -> TrainingBatch:
 def trainer_of(dialect, micro_batch_size: int, rollouts: int, critic: NoteTaker | None = None) -> PPOTrainer:
     """A trainer whose actor and critic take notes."""
     models = SimpleNamespace(
-        actor=NoteTaker(),
-        critic=critic or NoteTaker(),
+        actor=NoteTaker("actor"),
+        critic=critic or NoteTaker("critic"),
         reference=None,
         reward=object(),
         trained={},
@@ -190,7 +197,7 @@ class BadOnRow(NoteTaker):
     """A critic whose loss is NaN where a pass holds this row."""
 
     def __init__(self, row: int):
-        super().__init__()
+        super().__init__("critic")
         self.row = row
 
     def __call__(self, sequences, *args, **how):
