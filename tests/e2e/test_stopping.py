@@ -1,5 +1,6 @@
 """Runs that are asked to end: what is saved, how they end, and that they go on as if nothing had been."""
 
+import signal as signals
 import time
 
 import psutil
@@ -46,8 +47,17 @@ def assert_same_run(one, other):
         assert all(mine[name].equal(theirs[name]) for name in mine)
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C reaches this process, also where the tests run behind a shell's &, which has it ignored."""
+    before = signals.signal(signals.SIGINT, signals.default_int_handler)
+    yield
+    signals.signal(signals.SIGINT, before)
+
+
 # Calls of the reward function: 0 before the first step, 1 to 3 in the steps, 4 in the last evaluation.
 @pytest.mark.parametrize("signal, call, step", [("SIGUSR1", 2, 2), ("SIGTERM", 3, 3), ("SIGINT", 1, 1)])
+@pytest.mark.usefixtures("interruptible")
 def test_a_run_that_is_asked_ends_after_its_step_and_goes_on(tiny, tmp_path, whole, capfd, signal, call, step):
     flags = run_flags(tiny, tmp_path, call=call, signal=signal)
     result = run_here(3, flags, capfd)
