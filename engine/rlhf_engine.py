@@ -152,7 +152,7 @@ def wrap_trained(
     if lora is not None:
         adapt(module, lora, config.role, frozen_role)
     if gradient_checkpointing:
-        module.model.gradient_checkpointing_enable({"use_reentrant": False})
+        module.checkpoint_activations()
     offload = "offload_optimizer" in ds_config["zero_optimization"]
     adam = build_optimizer(
         module,

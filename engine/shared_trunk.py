@@ -6,6 +6,7 @@ from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.loading import DTYPES, load_policy
+from engine.models.pad_tokens import classifier_pad_token_id
 from engine.models.places import base_of, same_model
 from engine.models.reading import read_config, read_tokenizer
 from engine.models.trunk import ScoringRole, make_trunk, owner
@@ -37,7 +38,7 @@ def shared_trunk(spec: EngineSpec) -> SharedModel:
     )
     trunk = make_trunk(policy, spec.actor_lora, scoring)
     if spec.actor_gradient_checkpointing or spec.critic_gradient_checkpointing:
-        trunk.model.gradient_checkpointing_enable({"use_reentrant": False})
+        trunk.checkpoint_activations()
     settings = {"actor": (spec.actor_optimizer, spec.actor_lora)}
     if spec.critic_lora is not None and "critic" in scoring:
         settings["critic"] = (spec.critic_optimizer, spec.critic_lora)
@@ -92,7 +93,7 @@ def _score_config(spec: EngineSpec, start: AdapterFolder | None):
     """The configuration of a classifier on the actor's base: with its start's settings, or those of a new critic."""
     config = copy.deepcopy(read_config(spec.actor_path, "actor", spec.trust_remote_code))
     tokenizer = read_tokenizer(spec.actor_path, "actor", trust_remote_code=spec.trust_remote_code)
-    pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
+    pad = classifier_pad_token_id(tokenizer)
     settings = {"num_labels": 1, "score_offset": 0.0, "score_position": "last", "pad_token_id": pad}
     for name, value in (settings | (start.settings() if start is not None else {})).items():
         setattr(config, name, value)

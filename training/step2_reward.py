@@ -19,6 +19,7 @@ from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
 from engine.experience import position_ids
 from engine.models.checking import check_policy, check_rows, check_trunk, check_vocabularies
 from engine.models.loading import DTYPES, new_scorer
+from engine.models.pad_tokens import classifier_pad_token_id
 from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import wrap_trained
 from engine.zero.engines import TrainedModel
@@ -59,7 +60,7 @@ def main(args: RewardFlags) -> None:
     if point:
         agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
     ds_config = args.ds_settings()
-    pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
+    pad = classifier_pad_token_id(tokenizer)
     module = new_scorer(
         args.model_name_or_path,
         DTYPES[args.dtype],

@@ -177,7 +177,7 @@ def _trunk(spec: EngineSpec) -> Blueprint:
         trunk.to(DTYPES[spec.dtype])
     checkpointing = spec.actor_gradient_checkpointing or spec.critic_gradient_checkpointing
     if checkpointing:
-        trunk.model.gradient_checkpointing_enable({"use_reentrant": False})
+        trunk.checkpoint_activations()
     return Blueprint("actor", spec.actor_path, trunk, True, checkpointing)
 
 
@@ -211,7 +211,7 @@ def built(
             adapt(module, lora, role)
             module.model.to(DTYPES[dtype])
     if checkpointing:
-        module.model.gradient_checkpointing_enable({"use_reentrant": False})
+        module.checkpoint_activations()
     return Blueprint(role, path, module, trained, checkpointing)
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from engine.engine_spec import EngineSpec
 from engine.memory.blueprint import blueprints
 from engine.memory.bytes_by_role import Bytes
-from engine.memory.copies import Copies, CopyNeed, place_copies
+from engine.memory.copies import Copies, CopyNeed, copies_bytes, place_copies
 from engine.memory.memory_plan import MemoryPlan, Moment
 from engine.memory.passes import decoding_passes, scoring_pass, training_pass
 from engine.memory.workload import Cluster, Workload
@@ -97,6 +98,7 @@ class _Planner:
 
     # Copies
 
+    @cached_property
     def _needs(self) -> list[CopyNeed]:
         needs = []
         for role, engine in self.engines.items():
@@ -109,7 +111,7 @@ class _Planner:
         return needs
 
     def _copies(self) -> Copies:
-        needs, between_steps = self._needs(), self.workload.between_steps
+        needs, between_steps = self._needs, self.workload.between_steps
         if self.workload.backend != "auto":
             chosen = tuple(range(len(needs))) if self.workload.backend == "replica" else ()
             return Copies(chosen, "as asked", between_steps=between_steps)
@@ -122,11 +124,8 @@ class _Planner:
 
     def _copy_bytes(self, roles: Iterable[str]) -> Bytes:
         """Of the copies that there are once these models have been computed with."""
-        sizes = {}
-        for number, need in enumerate(self._needs()):
-            if number in self.copies.models and need.stage == 3 and need.role in roles:
-                sizes[need.kind if self.copies.shared else number] = need.size
-        return Bytes().add("copies", "weights", sum(sizes.values()))
+        there = [self._needs[number] for number in self.copies.models if self._needs[number].role in roles]
+        return Bytes().add("copies", "weights", copies_bytes(there, self.copies.shared))
 
     def _copied(self, role: str) -> bool:
         """Whether a model computes through a copy or, at stages 0 to 2, through its own module."""

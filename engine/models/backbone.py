@@ -47,6 +47,10 @@ class Backbone(nn.Module):
         A module that holds the weights of different models in turn is given these settings with each.
         """
 
+    def checkpoint_activations(self) -> None:
+        """Keep each layer's input alone in forward passes, and compute the rest again in the backward pass."""
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
     def as_role(self, role: str) -> "Backbone":
         """The Policy or Scorer that this is in a role: itself, unless it is several."""
         return self

@@ -23,6 +23,7 @@ from engine.models.deepspeed_chat import deepspeed_chat_state, take_pad_token
 from engine.models.fit import Misfit, listed
 from engine.models.merging import merge_adapter
 from engine.models.on_disk import read_by_pieces
+from engine.models.pad_tokens import classifier_pad_token_id
 from engine.models.places import base_of
 from engine.models.policy import Policy
 from engine.models.reading import read_config, read_tokenizer
@@ -165,7 +166,7 @@ def new_critic(
     size to the first advantages. The first update moves the head alone, and from then on the trunk learns too.
     """
     tokenizer = read_tokenizer(path, what, trust_remote_code=trust_remote_code)
-    pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
+    pad = classifier_pad_token_id(tokenizer)
     return new_scorer(path, dtype, pad, None, ds_config, what, trust_remote_code=trust_remote_code, merge=merge)
 
 

@@ -14,6 +14,7 @@ from engine.lazy import Lazy
 from engine.models.adapter_folders import HEAD, AdapterFolder
 from engine.models.adapters import Adapters, update
 from engine.models.backbone import Backbone
+from engine.optim import is_factor
 from engine.zero.gathering import gathered_params, set_parameter
 
 BASE = ".base_layer."  # peft's name for the layer within an adapted one
@@ -41,7 +42,7 @@ def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None
     adapters = module.adapters
     if adapters is None:
         return dict(state)
-    found = {name: tensor for name, tensor in state.items() if not _is_factor(name)}
+    found = {name: tensor for name, tensor in state.items() if not is_factor(name)}
     for name, tensor in list(found.items()):
         layer, within, rest = name.rpartition(BASE)
         if within:
@@ -64,7 +65,7 @@ def adapter_state(module: Backbone, state: Mapping[str, Tensor], role: str | Non
     """
     assert module.adapters is not None
     ending = f".{role or module.adapters.own}.weight"
-    factors = {name: tensor for name, tensor in state.items() if _is_factor(name) and name.endswith(ending)}
+    factors = {name: tensor for name, tensor in state.items() if is_factor(name) and name.endswith(ending)}
     found = {f"{name.removesuffix(ending)}.weight": tensor for name, tensor in factors.items()}
     return found | {name: tensor for name, tensor in state.items() if name.startswith(f"{HEAD}.")}
 
@@ -72,7 +73,7 @@ def adapter_state(module: Backbone, state: Mapping[str, Tensor], role: str | Non
 def adapter_holds_all(module: Backbone) -> bool:
     """Whether nothing trains that an adapter's folder has no place for: all but factors and a score head is frozen."""
     trained = {name for name, parameter in module.model.named_parameters() if parameter.requires_grad}
-    return all(_is_factor(name) or name.startswith(f"{HEAD}.") for name in trained)
+    return all(is_factor(name) or name.startswith(f"{HEAD}.") for name in trained)
 
 
 def merged(weight: Tensor, change: Tensor) -> Tensor:
@@ -92,7 +93,3 @@ def _fill_merged(
         a, b = (state[f"{name}.lora_{factor}.{adapter}.weight"].float() for factor in "AB")
         weight = merged(weight, update(a, b, layer.scaling[adapter], layer.fan_in_fan_out))
     target.copy_(weight)
-
-
-def _is_factor(name: str) -> bool:
-    return ".lora_A." in name or ".lora_B." in name

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import modeling_utils
 
+from engine import safetensors_files
 from engine.lazy import Lazy
 
 PIECE = 1 << 24  # bytes read at a time
-# What safetensors calls the dtypes of weights; tensors of others are left to the libraries.
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Those of weights, by safetensors' names; tensors of others are left to the libraries.
+DTYPES = {name: dtype for dtype, name in safetensors_files.DTYPES.items() if dtype.is_floating_point}
 
 
 @contextlib.contextmanager

@@ -38,6 +38,12 @@ def set_pad_token(tokenizer, rule: str, path: str, room: bool) -> None:
         tokenizer.pad_token = eos
 
 
+def classifier_pad_token_id(tokenizer) -> int | None:
+    """The pad token of a new classifier's configuration: None where it doubles as EOS, so that Hugging Face's own
+    pooling cannot take a final EOS for padding."""
+    return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
+
+
 def pad_token_line(tokenizer, dialect: Dialect, path: str) -> str:
     """What a run says of its pad token; "" where nothing that the dialect computes depends on it."""
     if dialect.length_rule not in ("not_pad", "before_pad"):

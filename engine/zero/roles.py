@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from engine import distributed
 from engine.trace import traced
 from engine.zero.engines import Copies, TrainedModel
+from engine.zero.hosted_role import HostedRole
 from engine.zero.shards import Master, Shard, ShardSource, TrainingState
 from engine.zero.step_gradients import scaled_gradients
 
@@ -94,23 +95,15 @@ class SharedModel(TrainedModel):
         return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
-class TrainedRole:
+class TrainedRole(HostedRole):
     """One of the models that learn within a SharedModel. It is called and asked like a TrainedModel."""
 
+    host: SharedModel
+
     def __init__(self, host: SharedModel, role: str):
-        self.host, self.role = host, role
+        super().__init__(host, role)
         self.grad_norm = 0.0  # of the latest step, before clipping
         self.state = _RoleState(self.module, _RoleMasters(host, role))
-
-    @property
-    def module(self) -> Any:
-        """The Policy or Scorer that the host's module is in this role."""
-        return self.host.module.as_role(self.role)
-
-    @property
-    def stage(self) -> int:
-        """The host's ZeRO stage."""
-        return self.host.stage
 
     @property
     def version(self) -> int:
@@ -131,14 +124,6 @@ class TrainedRole:
     def loss_scale(self) -> float:
         """The fp16 loss scale, one for all roles; 1 in other dtypes."""
         return self.host.loss_scale
-
-    def __call__(self, *args, **kwargs):
-        """The host's forward pass in this role, by its copy if there is one and no gradient is wanted."""
-        return self.host(*args, role=self.role, **kwargs)
-
-    def on_device(self) -> contextlib.AbstractContextManager:
-        """Does nothing: a trained model always stands where it computes."""
-        return self.host.on_device()
 
     @traced("{0.role} backward")
     def backward(self, loss: Tensor, last: bool) -> None:

@@ -17,6 +17,7 @@ from engine.models.fingerprint import fingerprint
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.merging import BASE, merged
 from engine.models.places import is_adapter
+from engine.optim import is_factor
 from engine.safetensors_files import file_order
 from training.restarts.layout import CONFIG
 from training.restarts.resume_point import ResumePoint
@@ -62,7 +63,7 @@ class AdapterPoint:
         """The adapter's weights by peft's names. Raises: UserError where other weights train too."""
         found = {}
         for name in self.tensors:
-            if self._is_factor(name):
+            if is_factor(name):
                 found[f"{PREFIX}{name.removesuffix(f'.{self.model}.weight')}.weight"] = self.tensors[name]
             elif name.startswith(f"{HEAD}."):
                 found[f"{PREFIX}{name}"] = self.tensors[name]
@@ -84,16 +85,13 @@ class AdapterPoint:
         named = [*model.named_parameters(), *model.named_buffers()]
         found = {name: tensor.detach() for name, tensor in named if name in persistent}
         for name in self.tensors:
-            if not self._is_factor(name):
+            if not is_factor(name):
                 found[name.replace(BASE, ".")] = self.tensors[name]
         for name in self.tensors:
             layer, is_a, _ = name.partition(".lora_A.")
             if is_a:  # of a head that is the embedding too, whose matrix is not among the named ones, as well
                 found[f"{layer}.weight"] = self._merged(adapter, layer, model.get_submodule(layer))
         return Tensors(found)
-
-    def _is_factor(self, name: str) -> bool:
-        return ".lora_A." in name or ".lora_B." in name
 
     def _merged(self, adapter: AdapterFolder, layer: str, part: Any) -> Tensor:
         weight = part.weight.detach()
