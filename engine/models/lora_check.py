@@ -27,15 +27,25 @@ class AdaptedModel:
     total: int
 
     @classmethod
-    def of(cls, path: str, spec: LoraSpec, what: str, scorer: bool = False, trust_remote_code: bool = False) -> Self:
+    def of(
+        cls,
+        path: str,
+        spec: LoraSpec,
+        what: str,
+        scorer: bool = False,
+        trust_remote_code: bool = False,
+        goes_on: bool = True,
+    ) -> Self:
         """What `adapt` would make of the model at `path`, as a scorer or a language model.
+
+        goes_on: whether an adapter at `path` is the one that trains; otherwise a new one stands beside it.
 
         Raises: UserError, naming `what` (a flag), if something else stands there, no layer has such a name, or the
         factors of a new adapter would be larger than every matrix that they are to change.
         """
         config = read_config(path, what, trust_remote_code)
         kind = model_class(config, CLASSIFIER if scorer else LANGUAGE_MODEL, path, what, trust_remote_code)
-        start = read_adapter(path, what)
+        start = read_adapter(path, what) if goes_on else None
         if start is not None:
             check_dim(start, spec)
             spec = replace(spec, alpha=start.config.lora_alpha)

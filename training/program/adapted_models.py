@@ -38,15 +38,15 @@ def adapted_roles(args: RLHFFlags, dialect: Dialect) -> dict[str, AdaptedModel]:
     if dialect.has_critic:
         own = dialect.critic_start == "reward_model" and args.critic_model_name_or_path is not None
         flags["critic"] = "critic_model_name_or_path" if own else flags["actor"]
-    found = {
-        role: _adapted(args, specs[role], f"{role}_", flag, getattr(args, flag), scorer=role == "critic")
-        for role, flag in flags.items()
-    }
+    found: dict[str, AdaptedModel | None] = {}
     starts: dict[str, AdapterFolder | None] = {}
     for role, flag in flags.items():
-        path, is_new = getattr(args, flag), args.share_trunk and role == "critic" and flag == flags["actor"]
+        scorer, path = role == "critic", getattr(args, flag)
+        # On a shared trunk a critic that starts from no reward model has an adapter of its own beside the actor's.
+        goes_on = not (args.share_trunk and scorer and flag == flags["actor"])
+        found[role] = _adapted(args, specs[role], f"{role}_", flag, path, scorer, goes_on)
         if specs[role] is not None:
-            starts[f"{role}_"] = None if is_new or not args.looks_at(path) else read_adapter(path, f"--{flag}")
+            starts[f"{role}_"] = read_adapter(path, f"--{flag}") if goes_on and args.looks_at(path) else None
     _refuse_idle(args, starts)
     return {role: model for role, model in found.items() if model}
 
@@ -84,7 +84,13 @@ def _layers(start: AdapterFolder) -> str:
 
 
 def _adapted(
-    args: LoraFlags, spec: LoraSpec | None, model: str, path_flag: str, path: str, scorer: bool
+    args: LoraFlags,
+    spec: LoraSpec | None,
+    model: str,
+    path_flag: str,
+    path: str,
+    scorer: bool,
+    goes_on: bool = True,
 ) -> AdaptedModel | None:
     if spec is None or not args.looks_at(path):
         return None
@@ -93,4 +99,4 @@ def _adapted(
         given = f"--{model}lora_module_name {spec.targets}"
     elif args.lora_target_modules:
         given = f"--lora_target_modules {' '.join(args.lora_target_modules)}"
-    return AdaptedModel.of(path, spec, f"{given}: --{path_flag}", scorer, args.trust_remote_code)
+    return AdaptedModel.of(path, spec, f"{given}: --{path_flag}", scorer, args.trust_remote_code, goes_on)

@@ -165,7 +165,8 @@ class Conditions:
                 if name.endswith(" a step"):
                     remedy = "Ranks times batch size has to be what it was: change one with the other."
                 raise UserError(
-                    f"--resume {folder}: {name} was {then!r} when it was written and is {value!r} now. {remedy}"
+                    f"--resume {folder}: {name} was {_said(then)} when it was written and is {_said(value)} now. "
+                    f"{remedy}"
                 )
         for flag in changed_models(self.settings, written.settings, _contents):
             raise UserError(
@@ -255,6 +256,10 @@ def _with_overlong(identity: Mapping) -> dict:
     if OVERLONG in identity or not {OLD_OVERLONG, "--max_seq_len"} & set(identity):
         return dict(identity)
     return {**identity, OVERLONG: identity.get(OLD_OVERLONG, "cut_answer")}
+
+
+def _said(value: object) -> str:
+    return "not given" if value is None else repr(value)
 
 
 def _contents(flag: str) -> str:

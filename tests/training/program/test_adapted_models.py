@@ -60,6 +60,16 @@ def test_what_is_true_of_an_adapter_or_meant_for_a_new_one_is_taken(folder):
     assert new["critic"].spec.alpha == 6 and all(name.endswith("k_proj") for name in new["critic"].layers)
 
 
+def test_a_new_critic_on_a_shared_trunk_has_nothing_of_the_actors_adapter(folder):
+    """Its rank may be another, its alpha is the flag's default, and its layers are all linear ones of two layers."""
+    words = ("--share_trunk", "--only_optimize_lora", "--actor_lora_dim", "4", "--critic_lora_dim", "8")
+    args = parse(*words, "--reward_function", "scores.py:score", flags_class=RLHFFlags)
+    args.actor_model_name_or_path, args.critic_model_name_or_path = str(folder / "actor"), None
+    found = adapted_roles(args, args.resolved_dialect()[0])
+    assert (found["actor"].spec.alpha, len(found["actor"].layers)) == (8, 4)
+    assert (found["critic"].spec.dim, found["critic"].spec.alpha, len(found["critic"].layers)) == (8, 1, 14)
+
+
 def test_steps_1_and_2_refuse_it_too(folder):
     def asked(*words: str):
         words = ("--model_name_or_path", str(folder / "actor"), "--lora_dim", "4", *words)

@@ -241,3 +241,15 @@ def test_frozen_weights_under_factors_must_be_equal_and_may_stand_elsewhere():
     with pytest.raises(UserError, match="actor_lora_dim"):
         conditions().check(then, HERE)
     conditions(inputs={base: "other"}).check(written(conditions(inputs={base: "one"})), HERE)  # all weights train
+
+
+@pytest.mark.parametrize("shared_then", [True, False])
+def test_a_point_of_one_trunk_is_gone_on_from_on_one_trunk(shared_then):
+    """Also where the critic's adapter has the rank of its start, and no flag says so."""
+    lora = {"actor_lora_dim": 4, "only_optimize_lora": True}
+    then, now = (conditions(**lora, share_trunk=shared) for shared in (shared_then, not shared_then))
+    then.check(written(then), HERE)
+    words = ("True", "not given") if shared_then else ("not given", "True")
+    message = "--share_trunk was {} when it was written and is {} now. Give the same flags".format(*words)
+    with pytest.raises(UserError, match=message):
+        now.check(written(then), HERE)
