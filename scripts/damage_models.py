@@ -1,11 +1,13 @@
-"""Damages models in some seventy ways, and tries to train with each: none may be used, each has to end in one message.
+"""Damages models and adapters in some two hundred ways, and tries to train with each: none may be used, each has to end
+in one message.
 
     python scripts/damage_models.py --run 4
+    python scripts/damage_models.py --only adapters
 
-Every damage is done to the SFT model and to the reward model of a run of step 3 which would otherwise take seconds. The
-runs are made one after the other in this process, --run of them by `deepspeed --num_gpus 2`. Prints a table of damages
-and messages. Exit code 1 if a damaged model was used, or if a run ended otherwise than with one message on stderr and
-exit code 2.
+Every damage is done to the SFT model and to the reward model of a run of step 3 which would otherwise take seconds: to
+whole ones, to adapters that are merged, and to adapters that training goes on with. The runs are made one after the
+other in this process, --run of them by `deepspeed --num_gpus 2`. Prints a table of damages and messages. Exit code 1 if
+a damaged model was used, or if a run ended otherwise than with one message on stderr and exit code 2.
 """
 
 import argparse
@@ -18,11 +20,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
 
 WIDTH = 150  # of a message in the table
+GOES_ON = {"actor_lora_dim": 4, "critic_lora_dim": 4, "only_optimize_lora": True}
 
 
 def main() -> int:
     """Try the damages and print the table; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="kinds of damages whose name has this text (default: all)")
     parser.add_argument("--run", type=int, default=0, help="so many of them by DeepSpeed's launcher (default: 0)")
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
@@ -31,35 +35,37 @@ def main() -> int:
     from engine.zero.communication import init
     from tests.e2e.programs import Tiny, launch_words, run_caught
     from tests.engine.models import model_damages
+    from tests.engine.models.adapter_damages import ADAPTERS, OF_SCORERS
     from training.program.startup import quiet_libraries
 
     quiet_libraries()
     logging.disable_progress_bar()
     init()
-    kinds = {
-        "weights": model_damages.WEIGHTS,
-        "safetensors headers": model_damages.HEADERS,
-        "configuration, tokenizer": model_damages.CONFIGURATIONS,
-        "code": model_damages.CODE,
-    }
     failed = tried = 0
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         os.environ["XDG_CACHE_HOME"] = str(root / "cache")
         tiny = Tiny(root / "tiny")
-        sound = sound_models(root)
-        for kind, damages in kinds.items():
+        whole, adapters = sound_models(root / "sound"), sound_adapters(root / "sound_adapters")
+        kinds = [
+            ("weights", model_damages.WEIGHTS, whole, {}),
+            ("safetensors headers", model_damages.HEADERS, whole, {}),
+            ("configuration, tokenizer", model_damages.CONFIGURATIONS, whole, {}),
+            ("code", model_damages.CODE, whole, {}),
+            ("adapters that are merged", ADAPTERS | OF_SCORERS, adapters, {}),
+            ("adapters that training goes on with", ADAPTERS | OF_SCORERS, adapters, GOES_ON),
+        ]
+        for kind, damages, sound, flags in kinds:
+            if options.only not in kind:
+                continue
             print(f"\n{kind}\n{'damage':38} {'to':7} {'exit':>4}  message")
-            for damage in damages:
-                for role in sound if damage not in model_damages.OF_ACTORS else ("actor",):
-                    run = launch_words if tried < options.run else run_caught
-                    result = try_damage(damages[damage], role, root, sound, tiny, run)
-                    ok = is_one_message(result) and not (root / model_damages.RAN).exists()
-                    tried, failed = tried + 1, failed + (not ok)
-                    print(
-                        f"{damage:38} {role:7} {result.code:4}  {'' if ok else 'FAILED '}{shown(result, root)}",
-                        flush=True,
-                    )
+            for damage, role in ((damage, role) for damage in damages for role in sound if role in roles(damage)):
+                run = launch_words if tried < options.run else run_caught
+                result = try_damage(damages[damage], role, root, sound, tiny, run, flags)
+                ok = is_one_message(result) and not (root / model_damages.RAN).exists()
+                tried, failed = tried + 1, failed + (not ok)
+                told = f"{'' if ok else 'FAILED '}{shown(result, root)}"
+                print(f"{damage:38} {role:7} {result.code:4}  {told}", flush=True)
     print(
         f"\n{tried} damaged models tried: {failed} were used, or ended otherwise than with one message and exit code 2"
     )
@@ -71,22 +77,48 @@ def sound_models(root: Path) -> dict[str, Path]:
     from tests.tiny_models import make_causal_lm, make_scorer
 
     return {
-        "actor": Path(make_causal_lm(root / "sound" / "actor")),
-        "critic": Path(make_scorer(root / "sound" / "critic", offset=0.3)),
+        "actor": Path(make_causal_lm(root / "actor")),
+        "critic": Path(make_scorer(root / "critic", offset=0.3)),
     }
 
 
-def try_damage(damage, role: str, root: Path, sound: dict[str, Path], tiny, run):
-    """The Result of a run of step 3 whose model of this role is damaged."""
+def sound_adapters(root: Path) -> dict[str, Path]:
+    """An adapter of an SFT model and one of a reward model, by role; beside them base/, which their configurations name
+    from where they stand."""
+    from tests.engine.models.adapter_damages import edit_json
+    from tests.tiny_adapters import make_adapter
+    from tests.tiny_models import make_causal_lm
+
+    base, found = make_causal_lm(root / "base"), {}
+    for role in ("actor", "critic"):
+        found[role] = Path(make_adapter(root / role, base, scorer=role == "critic"))
+        edit_json(found[role] / "adapter_config.json", base_model_name_or_path="../base")
+    return found
+
+
+def roles(damage: str) -> tuple[str, ...]:
+    """The roles whose models have what is damaged."""
+    from tests.engine.models import adapter_damages, model_damages
+
+    if damage in model_damages.OF_ACTORS:
+        return ("actor",)
+    return ("critic",) if damage in adapter_damages.OF_SCORERS else ("actor", "critic")
+
+
+def try_damage(damage, role: str, root: Path, sound: dict[str, Path], tiny, run, flags: dict):
+    """The Result of a run of step 3, with further flags, whose model of this role is damaged."""
     from tests.e2e.programs import command_line
 
     damaged, other = root / "damaged" / "model", sound["critic" if role == "actor" else "actor"]
     shutil.rmtree(root / "damaged", ignore_errors=True)
     shutil.copytree(sound[role], damaged)
+    if (base := sound[role].with_name("base")).is_dir():
+        shutil.copytree(base, damaged.with_name("base"))
     damage(damaged, other)
     models = {f"{name}_model_name_or_path": damaged if name == role else path for name, path in sound.items()}
     shutil.rmtree(root / "out", ignore_errors=True)
-    return run(3, command_line(tiny.flags(3, **models, output_dir=root / "out", max_steps=1, dtype="fp32")))
+    run_flags = tiny.flags(3, **models, output_dir=root / "out", max_steps=1, dtype="fp32", **flags)
+    return run(3, command_line(run_flags))
 
 
 def is_one_message(result) -> bool:

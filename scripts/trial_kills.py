@@ -1,6 +1,7 @@
 """Kills a run on two ranks at ZeRO-3 at random instants, goes on with --resume auto, and compares the ends.
 
     scripts/trial_kills.sh --kills 20 --seed 0
+    scripts/trial_kills.sh --kills 7 --lora trunk           # one trunk for all four models
 
 Weights, held-out samples and metrics (time and memory aside) have to be to the last bit those of a run that nothing
 happened to. Exit code 1 if any are not.
@@ -21,16 +22,24 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="how many (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="which instants (default: 0)")
     parser.add_argument("--steps", type=int, default=4, help="of the run (default: 4)")
+    parser.add_argument(
+        "--lora",
+        default="none",
+        choices=("none", "pairs", "trunk"),
+        help="whole models, LoRA in actor and critic, or in one trunk for all four (default: none)",
+    )
     options = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
 
-    from tests.e2e.kills import KillTrial, random_instants
+    from tests.e2e.kills import KillTrial, flags_of_lora, random_instants
     from tests.e2e.programs import Tiny
 
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # tokenised data
-        trial = KillTrial(Tiny(Path(folder) / "tiny"), Path(folder) / "runs", options.steps)
+        tiny = Tiny(Path(folder) / "tiny")
+        flags = flags_of_lora(tiny, options.lora)
+        trial = KillTrial(tiny, Path(folder) / "runs", options.steps, **flags)
         print("| kill | after | in the middle of | gone on from | identical |\n| --- | --- | --- | --- | --- |")
         for number, instant in enumerate(random_instants(options.kills, options.steps, options.seed), start=1):
             outcome = trial.kill(instant, f"run_{number:02d}")

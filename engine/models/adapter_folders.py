@@ -26,6 +26,7 @@ from transformers import PretrainedConfig
 
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
+from engine.models.adapter_values import check_config, check_score
 from engine.models.adapters import inject
 from engine.models.fit import Misfit, listed
 from engine.models.places import ADAPTER_CONFIG, base_of, is_adapter, one_line
@@ -84,14 +85,21 @@ class AdapterFolder:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """What the file holds, by the names within the model. Raises: UserError where it is broken, or its names are
-        none of peft's."""
+        """What the file holds, by the names within the model. Raises: UserError where it is broken, its names are none
+        of peft's, or its numbers are integers."""
         found = file_headers(self.file, self.what)
         foreign = [name for name in found if not name.startswith(PREFIX)]
         if foreign or not found:
             raise UserError(
                 f"{self.what}: {self.file} holds {listed(foreign) if foreign else 'nothing'}, where peft's names begin "
                 f"with {PREFIX}. Give a folder that peft's save_pretrained wrote."
+            )
+        packed = [name for name, header in found.items() if not header.is_float]
+        if packed:
+            kinds = ", ".join(sorted({found[name].dtype for name in packed}))
+            raise UserError(
+                f"{self.what}: {self.file} holds {listed(packed)} of type {kinds}, where factors are floating-point "
+                "numbers. Give the adapter as it was before it was quantized or converted."
             )
         return {name.removeprefix(PREFIX): header for name, header in found.items()}
 
@@ -108,7 +116,7 @@ class AdapterFolder:
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
             settings = {name: found[name] for name in SCORE_SETTINGS}
-            float(settings["score_offset"])
+            check_score(settings)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{self.what}: {file} is broken ({type(error).__name__}: {one_line(error)}). Copy it again."
@@ -137,7 +145,14 @@ class AdapterFolder:
         """(A, B) by their layers' names within the model; raises as `tensors` does."""
         found, ending = self.tensors(), ".lora_A.weight"
         layers = [name.removesuffix(ending) for name in found if name.endswith(ending)]
-        return {layer: (found[f"{layer}{ending}"], found[f"{layer}.lora_B.weight"]) for layer in layers}
+        factors = {layer: (found[f"{layer}{ending}"], found[f"{layer}.lora_B.weight"]) for layer in layers}
+        zeros = [layer for layer, pair in factors.items() if not any(factor.any() for factor in pair)]
+        if zeros:  # as a new one's B is, but never its A: neither would have a gradient
+            raise UserError(
+                f"{self.what}: in {self.file} all numbers of both factors are 0 in {len(zeros)} layers "
+                f"({listed(zeros)}): they change nothing and could not learn. Was its writing cut off? Copy it again."
+            )
+        return factors
 
     def scaling(self, layer: str, dim: int) -> float:
         """What B A is multiplied by in a layer whose factors have `dim` rows and columns."""
@@ -155,7 +170,7 @@ class AdapterFolder:
         peft_config = unset(self.config)
         try:
             inject(model, {"default": peft_config})
-        except ValueError as error:
+        except Exception as error:  # whatever broken values lead peft to
             raise UserError(
                 f"{self.told} does not fit its base {self.base} ({one_line(error)[:300]}). {_OF_ITS_BASE}"
             ) from None
@@ -214,7 +229,7 @@ def read_adapter(path: str, what: str, base: str | None = None) -> AdapterFolder
         raise UserError(f"{told} is of kind {shortened(kind)} and no LoRA. {_MERGE} where that can be done.")
     try:
         config = LoraConfig.from_pretrained(path)
-        float(config.lora_alpha), int(config.r)
+        check_config(config)
     except Exception as error:  # whatever broken values lead peft to
         raise UserError(
             f"{what}: {file} is broken ({type(error).__name__}: {one_line(error)}). Copy it again."

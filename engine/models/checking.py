@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import MODEL_MAPPING, PreTrainedTokenizerBase
 
 from engine.errors import UserError
-from engine.models.adapter_folders import AdapterFolder, read_adapter
+from engine.models.adapter_folders import SCORE, AdapterFolder, read_adapter
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.deepspeed_chat import deepspeed_chat_names, is_deepspeed_chat_scorer
 from engine.models.fingerprint import check_base
@@ -83,7 +83,9 @@ def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
         )
     else:
         check_trunk(adapter.base, what, trust_remote_code)
-    adapter.settings()
+    pad, rows = adapter.settings().get("pad_token_id"), getattr(config.get_text_config(), "vocab_size", None)
+    if pad is not None and rows is not None and pad >= rows:
+        raise UserError(f"{adapter.told} has the pad token {pad} in its {SCORE}, and its model knows {rows}. Mend it.")
     _check_fit(adapter, config, kind)
     return form
 

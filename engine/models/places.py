@@ -14,6 +14,8 @@ from engine.git_lfs import refuse_pointers
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MODELS = ("config.json", ADAPTER_CONFIG)  # what says that a folder is a model's
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of which the first is taken, as transformers does
+_WHOLE_WEIGHTS = (*WEIGHT_FILES, *(f"{name}.index.json" for name in WEIGHT_FILES))
 _WITHIN = ("actor", "reward", "sft", "actor_adapter", "adapter")  # where models stand in folders that runs write
 
 
@@ -25,7 +27,7 @@ def can_be_hub_name(name: str) -> bool:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Whether an adapter of peft's stands at `path`, and no whole model."""
+    """Whether an adapter of peft's stands at `path`."""
     return (Path(path) / ADAPTER_CONFIG).is_file()
 
 
@@ -35,11 +37,19 @@ def base_of(path: str, what: str) -> str:
     A base that is no absolute path is looked for from the working directory, as peft does, and from the adapter's
     folder; what is found in neither is a name on the Hub.
 
-    Raises: UserError, naming `what` (a flag), where an adapter names no base, or one that cannot be.
+    Raises: UserError, naming `what` (a flag), where an adapter names no base or one that cannot be, or stands in the
+    folder of a whole model.
     """
     if not is_adapter(path):
         return path
     file = Path(path) / ADAPTER_CONFIG
+    whole = next((name for name in _WHOLE_WEIGHTS if (Path(path) / name).is_file()), None)
+    if whole is not None and (Path(path) / "config.json").is_file():
+        raise UserError(
+            f"{what}: the folder {path} holds a whole model ({whole}) and an adapter ({ADAPTER_CONFIG}), and which of "
+            "them is meant cannot be told. Move one into a folder of its own; an adapter that has been merged into "
+            "this model can be deleted."
+        )
     refuse_pointers([file], what)
     try:
         base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")

@@ -12,9 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
-from engine.models.places import one_line
+from engine.models.places import WEIGHT_FILES, one_line
 
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # of which the first is taken, as transformers does
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
 
 

@@ -1,6 +1,6 @@
 """Runs on two ranks at ZeRO-3 that are killed at a random instant of a phase, gone on with, and compared.
 
-trial = KillTrial(tiny, folder, steps=4)
+trial = KillTrial(tiny, folder, steps=4, **flags_of_lora(tiny, "trunk"))
 print(trial.kill(Instant("train", step=2, share=0.5), "a"))
 """
 
@@ -20,6 +20,7 @@ from tests.e2e.announcing import WRITING
 from tests.e2e.chain import MACHINE
 from tests.e2e.programs import ROOT, TIMEOUT, Tiny, command_line, metric_lines
 from tests.ports import free_port
+from tests.tiny_adapters import make_adapter
 from training.restarts.layout import points_in
 
 PHASES = ("evaluating", WRITING, "train", "generate", "make_experience", "saving models", "loading models")
@@ -61,10 +62,25 @@ def random_instants(count: int, steps: int, seed: int) -> list[Instant]:
     return found
 
 
-class KillTrial:
-    """The uninterrupted run, and those that are killed."""
+def flags_of_lora(tiny: Tiny, kind: str) -> dict:
+    """Flags of step 3 with LoRA in none of its models ("none"), in two whose frozen roles they play ("pairs"), or in
+    one trunk of all four ("trunk"), with a reward model that is made for it."""
+    if kind == "none":
+        return {}
+    flags = {"actor_lora_dim": 4, "critic_lora_dim": 4, "only_optimize_lora": True, "lora_alpha": 8}
+    if kind == "pairs":
+        return flags
+    reward = make_adapter(tiny.folder / "reward_lora", str(tiny.folder / "sft"), scorer=True)
+    return flags | {"share_trunk": True, "critic_model_name_or_path": reward}
 
-    def __init__(self, tiny: Tiny, folder: Path, steps: int = 4):
+
+class KillTrial:
+    """The uninterrupted run, and those that are killed.
+
+    flags: further ones of step 3.
+    """
+
+    def __init__(self, tiny: Tiny, folder: Path, steps: int = 4, **flags):
         self.folder, self.steps = folder, steps
         folder.mkdir(parents=True, exist_ok=True)
         shipped = json.loads((ROOT / "configs" / "ds" / "zero3.json").read_text())
@@ -84,6 +100,7 @@ class KillTrial:
             set="kl_controller=adaptive",
             actor_learning_rate=1e-3,
             critic_learning_rate=1e-3,
+            **flags,
         )
 
     @cached_property
@@ -201,7 +218,8 @@ def read_phases(path: Path) -> list[dict]:
 
 def differences(whole: Path, other: Path) -> tuple[str, ...]:
     """What of another run's results is not the uninterrupted one's to the last bit, time and memory aside."""
-    names = [f"{role}/model.safetensors" for role in ("actor", "critic", "actor_ema")]
+    assert (whole / "actor" / "model.safetensors").is_file()
+    names = sorted(str(file.relative_to(whole)) for file in whole.glob("*/*.safetensors"))  # adapters' as well
     names += ["samples/before.jsonl", "samples/after.jsonl", "samples/after_ema.jsonl"]
     found = [
         name

@@ -1,18 +1,23 @@
-"""Every damage of scripts/damage_models.py is refused by what step 3 looks at before anything is loaded."""
+"""Every damage of scripts/damage_models.py is refused by what step 3 looks at before anything is loaded, or in loading
+where it is of numbers."""
 
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.errors import UserError
-from tests.engine.models import model_damages
+from engine.models.loading import load_policy, load_scorer
+from tests.engine.models import adapter_damages, model_damages
 from tests.engine.models.model_damages import CONFIGURATIONS, HEADERS, OF_ACTORS, RAN
+from tests.tiny_adapters import make_adapter
 from tests.tiny_models import make_causal_lm, make_scorer
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.checks import check_models
 
 NOT_IN_HEADERS = ("NaN in a tensor", "infinity in a tensor")  # found once weights are loaded: test_fit.py
+NUMBERS = ("NaN in A", "infinity in B", "all numbers 0", "NaN in a .bin", "NaN in the head", "NaN in the base")
 OF_THE_OTHER = ("another tokenizer's ids",)  # told of the model whose tokenizer is the right one
 
 
@@ -56,3 +61,33 @@ def test_every_damage_is_refused_in_one_line(sound, tmp_path, role, kind):
         assert "\n" not in message and message.endswith("."), message
         assert str(tmp_path / "model") in message or name in OF_THE_OTHER, message
         assert not (tmp_path / RAN).exists(), name
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    base, found = make_causal_lm(root / "base"), {}
+    for role in ("actor", "critic"):
+        found[role] = Path(make_adapter(root / role, base, scorer=role == "critic"))
+        adapter_damages.edit_json(found[role] / "adapter_config.json", base_model_name_or_path="../base")
+    return found
+
+
+@pytest.mark.parametrize(("role", "kind"), [("actor", "ADAPTERS"), ("critic", "OF_SCORERS")])
+def test_every_damage_of_an_adapter_is_refused_in_one_line(adapters, tmp_path, role, kind):
+    check(**adapters)
+    load = load_policy if role == "actor" else load_scorer
+    for name, damage in getattr(adapter_damages, kind).items():
+        for folder in ("model", "base"):
+            shutil.rmtree(tmp_path / folder, ignore_errors=True)
+            shutil.copytree(
+                adapters[role] if folder == "model" else adapters[role].with_name("base"), tmp_path / folder
+            )
+        damage(tmp_path / "model", adapters["critic" if role == "actor" else "actor"])
+        with pytest.raises(UserError) as refused:
+            check(**(adapters | {role: tmp_path / "model"}))
+            assert name in NUMBERS, f"{name} was passed over"
+            load(str(tmp_path / "model"), torch.float32)
+        message = str(refused.value)
+        assert "\n" not in message and message.endswith("."), message
+        assert str(tmp_path) in message, message
