@@ -71,7 +71,7 @@ def flags_of_lora(tiny: Tiny, kind: str) -> dict:
     if kind == "pairs":
         return flags
     reward = make_adapter(tiny.folder / "reward_lora", str(tiny.folder / "sft"), scorer=True)
-    return flags | {"share_trunk": True, "critic_model_name_or_path": reward}
+    return flags | {"share_trunk": True, "critic_model_name_or_path": reward, "critic_ds_config": None}
 
 
 class KillTrial:

@@ -1,6 +1,7 @@
 """A model of a LoRA run's restart point: its adapter, and the model with that merged in."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,16 @@ from engine.errors import UserError
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
 from engine.models.adapters import update
+from engine.models.checking import check_policy, check_trunk
+from engine.models.classes import CLASSIFIER as SCORER
+from engine.models.classes import LANGUAGE_MODEL, model_class
 from engine.models.deepspeed_chat import is_deepspeed_chat_scorer
 from engine.models.fingerprint import fingerprint
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.merging import BASE, merged
+from engine.models.on_disk import tensors_of
 from engine.models.places import is_adapter
+from engine.models.weight_files import weight_files, weights_folder
 from engine.optim import is_factor
 from engine.safetensors_files import file_order
 from training.restarts.layout import CONFIG
@@ -80,26 +86,25 @@ class AdapterPoint:
         Raises: UserError where the model that the run began with is not there, or another one is.
         """
         adapter = self._folder()
-        model = self._base(adapter)
-        persistent = model.state_dict().keys()
-        named = [*model.named_parameters(), *model.named_buffers()]
-        found = {name: tensor.detach() for name, tensor in named if name in persistent}
+        model, base = self._base(adapter)
+        found = dict(base)
         for name in self.tensors:
             if not is_factor(name):
                 found[name.replace(BASE, ".")] = self.tensors[name]
+        places = {weight: name for name, weight in model.named_parameters()}
         for name in self.tensors:
             layer, is_a, _ = name.partition(".lora_A.")
             if is_a:  # of a head that is the embedding too, whose matrix is not among the named ones, as well
-                found[f"{layer}.weight"] = self._merged(adapter, layer, model.get_submodule(layer))
+                part = model.get_submodule(layer)
+                found[f"{layer}.weight"] = self._merged(adapter, layer, base[places[part.weight]], part)
         return Tensors(found)
 
-    def _merged(self, adapter: AdapterFolder, layer: str, part: Any) -> Tensor:
-        weight = part.weight.detach()
-
+    def _merged(self, adapter: AdapterFolder, layer: str, weight: Tensor, part: Any) -> Tensor:
         def fill(target: Tensor) -> None:
             a, b = (self.tensors[f"{layer}.lora_{factor}.{self.model}.weight"] for factor in "AB")
             change = update(a, b, adapter.scaling(layer, a.shape[0]), transposed=isinstance(part, Conv1D))
-            target.copy_(merged(weight, change))
+            matrix = torch.empty(weight.shape, dtype=weight.dtype).copy_(weight)
+            target.copy_(merged(matrix, change))
 
         return Lazy.of(tuple(weight.shape), weight.dtype, fill)
 
@@ -118,10 +123,51 @@ class AdapterPoint:
             )
         return found
 
-    def _base(self, adapter: AdapterFolder) -> PreTrainedModel:
+    def _base(self, adapter: AdapterFolder) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+        """The model that the run began with, maybe without memory, and its weights by name.
+
+        They are read when they are asked for, where files name them as the model does; other models are loaded.
+        """
         dtype, what = self.tensors.dtype, str(self.point.folder)
+        scores = adapter.config.task_type == CLASSIFIER
         if is_deepspeed_chat_scorer(adapter.base, what):
-            return load_scorer(adapter.base, dtype, what=what).model
-        if adapter.config.task_type == CLASSIFIER:
-            return new_scorer(adapter.base, dtype, None, None, what=what).model
-        return load_policy(adapter.base, dtype, what=what).model
+            model = load_scorer(adapter.base, dtype, what=what).model
+        else:
+            config = (check_trunk if scores else check_policy)(adapter.base, what)
+            kind = model_class(config, SCORER if scores else LANGUAGE_MODEL, adapter.base, what)
+            config.num_labels = 1 if scores else config.num_labels
+            with torch.device("meta"):
+                model = kind._from_config(config, dtype=dtype)
+            stored = self._stored(model, adapter.base)
+            if stored is not None:
+                return model, stored
+            load = partial(new_scorer, pad_token_id=None, seed=None) if scores else load_policy
+            model = load(adapter.base, dtype, what=what).model
+        return model, {name: tensor.detach() for name, tensor in _weights(model).items()}
+
+    def _stored(self, model: PreTrainedModel, path: str) -> dict[str, Tensor] | None:
+        """The weights of the files at `path` that are not the point's, by their names in the model; None where one of
+        them has another name there, or the files are not on this machine."""
+        folder = weights_folder(path)
+        if folder is None or model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict:
+            return None
+        files: dict[str, Lazy] = {}
+        for file in weight_files(folder, path):
+            files |= tensors_of(file)
+        own = {name.replace(BASE, ".") for name in self.tensors}
+        trunk, found = f"{model.base_model_prefix}.", {}
+        for name, weight in _weights(model).items():
+            names = (name, name.removeprefix(trunk), f"{trunk}{name}")  # as transformers looks for them
+            lazy = next((files[other] for other in names if other in files), None)
+            if lazy is not None and lazy.shape == weight.shape:
+                found[name] = Lazy.of(tuple(weight.shape), weight.dtype, lazy.fill)
+            elif name not in own:
+                return None
+        return found
+
+
+def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What is saved of a model, tied weights by one of their names."""
+    saved = model.state_dict().keys()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor for name, tensor in named if name in saved}

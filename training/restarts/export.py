@@ -6,8 +6,9 @@
     python -m training.restarts.export out exported_adapter --adapter       # of a LoRA run, the adapter alone
 
 What is written opens with from_pretrained, and is what the run would have saved after that step, bit by bit. It takes
-the memory of the largest tensor, and no GPU. The merged model of a LoRA run takes that of the model that it began with,
-which the point does not hold: it has to stand where it stood, or where --base says.
+the memory of the largest tensor, and no GPU. Of a LoRA run the point does not hold the model that it began with, which,
+for the merged one, has to stand where it stood, or where --base says; it is loaded as a whole where its files name
+weights otherwise than the model does, as DeepSpeed-Chat's reward models do.
 """
 
 import argparse

@@ -7,8 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.models.loading import load_policy
+from engine.models.lora import LoraSpec, adapt
+from engine.models.merging import merged_state
+from engine.models.saving import adapter_files
+from engine.optim import is_factor
 from engine.zero.shards import Shard
+from tests.tiny_models import make_causal_lm
 from tests.training.restarts.tiny_points import TinyRun, flip_bit
+from training.restarts import adapter_point
 from training.restarts.export import INDEX, main
 from training.restarts.manifest import damages
 
@@ -117,3 +124,44 @@ def test_an_adapter_is_asked_for_where_there_is_none_and_a_base_that_has_moved(r
     assert exported(point, tmp_path / "hf", "--adapter") == 2
     assert re.search(r"beside the factors \w and others train", capsys.readouterr().err)
     assert not (tmp_path / "hf").exists()
+
+
+class TinyLora:
+    """A language model of a family, in bfloat16, of which factors train."""
+
+    def __init__(self, base: str):
+        self.module = load_policy(base, torch.bfloat16)
+        adapt(self.module, LoraSpec(dim=2, only=True), "actor")
+        self.state = dict(self.module.model.named_parameters())
+        for name, weight in self.state.items():
+            if is_factor(name):
+                torch.nn.init.normal_(weight, std=0.2)
+
+    def shards(self) -> list[Shard]:
+        """Float32 masters of the factors."""
+        factors = {name: weight.detach().float() for name, weight in self.state.items() if is_factor(name)}
+        return [Shard(f"weights/model.{n}", tuple(f.shape), 0, f.reshape(-1)) for n, f in factors.items()]
+
+    def scalars(self) -> dict:
+        return {}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gpt_neox", "bloom"])
+def test_a_merged_model_is_written_while_its_base_is_read(run, tmp_path, family, monkeypatch):
+    model = TinyLora(make_causal_lm(tmp_path / "base", family, tied=family != "llama"))
+    run.checkpoints.models = {"actor": model}
+    texts = adapter_files(model.module) | {"config.json": json.dumps(model.module.model.config.to_dict())}
+    run.checkpoints.config_files = {f"actor/{name}": text.encode() for name, text in texts.items()}
+    run.step = 3
+    point = run.checkpoints.save(3, wait=True)
+    monkeypatch.setattr(adapter_point, "load_policy", None)  # which would have a whole model in memory
+    assert exported(point, tmp_path / "hf") == 0
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    expected = merged_state(model.module, model.state)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], weight + 0), name
+    assert not all(
+        torch.equal(found[n], w)
+        for n, w in load_policy(str(tmp_path / "base"), torch.bfloat16).model.named_parameters()
+    )
