@@ -1,22 +1,29 @@
-"""Strings that end a response."""
+"""What ends a response."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 
-def stop_finder(tokenizer, strings: tuple[str, ...]) -> Callable[[list[int]], int | None]:
-    """Where the first of these strings is complete in a list of tokens: the number of tokens up to it, or None."""
+class Ends:
+    """Tokens that end a response, and strings that end it with the token that completes them."""
 
-    def find(tokens: list[int]) -> int | None:
-        def holds(count: int) -> bool:
-            text = tokenizer.decode(tokens[:count])
-            return any(string in text for string in strings)
+    def __init__(self, tokenizer, tokens: Sequence[int] = (), strings: Sequence[str] = ()):
+        self.tokenizer, self.tokens, self.strings = tokenizer, frozenset(tokens), tuple(strings)
 
-        if not strings or not holds(len(tokens)):
-            return None
-        low, high = 1, len(tokens)  # the shortest prefix that holds one: once complete, a string stays in the text
+    def first(self, response: list[int], start: int = 0) -> int | None:
+        """How many tokens of a response come up to its first end, the end included; None where there is none.
+
+        start: no token before this place ends it.
+        """
+        end = next((place + 1 for place in range(start, len(response)) if response[place] in self.tokens), None)
+        before = response[:end]
+        if not self.strings or not self._holds_string(before):
+            return end
+        low, high = 1, len(before)  # the shortest that holds one: once complete, a string stays in the text
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if holds(middle) else (middle + 1, high)
+            low, high = (low, middle) if self._holds_string(before[:middle]) else (middle + 1, high)
         return low
 
-    return find
+    def _holds_string(self, tokens: list[int]) -> bool:
+        text = self.tokenizer.decode(tokens)
+        return any(string in text for string in self.strings)

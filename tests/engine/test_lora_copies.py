@@ -14,7 +14,7 @@ from engine.models.lora import LoraSpec, adapt
 from engine.rollout.backends import ReplicaRollouts
 from engine.whole_copies import WholeCopies
 from engine.zero.gathering import copy_weights
-from tests.engine.test_decode import BATCH, SAMPLING, answers
+from tests.engine.rollout.test_decode import BATCH, SAMPLING, answers
 from tests.tiny_models import make_causal_lm, make_scorer, make_tokenizer
 
 TOKENS = torch.arange(4, 20).view(2, 8)

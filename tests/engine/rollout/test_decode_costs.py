@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.rollout import decode
+from engine.rollout import decode, draws
 from engine.rollout.base import SamplingConfig
 from engine.rollout.decode import Sampler
 from tests.engine.meters import HostQuestions
@@ -57,7 +57,7 @@ def test_rows_times_steps_are_at_most_five_fourths_of_the_tokens(model, monkeypa
 
     sampler = Sampler(make_tokenizer(), rows_at_once)
     sampler.responses(model, batch([1]), sampling(1))  # what is found out about masks is found out
-    monkeypatch.setattr(decode, "keyed_uniforms", numbers)
+    monkeypatch.setattr(draws, "keyed_uniforms", numbers)
     passes = []
     hook = model.register_forward_pre_hook(
         lambda _, args, named: passes.append(tuple(named["input_ids"].shape)), with_kwargs=True
@@ -102,7 +102,7 @@ class Asked:
 
     def __init__(self, monkeypatch):
         self.questions, self.counts = [], []
-        draw = decode._Decoding._draw
+        draw = decode._Loop._draw
 
         def counted(decoding, count):
             with HostQuestions() as meter:
@@ -110,7 +110,7 @@ class Asked:
             self.questions.append(meter.count)
             self.counts.append(count)
 
-        monkeypatch.setattr(decode._Decoding, "_draw", counted)
+        monkeypatch.setattr(decode._Loop, "_draw", counted)
 
 
 @pytest.mark.parametrize("family", ("llama", "qwen2", "gpt_neox", "opt", "gpt2"))
@@ -133,8 +133,8 @@ def test_questions_for_each_token_would_be_seen(model, monkeypatch):
     Sampler(make_tokenizer()).responses(model, batch([5, 9, 1]), how)
     assert asked.counts == [8, 8] and min(asked.questions) >= 8
     monkeypatch.setattr(decode, "takes_slot_masks", lambda model: True)
-    find, asked.questions[:] = decode.sample_tokens, []
-    monkeypatch.setattr(decode, "sample_tokens", lambda *args: find(*args) if find(*args).sum() >= 0 else None)
+    find, asked.questions[:] = draws.sample_tokens, []
+    monkeypatch.setattr(draws, "sample_tokens", lambda *args: find(*args) if find(*args).sum() >= 0 else None)
     Sampler(make_tokenizer()).responses(model, batch([5, 9, 1]), how)
     assert asked.questions == [9, 9]
 

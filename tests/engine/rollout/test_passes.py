@@ -23,7 +23,17 @@ from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
 from engine.rollout.families import check_attention, takes_slot_masks
 from engine.rollout.passes import CompiledPasses, Passes, RecordedPasses, passes_of
-from tests.engine.test_decode import BATCH, FAMILIES, INDICES, PROMPTS, READY, SAMPLING, answers, loaded, plainly
+from tests.engine.rollout.test_decode import (
+    BATCH,
+    FAMILIES,
+    INDICES,
+    PROMPTS,
+    READY,
+    SAMPLING,
+    answers,
+    loaded,
+    plainly,
+)
 from tests.plain_sampling import plain_answer
 from tests.tiny_models import EOS, PAD, VOCABULARY, make_causal_lm, make_tokenizer
 

@@ -1,0 +1,44 @@
+"""From logits to tokens: each response with random numbers of its own."""
+
+import torch
+from torch import Tensor
+
+from engine.algo.logprobs import token_logprobs
+from engine.algo.sampling import keyed_uniforms, sample_tokens
+from engine.experience import PromptBatch
+from engine.rollout.base import SamplingConfig
+
+
+class Draws:
+    """Draws the tokens of a call's responses, and records what the dialect asks for.
+
+    `recorded` has, under the names of Rollout's fields, (len(prompts), places) float32; nothing where `sampling` asks
+    for no log-probs. places: tokens that may be drawn for a response, those behind its end included.
+    """
+
+    def __init__(self, prompts: PromptBatch, sampling: SamplingConfig, places: int):
+        device = prompts.input_ids.device
+        self.sampling = sampling
+        self.uniforms = keyed_uniforms(
+            sampling.seed,
+            prompts.indices.unsqueeze(1),
+            prompts.samples.unsqueeze(1),
+            torch.arange(places, device=device),
+        )
+        self.never_drawn = torch.tensor(sampling.never_drawn, dtype=torch.int64, device=device)
+        names = () if sampling.logprob_temperature is None else ("logprobs", "entropy")
+        self.recorded = {name: torch.zeros(len(prompts), places, device=device) for name in names}
+
+    def draw(self, logits: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        """(B, 1) int64, the tokens at these places (B,) of the responses to these rows (B,) of the prompts.
+
+        logits: (B, V) in any float dtype.
+        """
+        sampling = self.sampling
+        choice = logits.index_fill(1, self.never_drawn, -torch.inf) if sampling.never_drawn else logits
+        tokens = sample_tokens(choice[:, : sampling.vocabulary_size], self.uniforms[rows, places], sampling.temperature)
+        if sampling.logprob_temperature is not None:
+            self.recorded["logprobs"][rows, places], self.recorded["entropy"][rows, places] = token_logprobs(
+                logits, tokens, sampling.logprob_temperature, with_entropy=True
+            )
+        return tokens.unsqueeze(1)
