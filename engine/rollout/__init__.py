@@ -3,7 +3,7 @@
 from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.choice import ROLLOUT_BACKENDS, build_rollouts
-from engine.rollout.passes import DECODING
+from engine.rollout.decoding import DECODING
 
 __all__ = [
     "DECODING",

@@ -12,8 +12,8 @@ class Window:
     """Which part of the cache a forward pass works in: these rows, and their slots [start, end), which hold what came
     before; the pass writes from `end` on.
 
-    at: where a single token is written instead, (1,) int64, for passes that are compiled: these see all slots, so that
-    no shape changes from token to token.
+    at: where a single token is written instead, (1,) int64, for passes whose shapes are few: these see slots up to one
+    that stays the same from token to token.
     """
 
     at: Tensor | None
@@ -26,7 +26,7 @@ class Window:
         self.rows, self.start, self.end, self.at = rows, start, end, None
 
     def put_at(self, rows: slice, at: Tensor, slots: int) -> None:
-        """Work on single tokens of these rows from now on, in sight of all `slots`."""
+        """Work on single tokens of these rows from now on, in sight of the first `slots`."""
         self.rows, self.start, self.end, self.at = rows, 0, slots - 1, at
 
 
@@ -156,7 +156,7 @@ class _Slots(CacheLayerMixin):
         window = self.window
         rows, behind = window.rows, window.end + key_states.shape[-2]
         if window.at is not None:
-            keys, values = self.keys[rows], self.values[rows]
+            keys, values = self.keys[rows, :, : window.end + 1], self.values[rows, :, : window.end + 1]
             return keys.index_copy_(2, window.at, key_states), values.index_copy_(2, window.at, value_states)
         self.keys[rows, :, window.end : behind] = key_states
         self.values[rows, :, window.end : behind] = value_states

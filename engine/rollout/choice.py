@@ -70,7 +70,7 @@ def build_rollouts(
     else:
         plain = "copies do not stay between steps" if copies.between_steps != "keep" else ""
         rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, copies, "plain" if plain else decoding)
-    if plain and decoding in ("recorded", "compiled"):
+    if plain and decoding in ("recorded", "graphs", "compiled"):
         why = f"{why}; tokens are not {decoding}: {plain}"
     rollouts.why = f"rollouts by {'zero3' if actor.copies is None else 'replica'}: {why}"
     return rollouts

@@ -9,9 +9,10 @@ from engine.experience import PromptBatch, Rollout
 from engine.rollout.base import SamplingConfig
 from engine.rollout.batch import Batch
 from engine.rollout.cache import SlotCache
+from engine.rollout.decoding import passes_of
 from engine.rollout.draws import Draws
 from engine.rollout.families import takes_slot_masks
-from engine.rollout.passes import Passes, passes_of
+from engine.rollout.passes import Passes
 from engine.rollout.request import Request
 from engine.rollout.schedule import Schedule
 from engine.rollout.stops import Ends
@@ -26,7 +27,7 @@ class Sampler:
         rows_at_once: how many responses are decoded side by side; None for all.
         agree: where forward passes are collective, all ranks must make as many; this is then given a number on each
             and returns the largest. None where ranks need not wait for each other.
-        decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING. All but "plain" need
+        decoding: how single tokens go through the model, one of engine.rollout.decoding.DECODING. All but "plain" need
             a model without hooks, whose weights stay where they are.
     """
 

@@ -38,8 +38,8 @@ class RLHFFlags(RestartFlags, ModelFlags):
     decoding: str = flag(
         "auto",
         "how single tokens go through a whole copy: by the model's own code (plain), by a recording of its "
-        "operations (recorded; auto on CPUs), or by torch.compile's, with CUDA graphs on GPUs (compiled: after a "
-        "minute at the start)",
+        "operations (recorded; auto on CPUs), by CUDA graphs of it (graphs; auto on GPUs), or by torch.compile's "
+        "code, with CUDA graphs on GPUs (compiled: after a minute at the start)",
         choices=DECODING,
     )
     replicas_between_steps: str = flag(
@@ -112,7 +112,7 @@ class RLHFFlags(RestartFlags, ModelFlags):
                 )
 
     def _validate_decoding(self) -> None:
-        if self.decoding not in ("recorded", "compiled"):
+        if self.decoding not in ("recorded", "graphs", "compiled"):
             return
         if self.replicas_between_steps != "keep":
             raise UserError(

@@ -20,9 +20,12 @@ from transformers import (
 from engine.errors import UserError
 from engine.experience import PromptBatch
 from engine.rollout.cache import SlotCache
+from engine.rollout.compiled_passes import CompiledPasses
 from engine.rollout.decode import Sampler
+from engine.rollout.decoding import passes_of
 from engine.rollout.families import check_attention, takes_slot_masks
-from engine.rollout.passes import CompiledPasses, Passes, RecordedPasses, passes_of
+from engine.rollout.passes import Passes
+from engine.rollout.recorded_passes import RecordedPasses
 from tests.engine.rollout.test_decode import (
     BATCH,
     FAMILIES,
@@ -92,6 +95,13 @@ def test_auto_records_on_cpus_without_a_word(models):
         warnings.simplefilter("error")
         for family in FAMILIES:
             assert type(taken(models[family], "auto")) is (RecordedPasses if family in READY else Passes)
+
+
+def test_without_torchs_recordings_the_models_own_code_reads_tokens(models, monkeypatch):
+    monkeypatch.delattr(torch.jit, "trace")
+    sampler = Sampler(make_tokenizer(), decoding="auto")
+    assert answers(sampler.responses(models["llama"], BATCH, SAMPLING)) == plainly(models["llama"], SAMPLING)
+    assert type(sampler._passes) is Passes
 
 
 @pytest.mark.parametrize("family", sorted(READY))
