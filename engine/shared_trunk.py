@@ -58,20 +58,28 @@ def shared_trunk(spec: EngineSpec) -> SharedModel:
 
 
 def scoring_roles(
-    spec: EngineSpec, actor_flag: str = "actor", critic_flag: str = "critic", reward_flag: str = "reward"
+    spec: EngineSpec,
+    actor_flag: str = "actor",
+    critic_flag: str = "critic",
+    reward_flag: str = "reward",
+    with_tokenizer: bool = True,
 ) -> dict[str, ScoringRole]:
     """What "critic" and "reward" are to be on the actor's base, as far as there are such; no weights are read.
 
-    The flags name the models in messages. Raises: UserError for a model that is no adapter on that base.
+    The flags name the models in messages. with_tokenizer: whether the actor's is asked for the pad token of a new
+    critic. Raises: UserError for a model that is no adapter on that base.
     """
-    found = {}
+    found, pad = {}, None
+    if with_tokenizer:
+        tokenizer = read_tokenizer(spec.actor_path, "actor", trust_remote_code=spec.trust_remote_code)
+        pad = classifier_pad_token_id(tokenizer)
     if spec.with_critic:
         start = _on_base(spec, actor_flag, spec.critic_path, critic_flag) if spec.critic_path is not None else None
-        found["critic"] = ScoringRole(config=_score_config(spec, start), start=start, lora=spec.critic_lora)
+        found["critic"] = ScoringRole(config=_score_config(spec, start, pad), start=start, lora=spec.critic_lora)
     path = spec.reward_path or spec.critic_path
     if spec.with_reward_model and path is not None:
         start = _on_base(spec, actor_flag, path, critic_flag if spec.reward_path is None else reward_flag)
-        found["reward"] = ScoringRole(config=_score_config(spec, start), start=start)
+        found["reward"] = ScoringRole(config=_score_config(spec, start, pad), start=start)
     return found
 
 
@@ -89,11 +97,9 @@ def _on_base(spec: EngineSpec, actor_flag: str, path: str, flag: str) -> Adapter
     )
 
 
-def _score_config(spec: EngineSpec, start: AdapterFolder | None):
+def _score_config(spec: EngineSpec, start: AdapterFolder | None, pad: int | None):
     """The configuration of a classifier on the actor's base: with its start's settings, or those of a new critic."""
     config = copy.deepcopy(read_config(spec.actor_path, "actor", spec.trust_remote_code))
-    tokenizer = read_tokenizer(spec.actor_path, "actor", trust_remote_code=spec.trust_remote_code)
-    pad = classifier_pad_token_id(tokenizer)
     settings = {"num_labels": 1, "score_offset": 0.0, "score_position": "last", "pad_token_id": pad}
     for name, value in (settings | (start.settings() if start is not None else {})).items():
         setattr(config, name, value)

@@ -6,7 +6,7 @@
 #   8xa100-40g   all weights, states on the host      20 GB (experience), 294 GB
 #   16xv100-32g  all weights, states on the host      19 GB (experience), 147 GB
 #   1xa100-80g   adapters                             38 GB (train), 14 GB
-#   1xv100-32g   adapters on one trunk                19 GB (train), 16 GB
+#   1xv100-32g   adapters on one trunk                25 GB (train), 14 GB
 #
 #   scripts/llama2_7b.sh 1        supervised fine-tuning
 #   scripts/llama2_7b.sh 2        reward model
@@ -44,8 +44,8 @@ case "$HARDWARE" in  # what differs from the flags below
         --zero_stage 0 "${lora[@]}")
     reward=(--per_device_train_batch_size 2 --per_device_eval_batch_size 2 --gradient_accumulation_steps 32
         --zero_stage 0 --model_name_or_path "$out/sft" "${lora[@]}")
-    ppo=(--generation_batches 8 --per_device_training_batch_size 2 --actor_zero_stage 2 --critic_zero_stage 2
-        --offload --share_trunk --critic_model_name_or_path "$out/reward/adapter" "${both_lora[@]}")
+    ppo=(--generation_batches 8 --per_device_training_batch_size 2 --actor_zero_stage 0 --critic_zero_stage 0
+        --share_trunk --critic_model_name_or_path "$out/reward/adapter" "${both_lora[@]}")
     ;;
 esac
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
-from engine.models.adapter_folders import read_adapter
+from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.backbone import Backbone
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.hydra import HydraPolicy
@@ -131,11 +131,12 @@ def _units(module: nn.Module, kinds: set[str]) -> Iterable[int]:
 def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
     """A blueprint for each engine that `spec` asks for, by role, in the order in which they are loaded.
 
-    Only config.json is read of each model. Raises: UserError, naming the role's flag and the path, for one that is not
-    there or cannot be read.
+    Only config.json is read of each model, and adapter_config.json of an adapter. Raises: UserError, naming the role's
+    flag and the path, for one that is not there or cannot be read.
     """
     of_spec = partial(built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
     reward_path = spec.reward_path or str(spec.critic_path)
+    played = {host: frozen for frozen, host in spec.hosts.items()}
     build: dict[str, Callable[[], Blueprint]] = {
         "actor": lambda: of_spec(
             "actor",
@@ -145,6 +146,7 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
             checkpointing=spec.actor_gradient_checkpointing,
             lora=spec.actor_lora,
             hydra_layers=spec.hydra_layers,
+            plays=played.get("actor"),
         ),
         "critic": lambda: of_spec(
             "critic",
@@ -153,7 +155,7 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
             True,
             checkpointing=spec.critic_gradient_checkpointing,
             lora=spec.critic_lora,
-            keeps_head="reward" in spec.hosts,
+            plays=played.get("critic"),
         ),
         "reference": lambda: of_spec("reference", spec.actor_path, LANGUAGE_MODEL, False),
         "reward": lambda: of_spec("reward", reward_path, CLASSIFIER, False),
@@ -171,7 +173,7 @@ def _trunk(spec: EngineSpec) -> Blueprint:
     policy = module_on_paper(spec.actor_path, LANGUAGE_MODEL, spec.dtype, flags[0], spec.trust_remote_code)
     assert isinstance(policy, Policy)
     policy.start = read_adapter(spec.actor_path, flags[0])
-    scoring = scoring_roles(spec, *flags)
+    scoring = scoring_roles(spec, *flags, with_tokenizer=False)
     with torch.device("meta"):
         trunk = make_trunk(policy, spec.actor_lora, scoring)
         trunk.to(DTYPES[spec.dtype])
@@ -193,33 +195,43 @@ def built(
     checkpointing: bool = False,
     lora: LoraSpec | None = None,
     hydra_layers: int = 0,
-    keeps_head: bool = False,
+    plays: str | None = None,
 ) -> Blueprint:
     """The blueprint of one engine: of the model at `path`, a language model or (kind CLASSIFIER) a scorer.
 
-    lora, hydra_layers: as EngineSpec has them. keeps_head: whether the reward model's head is kept beside the critic's.
+    lora, hydra_layers: as EngineSpec has them. plays: the frozen model that this engine has too, if any. An adapter at
+    `path` is gone on with where there is `lora`, and else merged.
     Raises: UserError as `blueprints` does.
     """
     flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role}_model_name_or_path"
-    module: Policy | Scorer = module_on_paper(path, kind, dtype, flag, trust_remote_code)
+    start = read_adapter(path, flag)
+    module = module_on_paper(path, kind, dtype, flag, trust_remote_code, start if lora is None else None)
     with torch.device("meta"):
         if hydra_layers:
             module = HydraPolicy(module.model, layers=hydra_layers)
-        if keeps_head and isinstance(module, Scorer):
-            module.keep_head("reward")
+        if plays == "reward" and isinstance(module, Scorer):
+            module.keep_head(plays)
         if lora is not None:
-            adapt(module, lora, role)
+            module.start = start
+            adapt(module, lora, role, plays)
             module.model.to(DTYPES[dtype])
     if checkpointing:
         module.checkpoint_activations()
     return Blueprint(role, path, module, trained, checkpointing)
 
 
-def module_on_paper(path: str, kind: str, dtype: str, what: str, trust_remote_code: bool = False) -> Policy | Scorer:
+def module_on_paper(
+    path: str,
+    kind: str,
+    dtype: str,
+    what: str,
+    trust_remote_code: bool = False,
+    merged: AdapterFolder | None = None,
+) -> Policy | Scorer:
     """A Policy (kind LANGUAGE_MODEL) or Scorer (CLASSIFIER) of the configuration at `path`, on the meta device.
 
-    what: the flag that gave the path, for messages. Raises: UserError where config.json is not there, or describes no
-    such model.
+    what: the flag that gave the path, for messages. merged: an adapter that is part of it. Raises: UserError where
+    config.json is not there, or describes no such model.
     """
     config: Any = _config(path, what, trust_remote_code)
     for name, value in config.to_dict().items():
@@ -228,6 +240,8 @@ def module_on_paper(path: str, kind: str, dtype: str, what: str, trust_remote_co
     if kind == CLASSIFIER:
         config.num_labels = 1
     made = model_class(config, kind, path, what, trust_remote_code)
+    if merged is not None and kind == LANGUAGE_MODEL and merged.changes_tied_head(config, made):
+        config.tie_word_embeddings = False  # as the loader does
     with torch.device("meta"):
         model = made._from_config(config, dtype=DTYPES[dtype])
         return Policy(model) if kind == LANGUAGE_MODEL else Scorer(model)

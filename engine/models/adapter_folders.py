@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -196,13 +197,14 @@ class AdapterFolder:
 
     def changes_tied_head(self, config: PretrainedConfig, model_class) -> bool:
         """Whether it changes the output head of a model of this class and configuration, and that one is the embedding
-        too."""
+        too; no weights are read."""
         with torch.device("meta"):
             model = model_class._from_config(config)
         head = model.get_output_embeddings()
+        if head is None or self.config.target_modules is None or head.weight is not model.get_input_embeddings().weight:
+            return False
         names = [name for name, part in model.named_modules() if part is head]
-        changed = any(f"{name}.lora_A.weight" in self.headers for name in names)
-        return changed and head.weight is model.get_input_embeddings().weight
+        return any(bool(check_target_module_exists(self.config, name)) for name in names)
 
     @property
     def told(self) -> str:

@@ -159,7 +159,9 @@ def draw(a: Tensor, b: Tensor, spec: LoraSpec, name: str) -> None:
 
 @torch.no_grad()
 def _start_from(adapters: Adapters, start: AdapterFolder) -> None:
-    """Fill all adapters with the factors of a folder."""
+    """Fill all adapters with the factors of a folder; those on the meta device hold no numbers, and none are read."""
+    if any(a.is_meta for a, _ in adapters.factors().values()):
+        return
     found = start.factors()
     for adapter in adapters.configs:
         for name, pair in adapters.factors(adapter).items():

@@ -105,9 +105,10 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
     for role, wanted in scoring.items():
         kind = model_class(wanted.config, CLASSIFIER, wanted.config.name_or_path, f"{role} model")
         scorers[role] = Scorer(_classifier(model, wanted.config, kind), policy.dropouts)
-        if wanted.start is not None:
+        head = scorers[role].model.score.weight
+        if wanted.start is not None and not head.is_meta:
             with torch.no_grad():
-                scorers[role].model.score.weight.copy_(wanted.start.tensors()[f"{HEAD}.weight"])
+                head.copy_(wanted.start.tensors()[f"{HEAD}.weight"])
     trunk = Trunk(model, policy.dropouts, scorers)
     known = contents(policy.base, "model") if policy.base is not None else None
     for module in (trunk, *scorers.values()):
@@ -146,8 +147,10 @@ def _described(model: PreTrainedModel, start: AdapterFolder | None, spec: LoraSp
 
 @torch.no_grad()
 def _fill(trunk: Trunk, starts: Mapping[str, AdapterFolder | None], specs: Mapping[str, LoraSpec | None]) -> None:
-    """Give all factors the numbers that they start with."""
+    """Give all factors the numbers that they start with; on the meta device they have none."""
     assert trunk.adapters is not None
+    if any(a.is_meta for a, _ in trunk.adapters.factors().values()):
+        return
     for role, start in starts.items():
         found, spec = start.factors() if start is not None else {}, specs[role]
         for name, (a, b) in trunk.adapters.factors(role).items():

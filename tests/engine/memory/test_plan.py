@@ -5,7 +5,6 @@ import json
 
 import pytest
 
-from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.memory import PHASES, Cluster, plan
 from engine.models.lora import LoraSpec
@@ -21,7 +20,6 @@ from tests.engine.memory.configurations import (
     llama,
     spec_of,
 )
-from tests.tiny_models import make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -114,28 +112,6 @@ def test_adapters_leave_two_trunks_and_states_of_the_factors(path):
     assert rest["critic"]["optimizer"] == 12 * (FACTORS + WIDTH)
     names = [moment.name for moment in planned.moments if moment.phase == "experience"]
     assert names == [f"{role} computes" for role in ("actor", "reference", "critic", "reward")]
-
-
-def test_one_trunk_serves_all_roles(path, tmp_path):
-    llama(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
-    lora = LoraSpec(dim=2, only=True)
-    spec = EngineSpec(
-        actor_path=str(tmp_path),
-        critic_path=None,
-        with_reward_model=False,
-        share_trunk=True,
-        actor_lora=lora,
-        critic_lora=lora,
-        dtype="bf16",
-        actor=EngineConfig("actor", 0),
-    )
-    planned = plan(spec, WORKLOAD, Cluster())
-    assert planned.phases["generate"].keys() == {"actor"}
-    assert planned.phases["generate"]["actor"]["weights"] == 2 * (POLICY + WIDTH + 2 * FACTORS)
-    assert planned.phases["generate"]["actor"]["optimizer"] == 12 * (2 * FACTORS + WIDTH)
-    assert {moment.name for moment in planned.moments} >= {"critic computes", "critic's backward pass"}
-    assert "critic's optimizer step" not in {moment.name for moment in planned.moments}
 
 
 def test_a_model_that_is_not_there_is_named(path, tmp_path):
