@@ -87,21 +87,20 @@ class KillTrial:
         config = folder / "zero3.json"
         zero = shipped["zero_optimization"] | ALWAYS_PARTITIONED
         config.write_text(json.dumps(shipped | {"zero_optimization": zero}))
-        self.flags = tiny.flags(
-            3,
-            max_steps=steps,
-            save_steps=1,
-            enable_ema=True,
-            actor_ds_config=config,
-            critic_ds_config=config,
-            actor_zero_stage=3,
-            critic_zero_stage=3,
-            ppo_epochs=2,
-            set="kl_controller=adaptive",
-            actor_learning_rate=1e-3,
-            critic_learning_rate=1e-3,
-            **flags,
-        )
+        own = {
+            "max_steps": steps,
+            "save_steps": 1,
+            "enable_ema": True,
+            "actor_ds_config": config,
+            "critic_ds_config": config,
+            "actor_zero_stage": 3,
+            "critic_zero_stage": 3,
+            "ppo_epochs": 2,
+            "set": "kl_controller=adaptive",
+            "actor_learning_rate": 1e-3,
+            "critic_learning_rate": 1e-3,
+        }
+        self.flags = tiny.flags(3, **(own | flags))
 
     @cached_property
     def whole(self) -> Path:
