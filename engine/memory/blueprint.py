@@ -169,11 +169,11 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
 def _trunk(spec: EngineSpec) -> Blueprint:
     """Of the one engine that serves all roles."""
     assert spec.actor_lora is not None
-    flags = [f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")]
-    policy = module_on_paper(spec.actor_path, LANGUAGE_MODEL, spec.dtype, flags[0], spec.trust_remote_code)
+    actor, critic, reward = (f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward"))
+    policy = module_on_paper(spec.actor_path, LANGUAGE_MODEL, spec.dtype, actor, spec.trust_remote_code)
     assert isinstance(policy, Policy)
-    policy.start = read_adapter(spec.actor_path, flags[0])
-    scoring = scoring_roles(spec, *flags, with_tokenizer=False)
+    policy.start = read_adapter(spec.actor_path, actor)
+    scoring = scoring_roles(spec, actor, critic, reward, with_tokenizer=False)
     with torch.device("meta"):
         trunk = make_trunk(policy, spec.actor_lora, scoring)
         trunk.to(DTYPES[spec.dtype])
