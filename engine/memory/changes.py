@@ -126,12 +126,28 @@ def _stage(stage: int, setting: Setting) -> Setting | None:
 
 def _offloaded(setting: Setting) -> Setting | None:
     spec = setting.spec
+    if spec.share_trunk:  # which has no offload
+        return None
     changed = {
         role: dataclasses.replace(config, offload=True, path=None, stage=max(config.stage, 2))
         for role, config in (("actor", spec.actor), ("critic", spec.critic))
         if not config.offload
     }
     return _with_spec(setting, **changed) if changed else None
+
+
+def _weights_offloaded(setting: Setting) -> Setting | None:
+    """At stage 3, where weights can be in host memory too: one GPU has no other use for that stage."""
+    spec = setting.spec
+    if spec.share_trunk:
+        return None
+    wanted: dict[str, EngineConfig | None] = {
+        role: dataclasses.replace(config, offload=True, path=None, stage=3)
+        for role, config in (("actor", spec.actor), ("critic", spec.critic))
+    }
+    own = {config.role for config in spec.engine_configs}
+    wanted |= {role: EngineConfig(role, 3, offload=True) for role in ("reference", "reward") if role in own}
+    return _with_spec(setting, **wanted) if any(getattr(spec, role) != new for role, new in wanted.items()) else None
 
 
 def _with_workload(setting: Setting, **fields) -> Setting:
@@ -152,10 +168,16 @@ CHANGES = (
     Change("--actor_zero_stage 3 --critic_zero_stage 3", partial(_stage, 3)),
     Change("a quarter of --per_device_training_batch_size more, more passes a step", partial(_smaller_passes, 4)),
     Change("--offload (--actor_zero_stage and --critic_zero_stage 2 or 3)", _offloaded),
+    Change(
+        "--offload --actor_zero_stage 3 --critic_zero_stage 3, and --offload_reference_model --offload_reward_model "
+        "where these have engines of their own",
+        _weights_offloaded,
+    ),
 )
 """By what they cost in speed, the cheapest first: copies are gathered once more in a step; smaller passes and batches
 keep a GPU less busy; weights of frozen models cross the bus twice in a step; activations are computed again, a third of
-the work; gradients and weights cross the network once more; all states cross the bus, and the host's cores step."""
+the work; gradients and weights cross the network once more; all states cross the bus, and the host's cores step; at
+last each layer's weights cross it for each pass and token."""
 
 
 def fewest_gpus(setting: Setting) -> Setting | None:

@@ -198,13 +198,21 @@ class AdapterFolder:
     def changes_tied_head(self, config: PretrainedConfig, model_class) -> bool:
         """Whether it changes the output head of a model of this class and configuration, and that one is the embedding
         too; no weights are read."""
+        model, head = self._on_paper(config, model_class)
+        return head is not None and model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+    def adapted_head(self, config: PretrainedConfig, model_class) -> str | None:
+        """The name of the output head of a model of this class and configuration, where it changes that one; no weights
+        are read."""
+        return self._on_paper(config, model_class)[1]
+
+    def _on_paper(self, config: PretrainedConfig, model_class):
         with torch.device("meta"):
             model = model_class._from_config(config)
-        head = model.get_output_embeddings()
-        if head is None or self.config.target_modules is None or head.weight is not model.get_input_embeddings().weight:
-            return False
-        names = [name for name, part in model.named_modules() if part is head]
-        return any(bool(check_target_module_exists(self.config, name)) for name in names)
+        if self.config.target_modules is None:
+            return model, None
+        heads = [name for name, part in model.named_modules() if part is model.get_output_embeddings()]
+        return model, next((name for name in heads if check_target_module_exists(self.config, name)), None)
 
     @property
     def told(self) -> str:

@@ -49,7 +49,9 @@ class Backbone(nn.Module):
 
     def checkpoint_activations(self) -> None:
         """Keep each layer's input alone in forward passes, and compute the rest again in the backward pass."""
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = self.model
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})  # the first is its name from transformers 5.23 on, where the other one warns
 
     def as_role(self, role: str) -> "Backbone":
         """The Policy or Scorer that this is in a role: itself, unless it is several."""

@@ -59,6 +59,13 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
         kind = trunk  # without any head
     check_weights(base, config, kind, what)
     if adapter is not None:
+        head = adapter.adapted_head(config, kind) if kind not in (classifier, trunk) else None
+        if head is not None:
+            raise UserError(
+                f"{adapter.told} changes the output head too ({head}), of which a model with a new score head has "
+                "none. Give the model that the adapter is merged into (step 1 writes it around the adapter's folder; "
+                "peft's merge_and_unload makes it), or an adapter without the head."
+            )
         _check_fit(adapter, config, classifier)
     return config
 

@@ -18,13 +18,15 @@ from engine.models.scorer import Scorer
 class AdaptedModel:
     """What of a model an adapter changes.
 
-    layers: the names of the adapted layers. trained, total: numbers of parameters, factors included in both.
+    layers: the names of the adapted layers. trained, total: numbers of parameters, factors included in both. scorer:
+    whether it has a score head, which trains too.
     """
 
     spec: LoraSpec
     layers: list[str]
     trained: int
     total: int
+    scorer: bool = False
 
     @classmethod
     def of(
@@ -57,8 +59,8 @@ class AdaptedModel:
             module.start = start
             try:
                 adapt(module, spec, "model")
-            except UserError as error:
-                raise UserError(f"{what} {path}: {error}") from None
+            except UserError as error:  # of a folder's adapter it says which
+                raise UserError(str(error) if start is not None else f"{what} {path}: {error}") from None
         assert module.adapters is not None
         sides = [min(a.shape[1], b.shape[0]) for a, b in module.adapters.factors().values()]
         if start is None and spec.dim > max(sides):
@@ -73,6 +75,7 @@ class AdaptedModel:
             layers=module.adapters.targets(),
             trained=sum(number for number, trains in counts if trains),
             total=sum(number for number, _ in counts),
+            scorer=scorer,
         )
 
     def told(self) -> str:
@@ -80,7 +83,9 @@ class AdaptedModel:
         spec = self.spec
         kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in self.layers))
         dropout = f", dropout {spec.dropout:g}" if spec.dropout else ""
-        rest = "all else is frozen" if spec.only else "beside the factors all that has none trains"
+        rest = "beside the factors all that has none trains"
+        if spec.only:
+            rest = "all but these and the score head is frozen" if self.scorer else "all else is frozen"
         return (
             f"rank {spec.dim}, alpha {spec.alpha:g}, learning rate {spec.lr:g}{dropout}, in {len(self.layers)} layers "
             f"({', '.join(kinds)}); {self.trained:,} of {self.total:,} parameters train "

@@ -165,7 +165,7 @@ def contradictions(step: int, world: BadWorld) -> Iterator[Mistake]:
             {"actor_lora_dim": 8, "actor_lora_module_name": "layrs."},
             {"critic_lora_dim": 8, "critic_lora_module_name": "decoder.layers."},
             {"actor_lora_dim": 8, "lora_target_modules": ["q_prjo", "w"]},
-            {"actor_lora_dim": 8, "lora_target_modules": ["q_proj", "all-linear"]},
+            {"actor_lora_dim": 8, "lora_target_modules": ["all-linear", "lm_haed"]},
             {"actor_lora_dim": 8, "actor_lora_module_name": "q_proj", "lora_target_modules": "q_proj"},
             {"actor_lora_dim": 8, "lora_dropout": 0.1},
             {"actor_lora_dim": 8, "actor_learning_rate": 0},

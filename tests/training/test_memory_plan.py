@@ -1,11 +1,16 @@
 """The memory planner's command line: what it prints, what it ends with, and what it looks for."""
 
 import json
+import warnings
 
 import pytest
 
-from tests.engine.memory.configurations import POLICY, SCORER, llama
+from engine.memory import Cluster
+from engine.memory.changes import Setting
+from engine.models.lora import LoraSpec
+from tests.engine.memory.configurations import POLICY, SCORER, WORKLOAD, llama, spec_of
 from training.memory_plan import main
+from training.program.memory_lines import change_lines
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,33 @@ def test_what_does_not_fit_is_told_what_would(words, capsys):
     assert "fits: no" in out and "cheapest in speed first" in out and "then fits: yes" in out
     assert main([*words, "--gpu", "901MB"]) == 1
     assert "--search gpus" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        ({}, "or LoRA (--actor_lora_dim 16"),
+        ({"actor_lora": LoraSpec(dim=4)}, "or --only_optimize_lora,"),
+        ({"actor_lora": LoraSpec(dim=4, only=True)}, "or --share_trunk,"),
+        ({"actor_lora": LoraSpec(dim=4, only=True), "share_trunk": True}, "more GPUs would (--search gpus)"),
+    ],
+)
+def test_what_nothing_makes_fit_is_told_what_it_has_not_tried(fields, told, monkeypatch):
+    monkeypatch.setattr("training.program.memory_lines.what_fits", lambda setting: None)
+    (line,) = change_lines(Setting(spec_of("a/model", 0, **fields), WORKLOAD, Cluster(gpu=10**9)))
+    assert told in line and line.count(" or ") == (0 if "share_trunk" in fields else 1)
+
+
+def test_one_trunk_is_planned_from_the_configuration_alone(words, capsys, tmp_path):
+    """And no warning of a library's stands before the table."""
+    (tmp_path / "rules.py").write_text("def score(prompts, responses):\n    return [0.0] * len(prompts)\n")
+    critic = words.index("--critic_model_name_or_path")
+    own = [*words[:critic], *words[critic + 2 :], "--reward_function", f"{tmp_path}/rules.py:score"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flags = "--share_trunk --only_optimize_lora --actor_lora_dim 4 --actor_gradient_checkpointing"
+        assert main([*own, *flags.split()]) == 0
+    assert "fits: yes" in capsys.readouterr().out
 
 
 def test_what_is_looked_for_is_said(words, capsys, monkeypatch):

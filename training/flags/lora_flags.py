@@ -35,7 +35,7 @@ class LoraFlags(RunFlags):
     lora_target_modules: list[str] = flag(
         [],
         "the adapted layers by the last part of their names, such as q_proj v_proj, or all-linear: all but the output "
-        "head, which is the default",
+        "head, which is the default; all-linear lm_head has that one too",
     )
     lora_dropout: float | None = flag(None, "dropout before the factors, while steps 1 and 2 train; step 3 has none")
 
@@ -52,11 +52,6 @@ class LoraFlags(RunFlags):
         self.finite("lora_alpha")
         if self.lora_dropout is not None and self.lora_dropout >= 1:
             raise UserError(f"--lora_dropout {self.lora_dropout}: must be less than 1.")
-        if ALL_LINEAR in self.lora_target_modules[1:] or self.lora_target_modules[:-1] == [ALL_LINEAR]:
-            raise UserError(
-                f"--lora_target_modules {' '.join(self.lora_target_modules)}: {ALL_LINEAR} is all of them. Give it "
-                "alone, or leave it out."
-            )
         for model in self.lora_models:
             self._refuse_without_dim((f"{model}lora_module_name", f"{model}lora_learning_rate"), (f"{model}lora_dim",))
             if getattr(self, f"{model}lora_module_name") and self.lora_target_modules:
@@ -79,6 +74,8 @@ class LoraFlags(RunFlags):
         if not dim:
             return None
         targets = getattr(self, f"{model}lora_module_name") or tuple(self.lora_target_modules)
+        if self.scores(model) and ALL_LINEAR in self.lora_target_modules:
+            targets = ()  # what stands beside it is of a language model's output head, which a scorer has none of
         return LoraSpec(
             dim=dim,
             alpha=1.0 if self.lora_alpha is None else self.lora_alpha,
@@ -88,6 +85,10 @@ class LoraFlags(RunFlags):
             only=self.only_optimize_lora,
             seed=self.seed,
         )
+
+    def scores(self, model: str) -> bool:
+        """Whether a model, one of `lora_models`, has a score head in place of an output head."""
+        return model == "critic_"
 
     def check_rate(self, model: str, rate: float, by: str | None = None) -> None:
         """Raise UserError where factors are to learn beside weights whose rate is 0, of which theirs is no multiple.

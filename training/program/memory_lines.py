@@ -7,6 +7,7 @@ import torch
 
 from engine import distributed
 from engine.algorithms import Dialect
+from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.memory import Cluster, MemoryPlan, Workload
 from engine.memory.changes import Setting, what_fits
@@ -93,13 +94,24 @@ def change_lines(setting: Setting) -> list[str]:
     """What would make a setting fit that does not, the cheapest in speed first."""
     found = what_fits(setting)
     if found is None:
-        return [
-            "no change of batches, stages and offload makes it fit: more GPUs would (--search gpus), or LoRA "
-            "(--actor_lora_dim 16 --critic_lora_dim 16 --only_optimize_lora), which changes what is learned"
-        ]
+        others = ["more GPUs would (--search gpus)", *_fewer_weights(setting.spec)]
+        return [f"no change of batches, stages and offload makes it fit: {', or '.join(others)}"]
     changes, planned = found
     return [
         "it fits with these changes, the cheapest in speed first:",
         *(f"  {change.flags}" for change in changes),
         f"  then {verdict(planned)}",
     ]
+
+
+def _fewer_weights(spec: EngineSpec) -> list[str]:
+    """What holds fewer weights and states than these engines, in words; nothing where LoRA has done its most."""
+    lora = spec.actor_lora
+    if lora is None:
+        flags = "--actor_lora_dim 16 --critic_lora_dim 16 --only_optimize_lora"
+        return [f"LoRA ({flags}), which changes what is learned"]
+    if not lora.only:
+        return ["--only_optimize_lora, by which two trunks are held in place of four, and less is learned"]
+    if spec.share_trunk:
+        return []
+    return ["--share_trunk, by which one trunk is held: the reward model has to be an adapter on the actor's base"]

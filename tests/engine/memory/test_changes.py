@@ -6,6 +6,7 @@ import pytest
 
 from engine.memory import Cluster, changes
 from engine.memory.changes import Setting, fewest_gpus, largest, what_fits
+from engine.models.lora import LoraSpec
 from tests.engine.memory.configurations import WORKLOAD, spec_of
 
 FREE = "--replicas_between_steps free"
@@ -16,9 +17,9 @@ CHECKPOINTING = "--actor_gradient_checkpointing --critic_gradient_checkpointing"
 def found(monkeypatch):
     """What `what_fits` proposes where exactly those settings fit for which a function is true; None for nothing."""
 
-    def propose(fits, gpus=4):
+    def propose(fits, gpus=4, **fields):
         monkeypatch.setattr(changes, "plan", lambda *setting: SimpleNamespace(fits=fits(*setting)))
-        result = what_fits(Setting(spec_of("a/model", 0), WORKLOAD, Cluster(gpus=gpus, gpu=10**9)))
+        result = what_fits(Setting(spec_of("a/model", 0, **fields), WORKLOAD, Cluster(gpus=gpus, gpu=10**9)))
         return result and [change.flags for change in result[0]]
 
     return propose
@@ -44,7 +45,22 @@ def test_a_higher_stage_goes_before_offload_and_takes_frozen_models_along(found)
 
 
 def test_one_gpu_has_no_higher_stage(found):
-    assert found(lambda spec, load, cluster: spec.actor.stage == 3, gpus=1) is None
+    assert found(lambda spec, load, cluster: spec.actor.stage == 3 and not spec.actor.offload, gpus=1) is None
+
+
+def test_weights_in_host_memory_come_last_and_on_one_gpu_too(found):
+    """Of all four engines: at stage 3, of which one GPU alone has no use otherwise."""
+    offloaded = found(lambda spec, *_: {(c.stage, c.offload) for c in spec.engine_configs} == {(3, True)}, gpus=1)
+    assert offloaded is not None and len(offloaded) == 1
+    assert offloaded[0].startswith(
+        "--offload --actor_zero_stage 3 --critic_zero_stage 3, and --offload_reference_model"
+    )
+
+
+def test_a_shared_trunk_is_not_offloaded(found):
+    """Step 3 refuses that."""
+    lora = {"share_trunk": True, "actor_lora": LoraSpec(dim=4, only=True)}
+    assert found(lambda spec, *_: spec.actor.offload, gpus=1, **lora) is None
 
 
 def test_the_batch_of_a_step_stays(found):

@@ -15,6 +15,7 @@ from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.lora import LoraSpec, adapt
 from engine.models.saving import adapter_files, save_adapter
 from engine.models.trunk import make_trunk
+from tests.tiny_adapters import make_adapter
 from tests.tiny_models import make_causal_lm, make_tokenizer
 
 SPEC = LoraSpec(dim=2, only=True)
@@ -79,3 +80,16 @@ def test_it_is_of_the_weights_that_were_loaded_and_not_of_those_at_saving(tmp_pa
     now = (tmp_path / "later" / "base.json").read_text()
     assert adapter_files(policy)["base.json"] == adapter_files(trunk)["base.json"] != now
     check_policy(folder, "--flag")
+
+
+def test_a_new_score_head_takes_no_adapter_of_the_output_head(tmp_path):
+    """Tied to the embedding or not; the policy with that adapter is whole."""
+    for tied in (False, True):
+        base = make_causal_lm(tmp_path / f"base_{tied}", tied=tied)
+        adapter = make_adapter(tmp_path / f"policy_{tied}", base, targets=("all-linear", "lm_head"))
+        check_policy(adapter, "--flag")
+        with pytest.raises(
+            UserError, match=r"--flag: the adapter in .* changes the output head too \(lm_head\), of wh"
+        ):
+            check_trunk(adapter, "--flag")
+        check_trunk(make_adapter(tmp_path / f"layers_{tied}", base), "--flag")
