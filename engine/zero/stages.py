@@ -198,7 +198,9 @@ class Stage1And2:
         return float(self.ds_engine.get_global_grad_norm() or 0.0)
 
     def drop(self) -> None:
-        with self._loss_scale_kept(), without_gradients(self.optimizer.optimizer):
+        offload = self.ds_engine.zero_offload_optimizer()
+        put_back = offload is not None and offload.device != "none"
+        with self._loss_scale_kept(), without_gradients(self.optimizer.optimizer, put_back):
             self.ds_engine.step()
 
     def masters(self) -> list[Master]:

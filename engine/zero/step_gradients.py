@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 
-def without_gradients(adam: torch.optim.Optimizer) -> contextlib.AbstractContextManager:
+def without_gradients(adam: torch.optim.Optimizer, put_back: bool = False) -> contextlib.AbstractContextManager:
     """Within this context an optimizer finds no gradients in its steps, and so leaves weights and moments bit by bit.
 
-    So DeepSpeed goes through a step of its own, with all that belongs to one: its counters, its buffers.
+    So DeepSpeed goes through a step of its own, with all that belongs to one: its counters, its buffers. put_back: the
+    gradients' tensors are there again at the end; an offloaded optimizer has them once, and for good.
     """
-    return _changed(adam, lambda parameter: None)
+    return _changed(adam, lambda parameter: None, put_back)
 
 
 def scaled_gradients(
@@ -28,12 +29,18 @@ def scaled_gradients(
 
 
 @contextlib.contextmanager
-def _changed(adam: torch.optim.Optimizer, factor_of: Callable[[Any], float | None]) -> Iterator[None]:
+def _changed(
+    adam: torch.optim.Optimizer, factor_of: Callable[[Any], float | None], put_back: bool = False
+) -> Iterator[None]:
+    taken = []
+
     def change(optimizer: torch.optim.Optimizer, *_) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 factor = factor_of(parameter)
                 if factor is None:
+                    if put_back and parameter.grad is not None:
+                        taken.append((parameter, parameter.grad))
                     parameter.grad = None
                 elif parameter.grad is not None and factor != 1.0:
                     parameter.grad.mul_(factor)
@@ -43,3 +50,5 @@ def _changed(adam: torch.optim.Optimizer, factor_of: Callable[[Any], float | Non
         yield
     finally:
         hook.remove()
+    for parameter, gradient in taken:
+        parameter.grad = gradient

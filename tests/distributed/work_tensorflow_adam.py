@@ -1,5 +1,6 @@
 """Run by ranks: TensorFlow's Adam in engines of every ZeRO stage, precision and place, on gradients that are given."""
 
+import torch
 from torch import Tensor, nn
 
 from engine.engine_spec import OptimizerSpec
@@ -9,6 +10,7 @@ from engine.zero.config import EngineConfig, build_ds_config
 from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16
 
 BETAS, EPS = (0.9, 0.999), 1e-5
+DROPPED = 20  # before which step another one, of large gradients, leaves weights and moments as they are
 
 
 class Given(nn.Module):
@@ -46,14 +48,17 @@ def all_runs(folder: str, runs: dict[str, dict], weights: dict, gradients: list,
 def trained(
     folder: str, stage: int, weights: dict, gradients: list, rates: list, dtype: str = "fp32", offload: bool = False
 ) -> dict:
-    """The float32 weights of one engine after all steps."""
+    """The float32 weights of one engine after all steps, and one in their midst that is dropped."""
     choice = EngineConfig("actor", stage, offload, None if offload else f"{folder}/stage{stage}.json")
     config = build_ds_config(choice, dtype=dtype, micro_batch_size=1)
     module = Wrapped(Given(weights)).to(DTYPES[dtype])
     model = wrap_trained(
         module, config, choice, OptimizerSpec(lr=0.0, betas=BETAS, eps=EPS, max_grad_norm=0.0, form="tf_adam")
     )
-    for step, rate in zip(gradients, rates):
+    for number, (step, rate) in enumerate(zip(gradients, rates)):
+        if number == DROPPED:
+            model.backward(model({name: torch.ones_like(weight) for name, weight in weights.items()}), last=True)
+            assert not model.step(rate, skip=True)
         model.backward(model({name: gradient / 2 for name, gradient in step.items()}), last=True)
         assert not model.overflowed()
         assert model.step(rate)
