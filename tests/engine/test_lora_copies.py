@@ -127,12 +127,14 @@ def test_a_critic_keeps_the_reward_models_head(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("decoding", ["plain", "recorded"])
-def test_responses_are_the_actors_whatever_was_asked_last(tmp_path, stage, decoding):
-    """And with the factors as they are by then, in a recording too."""
-    policy = load_policy(make_causal_lm(tmp_path, "llama"), torch.float32).eval()
+@pytest.mark.parametrize("decoding, tied", [("plain", False), ("recorded", False), ("recorded", True)])
+def test_responses_are_the_actors_whatever_was_asked_last(tmp_path, stage, decoding, tied):
+    """And with the factors as they are by then, in a recording too; beside a tied head's matrix they stay factors."""
+    policy = load_policy(make_causal_lm(tmp_path, "llama", tied=tied), torch.float32).eval()
     before = load_policy(str(tmp_path), torch.float32)
-    adapt(policy, LoraSpec(dim=4, only=True), "actor")
+    head = before.model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    adapt(policy, LoraSpec(dim=4, only=True, targets=""), "actor")
     actor = engine(policy, stage)
     rollouts = ReplicaRollouts(actor, make_tokenizer(), decoding=decoding)
     plain = ReplicaRollouts(engine(before, 0), make_tokenizer())
