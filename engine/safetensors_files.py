@@ -50,6 +50,7 @@ def write_safetensors(
         values = tensors[name].detach().to("cpu").contiguous()
         numbers: Any = values.view(-1).view(torch.uint8).numpy()
         write(memoryview(numbers))
+        del values, numbers  # before the next is fetched
 
 
 def _shape_and_dtype(tensors, name: str) -> tuple[tuple[int, ...], torch.dtype]:

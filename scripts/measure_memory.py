@@ -16,10 +16,6 @@ from pathlib import Path
 os.environ["DS_ACCELERATOR"] = "cpu"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
 
-import torch
-
-from scripts.benchmark_models import make_models
-
 PHASES = ("load", "generate", "experience", "train", "save")
 
 
@@ -64,7 +60,7 @@ def measured(case, folder: Path) -> tuple[dict[str, int], dict[str, int], int]:
     """Bytes of the first rank by phase: planned, and counted; and those that are held between two steps."""
     from tests.distributed.harness import run_ranks
 
-    actor, critic = make_models(folder / case.size, case.size, case.size, torch.float32)
+    actor, critic = case.models(folder)
     planned = case.planned(actor, critic)
     counted = run_ranks(
         "tests.distributed.work_memory:counted", world=case.world, timeout=1200, case=case, actor=actor, critic=critic

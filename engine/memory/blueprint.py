@@ -66,6 +66,15 @@ class Blueprint:
         return sum(map(sum, self.groups))
 
     @cached_property
+    def unmerged(self) -> int:
+        """How many numbers a whole copy gets anew that is to compute with its adapter beside its matrices, after it had
+        it merged into them: these matrices, and what trains. Without adapters all."""
+        named = list(self.module.named_parameters())
+        if not any(".base_layer." in name for name, _ in named):
+            return self.numbers
+        return sum(weight.numel() for name, weight in named if weight.requires_grad or ".base_layer.weight" in name)
+
+    @cached_property
     def largest(self) -> int:
         """Numbers of the largest parameter."""
         return max(parameter.numel() for parameter in self.module.parameters())

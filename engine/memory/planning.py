@@ -61,6 +61,7 @@ class _Planner:
             offload=config.offload and config.stage == 0 and not model.trained,
             on_gpu=self.cluster.on_gpu,
             master_width=FLOAT // 2 if ds_config["bf16"].get("bf16_master_weights_and_grads") else FLOAT,
+            passes=self.workload.passes,
         )
 
     def plan(self) -> MemoryPlan:
@@ -136,12 +137,12 @@ class _Planner:
         """Copies, keys and values that stay while there is training."""
         return self._copy_bytes(self.engines) + self.cache if self.copies.between_steps == "keep" else Bytes()
 
-    def _bucket(self, role: str) -> Bytes:
-        """While whole weights are gathered a bucket at a time: what ranks send, and what they receive."""
+    def _bucket(self, role: str, numbers: int) -> Bytes:
+        """While so many numbers are gathered a bucket at a time: what ranks send, and what they receive."""
         model = self.models[role]
         if self.engines[role].stage < 3:
             return Bytes()
-        numbers = min(model.numbers, GATHER_BUCKET + model.largest)
+        numbers = min(numbers, GATHER_BUCKET + model.largest)
         return Bytes().add("copies", "gathered", model.width * numbers * (1 + 1 / self.cluster.world))
 
     # Phases
@@ -158,14 +159,12 @@ class _Planner:
         copies = self._copy_bytes(self.engines if self.copies.between_steps == "keep" else ["actor"])
         always, host = [self.rest, self.cache, copies], [self.host_rest]
         if self._copied("actor") and self.engines["actor"].stage == 3:
-            lora = self.spec.actor_lora
+            lora, bucket = self.spec.actor_lora, self._bucket("actor", self.models["actor"].numbers)
+            filled = [*always, bucket]
             if lora is not None and lora.only and self.copies.between_steps == "keep":
-                # What stays frozen is copied in the first step, before other models have copies; later the factors are.
-                always[-1] = self._copy_bytes(["actor"])
-                self._moment("generate", "the actor's copy is filled", [*always, self._bucket("actor")], host)
-                always[-1] = copies
-            else:
-                self._moment("generate", "the actor's copy is filled", [*always, self._bucket("actor")], host)
+                # What stays frozen is copied once, in the first step, when there is nothing else yet.
+                filled = [self._at_rest(stepped=False)[0], self._copy_bytes(["actor"]), bucket]
+            self._moment("generate", "the actor's copy is filled", filled, host)
         passes = _kinds("actor", decoding_passes(self.models["actor"], self.workload.decoded, self.slots))
         whole = Bytes() if self._copied("actor") else self.engines["actor"].gathered()
         self._moment("generate", "responses are drawn", [*always, passes, whole], host)
@@ -178,9 +177,10 @@ class _Planner:
                 continue
             engine = self.engines[host]
             if self._copied(host) and role == host and engine.stage == 3:
-                self._moment(
-                    "experience", f"the {role}'s copy is filled", [*always, self._bucket(host)], [self.host_rest]
-                )
+                # The actor's copy has generated, with the adapter merged; the critic's may be new.
+                numbers = engine.model.unmerged if role == "actor" else engine.model.numbers
+                filled = [*always, self._bucket(host, numbers)]
+                self._moment("experience", f"the {role}'s copy is filled", filled, [self.host_rest])
             needed = _kinds(role, scoring_pass(engine.model, self.workload.rows, None if role == host else role))
             whole = Bytes() if self._copied(host) else engine.gathered()
             self._moment(
@@ -204,15 +204,11 @@ class _Planner:
             needed = _kinds(role, training_pass(engine.model, self.workload.rows, None if role == host else role))
             # Gradients of the role before, in the same engine, are those of earlier passes.
             made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
-            beside, beside_host = engine.in_backward(made)
             whole = engine.gathered(backward=True)
-            self._moment(
-                "train", f"{role}'s backward pass", [*always, held, needed, beside, whole], [*host_bytes, beside_host]
-            )
-            beside, beside_host = engine.in_reduction(made)
-            self._moment(
-                "train", f"{role}'s gradients are reduced", [*always, held, beside, whole], [*host_bytes, beside_host]
-            )
+            backward = [*always, held, needed, engine.in_backward(made), whole]
+            self._moment("train", f"{role}'s backward pass", backward, host_bytes)
+            reduced = [*always, held, engine.in_reduction(made), whole]
+            self._moment("train", f"{role}'s gradients are reduced", reduced, host_bytes)
             if role == host:
                 held = held + engine.held
         for host in dict.fromkeys(trained.values()):

@@ -22,6 +22,7 @@ from engine.engine_spec import OptimizerSpec
 from engine.memory.blueprint import Blueprint
 from engine.memory.bytes_by_role import Bytes
 from engine.memory.gathered import gathered_numbers
+from engine.models.on_disk import PIECE
 
 FLOAT, DOUBLE = 4, 8
 REDUCED_AT_ONCE = 500_000_000  # numbers, at stage 0 (MEMORY_OPT_ALLREDUCE_SIZE)
@@ -34,7 +35,7 @@ class ZeroMemory:
 
     zero: DeepSpeed's settings (`engine.zero.config.zero_settings`). world: ranks. offload: a frozen model that stands
     in host memory while it is not used. on_gpu: whether device and host are not one. master_width: bytes of a number of
-    the masters, and of each moment.
+    the masters, and of each moment. passes: forward and backward passes of one optimizer step.
     """
 
     model: Blueprint
@@ -45,6 +46,7 @@ class ZeroMemory:
     offload: bool = False
     on_gpu: bool = True
     master_width: int = FLOAT
+    passes: int = 1
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -102,6 +104,8 @@ class ZeroMemory:
             if self.stage < 3:
                 host.add(role, "buffers", width * (share + self.model.largest))
                 device.add(role, "buffers", width * self.model.largest)
+            if self.stage == 2 and self.passes > 1 and stepped:  # sums of several passes, which stay for the next step
+                host.add(role, "gradients", width * self._in_partition)
         return device, host
 
     @property
@@ -130,39 +134,51 @@ class ZeroMemory:
             return 0
         return self.model.width * self._bucket * (2 if self.zero.overlap_comm else 1)
 
-    def in_backward(self, passes: int) -> tuple[Bytes, Bytes]:
-        """(device, host) beyond `at_rest` while the last of so many backward passes has all its activations."""
-        role, width, trains = self.model.role, self.model.width, self.model.trains
-        device, host = Bytes().add(role, "buffers", self._buckets), Bytes()
-        if self.stage < 2 and passes > 1:
-            device.add(role, "gradients", width * trains)
-        elif self.stage == 2 and passes > 1:
-            if self.offloads_optimizer:
-                host.add(role, "gradients", width * self._in_partition)
-            else:
-                device.add(role, "gradients", width * self._in_partition)
-        return device, host
+    @property
+    def _left(self) -> int:
+        """How many gradients are still to be reduced when the first bucket is full."""
+        return self.model.trains - self._bucket
 
-    def in_reduction(self, passes: int) -> tuple[Bytes, Bytes]:
-        """The same at the end of the last backward pass, whose activations are gone, while gradients are reduced."""
+    def in_backward(self, passes: int) -> Bytes:
+        """On the device, beyond `at_rest`, while the last of so many backward passes has all its activations.
+
+        At stage 2 buckets are reduced as they get full. The first has its gradients copied to where all of this rank's
+        come to lie, before the pass is over where there is more than one.
+        """
+        role, width = self.model.role, self.model.width
+        device = Bytes().add(role, "buffers", self._buckets)
+        if self.stage < 2 and passes > 1:
+            device.add(role, "gradients", width * self.model.trains)
+        elif self.stage == 2:
+            if passes > 1:
+                device.add(role, "gradients", self._gradients_kept)
+            if self._left:
+                device.add(role, "gradients", self._gradients_kept).add(role, "buffers", width * self._bucket)
+        return device
+
+    def in_reduction(self, passes: int) -> Bytes:
+        """The same at the end of the last backward pass, whose activations are gone, while gradients are reduced.
+
+        A bucket is reduced in a copy of its own, which is gone before the gradients are copied to where they come to
+        lie: of one bucket only the larger of the two is there, of several both.
+        """
         role, width, trains = self.model.role, self.model.width, self.model.trains
-        device, host = self.in_backward(passes)
-        reduced = self._bucket
+        copy, kept = width * self._bucket, self._gradients_kept
         if self.stage == 0:
             at_once = min(trains, REDUCED_AT_ONCE + self.model.largest)
-            device = Bytes().add(role, "gradients", width * trains).add(role, "buffers", width * at_once)
-        elif self.stage == 1:
-            device = Bytes().add(role, "gradients", width * trains)
-            device.add(role, "buffers", self._buckets + width * reduced)
-            if not self.offloads_optimizer:
-                device.add(role, "gradients", width * self._in_partition)
-        elif self.stage == 2:
-            device.add(role, "buffers", width * reduced)
-            if not self.offloads_optimizer:
-                device.add(role, "gradients", width * self._in_partition)
-        else:
-            device.add(role, "buffers", width * reduced)
-        return device, host
+            return Bytes().add(role, "gradients", width * trains).add(role, "buffers", width * at_once)
+        if self.stage == 1:  # what is in the buckets is no longer elsewhere
+            device = Bytes().add(role, "buffers", self._buckets).add(role, "gradients", width * self._left)
+            return device.add(role, "gradients", max(copy, kept))
+        device = self.in_backward(passes)
+        if self.stage == 2 and not self._left:
+            return device.add(role, "gradients", max(copy, kept))
+        return device if self.stage == 2 else device.add(role, "buffers", copy)
+
+    @property
+    def _gradients_kept(self) -> int:
+        """Bytes, on the device, of the gradients of this rank's partition after a backward pass of stage 1 or 2."""
+        return 0 if self.offloads_optimizer else self.model.width * self._in_partition
 
     @property
     def held(self) -> Bytes:
@@ -220,7 +236,7 @@ class ZeroMemory:
         At stages 0 to 2 a module is loaded into host memory and moved. On the device its weights are joined into one
         buffer (1 and 2), or a step is tried with gradients of zero (0, in 16 bits). At stage 3 weights are partitioned
         as they are read, a tensor at a time; the parts that train are joined in host memory, and masters are made of
-        16-bit weights by way of another copy.
+        16-bit weights by way of another copy. Files are read by pieces there.
         """
         role, width, trains = self.model.role, self.model.width, self.model.trains
         device, host = Bytes(), Bytes()
@@ -229,10 +245,11 @@ class ZeroMemory:
         else:
             joined = self.trained_share if self.model.trained else 0
             host.add(role, "weights", width * (self.model.largest + joined))
+            host.add(role, "buffers", min(PIECE, width * self.model.largest))
         if self.stage in (1, 2):
             device.add(role, "buffers", width * trains)
         elif self.stage == 3 and self.model.trained and not self.offloads_optimizer:
             device.add(role, "buffers", self.master_width * min(self.trained_share, SUB_GROUP))
         elif self.stage == 0 and self.model.trained and width < FLOAT:
-            device.add(role, "optimizer", 2 * FLOAT * trains).add(role, "gradients", FLOAT * trains)
+            device.add(role, "optimizer", 2 * FLOAT * trains).add(role, "gradients", (width + FLOAT) * trains)
         return device, host

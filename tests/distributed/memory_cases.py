@@ -1,12 +1,17 @@
 """Runs whose bytes are planned and counted: twelve combinations, and one task in four ways."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from engine.engine_spec import EngineSpec
 from engine.memory import Cluster, MemoryPlan, Workload, plan
 from engine.models.lora import LoraSpec
 from engine.zero.config import EngineConfig
+from scripts.benchmark_models import make_models
 from tests.distributed.tiny_run import DIALECT
+from tests.tiny_adapters import make_adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,17 @@ class Case:
     lora: int = 0
     only: bool = True
     share_trunk: bool = False
+
+    def models(self, folder: Path) -> tuple[str, str]:
+        """Folders of its actor and its critic, which is an adapter on the actor where the trunk is shared.
+
+        The files are in float16, which no case computes in: weights of their file's own dtype stay where the file is
+        mapped, on CPUs, and take no memory until they change.
+        """
+        actor, critic = make_models(folder / self.size, self.size, self.size, torch.float16)
+        if self.share_trunk:
+            critic = make_adapter(folder / f"{self.size}_reward", actor, scorer=True, dim=self.lora)
+        return actor, critic
 
     def spec(self, actor: str, critic: str) -> EngineSpec:
         """The engines of this case, of these folders' models."""

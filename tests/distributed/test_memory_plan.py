@@ -3,10 +3,10 @@
 scripts/measure_memory.py compares all of CASES.
 """
 
-import pytest
-import torch
+from pathlib import Path
 
-from scripts.benchmark_models import make_models
+import pytest
+
 from tests.distributed.harness import run_ranks
 from tests.distributed.memory_cases import CASES, TESTED
 
@@ -15,21 +15,22 @@ MOST_OFF = 0.1
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> tuple[str, str]:
-    return make_models(tmp_path_factory.mktemp("models") / "34m", "34m", "34m", torch.float32)
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("models")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in TESTED], ids=lambda case: case.name)
-def test_a_plan_says_what_tensors_take(case, models):
+def test_a_plan_says_what_tensors_take(case, folder):
+    actor, critic = case.models(folder)
     counted = run_ranks(
         "tests.distributed.work_memory:counted",
         world=case.world,
         timeout=1200,
         case=case,
-        actor=models[0],
-        critic=models[1],
+        actor=actor,
+        critic=critic,
     )
-    planned = case.planned(*models)
+    planned = case.planned(actor, critic)
     main = counted[0]
     off = {phase: round(planned.of_main_rank(phase) / main[phase] - 1, 3) for phase in PHASES}
     assert all(abs(difference) <= MOST_OFF for difference in off.values()), (off, main)

@@ -9,7 +9,8 @@ from engine.memory import Workload
 from engine.zero.config import EngineConfig
 
 WIDTH, MIDDLE, LAYERS, HEADS, VOCABULARY = 64, 176, 3, 4, 1000
-LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * MIDDLE + 2 * WIDTH  # projections, MLP, two norms
+LAYER_MATRICES = 4 * WIDTH * WIDTH + 3 * WIDTH * MIDDLE  # projections, MLP
+LAYER = LAYER_MATRICES + 2 * WIDTH  # and two norms
 TRUNK = VOCABULARY * WIDTH + LAYERS * LAYER + WIDTH
 POLICY, SCORER = TRUNK + VOCABULARY * WIDTH, TRUNK + WIDTH  # an untied output head; a score head
 # 16 rows of 24 tokens, decoded all at once: with 8 slots for what is drawn between two looks.

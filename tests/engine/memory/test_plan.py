@@ -11,10 +11,12 @@ from engine.models.lora import LoraSpec
 from engine.zero.config import EngineConfig
 from tests.engine.memory.configurations import (
     CACHE_NUMBERS,
+    LAYER_MATRICES,
     LAYERS,
     MIDDLE,
     POLICY,
     SCORER,
+    VOCABULARY,
     WIDTH,
     WORKLOAD,
     llama,
@@ -80,12 +82,57 @@ def test_masters_and_moments_of_16_bits_take_half(path, tmp_path, stage):
 
 
 def test_offloaded_states_are_the_hosts(path):
-    planned = plan(spec_of(path, 2, offload=True), WORKLOAD, Cluster(gpus=2))
+    one_pass = dataclasses.replace(WORKLOAD, micro_batch=16)
+    planned = plan(spec_of(path, 2, offload=True), one_pass, Cluster(gpus=2))
     assert "optimizer" not in of_role(planned, "generate", "actor")
     # Of both ranks: masters, moments and their gradients in float32, and weights on their way.
     host = planned.host_phases["generate"]["actor"]
     assert host["optimizer"] == pytest.approx(12 * POLICY, rel=0.001)
     assert host["gradients"] == pytest.approx(4 * POLICY, rel=0.001)
+    # Sums over passes, in 16 bits, of weights that lie in a partition, whole or in part; these stay between steps. The
+    # matrices are shared out within the second layer's gate: before it are embedding, a layer and four projections.
+    several = plan(spec_of(path, 2, offload=True), WORKLOAD, Cluster(gpus=2)).host_phases["generate"]["actor"]
+    second = 2 * VOCABULARY * WIDTH + LAYERS * LAYER_MATRICES - (VOCABULARY * WIDTH + LAYER_MATRICES + 4 * WIDTH**2)
+    norms = 4 * WIDTH  # of seven
+    assert several["gradients"] == pytest.approx(4 * POLICY + 2 * 2 * (second + norms), rel=0.001)
+
+
+def test_a_copy_whose_adapter_was_merged_gets_those_matrices_anew(path):
+    lora = LoraSpec(dim=4, only=True)
+    spec, copied = spec_of(path, 3, actor_lora=lora), dataclasses.replace(WORKLOAD, backend="replica")
+    moments = {(one.phase, one.name): one.device for one in plan(spec, copied, Cluster(gpus=2)).moments}
+    factors = LAYERS * 4 * (4 * 2 * WIDTH + 3 * (WIDTH + MIDDLE))
+    sent_and_received = 2 * (1 + 1 / 2)  # of 2 bytes each
+    first, later = (moments[phase, "the actor's copy is filled"] for phase in ("generate", "experience"))
+    assert first.of_kind("gathered") == sent_and_received * (POLICY + factors)
+    assert later.of_kind("gathered") == sent_and_received * (LAYERS * LAYER_MATRICES + factors)
+    assert first.of_kind("keys and values") == 0 < later.of_kind("keys and values")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_are_reduced_in_one_bucket_or_in_several(path, tmp_path, stage):
+    """On one GPU, whose partition is all there is, with room in the bucket for all gradients, and for a quarter."""
+    found = {}
+    for name, numbers in (("one", POLICY), ("several", POLICY // 4)):
+        zero = {"reduce_bucket_size": numbers, "overlap_comm": False, "contiguous_gradients": True}
+        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage} | zero}))
+        config = EngineConfig("actor", stage, path=str(tmp_path / "ds.json"))
+        planned = plan(dataclasses.replace(spec_of(path, stage), actor=config), WORKLOAD, Cluster())
+        moments = {moment.name: moment.device.by_role["actor"] for moment in planned.moments}
+        kinds = moments["actor's gradients are reduced"]
+        found[name] = kinds["buffers"] + kinds["gradients"]
+        found[f"{name}, before"] = {
+            kind: moments["actor's backward pass"].get(kind, 0) for kind in ("buffers", "gradients")
+        }
+    # Stage 1: what is in the bucket is nowhere else. Stage 2: sums of the passes before are beside it.
+    earlier = 2 * POLICY * (stage == 2)
+    assert found["one"] == 2 * POLICY + 2 * POLICY + earlier  # the bucket, and where gradients come to lie
+    assert found["one, before"] == {"buffers": 2 * POLICY, "gradients": 2 * POLICY}
+    if stage == 1:  # with three quarters that are not in it yet
+        assert found["several"] == pytest.approx(2 * (0.25 + 0.75 + 1) * POLICY, rel=0.001)
+    else:  # with a copy of the bucket, which is reduced while there are activations
+        assert found["several"] == pytest.approx(2 * (0.25 + 0.25 + 1) * POLICY + earlier, rel=0.001)
+        assert found["several, before"]["gradients"] == 2 * POLICY + earlier
 
 
 def test_keys_and_values_and_the_average(path):
