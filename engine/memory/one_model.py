@@ -54,16 +54,17 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
     )
     unstepped, unstepped_host = engine.at_rest(stepped=False)
     rest, host = engine.at_rest()
-    making, loading = engine.loading
+    (read, reading), (making, loading) = engine.reading, engine.loading
     needed = Bytes({"model": training_pass(model, Rows(one.rows, 1, one.length - 1))})
     backward, reduced = engine.in_backward(one.passes), engine.in_reduction(one.passes)
     step, step_host = engine.in_step
     whole, tensor = engine.gathered(backward=True), engine.largest_tensor
     saved = tensor if engine.stage == 3 else NONE
     moments = (
+        Moment("load", "the model is read", read, reading, NONE),
         Moment("load", "the model is loaded", unstepped + making, unstepped_host + loading, NONE),
         Moment("train", "the backward pass", rest + needed + backward + whole, host, NONE),
-        Moment("train", "gradients are reduced", rest + reduced + whole, host, NONE),
+        Moment("train", "gradients are reduced", rest + reduced, host, NONE),
         Moment("train", "the optimizer's step", rest + engine.held + step, host + step_host, NONE),
         Moment("save", "the model is written", rest + saved, host, tensor),
     )

@@ -151,9 +151,13 @@ class _Planner:
         device, host = Bytes(), Bytes()
         for role, engine in self.engines.items():
             on_device, on_host = engine.at_rest(stepped=False)
-            making, loading = engine.loading
+            (read, reading), (making, loading) = engine.reading, engine.loading
+            self._moment("load", f"{role} is read", [device, read], [host, reading])
             self._moment("load", f"{role} is loaded", [device, on_device, making], [host, on_host, loading])
             device, host = device + on_device, host + on_host
+        if self.spec.ema_decay is not None:
+            device, host = self._at_rest(stepped=False)
+            self._moment("load", "the average is made", [device], [host])
 
     def _generate(self) -> None:
         copies = self._copy_bytes(self.engines if self.copies.between_steps == "keep" else ["actor"])
@@ -166,7 +170,7 @@ class _Planner:
                 filled = [self._at_rest(stepped=False)[0], self._copy_bytes(["actor"]), bucket]
             self._moment("generate", "the actor's copy is filled", filled, host)
         passes = _kinds("actor", decoding_passes(self.models["actor"], self.workload.decoded, self.slots))
-        whole = Bytes() if self._copied("actor") else self.engines["actor"].gathered()
+        whole = Bytes() if self._copied("actor") else self.engines["actor"].gathered(ahead=False)
         self._moment("generate", "responses are drawn", [*always, passes, whole], host)
 
     def _experience(self) -> None:
@@ -207,7 +211,7 @@ class _Planner:
             whole = engine.gathered(backward=True)
             backward = [*always, held, needed, engine.in_backward(made), whole]
             self._moment("train", f"{role}'s backward pass", backward, host_bytes)
-            reduced = [*always, held, engine.in_reduction(made), whole]
+            reduced = [*always, held, engine.in_reduction(made)]
             self._moment("train", f"{role}'s gradients are reduced", reduced, host_bytes)
             if role == host:
                 held = held + engine.held

@@ -142,8 +142,8 @@ class ZeroMemory:
     def in_backward(self, passes: int) -> Bytes:
         """On the device, beyond `at_rest`, while the last of so many backward passes has all its activations.
 
-        At stage 2 buckets are reduced as they get full. The first has its gradients copied to where all of this rank's
-        come to lie, before the pass is over where there is more than one.
+        At stages 2 and 3 buckets are reduced as they get full: in copies of their own, before the pass is over where
+        there is more than one. At stage 2 this rank's gradients are then copied to where all of them come to lie.
         """
         role, width = self.model.role, self.model.width
         device = Bytes().add(role, "buffers", self._buckets)
@@ -154,10 +154,13 @@ class ZeroMemory:
                 device.add(role, "gradients", self._gradients_kept)
             if self._left:
                 device.add(role, "gradients", self._gradients_kept).add(role, "buffers", width * self._bucket)
+        elif self.stage == 3 and self._left:
+            device.add(role, "buffers", width * self._bucket)
         return device
 
     def in_reduction(self, passes: int) -> Bytes:
-        """The same at the end of the last backward pass, whose activations are gone, while gradients are reduced.
+        """The same at the end of the last backward pass, whose activations, and the weights gathered for it, are gone,
+        while gradients are reduced.
 
         A bucket is reduced in a copy of its own, which is gone before the gradients are copied to where they come to
         lie: of one bucket only the larger of the two is there, of several both.
@@ -170,10 +173,10 @@ class ZeroMemory:
         if self.stage == 1:  # what is in the buckets is no longer elsewhere
             device = Bytes().add(role, "buffers", self._buckets).add(role, "gradients", width * self._left)
             return device.add(role, "gradients", max(copy, kept))
+        if self.stage == 3:
+            return Bytes().add(role, "buffers", copy)
         device = self.in_backward(passes)
-        if self.stage == 2 and not self._left:
-            return device.add(role, "gradients", max(copy, kept))
-        return device if self.stage == 2 else device.add(role, "buffers", copy)
+        return device if self._left else device.add(role, "gradients", max(copy, kept))
 
     @property
     def _gradients_kept(self) -> int:
@@ -218,11 +221,16 @@ class ZeroMemory:
         """The largest weight, whole: weights are written one after the other."""
         return Bytes().add(self.model.role, "gathered", self.model.width * self.model.largest)
 
-    def gathered(self, backward: bool = False) -> Bytes:
-        """On the device, beyond `at_rest`, while the module computes through partitions."""
+    def gathered(self, backward: bool = False, ahead: bool = True) -> Bytes:
+        """On the device, beyond `at_rest`, while the module computes through partitions.
+
+        ahead: whether layers are fetched before their turn, and kept for their next, as DeepSpeed does once it has seen
+        the order in which they come. In generation, whose prompts and tokens take turns, it knows of none.
+        """
         if self.stage < 3 or (self.world == 1 and not self.offloads_weights):
             return Bytes()
-        numbers = gathered_numbers(self.model.units, self.zero, backward)
+        units = self.model.units
+        numbers = gathered_numbers(units, self.zero, backward) if ahead else 2 * max(units)
         return Bytes().add(self.model.role, "gathered", self.model.width * numbers)
 
     def on_device(self) -> Bytes:
@@ -230,13 +238,23 @@ class ZeroMemory:
         return Bytes().add(self.model.role, "weights", self.weights if self.offload else 0)
 
     @property
+    def reading(self) -> tuple[Bytes, Bytes]:
+        """(device, host) while weights are read: themselves, and at stage 3, where they are partitioned one by one, the
+        largest of them whole, and what is read at once of its file."""
+        role, largest = self.model.role, self.model.width * self.model.largest
+        weights = Bytes().add(role, "weights", self.weights)
+        if self.stage < 3:
+            return weights, Bytes()
+        whole = Bytes().add(role, "weights", largest).add(role, "buffers", min(PIECE, largest))
+        return (Bytes(), whole + weights) if self.offloads_weights else (weights, whole)
+
+    @property
     def loading(self) -> tuple[Bytes, Bytes]:
         """(device, host) beyond `at_rest(stepped=False)` while the engine is made.
 
         At stages 0 to 2 a module is loaded into host memory and moved. On the device its weights are joined into one
-        buffer (1 and 2), or a step is tried with gradients of zero (0, in 16 bits). At stage 3 weights are partitioned
-        as they are read, a tensor at a time; the parts that train are joined in host memory, and masters are made of
-        16-bit weights by way of another copy. Files are read by pieces there.
+        buffer (1 and 2), or a step is tried with gradients of zero (0, in 16 bits). At stage 3 the parts that train are
+        joined in host memory, and masters are made of 16-bit weights by way of another copy.
         """
         role, width, trains = self.model.role, self.model.width, self.model.trains
         device, host = Bytes(), Bytes()
@@ -244,8 +262,7 @@ class ZeroMemory:
             host.add(role, "weights", self.weights if self.on_gpu else 0)
         else:
             joined = self.trained_share if self.model.trained else 0
-            host.add(role, "weights", width * (self.model.largest + joined))
-            host.add(role, "buffers", min(PIECE, width * self.model.largest))
+            host.add(role, "weights", width * joined)
         if self.stage in (1, 2):
             device.add(role, "buffers", width * trains)
         elif self.stage == 3 and self.model.trained and not self.offloads_optimizer:
