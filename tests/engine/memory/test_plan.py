@@ -97,6 +97,24 @@ def test_offloaded_states_are_the_hosts(path):
     assert several["gradients"] == pytest.approx(4 * POLICY + 2 * 2 * (second + norms), rel=0.001)
 
 
+def test_through_partitions_nothing_is_fetched_ahead_in_generation(path):
+    spec = spec_of(path, 3, ema_decay=0.99)
+    planned = plan(spec, dataclasses.replace(WORKLOAD, backend="zero3"), Cluster(gpus=2))
+    moments = {(one.phase, one.name): one for one in planned.moments}
+    drawn = moments["generate", "responses are drawn"].device.by_role["actor"]
+    assert drawn["gathered"] == 2 * 2 * VOCABULARY * WIDTH  # the embedding, larger than a layer, and what it came in
+    # All gradients fit into one bucket, which is reduced when the pass is over: its copy, and no gathered weights.
+    reduced = moments["train", "actor's gradients are reduced"].device.by_role["actor"]
+    assert "gathered" not in reduced and reduced["buffers"] == 2 * 2 * POLICY
+    # While weights are read the largest is whole, and read as one piece; there is no optimizer yet.
+    read = moments["load", "actor is read"]
+    assert read.device.by_role == {"actor": {"weights": pytest.approx(POLICY, rel=0.001)}}
+    assert read.host.total == 2 * (2 * VOCABULARY * WIDTH)
+    assert moments["load", "the average is made"].device.by_role["ema"]["average"] == pytest.approx(
+        2 * POLICY, rel=0.01
+    )
+
+
 def test_a_copy_whose_adapter_was_merged_gets_those_matrices_anew(path):
     lora = LoraSpec(dim=4, only=True)
     spec, copied = spec_of(path, 3, actor_lora=lora), dataclasses.replace(WORKLOAD, backend="replica")
