@@ -80,6 +80,8 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
         row_length=args.max_prompt_seq_len + args.max_answer_seq_len,
         between_steps=args.replicas_between_steps,
         decoding=args.decoding,
+        tensor_parallel=args.vllm_tensor_parallel_size,
+        sampler=args.vllm_sampler,
     )
     if distributed.is_main():
         print(rollouts.why or f"rollouts by {args.rollout_backend}", flush=True)

@@ -1,7 +1,7 @@
 """Adapters merged into their models' matrices, in place or on the way to a file: W + alpha / dim * B A in float32, cast
 to W's dtype."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from engine.models.adapter_folders import HEAD, AdapterFolder
 from engine.models.adapters import Adapters, update
 from engine.models.backbone import Backbone
 from engine.optim import is_factor
-from engine.zero.gathering import gathered_params, set_parameter
+from engine.zero.gathering import gathered_params, set_parameter, whole_weights
 
 BASE = ".base_layer."  # peft's name for the layer within an adapted one
 
@@ -56,6 +56,42 @@ def merged_state(module: Backbone, state: Mapping[str, Tensor], role: str | None
         fill = partial(_fill_merged, adapters, tensor, state, head, role or adapters.own)
         found[f"{head}.weight"] = Lazy.of(tuple(tensor.shape), tensor.dtype, fill)
     return found
+
+
+@torch.no_grad()
+def merged_weights(module: Backbone) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model with its own adapter merged, by the names that it has without, on every rank's device, a
+    bucket at a time (all ranks call this, and take all of them).
+
+    As `merged_state`, for what takes the weights of an update while training goes on.
+    """
+    model, adapters = module.model, module.adapters
+    if adapters is None:
+        yield from whole_weights(model)
+        return
+    own = adapters.active[adapters.own]
+    names = [name for name, _ in model.named_parameters()]
+    factors = dict(whole_weights(model, {name for name in names if is_factor(name) and name.split(".")[-2] in own}))
+
+    def changed(layer: str, weight: Tensor) -> Tensor:
+        adapted = adapters.layers[layer]
+        for adapter in own:
+            if adapter in adapted.lora_A:
+                a, b = (factors[f"{layer}.lora_{factor}.{adapter}.weight"] for factor in "AB")
+                weight = merged(weight, update(a, b, adapted.scaling[adapter], adapted.fan_in_fan_out))
+        return weight
+
+    head = adapters.tied_head
+    shared = None if head is None else adapters.layers[head].get_base_layer().weight
+    tied = next((name for name, weight in model.named_parameters() if weight is shared), None)
+    for name, weight in whole_weights(model, {name for name in names if not is_factor(name)}):
+        layer, within, rest = name.rpartition(BASE)
+        if within:
+            yield f"{layer}.{rest}", changed(layer, weight) if rest == "weight" else weight
+        else:
+            yield name, weight
+        if head is not None and name == tied:
+            yield f"{head}.weight", changed(head, weight)
 
 
 def adapter_state(module: Backbone, state: Mapping[str, Tensor], role: str | None = None) -> dict[str, Tensor]:

@@ -4,13 +4,16 @@ from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.choice import ROLLOUT_BACKENDS, build_rollouts
 from engine.rollout.decoding import DECODING
+from engine.rollout.vllm_backend import SAMPLERS, VLLMRollouts
 
 __all__ = [
     "DECODING",
     "ROLLOUT_BACKENDS",
+    "SAMPLERS",
     "ReplicaRollouts",
     "RolloutBackend",
     "SamplingConfig",
+    "VLLMRollouts",
     "Zero3Rollouts",
     "build_rollouts",
 ]

@@ -9,6 +9,8 @@ from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
+from engine.rollout.vllm_backend import VLLMRollouts
+from engine.rollout.vllm_engine import vllm_version
 from engine.whole_copies import Model, WholeCopies, architecture
 from engine.zero import accelerator
 from engine.zero.engines import TrainedModel
@@ -17,7 +19,7 @@ from engine.zero.roles import TrainedRole
 
 # The names of --rollout_backend. One of your own has what makes it of the actor and its tokenizer, a class mostly; the
 # built-in ones, which models share copies with, are made by `build_rollouts`.
-ROLLOUT_BACKENDS: dict[str, Callable[..., RolloutBackend] | None] = dict.fromkeys(("auto", "replica", "zero3"))
+ROLLOUT_BACKENDS: dict[str, Callable[..., RolloutBackend] | None] = dict.fromkeys(("auto", "replica", "zero3", "vllm"))
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ def build_rollouts(
     row_length: int = 0,
     between_steps: str = "keep",
     decoding: str = "plain",
+    tensor_parallel: int = 1,
+    sampler: str = "keyed",
 ) -> RolloutBackend:
     """The backend of this name; "auto" takes the fastest that fits in memory. Its `why` says what was taken and why.
 
@@ -47,6 +51,7 @@ def build_rollouts(
         others: models that are to make experience through whole copies too, each where there is room for its own.
         rows_at_once, row_length: responses decoded side by side, and tokens of prompt and response, for the cache.
         between_steps: as in WholeCopies. decoding: as in Sampler; zero3 has no use for it.
+        tensor_parallel, sampler: as in VLLMRollouts; others have no use for them.
 
     A backend of your own is given none of these, and experience is made through the engines themselves.
 
@@ -55,6 +60,8 @@ def build_rollouts(
     make, actor = ROLLOUT_BACKENDS[name], actor.host
     if make is not None:
         return make(actor, tokenizer)
+    if name == "vllm":
+        return _vllm_rollouts(actor, tokenizer, rows_at_once or 1, row_length, tensor_parallel, sampler)
     models = [actor, *(model for model in others if model is not actor)]
     if name == "auto":
         slots = (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True)
@@ -73,6 +80,24 @@ def build_rollouts(
     if plain and decoding in ("recorded", "graphs", "compiled"):
         why = f"{why}; tokens are not {decoding}: {plain}"
     rollouts.why = f"rollouts by {'zero3' if actor.copies is None else 'replica'}: {why}"
+    return rollouts
+
+
+def _vllm_rollouts(
+    actor: Model, tokenizer, rows_at_once: int, row_length: int, tensor_parallel: int, sampler: str
+) -> VLLMRollouts:
+    rollouts = VLLMRollouts(
+        actor,
+        tokenizer,
+        rows_at_once=rows_at_once,
+        row_length=row_length,
+        cache_bytes=cache_bytes(actor.module.model, rows_at_once * row_length),
+        tensor_parallel=tensor_parallel,
+        sampler=sampler,
+    )
+    spread = f"each actor on {tensor_parallel} ranks" if tensor_parallel > 1 else "a whole actor on each rank"
+    drawn = "with our random numbers" if sampler == "keyed" else "by its own sampler"
+    rollouts.why = f"rollouts by vllm {vllm_version()}: as asked; {spread}, tokens drawn {drawn}"
     return rollouts
 
 

@@ -35,10 +35,14 @@ class Draws:
         logits: (B, V) in any float dtype.
         """
         sampling = self.sampling
-        choice = logits.index_fill(1, self.never_drawn, -torch.inf) if sampling.never_drawn else logits
-        tokens = sample_tokens(choice[:, : sampling.vocabulary_size], self.uniforms[rows, places], sampling.temperature)
+        choice = self.possible(logits)[:, : sampling.vocabulary_size]
+        tokens = sample_tokens(choice, self.uniforms[rows, places], sampling.temperature)
         if sampling.logprob_temperature is not None:
             self.recorded["logprobs"][rows, places], self.recorded["entropy"][rows, places] = token_logprobs(
                 logits, tokens, sampling.logprob_temperature, with_entropy=True
             )
         return tokens.unsqueeze(1)
+
+    def possible(self, logits: Tensor) -> Tensor:
+        """The logits (B, V), -inf for what is never drawn."""
+        return logits.index_fill(1, self.never_drawn, -torch.inf) if len(self.never_drawn) else logits

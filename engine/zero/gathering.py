@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -154,6 +154,30 @@ def copy_weights(source: nn.Module, target: nn.Module, names: Collection[str] | 
         buffers[name].copy_(buffer)
 
 
+@torch.no_grad()
+def whole_weights(source: nn.Module, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """A module's full weights by name on every rank's device, gathered a bucket at a time (all ranks call this, and
+    take all of them). Tied ones come once. What is not partitioned are the weights themselves.
+
+    names: of those parameters that are wanted; None for all.
+    """
+    for bucket in parameter_buckets(source, names):
+        partitioned = [(name, parameter) for name, parameter in bucket if _has_shard(parameter)]
+        whole = {name: _empty(parameter) for name, parameter in partitioned}
+        if partitioned:
+            _copy_bucket(partitioned, whole)
+        for name, parameter in bucket:
+            if name not in whole:
+                with gathered_params([parameter]):
+                    whole[name] = parameter.to(distributed.device(), copy=is_partitioned(parameter))
+        for name, _ in bucket:
+            yield name, whole.pop(name)
+
+
+def _empty(parameter: Tensor) -> Tensor:
+    return torch.empty(full_shape(parameter), dtype=parameter.dtype, device=distributed.device())
+
+
 def _has_shard(parameter: Any) -> bool:
     """Whether this rank holds its part of a partitioned parameter as it is: not on a disk, not quantized, and one part
     for each rank."""
@@ -166,7 +190,7 @@ def _has_shard(parameter: Any) -> bool:
     )
 
 
-def _copy_bucket(bucket: list[tuple[str, Any]], targets: dict[str, nn.Parameter]) -> None:
+def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor]) -> None:
     shards = [parameter.ds_tensor.data.flatten() for _, parameter in bucket]
     by_rank = distributed.all_gather(torch.cat(shards).to(distributed.device()))  # (ranks, numbers)
     for (name, parameter), column in zip(bucket, by_rank.split([len(shard) for shard in shards], dim=1)):

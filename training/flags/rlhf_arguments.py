@@ -5,15 +5,15 @@ from typing import ClassVar
 
 from engine.algorithms import Dialect
 from engine.errors import UserError
-from engine.rollout import DECODING, ROLLOUT_BACKENDS
 from training.flags import deepspeed_chat
 from training.flags.arguments import OldFlag, flag
 from training.flags.model_flags import ModelFlags
 from training.flags.restart_flags import RestartFlags
+from training.flags.rollout_flags import RolloutFlags
 
 
 @dataclass(kw_only=True)
-class RLHFFlags(RestartFlags, ModelFlags):
+class RLHFFlags(RestartFlags, RolloutFlags, ModelFlags):
     """Step 3: the algorithm's flags, the models', and those of prompts, lengths, rollouts and restart points."""
 
     phase: ClassVar[int] = 3
@@ -26,27 +26,6 @@ class RLHFFlags(RestartFlags, ModelFlags):
     max_steps: int | None = flag(None, "steps to train, instead of --num_train_epochs")
     enable_test_mode: bool = flag(False, "end after --test_stop_step steps, with learning rates as for the whole run")
     test_stop_step: int = flag(0, "after how many steps --enable_test_mode ends the run")
-
-    rollout_backend: str = flag(
-        "auto",
-        "how responses are generated: with a whole copy of the actor on each rank, gathered once per update "
-        "(replica), or through its ZeRO-3 partitions (zero3); auto takes the copy where it fits in memory",
-        choices=ROLLOUT_BACKENDS,
-        group="rollouts",
-        old_values=deepspeed_chat.OLD_BACKENDS,
-    )
-    decoding: str = flag(
-        "auto",
-        "how single tokens go through a whole copy: by the model's own code (plain), by a recording of its "
-        "operations (recorded; auto on CPUs), by CUDA graphs of it (graphs; auto on GPUs), or by torch.compile's "
-        "code, with CUDA graphs on GPUs (compiled: after a minute at the start)",
-        choices=DECODING,
-    )
-    replicas_between_steps: str = flag(
-        "keep",
-        "what becomes of the whole copies that responses and experience are made with, while actor and critic train",
-        choices=("keep", "free", "host"),
-    )
 
     unsupervised_dataset_name: str | None = flag(
         None,
@@ -84,9 +63,9 @@ class RLHFFlags(RestartFlags, ModelFlags):
         )
         if any(step < 1 for step in self.profile_steps):
             raise UserError(f"--profile_steps {min(self.profile_steps)}: steps are counted from 1.")
-        self._validate_own_backend()
-        self._validate_decoding()
-        self._validate_ends(self.resolved_dialect()[0])
+        dialect = self.resolved_dialect()[0]
+        self.validate_rollouts(dialect)
+        self._validate_ends(dialect)
         if self.unsupervised_dataset_config_name is not None and self.unsupervised_dataset_name is None:
             raise UserError(
                 f"--unsupervised_dataset_config_name {self.unsupervised_dataset_config_name} needs "
@@ -101,30 +80,6 @@ class RLHFFlags(RestartFlags, ModelFlags):
         if name == "overlong_prompts":
             return f"Give --overlong {'cut_prompt' if value == 'truncate' else value}, which all three steps have."
         return super().no_flag(name, value)
-
-    def _validate_own_backend(self) -> None:
-        own = ROLLOUT_BACKENDS[self.rollout_backend] is not None
-        for name, usual in (("decoding", "auto"), ("replicas_between_steps", "keep")):
-            if own and getattr(self, name) != usual:
-                raise UserError(
-                    f"--{name} {getattr(self, name)} with --rollout_backend {self.rollout_backend}: a backend of your "
-                    "own does as it does. Leave it out."
-                )
-
-    def _validate_decoding(self) -> None:
-        if self.decoding not in ("recorded", "graphs", "compiled"):
-            return
-        if self.replicas_between_steps != "keep":
-            raise UserError(
-                f"--decoding {self.decoding} with --replicas_between_steps {self.replicas_between_steps}: "
-                "recorded and compiled passes belong to weights that stay where they are. Leave one of "
-                "them out."
-            )
-        if self.rollout_backend == "zero3":
-            raise UserError(
-                f"--decoding {self.decoding} with --rollout_backend zero3: ZeRO's hooks cannot be "
-                f"{self.decoding}. Leave one of them out."
-            )
 
     def _validate_ends(self, dialect: Dialect) -> None:
         if "" in self.stop:

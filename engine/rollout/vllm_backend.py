@@ -1,0 +1,133 @@
+"""Rollouts by vLLM in the trainer's own processes."""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine import distributed
+from engine.algo.sampling import keyed_uniforms
+from engine.experience import PromptBatch, Rollout
+from engine.models.merging import merged_weights
+from engine.rollout.base import RolloutBackend, SamplingConfig
+from engine.rollout.decode import CHECK_EVERY, rollout_of
+from engine.rollout.draws import Draws
+from engine.rollout.request import Request
+from engine.rollout.stops import Ends
+from engine.rollout.vllm_engine import VLLMEngine
+from engine.trace import traced
+from engine.whole_copies import Model
+
+SAMPLERS = ("keyed", "own")  # what draws: our own random numbers, or vLLM's sampler
+
+
+class VLLMRollouts(RolloutBackend):
+    """Generates with vLLM, which holds the actor spread over groups of neighbouring ranks.
+
+    Weights reach it bucket by bucket after an update, adapters merged. From `release_memory` to the next call it
+    sleeps.
+    The ranks of a group draw the responses to the prompts of all of them, and each keeps those to its own.
+
+    Args:
+        rows_at_once: how many responses a rank's part of the memory for keys and values is for.
+        row_length: most tokens of prompt and response.
+        tensor_parallel: ranks in a group. sampler: one of SAMPLERS; with "own" there are no log-probs of the sampler.
+    """
+
+    def __init__(
+        self,
+        actor: Model,
+        tokenizer,
+        *,
+        rows_at_once: int,
+        row_length: int,
+        cache_bytes: int,
+        tensor_parallel: int = 1,
+        sampler: str = "keyed",
+    ):
+        self.actor, self.tokenizer, self.tensor_parallel, self.sampler = actor, tokenizer, tensor_parallel, sampler
+        model = actor.module.model
+        config = type(model.config).from_dict(model.config.to_dict())
+        if actor.module.adapters is not None and actor.module.adapters.tied_head is not None:
+            config.tie_word_embeddings = False  # an adapted head is a matrix of its own when it is merged
+        self.engine = VLLMEngine(
+            config,
+            next(model.parameters()).dtype,
+            rows=rows_at_once * tensor_parallel,
+            row_length=row_length,
+            cache_bytes=cache_bytes,
+            tensor_parallel=tensor_parallel,
+            keyed=sampler == "keyed",
+        )
+        self._loaded: int | None = None  # the version of the weights that vLLM holds
+
+    def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+        """One response for each row; ranks of a group go on together."""
+        if self._loaded != self.actor.version:
+            self._load()
+        whole, first = self._of_group(prompts)
+        requests = [
+            Request(row, length, sampling.max_new_tokens)
+            for row, length in enumerate(whole.attention_mask.sum(-1).tolist())
+        ]
+        draws = Draws(whole, sampling, sampling.max_new_tokens)
+        self._draw(whole, requests, draws)
+        own = slice(first, first + len(prompts))
+        recorded = {name: column[own] for name, column in draws.recorded.items()} if self.sampler == "keyed" else {}
+        return rollout_of(prompts, requests[own], sampling.pad_token_id, recorded)
+
+    def release_memory(self) -> None:
+        """Nothing is generated for a while: vLLM gives back what it has on the GPU."""
+        self.engine.sleep()
+        if self.engine.on_gpu:
+            self._loaded = None
+
+    @traced("vLLM takes weights")
+    def _load(self) -> None:
+        self.engine.load(merged_weights(self.actor.module))
+        self._loaded = self.actor.version
+
+    @traced("vLLM generates")
+    def _draw(self, prompts: PromptBatch, requests: Sequence[Request], draws: Draws) -> None:
+        sampling = draws.sampling
+        ends = Ends(self.tokenizer, sampling.stop_token_ids, sampling.stop_strings)
+        unseen: list[list[int]] = [[] for _ in requests]
+
+        def look(row: int, drawn: list[int]) -> bool:
+            request, new = requests[row], unseen[row]
+            new += drawn
+            request.drawn += len(drawn)
+            # A text is looked for as seldom as in our own loop; a token that ends a response is seen by vLLM itself.
+            if drawn and drawn[-1] not in ends.tokens and request.drawn < request.most and len(new) < CHECK_EVERY:
+                return False
+            request.look(new, ends)
+            new.clear()
+            return request.finished
+
+        ids = [row[mask.bool()].tolist() for row, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
+        seeds = keyed_uniforms(sampling.seed, prompts.indices, prompts.samples, 0).mul(2**31).long().tolist()
+        self.engine.generate(ids, draws, seeds, look)
+
+    def _of_group(self, prompts: PromptBatch) -> tuple[PromptBatch, int]:
+        """The prompts of all ranks of this one's group, and the place of this rank's first."""
+        if self.tensor_parallel == 1:
+            return prompts, 0
+        start = distributed.rank() // self.tensor_parallel * self.tensor_parallel
+        by_rank = distributed.all_gather_objects(prompts.to("cpu"))[start : start + self.tensor_parallel]
+        before = sum(len(one) for one in by_rank[: distributed.rank() - start])
+        return _joined(by_rank).to(prompts.input_ids.device), before
+
+
+def _joined(batches: Sequence[PromptBatch]) -> PromptBatch:
+    """Batches one after the other, padded on the left to one width; what is padded with is masked."""
+    width = max(batch.input_ids.shape[1] for batch in batches)
+
+    def columns(name: str) -> torch.Tensor:
+        parts = [getattr(batch, name) for batch in batches]
+        return torch.cat([torch.nn.functional.pad(part, (width - part.shape[1], 0)) for part in parts])
+
+    return PromptBatch(
+        columns("input_ids"),
+        columns("attention_mask"),
+        torch.cat([batch.indices for batch in batches]),
+        torch.cat([batch.samples for batch in batches]),
+    )

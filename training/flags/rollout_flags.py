@@ -1,0 +1,97 @@
+"""The flags of rollouts: which backend draws responses, and how."""
+
+import os
+from dataclasses import dataclass
+
+from engine.algorithms import Dialect
+from engine.errors import UserError
+from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
+from engine.zero.accelerator import ranks_of_this_machine
+from training.flags import deepspeed_chat
+from training.flags.arguments import RunFlags, flag
+
+# Flags that say nothing to another backend: the flag, its usual value, and the backends that it is for.
+_OF_COPIES = ("auto", "replica", "zero3")
+_OWN = {
+    "decoding": ("auto", _OF_COPIES),
+    "replicas_between_steps": ("keep", _OF_COPIES),
+    "vllm_tensor_parallel_size": (1, ("vllm",)),
+    "vllm_sampler": ("keyed", ("vllm",)),
+}
+
+
+@dataclass(kw_only=True)
+class RolloutFlags(RunFlags):
+    """By which backend responses are drawn, and what is said to it."""
+
+    rollout_backend: str = flag(
+        "auto",
+        "how responses are generated: with a whole copy of the actor on each rank, gathered once per update "
+        "(replica), through its ZeRO-3 partitions (zero3), or by vLLM in these processes (vllm, which has to be "
+        "installed); auto takes the copy where it fits in memory, else the partitions",
+        choices=ROLLOUT_BACKENDS,
+        group="rollouts",
+        old_values=deepspeed_chat.OLD_BACKENDS,
+    )
+    decoding: str = flag(
+        "auto",
+        "how single tokens go through a whole copy: by the model's own code (plain), by a recording of its "
+        "operations (recorded; auto on CPUs), by CUDA graphs of it (graphs; auto on GPUs), or by torch.compile's "
+        "code, with CUDA graphs on GPUs (compiled: after a minute at the start)",
+        choices=DECODING,
+    )
+    replicas_between_steps: str = flag(
+        "keep",
+        "what becomes of the whole copies that responses and experience are made with, while actor and critic train",
+        choices=("keep", "free", "host"),
+    )
+    vllm_tensor_parallel_size: int = flag(
+        1, "over how many neighbouring ranks of a node vLLM spreads the actor, with --rollout_backend vllm"
+    )
+    vllm_sampler: str = flag(
+        "keyed",
+        "what draws in vLLM: our random numbers, which give the rows that the other backends give, up to rounding "
+        "(keyed), or its own sampler (own), which notes no log-probs",
+        choices=SAMPLERS,
+    )
+
+    def validate_rollouts(self, dialect: Dialect) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        for name, (usual, backends) in _OWN.items():
+            if self.rollout_backend not in backends and getattr(self, name) != usual:
+                raise UserError(
+                    f"--{name} {getattr(self, name)} with --rollout_backend {self.rollout_backend}: it is for "
+                    f"{', '.join(backends)} alone. Leave it out."
+                )
+        self.at_least(1, "vllm_tensor_parallel_size")
+        if self.rollout_backend == "vllm":
+            self._validate_vllm(dialect)
+        self._validate_decoding()
+
+    def _validate_vllm(self, dialect: Dialect) -> None:
+        ranks, parts = ranks_of_this_machine(), self.vllm_tensor_parallel_size
+        if "RANK" in os.environ and ranks % parts:  # not in a program that plans for other machines
+            raise UserError(
+                f"--vllm_tensor_parallel_size {parts}: the {ranks} ranks of a node cannot be divided into groups of "
+                f"{parts}. Give a number that divides {ranks}."
+            )
+        if self.vllm_sampler == "own" and dialect.old_logprobs == "sampler":
+            raise UserError(
+                "--vllm_sampler own: the dialect takes the sampler's log-probs (old_logprobs=sampler), which vLLM's "
+                "own sampler does not note. Take keyed, or --set old_logprobs=forward."
+            )
+
+    def _validate_decoding(self) -> None:
+        if self.decoding not in ("recorded", "graphs", "compiled"):
+            return
+        if self.replicas_between_steps != "keep":
+            raise UserError(
+                f"--decoding {self.decoding} with --replicas_between_steps {self.replicas_between_steps}: "
+                "recorded and compiled passes belong to weights that stay where they are. Leave one of "
+                "them out."
+            )
+        if self.rollout_backend == "zero3":
+            raise UserError(
+                f"--decoding {self.decoding} with --rollout_backend zero3: ZeRO's hooks cannot be "
+                f"{self.decoding}. Leave one of them out."
+            )
