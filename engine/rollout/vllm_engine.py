@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from engine import distributed
 from engine.errors import UserError
 from engine.rollout.draws import Draws
 from engine.trace import moved
 from engine.zero.accelerator import on_gpu
+from engine.zero.shared_memory import SHARED_MEMORY, clear_dead_buffers
 
 VERSIONS = ("0.32.",)  # that this was tried with; another may have moved what is used here
 
@@ -26,6 +28,8 @@ _SETTINGS_ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # it would bind this process's threads, the trainer's too, to cores
     "TORCH_COMPILE_DISABLE": "1",  # minutes at the first call, otherwise
 }
+# Shared memory of its groups on CPUs, which it never removes, and the names of which the next run would use again.
+_BUFFERS = "*-tp:*-cpushm_*"
 
 
 def vllm_version() -> str:
@@ -76,6 +80,7 @@ class VLLMEngine:
             os.environ.setdefault(name, value)
         from vllm import LLM
 
+        self._clear_buffers()
         self._draws, self._keyed = _Current(), keyed
         self._asleep: set[str] = set()
         with tempfile.TemporaryDirectory() as folder:
@@ -98,6 +103,7 @@ class VLLMEngine:
                 seed=0,
                 logits_processors=[_sampling_class(self._draws, keyed)],
             )
+        self._clear_buffers(own=True)
         # At exit it would close process groups behind the run, which has closed them all by then.
         self._llm.llm_engine.engine_core._finalizer.detach()
 
@@ -150,6 +156,15 @@ class VLLMEngine:
             if enough:
                 engine.abort_request(enough)
         self._draws.now = None
+
+    def _clear_buffers(self, own: bool = False) -> None:
+        """Remove what runs that died have left; or the names of this run's own, when all ranks have them open."""
+        distributed.barrier()
+        if distributed.local_rank() == 0 and not self.on_gpu:
+            clear_dead_buffers(pattern=_BUFFERS)
+            for path in SHARED_MEMORY.glob(_BUFFERS) if own else ():
+                path.unlink(missing_ok=True)
+        distributed.barrier()
 
     def sleep(self) -> None:
         """Give back the memory of weights, which are lost, keys and values. On CPUs vLLM keeps it."""

@@ -31,14 +31,14 @@ def without_buffers() -> Iterator[None]:
         _BACKEND.build_shm_op = build  # type: ignore[attr-defined]
 
 
-def clear_dead_buffers(folder: Path = SHARED_MEMORY) -> list[str]:
-    """Remove this user's buffers that no living process has; returns their names.
+def clear_dead_buffers(folder: Path = SHARED_MEMORY, pattern: str = f"{BUFFERS}_{os.getuid()}_*") -> list[str]:
+    """Remove this user's buffers that no living process has; returns their names. pattern: of their files' names.
 
     A process has its buffer open from the instant it makes it to its end, so that one which nobody has open is a dead
     one's, however young it is.
     """
     removed = []
-    for path in sorted(folder.glob(f"{BUFFERS}_{os.getuid()}_*")):
+    for path in sorted(folder.glob(pattern)):
         with contextlib.suppress(OSError):
             if path.lstat().st_uid == os.getuid() and not _in_use(path):
                 path.unlink()

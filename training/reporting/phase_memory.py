@@ -107,7 +107,8 @@ phase_memory = PhaseMemory()
 def tensor_bytes() -> int:
     """Bytes of the storages of all tensors that Python can reach, gradients included, each storage once.
 
-    Tensors without memory (on the meta device) and sparse ones are left out.
+    Tensors without memory (on the meta device, and torch's fake ones, which compilers leave behind) and sparse ones
+    are left out.
     """
     gc.collect()
     storages = {}
@@ -115,7 +116,9 @@ def tensor_bytes() -> int:
         if not issubclass(type(found), Tensor):
             continue
         for tensor in (found, found.grad if found.is_leaf else None):
-            if tensor is not None and tensor.layout is torch.strided and not tensor.is_meta:
-                storage = tensor.untyped_storage()
+            if tensor is None or tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            if storage.device.type != "meta":
                 storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

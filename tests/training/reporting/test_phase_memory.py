@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from training.reporting import phase_memory
 from training.reporting.phase_clock import PhaseClock, peak_memory_gb
@@ -15,8 +17,9 @@ def test_each_storage_counts_once_gradients_included():
     layer(torch.ones(2, 100)).sum().backward()  # and as many of gradients, which no Python object holds
     view, other = layer.weight.detach().view(-1)[:10], torch.zeros(30, dtype=torch.int64)
     away, sparse = torch.empty(1000, device="meta"), torch.eye(3).to_sparse()
+    fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(7), static_shapes=False)
     assert tensor_bytes() - before == 2 * 20_000 + 240
-    assert len(view) and len(other) and away.is_meta and sparse.is_sparse
+    assert len(view) and len(other) and away.is_meta and sparse.is_sparse and fake.dim() == 1
     del layer
     assert tensor_bytes() - before == 20_000 + 240  # the view holds the weights; the gradients are gone
     del view, other
