@@ -33,6 +33,9 @@ def test_engines_start_from_adapters_keep_them_as_reference_and_save_theirs(stag
         torch.testing.assert_close(peft_logprobs(theirs), changed["actor"], **CLOSE)
         whole = AutoModelForCausalLM.from_pretrained(saved / "actor")
         torch.testing.assert_close(peft_logprobs(whole), changed["actor"], **CLOSE)
+        for name, weight in whole.named_parameters():  # as saved, on every rank
+            torch.testing.assert_close(rank[stage]["merged while training goes on"][name], weight, rtol=0, atol=1e-7)
+        assert len(rank[stage]["merged while training goes on"]) == len(dict(whole.named_parameters()))
         for name in ("critic_adapter", "critic"):
             values = load_scorer(str(saved / name), torch.float32)(SEQUENCES, MASK, position_ids(MASK))
             torch.testing.assert_close(values, changed["critic"], **CLOSE)

@@ -51,7 +51,7 @@ def two_ranks(folder, copies) -> dict[str, list[dict]]:
         needed=copies + cache + copies // 2 + copies,  # each rank has half of the gradients and of Adam's two moments
         **STAGE3,
     )
-    return {name: [rank[name] for rank in ranks] for name in ("answers", "choices", "gathers", "uneven")}
+    return {name: [rank[name] for rank in ranks] for name in ("answers", "choices", "vllm", "gathers", "uneven")}
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +108,15 @@ def test_all_ranks_choose_by_the_one_with_the_least_memory(two_ranks, expected):
         assert (one["backend"], one["between_steps"]) == (backend, between_steps), one["why"]
         answers = one["answers"] | other["answers"]
         assert answers == {key: answer for key, answer in expected["several EOS"].items() if key[1] == 0}
+
+
+@pytest.mark.parametrize("parts", (1, 2))
+def test_vllm_is_given_the_weights_of_partitions_and_groups_answer_together(two_ranks, expected, parts):
+    one, other = (rank[parts] for rank in two_ranks["vllm"])
+    wanted = {key: answer for key, answer in expected["several EOS"].items() if key[1] == 0}
+    assert len(other["answers"]) == 3 and one["answers"] | other["answers"] == wanted
+    spread = "each actor on 2 ranks" if parts == 2 else "a whole actor on each rank"
+    assert one["why"] == f"rollouts by vllm 0.32.0: as asked; {spread}, tokens drawn with our random numbers"
 
 
 def test_the_replica_gathers_once_per_change_of_the_weights(two_ranks):

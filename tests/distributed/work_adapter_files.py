@@ -7,6 +7,7 @@ import torch
 
 from engine.experience import position_ids
 from engine.models.lora import LoraSpec
+from engine.models.merging import merged_weights
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.gathering import full_shape, set_parameter
 from tests.distributed.tiny_run import engine_spec
@@ -33,6 +34,9 @@ def _at(folder: str, actor: str, reward: str, dim: int, output: str, stage: int)
             set_parameter(b, torch.full(full_shape(b), 0.1))
         model.version += 1
     found["changed"] = _computed(models)
+    found["merged while training goes on"] = {
+        name: weight.clone() for name, weight in merged_weights(models.actor.module)
+    }
     for role, model in models.trained.items():
         model_folders.save_forms(model, models.tokenizer, Path(output), role)
     return found

@@ -3,11 +3,14 @@
 from dataclasses import replace
 from unittest import mock
 
+import pytest
+
 from engine import distributed
 from engine.experience import Rollout
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
 from engine.rollout.base import SamplingConfig
+from tests import fake_vllm
 from tests.distributed.fills import counted_fills
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, prompt_batch, timeless
 from tests.engine.zero.inspecting import masters
@@ -27,12 +30,13 @@ UNEVEN_STOPS = (tuple(range(64)), (-1,))  # of each rank
 def everything(
     folder: str, stage: int, config: str, samplings: dict[str, SamplingConfig], moving: SamplingConfig, needed: int
 ) -> dict[str, dict]:
-    """What the four functions below return, by their names. needed: bytes of copies, of a cache for 90 tokens,
+    """What the five functions below return, by their names. needed: bytes of copies, of a cache for 90 tokens,
     and of a rank's gradients."""
     engine = RLHFEngine.from_pretrained(engine_spec(folder, stage, config=config))
     return {
         "answers": _answers(engine, samplings),
         "choices": _choices(engine, moving, needed),
+        "vllm": _by_vllm(engine, moving),
         "gathers": gathers(folder, stage, config, moving),
         "uneven": uneven(folder, stage, config, moving),
     }
@@ -76,6 +80,23 @@ def _choices(engine: RLHFEngine, sampling: SamplingConfig, needed: int) -> dict[
             "between_steps": rollouts.copies.between_steps if name != "little" else None,
             "answers": dict(_by_key(rollouts.generate(prompt_batch(_share(list(range(8)))), sampling))),
         }
+    return found
+
+
+def _by_vllm(engine: RLHFEngine, sampling: SamplingConfig) -> dict[int, dict]:
+    """What a stand-in for vLLM answers that has the actor on each rank, or on both together; rank 1's prompts are fewer
+    and shorter, and come after rank 0's."""
+    found = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fake_vllm.install(monkeypatch)
+        for parts in (1, 2):
+            rollouts = build_rollouts(
+                "vllm", engine.actor, engine.tokenizer, rows_at_once=2, row_length=40, tensor_parallel=parts
+            )
+            indices = [[0, 1, 2, 3, 4], [5, 6, 7]][distributed.rank()]
+            answered = rollouts.generate(prompt_batch(indices), sampling)
+            assert answered.indices.tolist() == indices
+            found[parts] = {"answers": dict(_by_key(answered)), "why": rollouts.why}
     return found
 
 

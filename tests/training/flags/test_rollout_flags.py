@@ -1,0 +1,50 @@
+"""The flags of rollouts: what goes together."""
+
+import pytest
+
+from engine.errors import UserError
+from tests.training.flags.command_lines import parse
+from training.flags.rlhf_arguments import RLHFFlags
+
+
+def asked(*words: str) -> RLHFFlags:
+    return parse(*words, flags_class=RLHFFlags)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ["--vllm_tensor_parallel_size", "2"],
+            "--vllm_tensor_parallel_size 2 with --rollout_backend auto: .* vllm alone",
+        ),
+        (
+            ["--rollout_backend", "replica", "--vllm_sampler", "own"],
+            "--vllm_sampler own with --rollout_backend replica",
+        ),
+        (
+            ["--rollout_backend", "vllm", "--decoding", "plain"],
+            "--decoding plain with --rollout_backend vllm: .* auto, ",
+        ),
+        (["--rollout_backend", "vllm", "--replicas_between_steps", "free"], "--replicas_between_steps free with"),
+        (["--rollout_backend", "vllm", "--vllm_tensor_parallel_size", "0"], "--vllm_tensor_parallel_size 0"),
+        (
+            ["--rollout_backend", "vllm", "--vllm_sampler", "own", "--dialect", "openai"],
+            "--vllm_sampler own: the dialect takes the sampler's log-probs .* --set old_logprobs=forward",
+        ),
+    ],
+)
+def test_flags_of_other_backends_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        asked(*words)
+
+
+def test_groups_of_ranks_divide_those_of_a_node(monkeypatch):
+    words = ["--rollout_backend", "vllm", "--vllm_tensor_parallel_size", "4"]
+    assert asked(*words).vllm_tensor_parallel_size == 4
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_SIZE", "8")
+    assert asked(*words).vllm_tensor_parallel_size == 4
+    monkeypatch.setenv("LOCAL_SIZE", "6")
+    with pytest.raises(UserError, match="--vllm_tensor_parallel_size 4: the 6 ranks of a node .* divides 6"):
+        asked(*words)
