@@ -25,5 +25,5 @@ def test_the_hybrid_engine(tmp_path):
 
 
 def test_a_value_that_never_was_is_answered_with_the_choices():
-    message = refusal("--rollout_backend", "vllm")
+    message = refusal("--rollout_backend", "sglang")
     assert "hybrid" not in message and all(name in message for name in ROLLOUT_BACKENDS)
