@@ -131,8 +131,7 @@ def test_every_launcher_has_rows_for_all_its_hardware():
         assert known is None or {(path.stem, name) for name in known[1].split()} <= rows().keys()
 
 
-# Of step 3's training_scripts in DeepSpeedExamples, as they run without arguments: the flags that both have. Left out
-# is --inference_tp_size, which is refused: responses are drawn from whole copies, or through partitions.
+# Of step 3's training_scripts in DeepSpeedExamples, as they run without arguments: the flags that both have.
 PUBLISHED = """--data_path Dahoas/rm-static --data_split 2,4,4 --num_padding_at_beginning 1 --generation_batches 1
     --ppo_epochs 1 --max_answer_seq_len 256 --max_prompt_seq_len 256 --actor_learning_rate 5e-4
     --critic_learning_rate 5e-6 --num_train_epochs 1 --lr_scheduler_type cosine --gradient_accumulation_steps 1
@@ -143,7 +142,8 @@ PUBLISHED = """--data_path Dahoas/rm-static --data_split 2,4,4 --num_padding_at_
 
 PUBLISHED_FOR = {
     # opt/single_node/run_13b.sh
-    ("13b", "8xa100-40g"): "--per_device_generation_batch_size 16 --per_device_training_batch_size 16",
+    ("13b", "8xa100-40g"): "--per_device_generation_batch_size 16 --per_device_training_batch_size 16 "
+    "--inference_tp_size 2",
     # opt/multi_node/run_66b.sh; batches by the names that main.py has had since
     ("66b", "64xa100-80g"): "--per_device_generation_batch_size 4 --per_device_training_batch_size 4 "
     "--tp_gather_partition_size 4 --actor_weight_decay 0.1 --critic_weight_decay 0.1",

@@ -48,13 +48,10 @@ STEP3 = {
     "release_inference_cache": OldFlag(bool, "what generation needs is released after it anyway."),
     "inference_tp_size": OldFlag(
         int,
-        "tensor-parallel generation is not built yet. Leave it out, or give 1; where the "
-        "weights do not fit on one device, --rollout_backend zero3.",
-        allowed=(1,),
+        "--rollout_backend does its work: auto draws responses from whole copies of the weights where they fit on one "
+        "device, and elsewhere through the partitions.",
     ),
-    "tp_gather_partition_size": OldFlag(
-        int, "without tensor-parallel generation, which is not built yet, it says nothing."
-    ),
+    "tp_gather_partition_size": OldFlag(int, "weights are gathered by buckets of one size, whatever the layers are."),
     "preprocessing_num_workers": OldFlag(int, "texts are tokenised once, and kept for the next run."),
     "align_overflow": OldFlag(bool, "actor and critic always skip an overflowing step together."),
     "print_answers": OldFlag(bool, "samples are printed every --print_answers_interval steps anyway."),

@@ -143,7 +143,7 @@ def test_old_flags_are_accepted_with_one_line_or_refused(flags_class, old):
 
 def test_old_flags_whose_value_asks_for_nothing():
     told = []
-    words = [*REQUIRED_FLAGS[RLHFFlags], "--inference_tp_size", "1", "--enable_mixed_precision_lora", "false"]
+    words = [*REQUIRED_FLAGS[RLHFFlags], "--enable_mixed_precision_lora", "false"]
     assert parse_flags(RLHFFlags, words, "a program", told.append) == parse(flags_class=RLHFFlags) and told == []
 
 
