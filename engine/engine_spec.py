@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from engine.models.attention import USUAL, Attention
 from engine.models.lora import LoraSpec
 from engine.models.places import is_adapter, same_model
 from engine.zero.config import EngineConfig
@@ -38,7 +39,7 @@ class EngineSpec:
     is then copies of those in the actor's engine. 0: all train, and the reference is an engine of its own.
     actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: one model for all roles.
     pad_token: the rule for the tokenizer's pad token (engine/models/pad_tokens.py). trust_remote_code: whether code in
-    the models' folders may run.
+    the models' folders may run. attention: which code computes attention, of all models.
     reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.
     ema_decay: None for no average; ema_device: "cpu" keeps it in host memory.
     """
@@ -54,6 +55,7 @@ class EngineSpec:
     share_trunk: bool = False
     pad_token: str = "tokenizer"
     trust_remote_code: bool = False
+    attention: Attention = USUAL
     dtype: str = "fp32"
     actor: EngineConfig = field(default_factory=lambda: EngineConfig("actor", 0))
     critic: EngineConfig = field(default_factory=lambda: EngineConfig("critic", 0))

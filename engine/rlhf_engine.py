@@ -199,7 +199,12 @@ def frozen_model(load, path: str, config: EngineConfig, spec: EngineSpec) -> Fro
 
 def _loaded(load, path: str, ds_config: dict, config: EngineConfig, spec: EngineSpec) -> Policy | Scorer:
     return load(
-        path, DTYPES[spec.dtype], ds_config, what=f"{config.role} model", trust_remote_code=spec.trust_remote_code
+        path,
+        DTYPES[spec.dtype],
+        ds_config,
+        what=f"{config.role} model",
+        trust_remote_code=spec.trust_remote_code,
+        attention=spec.attention,
     )
 
 

@@ -35,6 +35,7 @@ def shared_trunk(spec: EngineSpec) -> SharedModel:
         what="actor model",
         trust_remote_code=spec.trust_remote_code,
         merge=False,
+        attention=spec.attention,
     )
     trunk = make_trunk(policy, spec.actor_lora, scoring)
     if spec.actor_gradient_checkpointing or spec.critic_gradient_checkpointing:

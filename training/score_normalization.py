@@ -30,14 +30,15 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
     Source: openai/lm-human-preferences cbfd210b, train_reward.py, `normalize_before`.
     """
 
-    def load(path: str, dtype: torch.dtype, ds_config: dict, what: str, trust_remote_code: bool):
-        return new_scorer(path, dtype, pad_token_id, args.seed, ds_config, what, trust_remote_code=trust_remote_code)
+    def load(path: str, dtype: torch.dtype, ds_config: dict, what: str, **how):
+        return new_scorer(path, dtype, pad_token_id, args.seed, ds_config, what, **how)
 
     spec = EngineSpec(
         actor_path="",
         critic_path=args.model_name_or_path,
         dtype=args.dtype,
         trust_remote_code=args.trust_remote_code,
+        attention=args.attention,
     )
     model = frozen_model(
         load, args.model_name_or_path, EngineConfig("reward", frozen_stage(args.engine_config())), spec
@@ -73,6 +74,7 @@ def score_statistics(
         dtype=args.dtype,
         actor_optimizer=OptimizerSpec(lr=0.0),
         trust_remote_code=args.trust_remote_code,
+        attention=args.attention,
     )
     choice = EngineConfig("reference", frozen_stage(args.engine_config()))
     policy = frozen_model(load_policy, args.sft_path, choice, spec)

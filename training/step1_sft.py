@@ -10,6 +10,7 @@ from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
 from engine.models.checking import check_policy, check_rows
+from engine.models.classes import LANGUAGE_MODEL
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import read_tokenizer, vocabulary_size
 from engine.rlhf_engine import wrap_trained
@@ -54,6 +55,7 @@ def main(args: SFTFlags) -> None:
         "--model_name_or_path",
         args.dropout,
         args.trust_remote_code,
+        attention=args.attention,
     )
     model = wrap_trained(
         module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing, args.lora()
@@ -147,6 +149,7 @@ def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
             args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
         )
         check_rows(tokenizer, config, args.model_name_or_path, "--model_name_or_path")
+        args.check_attention(args.model_name_or_path, LANGUAGE_MODEL, "--model_name_or_path")
         adapted_model(args, scorer=False)
 
 

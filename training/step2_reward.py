@@ -18,6 +18,7 @@ from engine import distributed
 from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
 from engine.experience import position_ids
 from engine.models.checking import check_policy, check_rows, check_trunk, check_vocabularies
+from engine.models.classes import CLASSIFIER
 from engine.models.loading import DTYPES, new_scorer
 from engine.models.pad_tokens import classifier_pad_token_id
 from engine.models.reading import read_tokenizer
@@ -71,6 +72,7 @@ def main(args: RewardFlags) -> None:
         args.dropout,
         starting_scale(args, tokenizer, prompts, pad) if args.normalize_before and not point else 1.0,
         args.trust_remote_code,
+        attention=args.attention,
     )
     model = wrap_trained(
         module, ds_config, args.engine_config(), args.optimizer(), args.gradient_checkpointing, args.lora()
@@ -224,6 +226,7 @@ def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
             args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
         )
         check_rows(tokenizer, config, args.model_name_or_path, "--model_name_or_path")
+        args.check_attention(args.model_name_or_path, CLASSIFIER, "--model_name_or_path")
         adapted_model(args, scorer=True)
     if args.normalization_samples and args.looks_at(args.sft_path):
         flag_name = "--sft_model_name_or_path" if args.sft_model_name_or_path else "--model_name_or_path"

@@ -12,6 +12,7 @@ from torch import nn
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
+from engine.models.attention import USUAL, Attention
 from engine.models.backbone import Backbone
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.hydra import HydraPolicy
@@ -143,7 +144,7 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
     Only config.json is read of each model, and adapter_config.json of an adapter. Raises: UserError, naming the role's
     flag and the path, for one that is not there or cannot be read.
     """
-    of_spec = partial(built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code)
+    of_spec = partial(built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code, attention=spec.attention)
     reward_path = spec.reward_path or str(spec.critic_path)
     played = {host: frozen for frozen, host in spec.hosts.items()}
     build: dict[str, Callable[[], Blueprint]] = {
@@ -179,7 +180,9 @@ def _trunk(spec: EngineSpec) -> Blueprint:
     """Of the one engine that serves all roles."""
     assert spec.actor_lora is not None
     actor, critic, reward = (f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward"))
-    policy = module_on_paper(spec.actor_path, LANGUAGE_MODEL, spec.dtype, actor, spec.trust_remote_code)
+    policy = module_on_paper(
+        spec.actor_path, LANGUAGE_MODEL, spec.dtype, actor, spec.trust_remote_code, attention=spec.attention
+    )
     assert isinstance(policy, Policy)
     policy.start = read_adapter(spec.actor_path, actor)
     scoring = scoring_roles(spec, actor, critic, reward, with_tokenizer=False)
@@ -205,6 +208,7 @@ def built(
     lora: LoraSpec | None = None,
     hydra_layers: int = 0,
     plays: str | None = None,
+    attention: Attention = USUAL,
 ) -> Blueprint:
     """The blueprint of one engine: of the model at `path`, a language model or (kind CLASSIFIER) a scorer.
 
@@ -214,7 +218,7 @@ def built(
     """
     flag = "--actor_model_name_or_path" if kind == LANGUAGE_MODEL else f"--{role}_model_name_or_path"
     start = read_adapter(path, flag)
-    module = module_on_paper(path, kind, dtype, flag, trust_remote_code, start if lora is None else None)
+    module = module_on_paper(path, kind, dtype, flag, trust_remote_code, start if lora is None else None, attention)
     with torch.device("meta"):
         if hydra_layers:
             module = HydraPolicy(module.model, layers=hydra_layers)
@@ -236,6 +240,7 @@ def module_on_paper(
     what: str,
     trust_remote_code: bool = False,
     merged: AdapterFolder | None = None,
+    attention: Attention = USUAL,
 ) -> Policy | Scorer:
     """A Policy (kind LANGUAGE_MODEL) or Scorer (CLASSIFIER) of the configuration at `path`, on the meta device.
 
@@ -252,7 +257,7 @@ def module_on_paper(
     if merged is not None and kind == LANGUAGE_MODEL and merged.changes_tied_head(config, made):
         config.tie_word_embeddings = False  # as the loader does
     with torch.device("meta"):
-        model = made._from_config(config, dtype=DTYPES[dtype])
+        model = made._from_config(config, dtype=DTYPES[dtype], **attention.arguments_on_paper)
         return Policy(model) if kind == LANGUAGE_MODEL else Scorer(model)
 
 

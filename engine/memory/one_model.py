@@ -9,6 +9,7 @@ from engine.memory.memory_plan import MemoryPlan, Moment
 from engine.memory.passes import Rows, training_pass
 from engine.memory.workload import Cluster
 from engine.memory.zero_memory import ZeroMemory
+from engine.models.attention import USUAL, Attention
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.lora import LoraSpec
 from engine.zero.config import EngineConfig, build_ds_config, zero_settings
@@ -34,6 +35,7 @@ class OneModel:
     checkpointing: bool = False
     lora: LoraSpec | None = None
     trust_remote_code: bool = False
+    attention: Attention = USUAL
 
 
 def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
@@ -45,6 +47,7 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
         True,
         dtype=one.dtype,
         trust_remote_code=one.trust_remote_code,
+        attention=one.attention,
         checkpointing=one.checkpointing,
         lora=one.lora,
     )

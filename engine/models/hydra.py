@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.errors import UserError
+from engine.models.attention import USUAL, Attention
 from engine.models.checking import check_policy
 from engine.models.classes import LANGUAGE_MODEL, model_class
 from engine.models.loading import load_policy
@@ -82,12 +83,13 @@ def load_hydra(
     *,
     layers: int,
     trust_remote_code: bool = False,
+    attention: Attention = USUAL,
 ) -> HydraPolicy:
     """What `load_policy` gives, as a HydraPolicy of which the last `layers` layers train.
 
     Raises: UserError as `check_policy` and `trained_parts` do.
     """
-    policy = load_policy(path, dtype, ds_config, what, trust_remote_code=trust_remote_code)
+    policy = load_policy(path, dtype, ds_config, what, trust_remote_code=trust_remote_code, attention=attention)
     return HydraPolicy(policy.model, policy.dropouts, layers=layers)
 
 

@@ -16,6 +16,7 @@ from engine import distributed
 from engine.errors import SharedError, UserError
 from engine.host_memory import freed_memory_given_back
 from engine.models.adapter_folders import HEAD, AdapterFolder, read_adapter
+from engine.models.attention import USUAL, Attention
 from engine.models.backbone import Backbone
 from engine.models.checking import check_policy, check_scorer, check_trunk
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
@@ -42,6 +43,7 @@ def load_policy(
     dropout: float = 0.0,
     trust_remote_code: bool = False,
     merge: bool = True,
+    attention: Attention = USUAL,
 ) -> Policy:
     """The causal language model at `path`, partitioned while it loads where `ds_config` is for stage 3.
 
@@ -51,6 +53,7 @@ def load_policy(
         dropout: replaces every dropout probability of the model's configuration; it counts in train mode only.
         trust_remote_code: as for `read_config`.
         merge: whether an adapter at `path` is merged into its base.
+        attention: which code computes its attention.
 
     Raises: UserError as `check_policy` does, and for weights that are NaN or infinite.
     """
@@ -60,7 +63,7 @@ def load_policy(
     untied = merge and adapter is not None and adapter.changes_tied_head(config, kind)
     if untied:
         config.tie_word_embeddings = False
-    model = _loaded(kind, base, config, dtype, ds_config, what, untied=untied)
+    model = _loaded(kind, base, config, dtype, ds_config, what, attention, untied=untied)
     if not Path(base).is_dir():
         check_policy(path, what, trust_remote_code)  # of a name on the Hub, now that its files are here
     _make_saveable(model)
@@ -82,6 +85,7 @@ def load_scorer(
     what: str = "reward model",
     trust_remote_code: bool = False,
     merge: bool = True,
+    attention: Attention = USUAL,
 ) -> Scorer:
     """The reward model or critic at `path`, dropout off; partitioned while it loads where `ds_config` is for stage 3.
 
@@ -99,7 +103,9 @@ def load_scorer(
         state = deepspeed_chat_state(base, kind.base_model_prefix)
     if adapter is not None:
         vars(config).update(adapter.settings())
-    model = _loaded(kind, base, config, dtype, ds_config, what, new_head=form == "language_model", state=state)
+    model = _loaded(
+        kind, base, config, dtype, ds_config, what, attention, new_head=form == "language_model", state=state
+    )
     if not Path(base).is_dir():
         check_scorer(path, what, trust_remote_code)
     scorer = Scorer(model, dropouts)
@@ -119,6 +125,7 @@ def new_scorer(
     scale: float = 1.0,
     trust_remote_code: bool = False,
     merge: bool = True,
+    attention: Attention = USUAL,
 ) -> Scorer:
     """A reward model to be trained: the trunk of the language model at `path`, and a head drawn from
     N(0, 1 / sqrt(d + 1)).
@@ -140,7 +147,7 @@ def new_scorer(
     config.score_position, config.score_offset = "last", 0.0
     kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)
     adapter, base = read_adapter(path, what), base_of(path, what)
-    model = _loaded(kind, base, config, dtype, ds_config, what, new_head=True)
+    model = _loaded(kind, base, config, dtype, ds_config, what, attention, new_head=True)
     if not Path(base).is_dir():
         check_trunk(path, what, trust_remote_code)
     scorer = _started(Scorer(model, dropouts), base, adapter, merge)
@@ -159,6 +166,7 @@ def new_critic(
     what: str = "model",
     trust_remote_code: bool = False,
     merge: bool = True,
+    attention: Attention = USUAL,
 ) -> Scorer:
     """A critic where there is no reward model to start from: the language model's trunk and a head of zeros.
 
@@ -167,7 +175,17 @@ def new_critic(
     """
     tokenizer = read_tokenizer(path, what, trust_remote_code=trust_remote_code)
     pad = classifier_pad_token_id(tokenizer)
-    return new_scorer(path, dtype, pad, None, ds_config, what, trust_remote_code=trust_remote_code, merge=merge)
+    return new_scorer(
+        path,
+        dtype,
+        pad,
+        None,
+        ds_config,
+        what,
+        trust_remote_code=trust_remote_code,
+        merge=merge,
+        attention=attention,
+    )
 
 
 def _started(module: Backbone, base: str, adapter: AdapterFolder | None, merge: bool):
@@ -187,6 +205,7 @@ def _loaded(
     dtype: torch.dtype,
     ds_config: dict | None,
     what: str,
+    attention: Attention,
     new_head=False,
     state=None,
     untied=False,
@@ -201,7 +220,13 @@ def _loaded(
     source = path if state is None else None
     with freed_memory_given_back(), read_by_pieces(), partitioned_loading(ds_config):
         model, info = kind.from_pretrained(
-            source, config=config, dtype=dtype, state_dict=state, output_loading_info=True, trust_remote_code=False
+            source,
+            config=config,
+            dtype=dtype,
+            state_dict=state,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **attention.arguments,
         )
     misfit, message = replace(Misfit.of(info), left_over=()), None  # which the look at the headers has judged
     if new_head:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from engine.errors import UserError
+from engine.models.attention import IMPLEMENTATIONS, Attention
 from engine.models.places import base_of
 
 REQUIRED = dataclasses.MISSING
@@ -74,6 +75,12 @@ class RunFlags:
         "what models compute in; by default bf16 on GPUs that have it, fp16 on others, fp32 on CPUs",
         choices=("fp32", "fp16", "bf16"),
     )
+    attn_implementation: str = flag(
+        "auto",
+        "which code computes attention: torch's own (sdpa; auto, where the model's family has it), the family's plain "
+        "one (eager), the flash-attn package (flash_attention_2 or 3, in bf16 or fp16), or torch's compiled flex",
+        choices=IMPLEMENTATIONS,
+    )
     enable_tensorboard: bool = flag(True, "write curves, tables and histograms for TensorBoard")
     tensorboard_path: str | None = flag(
         None,
@@ -120,6 +127,16 @@ class RunFlags:
         A flag that the command line gives again needs no care here: its value replaces the file's.
         """
         return dict(file)
+
+    @property
+    def attention(self) -> Attention:
+        """Which code computes attention, of all models."""
+        return Attention(self.attn_implementation)
+
+    def check_attention(self, path: str, kind: str, name: str) -> None:
+        """Raise UserError where this machine or the model at `path`, given by the flag `name`, lacks that code; kind:
+        LANGUAGE_MODEL or CLASSIFIER."""
+        self.attention.check(path, kind, str(self.dtype), name, self.trust_remote_code)
 
     def as_dict(self) -> dict:
         """All flags by name."""

@@ -159,6 +159,7 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
             share_trunk=self.share_trunk,
             pad_token=dialect.pad_token,
             trust_remote_code=self.trust_remote_code,
+            attention=self.attention,
             dtype=self.dtype,
             actor=actor,
             critic=critic,

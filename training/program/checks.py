@@ -3,6 +3,7 @@
 from engine import distributed
 from engine.algorithms import Dialect, check
 from engine.models.checking import check_policy, check_rows, check_scorer, check_trunk, check_vocabularies
+from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.hydra import check_hydra
 from engine.models.reading import read_config, read_tokenizer
 from engine.rollout.families import check_attention
@@ -76,6 +77,7 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
             check_scorer(path, f"--{name}", trusted)
             if tokenizer is not None:
                 check_vocabularies(tokenizer, path, f"--{name}", trusted)
+        args.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
         check_positions(
             read_config(path, f"--{name}", trusted),
             f"--{name} {path}",

@@ -74,6 +74,7 @@ def memory_of_one_model(args: SupervisedFlags) -> list[str]:
         checkpointing=args.gradient_checkpointing,
         lora=args.lora(),
         trust_remote_code=args.trust_remote_code,
+        attention=args.attention,
     )
     planned = _planned(args, (args.model_name_or_path,), lambda: plan_one_model(one, this_cluster()))
     return [planned if isinstance(planned, str) else table(planned, f"{distributed.ranks_in_words()}, {args.dtype}")]
