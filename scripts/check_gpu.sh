@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Tries on GPUs what no CPU can, in the environment that is active: installs nothing, fetches nothing, ends within nine
+# minutes. Prints a table of what passed, failed, was skipped or not run, and keeps it as JSON.
+#
+#   scripts/check_gpu.sh                            into gpu_checks/DATE_TIME in the repository
+#   scripts/check_gpu.sh --output FOLDER --only machine graphs
+#   DRY=1 scripts/check_gpu.sh                      the same without a GPU, with tiny models: its logic, and no more
+#
+#   PYTHON=/path/to/python3.12   which Python; by default python3
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+if [ "${DRY:-}" = 1 ]; then
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+fi
+exec "${PYTHON:-python3}" -m scripts.gpu_checks "$@"

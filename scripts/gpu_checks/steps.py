@@ -1,0 +1,112 @@
+"""PPO steps at each ZeRO stage, in 16 bits, with and without optimizer states in host memory."""
+
+import gc
+import importlib.util
+import math
+import shutil
+import time
+
+import torch
+from torch.utils.cpp_extension import CUDA_HOME
+
+from engine.zero.accelerator import why_not
+from scripts.gpu_checks.models import new_trainer, prompts, rows
+from scripts.gpu_checks.trial import Skipped, Trial
+from training.ppo_trainer import PPOTrainer
+
+SEARCHED = 20  # fp16: steps in which the loss scale has to have been found
+
+
+def at_all_stages(trial: Trial, dtype: str) -> None:
+    """Steps at stages 0 to 3 from the same weights and prompts: all learn, and begin with the same policy."""
+    if (reason := why_not(dtype)) is not None:
+        if trial.dry:
+            trial.needs_gpu(f"steps in {dtype}")
+            return
+        raise Skipped(reason)
+    first: dict[str, float] = {}
+    for stage in (0, 3) if trial.dry else range(4):
+        with trial.part(f"stage {stage}"):
+            found = steps(trial, f"stage {stage}", new_trainer(trial, stage=stage, dtype=dtype))
+            first = first or found
+            compared(trial, f"stage {stage}", found, first)
+        give_back()
+
+
+def offloaded(trial: Trial) -> None:
+    """The same with --offload at stages 2 and 3, where DeepSpeed's own AdamW trains in host memory."""
+    if trial.needs_gpu("DeepSpeedCPUAdam, in whose place torch's AdamW trained") and (reason := why_no_cpu_adam()):
+        raise Skipped(reason)
+    dtype = "fp32" if trial.dry else "bf16" if why_not("bf16") is None else "fp16"
+    first = {}
+    for name, stage, offload in (("stage 2 on the device", 2, False), ("stage 2", 2, True), ("stage 3", 3, True)):
+        with trial.part(name):
+            trainer = new_trainer(trial, stage=stage, dtype=dtype, offload=offload)
+            if not trial.dry:
+                kept = {shard.device.type for shard in trainer.models.actor.master_shards()}
+                trial.expect(kept == {"cpu" if offload else "cuda"}, f"{name}: master weights are on {kept}")
+            found = steps(trial, name, trainer)
+            first = first or found
+            compared(trial, name, found, first)
+        trainer = None
+        give_back()
+
+
+def why_no_cpu_adam() -> str | None:
+    """What is missing to build DeepSpeedCPUAdam, in words; None where it can be built."""
+    missing = [
+        name
+        for name, there in (
+            ("a C++ compiler", any(map(shutil.which, ("c++", "g++", "clang++")))),
+            ("nvcc (CUDA_HOME)", CUDA_HOME is not None),
+            ("ninja", shutil.which("ninja") or importlib.util.find_spec("ninja")),
+        )
+        if not there
+    ]
+    return f"DeepSpeedCPUAdam is built where it is used, and here is no {' and no '.join(missing)}" if missing else None
+
+
+def steps(trial: Trial, name: str, trainer: PPOTrainer) -> dict[str, float]:
+    """Two steps, in fp16 as many as it takes to find the loss scale; returns the first one's metrics.
+
+    Weights have to change, and everything that is measured to be a number.
+    """
+    before = checksum(trainer)
+    vocabulary = trainer.models.actor.module.model.config.vocab_size
+    metrics: list[dict[str, float]] = []
+    while len(metrics) < 2 or (metrics[-1].get("policy/skipped", 0) > 0 and len(metrics) < SEARCHED):
+        batch = prompts(rows(trial), trainer.sampling.max_new_tokens, vocabulary, first=len(metrics) * rows(trial))
+        started = time.perf_counter()
+        metrics.append(trainer.step(batch).metrics)
+        trial.figures[f"{name}, s"] = round(time.perf_counter() - started, 3)
+    odd = [key for key, value in metrics[-1].items() if not math.isfinite(value) and not key.startswith("value/expl")]
+    trial.expect(not odd, f"{name}: {', '.join(odd)} are no numbers")
+    trial.expect(not metrics[-1].get("policy/skipped"), f"{name}: no loss scale was found in {SEARCHED} steps")
+    trial.expect(checksum(trainer) != before, f"{name}: no weight changed")
+    return metrics[0]
+
+
+def compared(trial: Trial, name: str, found: dict[str, float], first: dict[str, float]) -> None:
+    """The first step's entropy and gradient are those of the first setting, as far as other kernels and so other
+    tokens let them be."""
+    entropy, expected = found["objective/entropy"], first["objective/entropy"]
+    trial.expect(abs(entropy / expected - 1) < 0.02, f"{name}: the entropy is {entropy:.4g}, not {expected:.4g}")
+    length, expected = found["policy/grad_norm"], first["policy/grad_norm"]
+    if math.isfinite(length) and math.isfinite(expected):  # fp16's first ones may overflow
+        trial.figures[f"{name}, gradient"] = round(length, 4)
+        trial.expect(
+            2 / 3 < length / expected < 3 / 2, f"{name}: the gradient is {length:.3g}, not {expected:.3g} long"
+        )
+
+
+def checksum(trainer: PPOTrainer) -> float:
+    """The sum of what actor and critic are, in float64."""
+    return sum(
+        shard.double().abs().sum().item() for m in trainer.models.trained.values() for shard in m.master_shards()
+    )
+
+
+def give_back() -> None:
+    """Let go of engines, which hold circles."""
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,121 @@
+"""scripts/check_gpu.sh: what a check does never touches the others, and each goes through its logic without a GPU."""
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.gpu_checks import __main__ as front
+from scripts.gpu_checks.catalogue import CHECKS
+from scripts.gpu_checks.check import Check, outcome_of
+from scripts.gpu_checks.machine import DataSheet, data_sheet
+from scripts.gpu_checks.trial import Trial
+from tests.e2e.bad_checks import is_running
+
+PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "check_gpu.sh"
+ALIKE = {"steps fp16", "compiled"}  # without a GPU they do what "steps bf16" and "graphs" do
+
+
+def bad(name: str, **settings) -> Check:
+    return Check(name, f"tests.e2e.bad_checks:{name}", **settings)
+
+
+def test_no_check_touches_another(tmp_path, monkeypatch, capsys):
+    checks = [
+        bad("crashes"),
+        bad("hangs", limit=2),
+        bad("leaves"),
+        bad("raises"),
+        bad("misses"),
+        bad("skips"),
+        bad("passes", ranks=2),
+        bad("passes"),
+    ]
+    monkeypatch.setattr(front, "CHECKS", checks)
+    monkeypatch.setenv("DRY", "1")
+    output = tmp_path / "out"
+    assert front.main(["--output", str(output)]) == 1
+    found = json.loads((output / "checks.json").read_text())
+    assert [each["name"] for each in found] == [check.name for check in checks]
+    crashed, hung, left, raised, missed, skipped, many, passed = found
+    assert [each["status"] for each in found] == [*["FAIL"] * 5, "skipped", "skipped", "pass"]
+    assert "signal SIGSEGV" in crashed["why"] and "the last words" in crashed["why"]
+    assert "not done after 2 s" in hung["why"] and 2 <= hung["seconds"] < 60
+    assert "exit code 3" in left["why"]
+    assert "RuntimeError: CUDA error: an illegal memory access" in raised["why"]
+    assert missed["why"] == "a quarter is too little; stage 1: ValueError: of shape (2, 3)"
+    assert missed["figures"] == {"share": 0.25, "later": 1}
+    assert skipped["why"] == "nothing of the kind is installed" and "needs 2 GPUs" in many["why"]
+    assert passed["figures"] == {"rows": 3} and passed["left_out"] == ["a graph"]
+    printed = capsys.readouterr().out
+    assert "| passes | pass |" in printed and "needs CUDA and was left out: a graph" in printed
+    assert "5 FAIL, 2 skipped, 1 pass" in printed and "2 skipped" in (output / "table.md").read_text()
+    assert not (output / "models").exists() and not (output / "work").exists()
+
+
+def test_what_a_hanging_check_started_is_ended_too(tmp_path):
+    outcomes = front.make_all([bad("hangs", limit=2)], dry=True, gpus=1, output=made(tmp_path), budget=60)
+    assert outcomes[0].status == "FAIL"
+    pid = int((tmp_path / "work" / "hangs" / "pid").read_text())
+    deadline = time.monotonic() + 30
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(pid)
+
+
+def test_what_does_not_fit_is_told(tmp_path):
+    checks = [bad("hangs", limit=50, least=1), bad("passes", least=30), bad("skips", least=0)]
+    outcomes = front.make_all(checks, dry=True, gpus=1, output=made(tmp_path), budget=2)
+    assert [found.status for found in outcomes] == ["FAIL", "not run", "not run"]
+    assert "not done after 2 s" in outcomes[0].why  # of its 50: what is left of the whole counts, too
+    assert outcomes[1].why == "0 s were left, and it takes 30"
+
+
+def made(folder: Path) -> Path:
+    (folder / "logs").mkdir()
+    return folder
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DRY", "1")
+    (tmp_path / "checks.json").write_text("older")
+    assert front.main(["--output", str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err and (tmp_path / "checks.json").read_text() == "older"
+
+
+def test_the_front_door_opens():
+    ended = subprocess.run([PROGRAM, "--help"], env={**os.environ, "DRY": "1"}, capture_output=True, text=True)
+    assert ended.returncode == 0 and "within nine minutes" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("NVIDIA H100 80GB HBM3", DataSheet(989e12, 3350e9)),
+        ("NVIDIA H100 PCIe", DataSheet(756e12, 2000e9)),
+        ("NVIDIA H200", DataSheet(989e12, 4800e9)),
+        ("NVIDIA A100-SXM4-80GB", DataSheet(312e12, 2039e9)),
+        ("NVIDIA A100 80GB PCIe", DataSheet(312e12, 1935e9)),
+        ("NVIDIA A100-SXM4-40GB", DataSheet(312e12, 1555e9)),
+        ("Tesla V100-SXM2-32GB", DataSheet(125e12, 900e9)),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_data_sheets_go_by_torchs_names(name, expected):
+    assert data_sheet(name) == expected
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [check for check in CHECKS if check.name not in ALIKE], ids=lambda c: c.name)
+def test_checks_go_through_their_logic_without_a_gpu(check, models, tmp_path):
+    found = outcome_of(check, Trial(dry=True, folder=tmp_path, models=models))
+    assert found.status == "pass", found.why
+    assert found.figures or found.left_out
