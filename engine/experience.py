@@ -165,8 +165,8 @@ class Experience:
     values: (B, T) float32, the critic's; None without one. scores: (B,) float32, as the reward source gave them.
     prompt_kl: (B,) float32, the prompts' part of the KL that steers the coefficient; zeros where only responses count.
     score_parts: name -> (B,) float32, what adds up to the scores where that is more than one thing, else empty.
-    logprob_gaps: (N,) float32, absolute differences between the sampler's log-probs and those of a forward pass, of the
-        tokens of the longest row; None where all log-probs are a forward pass's.
+    log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's, of all tokens that are learned,
+        or of the longest row's where no others have a forward pass; None where the sampler notes none.
     """
 
     rollout: Rollout
@@ -177,7 +177,7 @@ class Experience:
     scores: Tensor
     prompt_kl: Tensor
     score_parts: dict[str, Tensor] = field(default_factory=dict)
-    logprob_gaps: Tensor | None = None
+    log_ratios: Tensor | None = None
 
     def __post_init__(self):
         shape = tuple(self.rollout.response_mask.shape)

@@ -14,7 +14,8 @@ from engine.reference import Reference
 from engine.reward.base import RewardSource
 from engine.zero.engines import TrainedModel
 
-COMPARED_ROWS = 1  # responses of each rank whose log-probs by the sampler are compared with a forward pass's
+# Responses of each rank whose log-probs by the sampler are compared with a forward pass's where it makes none of all.
+COMPARED_ROWS = 1
 
 # Columns (N, t) or (N,) of each micro-batch -> one (B, T) or (B,), in the rollout's order and width.
 Join = Callable[[list[Tensor]], Tensor]
@@ -24,6 +25,7 @@ class ExperienceMaker:
     """Runs the models over rollouts, one model after the other, in micro-batches of rows of similar length.
 
     critic: None where the algorithm has none. micro_batch_size: rows of full length in one forward pass.
+    exact_sampler: whether rollouts' log-probs are a forward pass's within rounding, for `old_logprobs` "auto".
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class ExperienceMaker:
         reward: RewardSource,
         algorithm: Algorithm,
         micro_batch_size: int,
+        exact_sampler: bool = True,
     ):
         self.actor, self.critic, self.reference, self.reward = actor, critic, reference, reward
         self.algorithm, self.micro_batch_size = algorithm, micro_batch_size
         self.temperature = algorithm.dialect.logprob_temperature
+        self.takes_sampled_logprobs = algorithm.dialect.takes_sampled_logprobs(exact_sampler)
 
     @torch.no_grad()
     def make_experience(self, rollout: Rollout) -> Experience:
@@ -82,15 +86,14 @@ class ExperienceMaker:
             pairs = zip(columns, pieces, strict=True)
             return joined([column[:, -piece.response_length :] for column, piece in pairs])
 
-        gaps = None
-        if algorithm.uses_sampled_logprobs and learned.logprobs is not None:
+        if self.takes_sampled_logprobs and learned.logprobs is not None:
             logprobs, entropy = learned.logprobs, learned.entropy
             compared = pieces[-1].select(slice(-COMPARED_ROWS, None))
-            assert compared.logprobs is not None
-            gaps = (self._policy(compared)[0] - compared.logprobs).abs()[compared.response_mask]
+            log_ratios = _log_ratios(self._policy(compared)[0], compared)
         else:
             by_piece, entropies = zip(*map(self._policy, asked), strict=True)
             logprobs, entropy = of_responses(by_piece), of_responses(entropies)
+            log_ratios = _log_ratios(logprobs, learned)
         with self.reference.on_device():
             references = [self.reference.ref_logprobs(piece, self.temperature) for piece in asked]
         prompt_kl = torch.zeros(len(learned), device=logprobs.device)
@@ -101,7 +104,7 @@ class ExperienceMaker:
             "entropy": entropy,
             "ref_logprobs": of_responses(references),
             "prompt_kl": prompt_kl,
-            "logprob_gaps": gaps,
+            "log_ratios": log_ratios,
         }
 
     def _policy(self, piece: Rollout) -> tuple[Tensor, Tensor]:
@@ -134,3 +137,8 @@ class ExperienceMaker:
             by_piece = [self.reward.parts(piece) for piece in pieces]
         parts = {name: joined([part[name] for part in by_piece]) for name in by_piece[0]}
         return torch.stack(list(parts.values())).sum(0), parts if len(parts) > 1 else {}
+
+
+def _log_ratios(logprobs: Tensor, rollout: Rollout) -> Tensor | None:
+    """The actor's log-probs (B, T) minus the sampler's, of the tokens that are learned: (N,); None without those."""
+    return None if rollout.logprobs is None else (logprobs - rollout.logprobs)[rollout.response_mask]

@@ -80,13 +80,17 @@ def build_ours(setting: Setting, args: argparse.Namespace) -> Ours:
     dialect = get_dialect("default").override(
         ppo_epochs=1, actor_lr=1e-6, critic_lr=1e-6, old_logprobs=args.old_logprobs
     )
-    recorded = dialect.logprob_temperature if dialect.samples_logprobs(args.dtype) else None
+    exact = args.dtype == "fp32"
     trainer = PPOTrainer(
         models=engine,
         rollouts=backends[args.rollout_backend[0]],
         dialect=dialect,
-        sampling=replace(sampling(setting, engine.tokenizer), logprob_temperature=recorded),
-        config=PPOConfig(total_steps=10**6, micro_batch_size=args.micro_batch),
+        sampling=replace(
+            sampling(setting, engine.tokenizer),
+            logprob_temperature=dialect.logprob_temperature,
+            with_entropy=dialect.takes_sampled_logprobs(exact),
+        ),
+        config=PPOConfig(total_steps=10**6, micro_batch_size=args.micro_batch, exact_sampler=exact),
     )
     return Ours(trainer, backends)
 

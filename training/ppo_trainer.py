@@ -45,6 +45,8 @@ class PPOConfig:
     max_kl: nats a response; a rollout further from the reference ends the run. None for no such limit.
     first_kl_bound: how far actor and reference may be apart before the first update, where they are one model
         (`rounding_bound`); None where they are not.
+    exact_sampler: whether rollouts' log-probs are the actor's own within rounding, as they are in fp32 where a backend
+        `computes_as_actor`: `old_logprobs` "auto" takes them then.
     """
 
     total_steps: int
@@ -54,6 +56,7 @@ class PPOConfig:
     unsup_coef: float = 27.8
     max_kl: float | None = None
     first_kl_bound: float | None = None
+    exact_sampler: bool = True
 
 
 class PromptFeed(Protocol):
@@ -115,6 +118,7 @@ class PPOTrainer:
             reward=reward or models.reward,
             algorithm=self.algorithm,
             micro_batch_size=config.micro_batch_size,
+            exact_sampler=config.exact_sampler,
         )
         pretraining = None
         if unsupervised is not None:

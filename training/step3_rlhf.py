@@ -85,7 +85,18 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
     )
     if distributed.is_main():
         print(rollouts.why or f"rollouts by {args.rollout_backend}", flush=True)
+        if not exact_sampler(args, rollouts) and plan.dialect.takes_sampled_logprobs(exact=False):
+            print(
+                "old log-probs are the sampler's, as asked (old_logprobs=sampler), and not quite the actor's: "
+                "rollout/logprob_gap measures how far they are apart, on one response of each rank",
+                flush=True,
+            )
     return rollouts
+
+
+def exact_sampler(args: RLHFFlags, rollouts: RolloutBackend) -> bool:
+    """Whether the sampler's log-probs are those of the actor's forward pass within rounding."""
+    return args.dtype == "fp32" and rollouts.computes_as_actor
 
 
 def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: RolloutBackend) -> PPOTrainer:
@@ -106,6 +117,7 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
             max_kl=args.max_kl,
             first_kl_bound=rounding_bound(args.dtype, plan.dialect.logprob_temperature),
             seed=args.seed,
+            exact_sampler=exact_sampler(args, rollouts),
         ),
     )
 

@@ -67,7 +67,6 @@ class Algorithm:
         rules = ResponseRules(dialect, pad_token_id, end_token_id)
         self.texts, self.scored_text, self.slots = rules.texts, rules.scored_text, rules.slots
         # What the experience is made with.
-        self.uses_sampled_logprobs = dialect.takes_sampled_logprobs
         self.needs_sampled_logprobs = dialect.old_logprobs == "sampler"
         self.kl_of_prompts = partial(measured_kl, measure=dialect.kl_measure) if dialect.measures_prompts else None
         # Scores and rewards.

@@ -29,8 +29,9 @@ class Dialect:
     temperature_offset: float = 0.0  # added to it wherever logits are divided by it
     temperature_in_logprobs: bool = True
     old_logprobs: str = "auto"  # of a second "forward" pass, so that the first ratio is 1; or the "sampler"'s;
-    # "auto": the sampler's in fp32, where both are the same within rounding and
-    # where no other slots count than those that were drawn
+    # "auto": the sampler's in fp32 where it computes as the actor does, so that
+    # both are the same within rounding, and where no other slots count than
+    # those that were drawn
     samples_per_prompt: int = 1
 
     # Texts. "" is none, "eos" the tokenizer's EOS, anything else a text of one token.
@@ -136,16 +137,15 @@ class Dialect:
             if field.name != "name" and getattr(self, field.name) != getattr(other, field.name)
         }
 
-    def samples_logprobs(self, dtype: str) -> bool:
-        """Whether the sampler is to note the log-probs of what it draws; dtype: "fp32", "fp16" or "bf16"."""
-        return self.takes_sampled_logprobs and (self.old_logprobs == "sampler" or dtype == "fp32")
+    def takes_sampled_logprobs(self, exact: bool) -> bool:
+        """Whether old log-probs are the sampler's where a rollout has them.
 
-    @property
-    def takes_sampled_logprobs(self) -> bool:
-        """Whether old log-probs are the sampler's where a rollout has them: of what it drew, which must be all that
-        counts, and all that is attended to."""
+        exact: whether they are a forward pass's within rounding. They are of what was drawn, which must be all that
+        counts, and all that is attended to.
+        """
+        wanted = self.old_logprobs == "sampler" or (self.old_logprobs == "auto" and exact)
         hides_pads = self.length_rule == "not_pad"
-        return self.old_logprobs != "forward" and not (self._counts_past_end or self.measures_prompts or hides_pads)
+        return wanted and not (self._counts_past_end or self.measures_prompts or hides_pads)
 
     @property
     def sampling_temperature(self) -> float:

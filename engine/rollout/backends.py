@@ -15,6 +15,8 @@ class _SampledRollouts(RolloutBackend):
     steps, becomes of keys and values too.
     """
 
+    computes_as_actor = True
+
     def __init__(self, actor: Model, copies: WholeCopies | None, sampler: Sampler):
         self.actor, self.copies, self.sampler = actor, copies or WholeCopies(), sampler
 

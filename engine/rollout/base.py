@@ -23,7 +23,9 @@ class SamplingConfig:
     stop_strings: texts that end a response with the token that completes them.
     pad_token_id: what fills the slots after a response.
     seed: of the keyed uniform numbers.
-    logprob_temperature: rollouts then hold each token's log-prob, and the entropy, at this temperature. None for none.
+    logprob_temperature: rollouts then hold each token's log-prob at this temperature, as the sampler had it. None for
+        none.
+    with_entropy: and the entropy of its distribution, which is wanted where no forward pass gives it.
     """
 
     max_new_tokens: int
@@ -34,11 +36,13 @@ class SamplingConfig:
     seed: int = 0
     vocabulary_size: int | None = None
     logprob_temperature: float | None = None
+    with_entropy: bool = False
     never_drawn: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, dialect: Dialect, ends: Sequence[int], dtype: str, **fields) -> "SamplingConfig":
-        """How this dialect samples from an actor in this dtype ("fp32", "fp16" or "bf16").
+        """How this dialect samples from an actor in this dtype ("fp32", "fp16" or "bf16"). Log-probs are always noted:
+        they tell how far the sampler is from the trainer.
 
         ends: the ids of the tokens that end a response where it may end.
         """
@@ -46,7 +50,8 @@ class SamplingConfig:
             stop_token_ids=tuple(ends) if dialect.sampling == "until_eos" else (),
             never_drawn=tuple(ends) if dialect.sampling == "without_eos" else (),
             temperature=dialect.sampling_temperature,
-            logprob_temperature=dialect.logprob_temperature if dialect.samples_logprobs(dtype) else None,
+            logprob_temperature=dialect.logprob_temperature,
+            with_entropy=dialect.takes_sampled_logprobs(exact=dtype == "fp32"),
             **fields,
         )
 
@@ -54,10 +59,15 @@ class SamplingConfig:
 class RolloutBackend(Protocol):
     """Draws responses from the actor as it stands now.
 
-    A class of your own inherits from this one and writes `generate`. why: what a run says of the choice.
+    A class of your own inherits from this one and writes `generate`.
+
+    why: what a run says of the choice.
+    computes_as_actor: whether its log-probs are computed by the actor's own code and weights, so that in fp32 they are
+        a forward pass's within rounding. `old_logprobs` "auto" takes those of no other sampler for the actor's.
     """
 
     why: str = ""
+    computes_as_actor: bool = False
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row. All ranks call this together, each with its own prompts."""

@@ -26,7 +26,7 @@ class Draws:
             torch.arange(places, device=device),
         )
         self.never_drawn = torch.tensor(sampling.never_drawn, dtype=torch.int64, device=device)
-        names = () if sampling.logprob_temperature is None else ("logprobs", "entropy")
+        names = ["logprobs"] * (sampling.logprob_temperature is not None) + ["entropy"] * sampling.with_entropy
         self.recorded = {name: torch.zeros(len(prompts), places, device=device) for name in names}
 
     def draw(self, logits: Tensor, rows: Tensor, places: Tensor) -> Tensor:
@@ -38,9 +38,9 @@ class Draws:
         choice = self._without_never_drawn(logits)[:, : sampling.vocabulary_size]
         tokens = sample_tokens(choice, self.uniforms[rows, places], sampling.temperature)
         if sampling.logprob_temperature is not None:
-            self.recorded["logprobs"][rows, places], self.recorded["entropy"][rows, places] = token_logprobs(
-                logits, tokens, sampling.logprob_temperature, with_entropy=True
-            )
+            found = token_logprobs(logits, tokens, sampling.logprob_temperature, sampling.with_entropy)
+            for column, values in zip(self.recorded.values(), found):
+                column[rows, places] = values
         return tokens.unsqueeze(1)
 
     def possible(self, logits: Tensor) -> Tensor:

@@ -22,7 +22,9 @@ class GivenRollouts:
         """Nothing is held."""
 
 
-def untrained(roles: dict, dialect: Dialect, *rollouts: Rollout, pad: int, micro_batch_size: int = 8) -> PPOTrainer:
+def untrained(
+    roles: dict, dialect: Dialect, *rollouts: Rollout, pad: int, micro_batch_size: int = 8, exact_sampler: bool = True
+) -> PPOTrainer:
     """A trainer whose steps end before anything is learned. `roles`: actor, critic, reference and reward; EOS is 2, and
     a text "w07" is token 7."""
     tokenizer = SimpleNamespace(eos_token_id=2, get_vocab=lambda: {"w07": 7})
@@ -33,7 +35,7 @@ def untrained(roles: dict, dialect: Dialect, *rollouts: Rollout, pad: int, micro
         models=models,
         rollouts=GivenRollouts(*rollouts),
         dialect=dialect,
-        config=PPOConfig(total_steps=9, micro_batch_size=micro_batch_size),
+        config=PPOConfig(total_steps=9, micro_batch_size=micro_batch_size, exact_sampler=exact_sampler),
         sampling=SamplingConfig(max_new_tokens=9, pad_token_id=pad, stop_token_ids=()),
     )
     trainer.train_actor_and_critic = lambda batch, kl, metrics: None

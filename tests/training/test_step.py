@@ -152,16 +152,37 @@ def test_old_logprobs_are_the_samplers_where_the_rollout_has_them_and_they_are_a
     forward = torch.tensor([[-1.0, -1.0, 0.0], [-2.0, -1.0, -1.0]])
     models = TableModels(BATCH)
     trainer = untrained(models.roles(), get_dialect("default"), recorded, recorded, pad=PAD, micro_batch_size=1)
-    gaps = trainer.experience_maker.make_experience(recorded).logprob_gaps
+    log_ratios = trainer.experience_maker.make_experience(recorded).log_ratios
     made = next_step(trainer).batch
     assert torch.equal(made.logprobs, drawn) and torch.equal(made.entropy, entropy)
-    near(gaps, [0.5, 0.25, 0.5])  # of the longest row
+    near(log_ratios, [0.5, 0.25, 0.5])  # of the longest row
     assert torch.equal(make(models, batch(), get_dialect("default")).logprobs * batch().response_mask, forward)
     # deepspeed_chat counts the slot behind the end too, for which nothing was drawn
     past = get_dialect("deepspeed_chat").override(old_logprobs="auto")
     assert torch.equal(make(models, recorded, past).logprobs * recorded.response_mask, forward)
     with pytest.raises(AssertionError, match="no log-probs of the sampler"):
         make(models, batch(), get_dialect("default").override(old_logprobs="sampler"))
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_another_sampler_is_compared_on_all_tokens_and_its_log_probs_are_not_the_actors(micro_batch_size):
+    # Log-probs of the actor, -1 -1 | -2 -1 -1, minus the sampler's.
+    drawn = torch.tensor([[-0.75, -0.5, 0.0], [-2.5, -1.25, -1.5]])
+    recorded = replace(batch(), logprobs=drawn)
+    trainer = untrained(
+        TableModels(BATCH).roles(),
+        get_dialect("default"),
+        recorded,
+        pad=PAD,
+        micro_batch_size=micro_batch_size,
+        exact_sampler=False,
+    )
+    near(trainer.experience_maker.make_experience(recorded).log_ratios, [-0.25, -0.5, 0.5, 0.25, 0.5])
+    report = next_step(trainer)
+    assert report.batch.logprobs[recorded.response_mask].tolist() == [-1, -1, -2, -1, -1]
+    assert report.metrics["rollout/logprob_gap"] == pytest.approx(2.0 / 5)
+    assert report.metrics["rollout/sampler_kl"] == pytest.approx(-0.5 / 5)
+    assert report.metrics["rollout/ratio_min"] == pytest.approx(math.exp(-0.5))
 
 
 class WholeTexts(TableModels):

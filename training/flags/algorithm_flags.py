@@ -33,8 +33,8 @@ class AlgorithmFlags(DataFlags):
     old_logprobs: str | None = flag(
         None,
         "where the ratio's old log-probs come from: a forward pass over the finished responses, or the sampler, "
-        "which saves that pass (rollout/logprob_gap tells how far apart the two are); auto: the sampler in fp32, where "
-        "both are the same within rounding",
+        "which saves that pass (rollout/logprob_gap tells how far apart the two are); auto: the sampler in fp32 where "
+        "it computes with the actor's own code, so that both are the same within rounding",
         choices=VALUES["old_logprobs"],
     )
     ema_decay: float | None = flag(None, "decay of the moving average that --enable_ema keeps")

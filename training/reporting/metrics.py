@@ -19,6 +19,8 @@ from engine.algo.masked import moments
 
 Number = float | torch.Tensor
 
+EXTREMES = {"max": 1.0, "min": -1.0}
+"""The kinds that keep a largest value, and the sign with which they keep it."""
 ROUNDING = 1e-12
 """A variance below this share of the mean square is what float64 leaves of equal values: it counts as 0."""
 
@@ -40,10 +42,11 @@ class Accumulator:
 
     def add_max(self, name: str, value: Number) -> None:
         """Add to a metric that reduces to the largest value. NaN becomes infinity, since a reduction may lose NaN."""
-        value = torch.as_tensor(_scalar(value), dtype=torch.float64)
-        value = torch.where(value.isnan(), math.inf, value)
-        self._declare(name, "max")
-        self._parts[name] = [torch.maximum(self._parts[name][0], value) if name in self._parts else value]
+        self._add_extreme(name, "max", torch.as_tensor(_scalar(value), dtype=torch.float64))
+
+    def add_min(self, name: str, value: Number) -> None:
+        """Add to a metric that reduces to the smallest value. NaN becomes minus infinity."""
+        self._add_extreme(name, "min", -torch.as_tensor(_scalar(value), dtype=torch.float64))
 
     def add_moments(
         self,
@@ -83,25 +86,31 @@ class Accumulator:
         A collective call: every rank makes it, also one that added nothing. What was added stays; use a new
         Accumulator for the next step. Ranks may hold different names (one had no valid sample, say): the union of
         names is gathered first, because stopping a long run over a metric would be worse than one small message a step.
-        Then one all-reduce takes all sums and counts, and one all maxima.
+        Then one all-reduce takes all sums and counts, and one all extremes.
         """
         layout = _union(
             distributed.all_gather_objects(
                 {name: (self._kinds[name], len(parts)) for name, parts in self._parts.items()}
             )
         )
-        summed = sorted(name for name, (kind, _) in layout.items() if kind != "max")
-        maxima = sorted(name for name, (kind, _) in layout.items() if kind == "max")
+        extremes = sorted(name for name, (kind, _) in layout.items() if kind in EXTREMES)
+        summed = sorted(layout.keys() - set(extremes))
         reduced = {}
         if summed:
             numbers = iter(distributed.all_reduce_sum(self._flat(summed, layout, missing=0.0)).tolist())
             for name in summed:
                 kind, width = layout[name]
                 reduced[name] = FINISH[kind](*(next(numbers) for _ in range(width)))
-        if maxima:
-            numbers = distributed.all_reduce_max(self._flat(maxima, layout, missing=-math.inf)).tolist()
-            reduced.update(zip(maxima, numbers))
+        if extremes:
+            numbers = distributed.all_reduce_max(self._flat(extremes, layout, missing=-math.inf)).tolist()
+            reduced.update({name: EXTREMES[layout[name][0]] * number for name, number in zip(extremes, numbers)})
         return {name: reduced[name] for name in sorted(reduced) if reduced[name] is not None}
+
+    def _add_extreme(self, name: str, kind: str, value: torch.Tensor) -> None:
+        """Keep the largest `value`, a minimum's with its sign turned."""
+        value = torch.where(value.isnan(), math.inf, value)
+        self._declare(name, kind)
+        self._parts[name] = [torch.maximum(self._parts[name][0], value) if name in self._parts else value]
 
     def _add(self, name: str, kind: str, parts: list[Number]) -> None:
         self._declare(name, kind)

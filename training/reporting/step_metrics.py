@@ -6,9 +6,13 @@ import torch
 from torch import Tensor
 
 from engine import distributed
+from engine.algo.corrections import bounded, importance_ratios
+from engine.algo.kl import kl_estimate
 from engine.algorithms import Algorithm
 from engine.experience import Experience, TrainingBatch
 from training.reporting.metrics import Accumulator
+
+USUAL_RATIOS = (0.5, 2.0)  # of the actor's probability over the sampler's; what is outside is counted
 
 # Adds sums and counts of this rank's batch, under one or more names; all ranks call it, and reduce afterwards.
 StepMetric = Callable[[Accumulator, TrainingBatch, Algorithm], None]
@@ -50,13 +54,29 @@ STEP_METRICS: list[StepMetric] = [add_objective, add_advantages]
 
 
 def add_parts(metrics: Accumulator, experience: Experience) -> None:
-    """What only exists where there is something to it: the score's parts, and how far the sampler's log-probs are from
-    a forward pass's."""
-    found = {f"objective/{name}": part for name, part in experience.score_parts.items()}
-    if experience.logprob_gaps is not None:
-        found["rollout/logprob_gap"] = experience.logprob_gaps
-    for name, part in found.items():
-        metrics.add(name, part.sum(), len(part))
+    """What only exists where there is something to it: the score's parts, and how far the sampler is from the actor."""
+    for name, part in experience.score_parts.items():
+        metrics.add(f"objective/{name}", part.sum(), len(part))
+    if experience.log_ratios is not None and len(experience.log_ratios):
+        add_sampler_distance(metrics, experience.log_ratios)
+
+
+def add_sampler_distance(metrics: Accumulator, log_ratios: Tensor) -> None:
+    """How far the sampler's probabilities are from the actor's: their distance, KL(sampler || actor) by two estimators,
+    and the extremes of the ratio actor over sampler, of which none is far from 1 where both compute alike.
+
+    log_ratios: (N,) float32, as in Experience.
+    """
+    log_ratios = log_ratios.double()
+    tokens, zeros = len(log_ratios), torch.zeros_like(log_ratios)
+    ratios = importance_ratios(log_ratios)
+    lowest, highest = USUAL_RATIOS
+    metrics.add("rollout/logprob_gap", log_ratios.abs().sum(), tokens)
+    metrics.add("rollout/sampler_kl", kl_estimate(zeros, log_ratios, "k1").sum(), tokens)
+    metrics.add("rollout/sampler_kl_k3", kl_estimate(zeros, bounded(log_ratios), "k3").sum(), tokens)
+    metrics.add_min("rollout/ratio_min", ratios.min())
+    metrics.add_max("rollout/ratio_max", ratios.max())
+    metrics.add("rollout/ratio_far", ((ratios < lowest) | (ratios > highest)).sum(), tokens)
 
 
 def distributions(batch: TrainingBatch) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import pytest
 
 from engine.algorithms import check, get_dialect
 from engine.errors import UserError
+from engine.rollout import SamplingConfig
 from tests.engine.algorithms.system_fields import DEEPSPEED_CHAT
 
 
@@ -175,10 +176,16 @@ def test_temperatures_of_sampling_and_of_log_probs():
         ("default", {"kl_controller": "adaptive", "kl_measure": "exp_delta"}, []),
     ],
 )
-def test_where_the_sampler_notes_log_probs(name, changed, dtypes):
+def test_where_old_log_probs_are_the_samplers(name, changed, dtypes):
     dialect = get_dialect(name).override(**changed)
-    assert [dtype for dtype in ("fp32", "fp16", "bf16") if dialect.samples_logprobs(dtype)] == dtypes
-    assert dialect.takes_sampled_logprobs == bool(dtypes)
+    taken = [dtype for dtype in ("fp32", "fp16", "bf16") if dialect.takes_sampled_logprobs(exact=dtype == "fp32")]
+    assert taken == dtypes
+    # The sampler notes log-probs whatever is made of them, and entropy where no forward pass gives it.
+    sampling = [
+        SamplingConfig.of(dialect, (2,), dtype, max_new_tokens=4, pad_token_id=0) for dtype in ("fp32", "fp16", "bf16")
+    ]
+    assert [one.logprob_temperature for one in sampling] == [dialect.logprob_temperature] * 3
+    assert [one.with_entropy for one in sampling] == [dtype in dtypes for dtype in ("fp32", "fp16", "bf16")]
 
 
 @pytest.mark.parametrize(

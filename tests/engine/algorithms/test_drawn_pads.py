@@ -126,6 +126,6 @@ def test_trlxs_penalty_has_a_hole_behind_a_pad():
 
 def test_log_probs_of_the_sampler_are_not_those_of_hidden_pads():
     dialect = get_dialect("default").override(length_rule="not_pad")
-    assert not dialect.takes_sampled_logprobs
+    assert not dialect.takes_sampled_logprobs(exact=True)
     with pytest.raises(UserError, match="old_logprobs 'sampler': length_rule 'not_pad' hides pad tokens"):
         dialect.override(old_logprobs="sampler")

@@ -228,7 +228,7 @@ def test_responses_of_fixed_length(models, expected, sampling, family, rows_at_o
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_recorded_log_probs_are_those_of_the_finished_sequences(models, family, rows_at_once):
-    model, how = models[family], replace(SAMPLING, temperature=0.9, logprob_temperature=0.7)
+    model, how = models[family], replace(SAMPLING, temperature=0.9, logprob_temperature=0.7, with_entropy=True)
     rollout = Sampler(make_tokenizer(), rows_at_once).responses(model, BATCH, how)
     expected = torch.zeros(2, *rollout.response_mask.shape)
     for row, (tokens, _) in enumerate(answers(rollout)):
@@ -241,9 +241,18 @@ def test_recorded_log_probs_are_those_of_the_finished_sequences(models, family, 
     assert outside.any() and not rollout.logprobs[outside].any() and not rollout.entropy[outside].any()
 
 
-def test_nothing_is_recorded_unasked(models):
-    rollout = Sampler(make_tokenizer()).responses(models["llama"], BATCH, SAMPLING)
-    assert rollout.logprobs is None and rollout.entropy is None
+def test_nothing_is_recorded_unasked_and_what_is_changes_no_token(models):
+    plain, noted, with_entropy = (
+        Sampler(make_tokenizer()).responses(models["llama"], BATCH, how)
+        for how in (
+            SAMPLING,
+            replace(SAMPLING, logprob_temperature=1.0),
+            replace(SAMPLING, logprob_temperature=1.0, with_entropy=True),
+        )
+    )
+    assert plain.logprobs is None and plain.entropy is None and noted.entropy is None
+    assert torch.equal(plain.sequences, noted.sequences) and torch.equal(plain.sequences, with_entropy.sequences)
+    assert torch.equal(noted.logprobs, with_entropy.logprobs)
 
 
 def test_a_rollout_is_its_prompts_and_what_was_drawn(models, expected):

@@ -8,7 +8,7 @@ from training.reporting.standard_errors import ENDINGS, Estimate, with_errors
 
 ROOT = Path(__file__).parents[3]
 GROUPS = "objective|policy|value|advantages|returns|rollout|time|checkpoint|memory|eval|train"
-ADDING = {"add", "add_sum", "add_max", "add_moments", "add_explained_variance"}  # an Accumulator's methods
+ADDING = {"add", "add_sum", "add_max", "add_min", "add_moments", "add_explained_variance"}  # an Accumulator's methods
 
 # Names that are put together: the form in the code, with {} for what is filled in, and what it becomes.
 SCORE_PARTS = ("scores_model", "scores_function", "length_penalty")
@@ -35,7 +35,10 @@ READERS = {
     "reporting/compare_runs.py",
     "reporting/reward_change.py",
     "reporting/verdict.py",
-    *(f"reporting/health/{name}.py" for name in ("__init__", "optimization", "outlook", "policy", "responses")),
+    *(
+        f"reporting/health/{name}.py"
+        for name in ("__init__", "optimization", "outlook", "policy", "responses", "sampler")
+    ),
 }
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 

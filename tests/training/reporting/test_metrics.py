@@ -35,19 +35,22 @@ def test_reduce_leaves_what_was_added():
     assert metrics.reduce() == metrics.reduce() == {"x": 1.5}
 
 
-def test_sum_and_max():
+def test_sum_max_and_min():
     metrics = Accumulator()
     for value in (2.0, 5.0, -1.0):
         metrics.add_sum("rollout/degenerate", value)
         metrics.add_max("policy/ratio_max", torch.tensor(value))
-    assert metrics.reduce() == {"policy/ratio_max": 5.0, "rollout/degenerate": 6.0}
+        metrics.add_min("rollout/ratio_min", torch.tensor(value))
+    assert metrics.reduce() == {"policy/ratio_max": 5.0, "rollout/degenerate": 6.0, "rollout/ratio_min": -1.0}
 
 
 def test_nan_maximum_shows_as_infinity_whatever_comes_after():
     metrics = Accumulator()
     metrics.add_max("x", torch.tensor(float("nan")))
     metrics.add_max("x", 3.0)
-    assert metrics.reduce() == {"x": math.inf}
+    metrics.add_min("y", float("nan"))
+    metrics.add_min("y", 3.0)
+    assert metrics.reduce() == {"x": math.inf, "y": -math.inf}
 
 
 def test_moments_over_two_micro_batches_ignore_padding():
