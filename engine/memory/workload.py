@@ -13,7 +13,7 @@ class Workload:
     prompt, response: the most tokens of each. generated: responses that a rank decodes side by side. responses: those
     that a rank makes in a step. micro_batch: rows of one forward and backward pass. mini_batches: optimizer steps of a
     PPO epoch. texts: whether the actor learns from texts too, as long as prompt and response. backend, between_steps:
-    as `build_rollouts` has them. saves: whether models are written at the end.
+    as `build_rollouts` has them. parts: ranks over which vLLM spreads the actor.
     """
 
     prompt: int
@@ -25,6 +25,7 @@ class Workload:
     texts: bool = False
     backend: str = "auto"
     between_steps: str = "keep"
+    parts: int = 1
 
     @property
     def rows(self) -> Rows:

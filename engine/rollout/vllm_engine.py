@@ -147,7 +147,7 @@ class VLLMEngine:
             )
             engine.add_request(str(place), {"prompt_token_ids": list(prompt)}, parameters)
         while engine.has_unfinished_requests():
-            moved()
+            moved("vLLM draws a token")
             enough = [
                 output.request_id
                 for output in engine.step()

@@ -44,6 +44,7 @@ class Member:
             "step": place.step,
             "since": place.since,
             "moves": trace.moves(),
+            "last": trace.last(),
             "states": self._states,
             **self.words,
         }

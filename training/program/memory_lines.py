@@ -31,6 +31,7 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
         texts=args.unsupervised_dataset_name is not None,
         backend=args.rollout_backend,
         between_steps=args.replicas_between_steps,
+        parts=args.vllm_tensor_parallel_size,
     )
 
 

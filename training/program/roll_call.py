@@ -57,7 +57,8 @@ def where(beat: dict) -> str:
     if not beat:
         return "before it could say where"
     step = f" of step {beat['step']}" if beat["step"] else ""
-    return f"in phase {beat['phase']}{step} (since {time.strftime('%H:%M:%S', time.localtime(beat['since']))})"
+    since, last = time.strftime("%H:%M:%S", time.localtime(beat["since"])), beat.get("last")
+    return f"in phase {beat['phase']}{step} (since {since}{f'; last begun: {last}' if last else ''})"
 
 
 @dataclass(frozen=True)

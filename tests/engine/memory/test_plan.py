@@ -182,3 +182,14 @@ def test_adapters_leave_two_trunks_and_states_of_the_factors(path):
 def test_a_model_that_is_not_there_is_named(path, tmp_path):
     with pytest.raises(UserError, match="config.json"):
         plan(spec_of(str(tmp_path), 0), WORKLOAD, Cluster())
+
+
+def test_vllm_holds_a_part_of_the_actor_while_responses_and_experience_are_made(path):
+    load = dataclasses.replace(WORKLOAD, backend="vllm", parts=4)
+    on_gpu = plan(spec_of(path, 3), load, Cluster(gpus=8))
+    # 16 rows of 24 tokens, a key and a value each, of 2 bytes.
+    held = {"weights": 2 * POLICY // 4, "keys and values": 2 * 16 * 24 * 2 * LAYERS * WIDTH}
+    assert of_role(on_gpu, "generate", "vLLM") == of_role(on_gpu, "experience", "vLLM") == held
+    assert of_role(on_gpu, "train", "vLLM") == {} == of_role(on_gpu, "generate", "copies").get("weights", {})
+    on_cpu = plan(spec_of(path, 3), load, Cluster(gpus=8, on_gpu=False))
+    assert of_role(on_cpu, "train", "vLLM") == held  # where vLLM cannot sleep

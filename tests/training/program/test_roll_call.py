@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from engine import trace
 from training.program import roll_call
 from training.program.member import Member
 from training.program.phases import Place
@@ -87,9 +88,11 @@ def test_silence_of_a_stopped_process_is_an_end(two_ranks, monkeypatch):
 def test_ranks_that_all_stand_still_are_ended_and_one_is_named(two_ranks, monkeypatch):
     call, members = two_ranks
     call.timeout = 30
-    monkeypatch.setattr("training.program.phases.place.phase", "train")
+    monkeypatch.setattr("training.program.phases.place.phase", "generate")
+    trace.moved("vLLM takes weights")
     found = verdict(members)
     assert "no rank has moved for" in found.message and "--timeout_minutes" in found.message
+    assert "is in phase generate (since " in found.message and "; last begun: vLLM takes weights)" in found.message
     assert found.stacks == [0]
 
 
