@@ -36,7 +36,8 @@ class _Planner:
         self.models = blueprints(self.spec)
         self.engines = {role: self._engine(role) for role in self.models}
         actor, load = self.models["actor"], self.workload
-        slots = slots_of_a_row(load.prompt + load.response, waiting=load.generated < load.responses)
+        most = max(load.responses, -(-load.evaluated // self.cluster.world))
+        slots = slots_of_a_row(load.prompt + load.response, waiting=load.generated < most)
         self.slots = slots
         self.cache = Bytes().add(
             "actor", "keys and values", cache_bytes(actor.module.model, slots * load.decoded.count)

@@ -1,5 +1,6 @@
 """vLLM within the trainer's own processes: everything that knows it."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -104,6 +105,7 @@ class VLLMEngine:
                 logits_processors=[_sampling_class(self._draws, keyed)],
             )
         self._clear_buffers(own=True)
+        gc.unfreeze()  # it hides all objects that there are, the trainer's too, from the garbage collector
         # At exit it would close process groups behind the run, which has closed them all by then.
         self._llm.llm_engine.engine_core._finalizer.detach()
 

@@ -158,6 +158,11 @@ def test_keys_and_values_and_the_average(path):
     for phase in PHASES[1:]:  # the cache stays, as copies are kept between steps
         assert of_role(planned, phase, "actor")["keys and values"] == 2 * CACHE_NUMBERS
         assert of_role(planned, phase, "ema") == {"average": 4 * POLICY}
+    # Of 40 held-out prompts a rank has 20, of which 4 wait for the first rows: 64 slots more to go on in.
+    evaluated = plan(spec_of(path, 0), dataclasses.replace(WORKLOAD, evaluated=40), Cluster(gpus=2))
+    assert of_role(evaluated, "generate", "actor")["keys and values"] == 2 * CACHE_NUMBERS * (32 + 64) // 32
+    fewer = plan(spec_of(path, 0), dataclasses.replace(WORKLOAD, evaluated=32), Cluster(gpus=2))
+    assert of_role(fewer, "generate", "actor")["keys and values"] == 2 * CACHE_NUMBERS
     freed = plan(spec_of(path, 0), dataclasses.replace(WORKLOAD, between_steps="free"), Cluster())
     assert "keys and values" not in of_role(freed, "train", "actor")
 
