@@ -13,7 +13,8 @@ class Workload:
     prompt, response: the most tokens of each. generated: responses that a rank decodes side by side. responses: those
     that a rank makes in a step. micro_batch: rows of one forward and backward pass. mini_batches: optimizer steps of a
     PPO epoch. texts: whether the actor learns from texts too, as long as prompt and response. backend, between_steps:
-    as `build_rollouts` has them. evaluated: held-out prompts, over all ranks. parts: ranks over which vLLM spreads the actor.
+    as `build_rollouts` has them. evaluated: held-out prompts, over all ranks. parts: ranks over which vLLM spreads
+    the actor.
     """
 
     prompt: int

@@ -45,6 +45,7 @@ def test_json_has_bytes(words, capsys):
 
 
 def test_what_does_not_fit_is_told_what_would(words, capsys):
+    words = [*words, "--num_eval_prompts", "0"]  # whose keys and values would be most
     needed = bytes_of(words, capsys)["needed_gpu_bytes"]
     # Less than that by more than keys and values, which are given back without being asked.
     assert main([*words, "--gpu", str(needed - 400_000)]) == 1
