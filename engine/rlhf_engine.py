@@ -21,6 +21,7 @@ from engine.models.loading import DTYPES, load_policy, load_scorer, new_critic
 from engine.models.lora import LoraSpec, adapt
 from engine.models.policy import Policy
 from engine.models.reading import read_tokenizer
+from engine.models.row_check import check_rows
 from engine.models.scorer import Scorer
 from engine.optim import build_optimizer
 from engine.reference import EngineReference, Reference
@@ -209,10 +210,13 @@ def _loaded(load, path: str, ds_config: dict, config: EngineConfig, spec: Engine
 
 
 def _probe(model: TrainedModel | FrozenModel) -> None:
-    """Let a Policy find out, within its engine, whether its head's output is all there is to its logits."""
+    """Let a Policy find out, within its engine, whether its head's output is all there is to its logits; and refuse a
+    model that attends to padding, or cannot do without it where it is to."""
     if isinstance(model.module, Policy):
         vocabulary = model.module.model.config.get_text_config().vocab_size
         tokens = (torch.arange(8, device=distributed.device()) * 7919 % vocabulary).unsqueeze(0)
         with torch.no_grad(), model.on_device():
             model(tokens, probe=True)
+    with model.on_device():
+        check_rows(model.module, model, f"{model.role} model")
     gc.collect(1)  # the loader's full copy of the weights goes before the next model comes; old objects are left out

@@ -203,6 +203,11 @@ class Dialect:
         }
         return max(past[rule] for rule in (self.reward_slots, self.value_slots, self.value_loss_slots, self.score_slot))
 
+    @property
+    def counts_padding(self) -> bool:
+        """Whether log-probs or values count in slots where no token is real, or is attended to."""
+        return self.slots_past_response != 0 or self.length_rule == "not_pad" or self._counts_past_end
+
     def unbiased_variance(self, ranks: int) -> bool:
         """Whether whitening divides by n - 1 in a run of so many ranks."""
         return self.whiten_variance == "unbiased" or (self.whiten_variance == "unbiased_alone" and ranks == 1)

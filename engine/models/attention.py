@@ -1,5 +1,6 @@
 """Which code computes a model's attention, and whether this machine and the model's family have it."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ from transformers.utils import import_utils
 
 from engine.errors import UserError
 from engine.models.classes import model_class
+from engine.models.packed_rows import BY_ROW
 from engine.models.reading import read_config
 from engine.zero.accelerator import on_gpu
 
@@ -17,6 +19,7 @@ _FAMILIES = {
     "flash_attention_3": "_supports_flash_attn",
     "flex_attention": "_supports_flex_attn",
 }
+PACKING = ("auto", "padded", "packed")
 IMPLEMENTATIONS = ("auto", "eager", *_FAMILIES)
 _PACKAGES = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
 
@@ -27,19 +30,38 @@ class Attention:
 
     implementation: a name of transformers' attention functions; "auto" for torch's own (sdpa) where the model's family
     has it, else the family's plain one (eager).
+    packing: whether rows go through the layers without their padding: "packed", "padded", or "auto", where there is a
+    kernel for rows of various lengths (flash attention).
     """
 
     implementation: str = "auto"
+    packing: str = "auto"
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows go without their padding."""
+        return self.packing == "packed" or (self.packing == "auto" and self.implementation in _PACKAGES)
+
+    def packs_rows_of(self, family: Any) -> bool:
+        """Whether rows of this class of models do: it has to take their positions, and its attention their lengths."""
+        takes_positions = "position_ids" in inspect.signature(family.forward).parameters
+        return self.packs and takes_positions and getattr(family, "_supports_attention_backend", False)
+
+    @property
+    def _by_row(self) -> bool:
+        return self.packs and self.implementation in ("auto", "sdpa")
 
     @property
     def arguments(self) -> dict[str, str]:
         """What transformers is given where it makes a model."""
+        if self._by_row:
+            return {"attn_implementation": BY_ROW}
         return {} if self.implementation == "auto" else {"attn_implementation": self.implementation}
 
     @property
     def arguments_on_paper(self) -> dict[str, str]:
         """The same for models without memory, for which there are no kernels: fused ones allocate what sdpa does."""
-        fused = self.implementation in (*_PACKAGES, "flex_attention")
+        fused = self._by_row or self.implementation in (*_PACKAGES, "flex_attention")
         return {"attn_implementation": "sdpa"} if fused else self.arguments
 
     def check(self, path: str, kind: str, dtype: str, what: str, trust_remote_code: bool = False) -> None:
@@ -51,6 +73,11 @@ class Attention:
         reason = self._why_not_here(dtype)
         if reason is not None:
             raise UserError(f"{asked}: {reason} Leave it out, or give sdpa.")
+        if self.packs and self.implementation in ("eager", "flex_attention"):
+            raise UserError(
+                f"--packing packed with {asked}: it would compute all pairs of tokens of all rows. Leave one of them "
+                "out, or give sdpa or flash_attention_2."
+            )
         config = read_config(path, what, trust_remote_code)
         family: Any = model_class(config, kind, path, what, trust_remote_code)
         attribute = _FAMILIES.get(self.implementation)
@@ -59,6 +86,11 @@ class Attention:
             raise UserError(
                 f"{asked}: {what} {path} is of type {config.model_type!r}, of which transformers has no such "
                 f"attention. Leave it out, or give {' or '.join([*others, 'eager'])}."
+            )
+        if self.packing == "packed" and not self.packs_rows_of(family):
+            raise UserError(
+                f"--packing {self.packing}: {what} {path} is of type {config.model_type!r}, whose attention in "
+                "transformers takes no rows without padding. Leave it out, or give padded."
             )
 
     def _why_not_here(self, dtype: str) -> str | None:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from engine.models.adapter_folders import AdapterFolder
 from engine.models.adapters import Adapters
+from engine.models.packed_rows import PackedRows
 
 
 class Backbone(nn.Module):
@@ -19,6 +20,7 @@ class Backbone(nn.Module):
     base: the path that its weights were loaded from. base_contents: the fingerprint by which an adapter's folder is to
     know these; None without adapters. start: the adapter that training is to go on with, of a model that
     was loaded without it; None otherwise.
+    packs: whether padding is taken out of rows before they go through the layers.
     """
 
     model: PreTrainedModel
@@ -26,6 +28,7 @@ class Backbone(nn.Module):
     base: str | None = None
     base_contents: str | None = None
     start: AdapterFolder | None = None
+    packs = False
 
     def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):
         super().__init__()
@@ -37,6 +40,7 @@ class Backbone(nn.Module):
     def with_model(self, model: PreTrainedModel) -> Self:
         """A module of this kind and with these settings and adapters, for another model of the same architecture."""
         other = type(self)(model, self.dropouts)
+        other.pack(self.packs)
         if self.adapters is not None:
             other.adapters = self.adapters.within(model)
         return other
@@ -46,6 +50,10 @@ class Backbone(nn.Module):
 
         A module that holds the weights of different models in turn is given these settings with each.
         """
+
+    def pack(self, packs: bool) -> None:
+        """Have rows go through the layers without their padding from now on, or with it."""
+        self.packs = packs
 
     def checkpoint_activations(self) -> None:
         """Keep each layer's input alone in forward passes, and compute the rest again in the backward pass."""
@@ -71,6 +79,15 @@ class Backbone(nn.Module):
         if self._takes_positions:
             named["position_ids"] = position_ids
         return named
+
+    def packed_inputs(self, rows: PackedRows, sequences: Tensor, position_ids: Tensor) -> dict:
+        """The same of rows without their padding; no mask, which would be taken for one of a padded batch."""
+        named = {"input_ids": rows.packed(sequences), "position_ids": rows.packed(position_ids), "use_cache": False}
+        return named | rows.arguments(self.model.base_model.config._attn_implementation)
+
+    def packed_states(self, rows: PackedRows, sequences: Tensor, position_ids: Tensor) -> Tensor:
+        """The trunk's last hidden states of all real tokens, (1, N, d)."""
+        return self.model.base_model(**self.packed_inputs(rows, sequences, position_ids))[0]
 
     def hidden_states(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """The trunk's last hidden states, (B, S, d)."""

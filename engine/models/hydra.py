@@ -51,6 +51,7 @@ class HydraPolicy(Policy):
     def with_model(self, model: nn.Module) -> "HydraPolicy":
         """A HydraPolicy with these settings for another model of the same architecture."""
         other = HydraPolicy(model, self.dropouts, layers=self.layers)
+        other.pack(self.packs)
         other.direct_head = self.direct_head
         return other
 
@@ -90,7 +91,9 @@ def load_hydra(
     Raises: UserError as `check_policy` and `trained_parts` do.
     """
     policy = load_policy(path, dtype, ds_config, what, trust_remote_code=trust_remote_code, attention=attention)
-    return HydraPolicy(policy.model, policy.dropouts, layers=layers)
+    hydra = HydraPolicy(policy.model, policy.dropouts, layers=layers)
+    hydra.pack(policy.packs)
+    return hydra
 
 
 def check_hydra(path: str, layers: int, what: str, trust_remote_code: bool = False) -> None:

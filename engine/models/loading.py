@@ -67,7 +67,7 @@ def load_policy(
     if not Path(base).is_dir():
         check_policy(path, what, trust_remote_code)  # of a name on the Hub, now that its files are here
     _make_saveable(model)
-    return _started(Policy(model, dropouts), base, adapter, merge)
+    return _started(Policy(model, dropouts), base, adapter, merge, attention)
 
 
 def empty_like(module: Policy | Scorer, device: torch.device) -> Policy | Scorer:
@@ -111,7 +111,7 @@ def load_scorer(
     scorer = Scorer(model, dropouts)
     if adapter is not None and adapter.has_head:
         set_parameter(scorer.model.score.weight, adapter.tensors()[f"{HEAD}.weight"])
-    return _started(scorer, base, adapter, merge)
+    return _started(scorer, base, adapter, merge, attention)
 
 
 def new_scorer(
@@ -150,7 +150,7 @@ def new_scorer(
     model = _loaded(kind, base, config, dtype, ds_config, what, attention, new_head=True)
     if not Path(base).is_dir():
         check_trunk(path, what, trust_remote_code)
-    scorer = _started(Scorer(model, dropouts), base, adapter, merge)
+    scorer = _started(Scorer(model, dropouts), base, adapter, merge, attention)
     width = scorer.model.score.in_features
     fresh = torch.zeros(1, width)
     if seed is not None:
@@ -188,9 +188,10 @@ def new_critic(
     )
 
 
-def _started(module: Backbone, base: str, adapter: AdapterFolder | None, merge: bool):
+def _started(module: Backbone, base: str, adapter: AdapterFolder | None, merge: bool, attention: Attention):
     """The module with the adapter in it, or to be given to it; base: where the rest was loaded from."""
     module.base = base
+    module.pack(attention.packs_rows_of(type(module.model)))
     if adapter is not None and merge:
         merge_adapter(module.model, adapter)
     elif adapter is not None:

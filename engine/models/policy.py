@@ -15,6 +15,7 @@ from engine.algo.logprobs import CHUNK_ELEMENTS, predicting, token_logprobs
 from engine.experience import position_ids as positions_from
 from engine.models.backbone import Backbone
 from engine.models.heads import LogProbHead
+from engine.models.packed_rows import PackedRows
 from engine.trace import traced
 
 
@@ -66,6 +67,9 @@ class Policy(Backbone):
             return self._probe(sequences)
         assert attention_mask is not None and position_ids is not None
         labels = sequences[:, -response_length:]
+        if self.packs:
+            rows = PackedRows(attention_mask)
+            return self._packed_logprobs(rows, sequences, position_ids, labels, temperature, with_entropy)
         if self.direct_head:
             hidden = self.hidden_states(sequences, attention_mask, position_ids)
             head = self.model.get_output_embeddings()
@@ -74,6 +78,29 @@ class Policy(Backbone):
             **self.inputs(sequences, attention_mask, position_ids), logits_to_keep=response_length + 1
         ).logits[:, :-1]
         return _logits_logprobs(logits, labels, temperature, with_entropy)
+
+    def _packed_logprobs(
+        self,
+        rows: PackedRows,
+        sequences: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """What `forward` returns, of rows without their padding: zeros where a token, or the one before it, is none."""
+        slots, before = rows.predicted(labels.shape[1])
+        wanted = labels[slots].unsqueeze(0)
+        if self.direct_head:
+            hidden = self.packed_states(rows, sequences, position_ids).index_select(1, before)
+            found = self.model.get_output_embeddings()(hidden, wanted, temperature, with_entropy)
+        else:
+            inputs = self.packed_inputs(rows, sequences, position_ids)
+            found = _logits_logprobs(
+                self.model(**inputs, logits_to_keep=before).logits, wanted, temperature, with_entropy
+            )
+        logprobs, entropy = (torch.zeros_like(slots, dtype=torch.float32).masked_scatter(slots, one) for one in found)
+        return logprobs, entropy
 
     def _probe(self, sequences: Tensor) -> Tensor:
         mask = torch.ones_like(sequences)

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from engine.models.backbone import Backbone
 from engine.models.heads import ScoreHead
+from engine.models.packed_rows import PackedRows
 from engine.trace import traced
 from engine.zero.gathering import whole_copy
 
@@ -48,13 +49,16 @@ class Scorer(Backbone):
     def forward(
         self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor, role: str | None = None
     ) -> Tensor:
-        """The score at every token; all arguments (B, S) int64. Returns (B, S) float32.
+        """The score at every token; all arguments (B, S) int64. Returns (B, S) float32; without padding zeros for it.
 
         role: "reward" for the model as it was before training, where this one has that too.
         """
         self.take_role(role)
-        hidden = self.hidden_states(sequences, attention_mask, position_ids)
         head = dict(self.kept_heads.items()).get(role or "", self.model.score)
+        if self.packs:
+            rows = PackedRows(attention_mask)
+            return rows.padded(head(self.packed_states(rows, sequences, position_ids)).squeeze(-1) + self.offset)
+        hidden = self.hidden_states(sequences, attention_mask, position_ids)
         return head(hidden).squeeze(-1) + self.offset
 
     def sequence_scores(self, token_scores: Tensor, sequences: Tensor, attention_mask: Tensor) -> Tensor:

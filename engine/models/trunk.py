@@ -72,9 +72,16 @@ class Trunk(Policy):
         }
         other = Trunk(model, self.dropouts, scorers)
         other.direct_head = self.direct_head
+        other.pack(self.packs)
         assert self.adapters is not None
         other.give_adapters(self.adapters.configs)
         return other
+
+    def pack(self, packs: bool) -> None:
+        """As Backbone's, of all roles."""
+        super().pack(packs)
+        for scorer in self.scorers.values():
+            scorer.pack(packs)
 
     def give_adapters(self, configs: Mapping[str, LoraConfig]) -> None:
         """Put adapters, by the roles that they are of, into the model."""
@@ -122,6 +129,7 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
     alone = {role: scorer.model for role, scorer in scorers.items()}  # without the language model's head
     trunk.give_adapters({role: _described(alone.get(role, model), starts[role], specs[role]) for role in starts})
     trunk.direct_head = policy.direct_head
+    trunk.pack(policy.packs)
     _fill(trunk, starts, specs)
     _choose_trained(trunk, [role for role, spec in specs.items() if spec is not None])
     return trunk

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.classes import LANGUAGE_MODEL, model_class
+from engine.models.packed_rows import BY_ROW
 from engine.models.reading import read_config
 from engine.rollout.cache import SlotCache
 
@@ -43,7 +44,7 @@ def takes_slot_masks(model: PreTrainedModel) -> bool:
     torch's own (sdpa), as some adds what it is given to the scores, which a small model would hardly show.
     """
     config = model.config.get_text_config()
-    if config._attn_implementation != "sdpa":
+    if config._attn_implementation not in ("sdpa", BY_ROW):
         return False
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "sliding_window", None) is not None:

@@ -98,6 +98,11 @@ class AlgorithmFlags(DataFlags):
             raise UserError(f"--{name} {getattr(self, name)}: {error.reason}" if name else str(error)) from None
         return resolved, named.differences(resolved)
 
+    def counted_padding(self) -> str | None:
+        """As RunFlags has it: of some dialects."""
+        counts = self.resolved_dialect()[0].counts_padding
+        return f"the dialect {self.dialect} counts numbers of padding" if counts else None
+
     def given_fields(self) -> dict[str, object]:
         """The dialect's fields that flags give a value, by --set or by a flag of their own.
 

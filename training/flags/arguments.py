@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from engine.errors import UserError
-from engine.models.attention import IMPLEMENTATIONS, Attention
+from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.places import base_of
 
 REQUIRED = dataclasses.MISSING
@@ -81,6 +81,12 @@ class RunFlags:
         "one (eager), the flash-attn package (flash_attention_2 or 3, in bf16 or fp16), or torch's compiled flex",
         choices=IMPLEMENTATIONS,
     )
+    packing: str = flag(
+        "auto",
+        "whether rows go through the models' layers laid end to end, without their padding (packed; auto with flash "
+        "attention), or padded to one length",
+        choices=PACKING,
+    )
     enable_tensorboard: bool = flag(True, "write curves, tables and histograms for TensorBoard")
     tensorboard_path: str | None = flag(
         None,
@@ -130,8 +136,16 @@ class RunFlags:
 
     @property
     def attention(self) -> Attention:
-        """Which code computes attention, of all models."""
-        return Attention(self.attn_implementation)
+        """Which code computes attention, of all models, and of which rows; raises UserError where padding counts and
+        is to be left out."""
+        reason = self.counted_padding()
+        if reason is not None and self.packing == "packed":
+            raise UserError(f"--packing packed: {reason}, of which there are none then. Leave it out, or give padded.")
+        return Attention(self.attn_implementation, self.packing if reason is None else "padded")
+
+    def counted_padding(self) -> str | None:
+        """Which choice makes numbers of padding count, in a sentence; None where none does."""
+        return None
 
     def check_attention(self, path: str, kind: str, name: str) -> None:
         """Raise UserError where this machine or the model at `path`, given by the flag `name`, lacks that code; kind:

@@ -158,6 +158,10 @@ class RewardFlags(SupervisedFlags):
                 "Give 2 or more, or leave --normalize_before out."
             )
 
+    def counted_padding(self) -> str | None:
+        """As RunFlags has it: the shorter response of a pair is compared up to the end of the longer one."""
+        return "from_difference counts numbers of padding" if self.pairwise_loss == "from_difference" else None
+
     @property
     def sft_path(self) -> str:
         """The model whose responses normalise the scores."""

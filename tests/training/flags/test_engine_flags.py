@@ -5,6 +5,7 @@ import pytest
 from engine.algorithms import get_dialect
 from engine.errors import UserError
 from training.flags.rlhf_arguments import RLHFFlags
+from training.flags.supervised_arguments import RewardFlags
 
 HYDRA = get_dialect("default").override(name="mine", hydra_layers=2)
 FUNCTION = {"critic_model_name_or_path": None, "reward_function": "module:function"}
@@ -207,3 +208,21 @@ def test_what_a_shared_trunk_cannot_have_is_refused(given, message):
     with pytest.raises(UserError, match=message):
         args.validate()
         args.engine_configs(args.resolved_dialect()[0])
+
+
+def test_rows_keep_their_padding_where_numbers_of_it_count():
+    for words, flags_class in (
+        ({"dialect": "deepspeed_chat"}, None),
+        ({"pairwise_loss": "from_difference"}, RewardFlags),
+    ):
+
+        def given(**values):
+            if flags_class is None:
+                return flags(**words, **values)
+            return RewardFlags(output_dir="out", data_path=["d"], model_name_or_path="m", **words, **values)
+
+        assert not given(attn_implementation="flash_attention_2").attention.packs
+        with pytest.raises(UserError, match="^--packing packed: .* counts numbers of padding.* give padded"):
+            given(packing="packed").attention  # noqa: B018
+    assert flags(packing="packed").engine_spec(get_dialect("default")).attention.packs
+    assert flags(attn_implementation="flash_attention_3").attention.packs and not flags().attention.packs
