@@ -146,6 +146,47 @@ def broadcast_object(value):
     return holder[0]
 
 
+class RankGroup:
+    """Neighbouring ranks that compute together: this one's of the groups of `size` that the ranks are divided into.
+
+    place: this rank's number within the group.
+
+    Args:
+        size: divides the number of ranks. All ranks make their groups together.
+    """
+
+    def __init__(self, size: int):
+        assert world_size() % size == 0, f"{world_size()} ranks cannot be divided into groups of {size}"
+        self.size, self.place = size, rank() % size
+        self._group = None
+        if size > 1:
+            starts = range(0, world_size(), size)
+            groups = [dist.new_group(list(range(start, start + size))) for start in starts]
+            self._group = groups[rank() // size]
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, in place of which the sum over the group has come."""
+        if self.size > 1:
+            tensor = tensor.contiguous()
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors (..., n), of one shape, side by side: (..., size * n)."""
+        if self.size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        return torch.cat(parts, -1)
+
+    def all_objects(self, value) -> list:
+        """The picklable `value` of every rank of the group, in their order."""
+        gathered = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+
 def barrier() -> None:
     """Wait until all ranks are here."""
     if dist.is_initialized() and dist.get_world_size() > 1:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from engine.distributed import RankGroup
 from engine.experience import PromptBatch, Rollout
 from engine.rollout.base import SamplingConfig
 from engine.rollout.batch import Batch
@@ -12,6 +13,7 @@ from engine.rollout.cache import SlotCache
 from engine.rollout.decoding import passes_of
 from engine.rollout.draws import Draws
 from engine.rollout.families import takes_slot_masks
+from engine.rollout.group import prompts_of_group
 from engine.rollout.passes import Passes
 from engine.rollout.request import Request
 from engine.rollout.schedule import Schedule
@@ -29,6 +31,8 @@ class Sampler:
             and returns the largest. None where ranks need not wait for each other.
         decoding: how single tokens go through the model, one of engine.rollout.decoding.DECODING. All but "plain" need
             a model without hooks, whose weights stay where they are.
+        group: ranks that hold the model together: their rows are decoded side by side, and each rank keeps its own.
+            None where each has a model of its own.
     """
 
     def __init__(
@@ -37,8 +41,10 @@ class Sampler:
         rows_at_once: int | None = None,
         agree: Callable[[int], int] | None = None,
         decoding: str = "plain",
+        group: RankGroup | None = None,
     ):
-        self.tokenizer, self.rows_at_once, self.decoding = tokenizer, rows_at_once, decoding
+        self.tokenizer, self.decoding, self.group = tokenizer, decoding, group or RankGroup(1)
+        self.rows_at_once = rows_at_once and rows_at_once * self.group.size
         self.agree = agree or (lambda number: number)
         # Without autograd's bookkeeping tokens of small models take a tenth less; ZeRO's hooks cannot do without.
         self.context = torch.no_grad if agree else torch.inference_mode
@@ -65,14 +71,16 @@ class Sampler:
                 self._slot_masks = takes_slot_masks(model)
             if self._passes is None or self._passes.model is not model:
                 self._passes = passes_of(model, self.cache, self._slot_masks, self.decoding)
+            whole, own = prompts_of_group(prompts, self.group)
             requests = [
                 Request(row, length, sampling.max_new_tokens)
-                for row, length in enumerate(prompts.attention_mask.sum(-1).tolist())
+                for row, length in enumerate(whole.attention_mask.sum(-1).tolist())
             ]
-            loop = _Loop(self, self._passes, prompts, requests, sampling)
+            loop = _Loop(self, self._passes, whole, requests, sampling)
             loop.run()
         self.row_steps = loop.row_steps
-        return rollout_of(prompts, requests, sampling.pad_token_id, loop.draws.recorded)
+        recorded = {name: column[own] for name, column in loop.draws.recorded.items()}
+        return rollout_of(prompts, requests[own], sampling.pad_token_id, recorded)
 
     def release_memory(self) -> None:
         """Give back the memory of keys and values, and let go of the model."""

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 
-import torch
-
-from engine import distributed
 from engine.algo.sampling import keyed_uniforms
+from engine.distributed import RankGroup
 from engine.experience import PromptBatch, Rollout
 from engine.models.merging import merged_weights
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import CHECK_EVERY, rollout_of
 from engine.rollout.draws import Draws
+from engine.rollout.group import prompts_of_group
 from engine.rollout.request import Request
 from engine.rollout.stops import Ends
 from engine.rollout.vllm_engine import VLLMEngine
@@ -44,7 +43,7 @@ class VLLMRollouts(RolloutBackend):
         tensor_parallel: int = 1,
         sampler: str = "keyed",
     ):
-        self.actor, self.tokenizer, self.tensor_parallel, self.sampler = actor, tokenizer, tensor_parallel, sampler
+        self.actor, self.tokenizer, self.group, self.sampler = actor, tokenizer, RankGroup(tensor_parallel), sampler
         model = actor.module.model
         config = type(model.config).from_dict(model.config.to_dict())
         if actor.module.adapters is not None and actor.module.adapters.tied_head is not None:
@@ -64,14 +63,13 @@ class VLLMRollouts(RolloutBackend):
         """One response for each row; ranks of a group go on together."""
         if self._loaded != self.actor.version:
             self._load()
-        whole, first = self._of_group(prompts)
+        whole, own = prompts_of_group(prompts, self.group)
         requests = [
             Request(row, length, sampling.max_new_tokens)
             for row, length in enumerate(whole.attention_mask.sum(-1).tolist())
         ]
         draws = Draws(whole, sampling, sampling.max_new_tokens)
         self._draw(whole, requests, draws)
-        own = slice(first, first + len(prompts))
         recorded = {name: column[own] for name, column in draws.recorded.items()} if self.sampler == "keyed" else {}
         return rollout_of(prompts, requests[own], sampling.pad_token_id, recorded)
 
@@ -106,28 +104,3 @@ class VLLMRollouts(RolloutBackend):
         ids = [row[mask.bool()].tolist() for row, mask in zip(prompts.input_ids, prompts.attention_mask, strict=True)]
         seeds = keyed_uniforms(sampling.seed, prompts.indices, prompts.samples, 0).mul(2**31).long().tolist()
         self.engine.generate(ids, draws, seeds, look)
-
-    def _of_group(self, prompts: PromptBatch) -> tuple[PromptBatch, int]:
-        """The prompts of all ranks of this one's group, and the place of this rank's first."""
-        if self.tensor_parallel == 1:
-            return prompts, 0
-        start = distributed.rank() // self.tensor_parallel * self.tensor_parallel
-        by_rank = distributed.all_gather_objects(prompts.to("cpu"))[start : start + self.tensor_parallel]
-        before = sum(len(one) for one in by_rank[: distributed.rank() - start])
-        return _joined(by_rank).to(prompts.input_ids.device), before
-
-
-def _joined(batches: Sequence[PromptBatch]) -> PromptBatch:
-    """Batches one after the other, padded on the left to one width; what is padded with is masked."""
-    width = max(batch.input_ids.shape[1] for batch in batches)
-
-    def columns(name: str) -> torch.Tensor:
-        parts = [getattr(batch, name) for batch in batches]
-        return torch.cat([torch.nn.functional.pad(part, (width - part.shape[1], 0)) for part in parts])
-
-    return PromptBatch(
-        columns("input_ids"),
-        columns("attention_mask"),
-        torch.cat([batch.indices for batch in batches]),
-        torch.cat([batch.samples for batch in batches]),
-    )

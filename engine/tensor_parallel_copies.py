@@ -1,0 +1,145 @@
+"""Copies of partitioned models that groups of ranks hold together, where a whole copy does not fit on one."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from engine import distributed
+from engine.distributed import RankGroup
+from engine.models.backbone import Backbone
+from engine.models.merging import merged_weights
+from engine.models.policy import Policy
+from engine.models.tensor_parallel import TensorParallelPlan, bare_model
+from engine.trace import traced
+from engine.whole_copies import Model, architecture
+from engine.zero.accelerator import on_gpu
+
+
+class TensorParallelCopies:
+    """Modules without ZeRO's hooks in place of models at stage 3, each divided among the ranks of a group.
+
+    As WholeCopies, whose place they take, and always shared by models of one architecture. A rank holds its part of
+    each matrix, filled bucket by bucket from the partitions; no rank ever holds more of the whole than a bucket.
+
+    What `of` returns makes experience of each rank's own rows: those of the group are computed together, and each rank
+    gets its own back. Its `.model` is the plain thing: it is to be called with the same rows on all ranks of the group.
+    Adapters are always merged, so that it computes as the model's own role alone.
+
+    Args:
+        ranks: in a group. between_steps: as in WholeCopies.
+    """
+
+    shared = True
+
+    def __init__(self, ranks: int, between_steps: str = "keep"):
+        self.between_steps, self.group = between_steps, RankGroup(ranks)
+        self._keys: dict[int, object] = {}
+        self._parts: dict[object, _Part] = {}
+        self._away = False
+
+    def of(self, model: Model, merged: bool = True) -> Backbone:
+        """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
+
+        At stages 0 to 2 that is the model's own. It is the caller's until the next call.
+        """
+        assert merged or model.module.adapters is None, "a tensor-parallel copy has an adapter's updates merged"
+        if model.stage < 3:
+            return model.module
+        if id(model) not in self._keys:
+            self._keys[id(model)] = architecture(model.module)
+        key = self._keys[id(model)]
+        if key not in self._parts:
+            self._parts[key] = _Part(model.module, self.group)
+        if self._away:
+            self._move(distributed.device())
+        part = self._parts[key]
+        part.hold(model)
+        return part.module
+
+    def release_memory(self) -> None:
+        """Nothing is computed with the modules for a while."""
+        if self.between_steps == "free":
+            self._parts.clear()
+        elif self.between_steps == "host":
+            self._move(torch.device("cpu"))
+        if self.between_steps != "keep" and on_gpu():
+            torch.cuda.empty_cache()
+
+    def _move(self, device: torch.device) -> None:
+        for part in self._parts.values():
+            part.module.to(device)
+        self._away = device != distributed.device()
+
+
+class _Part:
+    """This rank's part of models of one architecture, of which it holds one at a time.
+
+    Raises: ValueError where the model cannot be divided among the ranks of the group, and why.
+    """
+
+    def __init__(self, like: Backbone, group: RankGroup):
+        bare = bare_model(like)
+        self.plan, self.group = TensorParallelPlan.of(bare, group.size), group
+        if self.plan.obstacle is not None:
+            raise ValueError(self.plan.obstacle)
+        divided = self.plan.part(bare, group, distributed.device())
+        self.module: Any = cast(Any, type(like)(divided, like.dropouts))
+        if isinstance(like, Policy):
+            self.module.direct_head = like.direct_head
+        _Rows(self.module, group)
+        self._held: tuple[int, int] | None = None  # the model and the version of its weights
+
+    @traced("gather of weights")
+    @torch.no_grad()
+    def hold(self, model: Model) -> None:
+        """Hold this model's weights as they are now."""
+        if self._held == (id(model), model.version):
+            return
+        for name, weight in merged_weights(model.module):
+            self.plan.fill(self.module.model, name, weight, self.group)
+            del weight  # before the next bucket is gathered
+        buffers = dict(self.module.model.named_buffers())
+        for name, buffer in model.module.model.named_buffers():
+            buffers[name].copy_(buffer)
+        self.module.take_settings_of(model.module)
+        self._held = id(model), model.version
+
+
+class _Rows:
+    """Has a module compute the rows of all ranks of a group at once, and return each rank its own.
+
+    Rows come with a width of their own on each rank, and are padded on the right to one.
+    """
+
+    def __init__(self, module: nn.Module, group: RankGroup):
+        self.group = group
+        self.own: tuple[slice, slice] = slice(None), slice(None)
+        module.register_forward_pre_hook(self.gathered, with_kwargs=True)
+        module.register_forward_hook(self.own_rows)
+
+    def gathered(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments, with the rows of the group for this rank's: sequences, attention_mask, position_ids (B, S)."""
+        columns, others = args[:3], dict(kwargs)
+        length = others.get("response_length", 0)
+        ranks = self.group.all_objects(([column.cpu() for column in columns], length))
+        width = max(each[0].shape[1] for each, _ in ranks)
+        behind = width - columns[0].shape[1]
+        first = sum(len(each[0]) for each, _ in ranks[: self.group.place])
+        rows, until = slice(first, first + len(columns[0])), columns[0].shape[1]
+        self.own = rows, slice(0, until)
+        if "response_length" in others:
+            # The last of the padded columns in which all ranks' responses stand.
+            others["response_length"] = most = max(length + width - each[0].shape[1] for each, length in ranks)
+            self.own = rows, slice(most - behind - length, most - behind)
+        joined = [
+            torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]).to(columns[0].device)
+            for parts in zip(*(each for each, _ in ranks), strict=True)
+        ]
+        return (*joined, *args[3:]), others
+
+    def own_rows(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """This rank's part of what was computed, (B, T) or (B, S) each."""
+        if isinstance(output, Tensor):
+            return output[self.own]
+        return tuple(column[self.own] for column in output)
