@@ -228,6 +228,8 @@ class TrainingBatch:
     rewards: (B, T) float32, before any whitening.
     advantages, returns: (B, T) float32; estimated anew where the dialect does so in each mini-batch.
     policy_mask, value_mask: (B, T) bool, the slots that each loss is summed over; state_mask, where values count.
+    correction, cut: (B, T) float32, what the policy's loss is multiplied by, and (B, T) bool, where the ratio was cut
+        for it, as `Algorithm.correction` has them; None where it has none.
     """
 
     rollout: Rollout
@@ -246,6 +248,8 @@ class TrainingBatch:
     policy_mask: Tensor
     value_mask: Tensor
     state_mask: Tensor
+    correction: Tensor | None = None
+    cut: Tensor | None = None
 
     @classmethod
     def of(cls, experience: Experience, masks: Masks, **made) -> "TrainingBatch":

@@ -181,7 +181,13 @@ class Learner:
             temperature=self.algorithm.dialect.logprob_temperature,
         )
         sums = self.algorithm.policy_objective(
-            logprobs, part.logprobs, part.ref_logprobs, part.advantages, part.policy_mask, part.kl_coef
+            logprobs,
+            part.logprobs,
+            part.ref_logprobs,
+            part.advantages,
+            part.policy_mask,
+            part.kl_coef,
+            part.correction,
         )
         if metrics is not None:
             ratios += torch.stack([sums.ratio.double(), sums.approxkl.double(), sums.count.double()])

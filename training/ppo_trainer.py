@@ -151,6 +151,7 @@ class PPOTrainer:
             rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, slots, kl_coef)
             values = algorithm.kept_values(experience.values, slots)
             advantages, returns = algorithm.compute_advantages(rewards, values, slots.masks)
+            correction, cut = algorithm.correction(experience.logprobs, experience.rollout) or (None, None)
             batch = TrainingBatch.of(
                 experience,
                 slots.masks,
@@ -161,6 +162,8 @@ class PPOTrainer:
                 returns=returns,
                 kl_coef=kl_coef,
                 measured_kl=algorithm.measured_kl(experience, slots),
+                correction=correction,
+                cut=cut,
             )
         responses = distributed.world_size() * len(batch)
         sums = torch.stack([batch.measured_kl.double().sum(), batch.kl.double().sum()])

@@ -37,7 +37,12 @@ class ValueLoss:
 
 
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip_range: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_range: float,
+    correction: Tensor | None = None,
 ) -> PolicyLoss:
     """The clipped surrogate: sum over tokens of max(-A rho, -A clip(rho, 1 - clip_range, 1 + clip_range)).
 
@@ -45,12 +50,13 @@ def policy_loss(
         logprobs: (B, T) float32 of the policy being trained.
         old_logprobs, advantages: (B, T) float32 of the rollout.
         mask: (B, T) bool.
+        correction: (B, T) float32, what each token's loss is multiplied by (engine/algo/corrections.py); None for 1.
 
     Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. 7.
     """
     # Outside the mask the two may differ by anything; exp of that could overflow and poison the gradient.
     log_ratio = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
-    return _clipped_surrogate(log_ratio, advantages, mask, clip_range)
+    return _clipped_surrogate(log_ratio, advantages, mask, clip_range, correction)
 
 
 def response_policy_loss(
@@ -60,6 +66,7 @@ def response_policy_loss(
     mask: Tensor,
     clip_range: float,
     counted: Tensor | None = None,
+    correction: Tensor | None = None,
 ) -> PolicyLoss:
     """The clipped surrogate with one ratio a response, rho = exp(sum over its tokens of lp - lp0).
 
@@ -68,21 +75,26 @@ def response_policy_loss(
         advantages: (B,) float32, one a response.
         mask: (B, T) bool.
         counted: (B,) bool, the responses that count; by default those with a masked token.
+        correction: (B,) float32, as of `policy_loss`.
 
     Returns: sums over responses. Source: huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs)).sum(-1)
-    return _clipped_surrogate(log_ratio, advantages, mask.any(-1) if counted is None else counted, clip_range)
+    return _clipped_surrogate(
+        log_ratio, advantages, mask.any(-1) if counted is None else counted, clip_range, correction
+    )
 
 
-def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_range: float) -> PolicyLoss:
+def _clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_range: float, correction: Tensor | None
+) -> PolicyLoss:
     """Sums over `mask`; `log_ratio` is 0 outside it."""
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
-    still = ratio.detach()
+    still, losses = ratio.detach(), torch.maximum(plain, clipped)
     return PolicyLoss(
-        loss=masked_sum(torch.maximum(plain, clipped), mask),
+        loss=masked_sum(losses if correction is None else losses * correction, mask),
         clipped=masked_sum((clipped > plain).float(), mask),
         approxkl=masked_sum(log_ratio.detach() ** 2 / 2, mask),
         ratio=masked_sum(still, mask),

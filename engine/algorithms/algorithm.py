@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from engine.algo.advantages import ESTIMATORS, AdvantageInputs
+from engine.algo.corrections import CORRECTIONS, outside
 from engine.algo.kl import AdaptiveKL, FixedKL, kl_estimate, measured_kl
 from engine.algo.losses import PolicyLoss, kl_loss, loss_weights, policy_loss, response_policy_loss, value_loss
 from engine.algo.masked import mean_and_variance, moments, whiten
 from engine.algo.rewards import ScoreScale, apply_missing_end, clip_scores, compute_rewards, first_slots
 from engine.algorithms.dialect import Dialect
 from engine.algorithms.slots import ResponseRules
-from engine.experience import Experience, Masks, Slots, TrainingBatch
+from engine.errors import RunStopped
+from engine.experience import Experience, Masks, Rollout, Slots, TrainingBatch
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -38,8 +40,9 @@ class Algorithm:
 
     slots: which slots count, as `ResponseRules.slots`. texts: what is learned and what is scored, as its `texts`.
     measured_kl: (experience, slots) -> (B,) float32, nats, what the KL coefficient is steered by.
-    policy_objective: (logprobs, old_logprobs, ref_logprobs, advantages (B, T) float32, mask (B, T) bool, kl_coef) ->
-        PolicyLoss, sums over tokens, or over responses where the ratio is theirs; with the KL where it is in the loss.
+    policy_objective: (logprobs, old_logprobs, ref_logprobs, advantages (B, T) float32, mask (B, T) bool, kl_coef,
+        correction (B, T) float32 or None) -> PolicyLoss, sums over tokens, or over responses where the ratio is theirs;
+        with the KL where it is in the loss.
     value_objective: (values, old_values, returns (B, T) float32, mask (B, T) bool) -> ValueLoss.
     for_mini_batch, for_micro_batch: a TrainingBatch with advantages estimated anew where the dialect does so there
         (all ranks call these together), else as it is.
@@ -88,6 +91,7 @@ class Algorithm:
         self.for_mini_batch = self.with_advantages if dialect.advantages_at == "mini_batch" else _nothing_new
         self.for_micro_batch = self.with_advantages if dialect.advantages_at == "micro_batch" else _nothing_new
         # Objectives.
+        self._correction = CORRECTIONS.get(dialect.correction)
         surrogate = self._response_surrogate if dialect.ratio == "response" else self._token_surrogate
         self.policy_objective = surrogate if self._kl_in_reward else partial(self._with_kl_loss, surrogate)
         self.policy_count = self._responses_learned if dialect.ratio == "response" else torch.sum
@@ -217,14 +221,48 @@ class Algorithm:
     def _responses_learned(self, policy_mask: Tensor) -> Tensor:
         return self.valid_responses(policy_mask).sum()
 
-    def _token_surrogate(self, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef) -> PolicyLoss:
-        return policy_loss(logprobs, old_logprobs, advantages, mask, self.dialect.clip_range)
+    def correction(self, logprobs: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor] | None:
+        """What the policy's loss is multiplied by because another policy drew, (B, T) float32, and which ratios were
+        cut for it, (B, T) bool; None in a dialect without correction.
 
-    def _response_surrogate(self, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef) -> PolicyLoss:
-        counted = self.valid_responses(mask)
-        return response_policy_loss(logprobs, old_logprobs, advantages[:, 0], mask, self.dialect.clip_range, counted)
+        Args:
+            logprobs: (B, T) float32, of the actor's forward pass.
 
-    def _with_kl_loss(self, surrogate, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef) -> PolicyLoss:
-        sums = surrogate(logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef)
+        Raises: RunStopped where the rollout has no log-probs of the sampler.
+        """
+        if self._correction is None:
+            return None
+        dialect = self.dialect
+        if rollout.logprobs is None:
+            raise RunStopped(
+                f"correction {dialect.correction!r} compares the sampler's log-probs with the actor's, and this "
+                "rollout backend notes none. Take another --rollout_backend, or --set correction=none."
+            )
+        ratios = self._correction.ratios(logprobs - rollout.logprobs, rollout.response_mask)
+        bounds = dialect.correction_min, dialect.correction_max
+        return self._correction.cut(ratios, *bounds), outside(ratios, *bounds)
+
+    def _token_surrogate(
+        self, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef, correction=None
+    ) -> PolicyLoss:
+        return policy_loss(logprobs, old_logprobs, advantages, mask, self.dialect.clip_range, correction)
+
+    def _response_surrogate(
+        self, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef, correction=None
+    ) -> PolicyLoss:
+        return response_policy_loss(
+            logprobs,
+            old_logprobs,
+            advantages[:, 0],
+            mask,
+            self.dialect.clip_range,
+            self.valid_responses(mask),
+            None if correction is None else correction[:, 0],
+        )
+
+    def _with_kl_loss(
+        self, surrogate, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef, correction=None
+    ) -> PolicyLoss:
+        sums = surrogate(logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef, correction)
         penalty = kl_loss(logprobs, ref_logprobs, mask, self.dialect.kl_estimator)
         return replace(sums, loss=sums.loss + kl_coef * penalty)

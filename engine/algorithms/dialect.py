@@ -78,6 +78,14 @@ class Dialect:
     early_stop_kl: float | None = None  # remaining PPO epochs are left out when approxkl is over this
     ratio_limit: float | None = None  # an optimizer step whose mean ratio is over this is left out
 
+    # Importance sampling from a sampler that is not quite the policy: 16 bits, another engine. No system here has it.
+    correction: str = (
+        "none"  # "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": the policy's loss
+    )
+    # times the ratio of its old log-probs, then always a forward pass's, to the sampler's
+    correction_min: float = 0.0  # a ratio under this is cut to it, or masked; IcePop has 0.5 here
+    correction_max: float = 2.0  # and one over this: verl's threshold
+
     # Optimization. Four passes over each rollout learn about twice as much per sample as one; clipping bounds them.
     ppo_epochs: int = 4
     mini_batches: int = 1  # optimizer steps in each pass
@@ -144,8 +152,8 @@ class Dialect:
         counts, and all that is attended to.
         """
         wanted = self.old_logprobs == "sampler" or (self.old_logprobs == "auto" and exact)
-        hides_pads = self.length_rule == "not_pad"
-        return wanted and not (self._counts_past_end or self.measures_prompts or hides_pads)
+        others_count = self._counts_past_end or self.measures_prompts or self.length_rule == "not_pad"
+        return wanted and self.correction == "none" and not others_count
 
     @property
     def sampling_temperature(self) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from engine.algo.advantages import ESTIMATORS
+from engine.algo.corrections import CORRECTIONS
 from engine.errors import UserError
 
 # What a field may say; what it means stands beside the field, or in the function of engine/algo that is told it.
@@ -30,6 +31,7 @@ VALUES = {
     "whiten_over": ("all_ranks", "rank"),
     "whiten_variance": ("biased", "unbiased", "unbiased_alone"),
     "ratio": ("token", "response"),
+    "correction": ("none", *CORRECTIONS),
     "loss_scope": ("optimizer_step", "micro_batch", "micro_batch_sum"),
     "lr_schedule": ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts"),
     "lr_per": ("optimizer_step", "step"),
@@ -72,11 +74,13 @@ RANGES = (  # fields, what they must be, the test of it; None is not tested
             "critic_weight_decay",
             "max_grad_norm",
             "hydra_layers",
+            "correction_min",
         ),
         "at least 0",
         lambda value: value >= 0,
     ),
-    (("gamma", "lam", "ema_decay"), "at most 1", lambda value: value <= 1),
+    (("gamma", "lam", "ema_decay", "correction_min"), "at most 1", lambda value: value <= 1),
+    (("correction_max",), "at least 1", lambda value: value >= 1),
 )
 
 
@@ -147,6 +151,17 @@ def _contradictions(dialect) -> list[tuple[bool, str, str]]:
             dialect.ratio == "response" and not estimator.per_response,
             "ratio",
             f"{its_name} has one advantage a token, which needs one ratio a token. Set it to 'token'.",
+        ),
+        (
+            dialect.correction != "none" and dialect.old_logprobs == "sampler",
+            "correction",
+            "it makes up for the difference between old log-probs and the sampler's, and here they are one. Set "
+            "old_logprobs to 'forward'.",
+        ),
+        (
+            dialect.ratio == "response" and dialect.correction.startswith("token"),
+            "correction",
+            "with one ratio a response there is one loss a response. Set it to 'sequence_truncate' or 'sequence_mask'.",
         ),
         (not critic and dialect.critic_lr > 0, "critic_lr", "there is no critic that could be trained. Set it to 0."),
         (

@@ -192,6 +192,24 @@ def test_the_ratio_of_a_whole_response_by_hand():
     torch.testing.assert_close(new.grad, torch.tensor(expected), rtol=0, atol=1e-5)
 
 
+def test_a_correction_multiplies_losses_and_gradients_and_nothing_else():
+    # The four sides of above, -1.2 -0.5 1.5 0.8, times 0, 2, 0.5, 3; gradients 0 -0.5 1.5 0 times those.
+    new = row(1.5, 0.5, 1.5, 0.5).log().requires_grad_()
+    old, advantages, correction = torch.zeros(1, 4), row(1, 1, -1, -1), row(0, 2, 0.5, 3)
+    sums = policy_loss(new, old, advantages, everywhere(old), 0.2, correction)
+    assert sums.loss.item() == pytest.approx(-1.0 + 0.75 + 2.4, abs=1e-6)
+    sums.loss.backward()
+    torch.testing.assert_close(new.grad, row(0.0, -1.0, 0.75, 0.0), rtol=0, atol=1e-6)
+    plain = policy_loss(new, old, advantages, everywhere(old), 0.2)
+    assert all(getattr(sums, name) == getattr(plain, name) for name in type(sums).__slots__ if name != "loss")
+    # Of whole responses, ratios 2 and 1/2: -2 x 1.2 x 0.5 and 3 x 0.8 x 0
+    new, mask = torch.tensor([[2.0, 1.0], [0.5, 1.0]]).log(), torch.ones(2, 2, dtype=torch.bool)
+    whole = response_policy_loss(
+        new, 0 * new, torch.tensor([2.0, -3.0]), mask, 0.2, correction=torch.tensor([0.5, 0.0])
+    )
+    assert whole.loss.item() == pytest.approx(-1.2, abs=1e-6) and whole.count.item() == 2
+
+
 @pytest.mark.parametrize(
     "estimator, loss, gradient",
     [

@@ -22,6 +22,15 @@ RUNS = {
         "samples_per_prompt": 2,
         "ppo_epochs": 2,
     },
+    "corrected": {
+        "stage": 2,
+        "config": "stage2.json",
+        "prompts": 8,
+        "mini_batches": 1,
+        "samples_per_prompt": 1,
+        "ppo_epochs": 2,
+        "correction": "token_mask",
+    },
 }
 TARGET = "tests.distributed.work_layouts:all_runs"
 
@@ -55,6 +64,11 @@ def test_the_runs_are_not_trivial(one_rank, run):
     assert abs(last["objective/kl"]) > 1e-3 and last["policy/clipfrac"] > 0 and last["value/clipfrac"] > 0
     assert first["policy/lr"] != last["policy/lr"] > 0
     assert 1 < first["rollout/response_length"] < 12 and 0 < first["rollout/eos_rate"] < 1
+
+
+def test_the_corrected_run_has_something_to_correct(one_rank):
+    for metrics in one_rank["corrected"]["metrics"]:
+        assert 0.05 < metrics["policy/correction_cut"] < 0.6 and metrics["rollout/ratio_far"] > 0.1
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.algorithms import Dialect, get_dialect
+from engine.errors import RunStopped
 from tests.engine.fake_models import Row, TableModels, rollout_of
 from tests.training.given_rollouts import next_step, untrained
 from tests.training.test_step_by_hand import BATCH, batch, make, near
@@ -183,6 +184,39 @@ def test_another_sampler_is_compared_on_all_tokens_and_its_log_probs_are_not_the
     assert report.metrics["rollout/logprob_gap"] == pytest.approx(2.0 / 5)
     assert report.metrics["rollout/sampler_kl"] == pytest.approx(-0.5 / 5)
     assert report.metrics["rollout/ratio_min"] == pytest.approx(math.exp(-0.5))
+
+
+# Ratios of the actor to the sampler, e^ -0.25 -0.5 | 0.5 0.25 0.5, and of whole responses e^ -0.75 | 1.25.
+@pytest.mark.parametrize(
+    "correction, expected, cut",
+    [
+        ("token_truncate", [[0.7788, 0.6065, 1], [1.5, 1.2840, 1.5]], [[0, 0, 0], [1, 0, 1]]),
+        ("token_mask", [[0.7788, 0.6065, 1], [0, 1.2840, 0]], [[0, 0, 0], [1, 0, 1]]),
+        ("sequence_truncate", [[0.5] * 3, [1.5] * 3], [[1] * 3, [1] * 3]),
+        ("sequence_mask", [[0.0] * 3, [0.0] * 3], [[1] * 3, [1] * 3]),
+    ],
+)
+@pytest.mark.parametrize("exact_sampler", [True, False])
+def test_a_sampler_that_is_off_is_corrected(correction, expected, cut, exact_sampler):
+    drawn = torch.tensor([[-0.75, -0.5, 0.0], [-2.5, -1.25, -1.5]])
+    recorded, models = replace(batch(), logprobs=drawn, entropy=torch.zeros(2, 3)), TableModels(BATCH)
+    dialect = get_dialect("default").override(correction=correction, correction_min=0.5, correction_max=1.5)
+    report = next_step(untrained(models.roles(), dialect, recorded, pad=PAD, exact_sampler=exact_sampler))
+    made, plain = report.batch, make(models, batch(), get_dialect("default"))
+    near(made.correction, expected, 1e-4)
+    assert made.cut.int().tolist() == cut
+    assert torch.equal(made.logprobs, plain.logprobs) and torch.equal(made.advantages, plain.advantages)
+    learned = [value for row, mask in zip(expected, plain.policy_mask.tolist()) for value, on in zip(row, mask) if on]
+    assert report.metrics["policy/correction"] == pytest.approx(sum(learned) / 5, abs=1e-4)
+    assert report.metrics["policy/correction_cut"] == pytest.approx(0.4 if "token" in correction else 1.0)
+    part = made.select(slice(0, 1))  # without the last slot, where only the second row has a token
+    near(part.correction, [expected[0][:2]], 1e-4)
+
+
+def test_without_the_samplers_log_probs_there_is_nothing_to_correct_by():
+    with pytest.raises(RunStopped, match="correction 'token_mask' compares .* rollout backend notes none"):
+        make(TableModels(BATCH), batch(), get_dialect("default").override(correction="token_mask"))
+    assert make(TableModels(BATCH), batch(), get_dialect("default")).correction is None
 
 
 class WholeTexts(TableModels):

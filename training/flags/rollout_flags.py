@@ -80,6 +80,11 @@ class RolloutFlags(RunFlags):
                 "--vllm_sampler own: the dialect takes the sampler's log-probs (old_logprobs=sampler), which vLLM's "
                 "own sampler does not note. Take keyed, or --set old_logprobs=forward."
             )
+        if self.vllm_sampler == "own" and dialect.correction != "none":
+            raise UserError(
+                f"--vllm_sampler own: the dialect's correction {dialect.correction!r} needs the sampler's log-probs, "
+                "which vLLM's own sampler does not note. Take keyed, or --set correction=none."
+            )
 
     def _validate_decoding(self) -> None:
         if self.decoding not in ("recorded", "graphs", "compiled"):

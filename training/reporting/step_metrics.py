@@ -50,7 +50,16 @@ def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algori
     metrics.add_moments(returns, mask, mean="returns/mean", variance="returns/var")
 
 
-STEP_METRICS: list[StepMetric] = [add_objective, add_advantages]
+def add_correction(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
+    """What the policy's loss is multiplied by where another policy drew, over the slots of that loss."""
+    if batch.correction is None or batch.cut is None:
+        return
+    mask = batch.policy_mask
+    metrics.add("policy/correction", (batch.correction * mask).sum(), mask.sum())
+    metrics.add("policy/correction_cut", (batch.cut & mask).sum(), mask.sum())
+
+
+STEP_METRICS: list[StepMetric] = [add_objective, add_advantages, add_correction]
 
 
 def add_parts(metrics: Accumulator, experience: Experience) -> None:

@@ -129,6 +129,11 @@ def test_losses_by_dialect():
     penalized = in_loss.policy_objective(new, old, old, advantages, mask, 0.3)
     squares = torch.tensor([1.5, 0.5]).log().square().sum().item() / 2
     assert penalized.loss.item() == pytest.approx(-3.4 + 0.3 * squares, abs=1e-6)
+    # A correction is the surrogate's: -2.4 x 0.5 - 1 x 2, and the penalty as it was; the response's, where it has one.
+    corrected = in_loss.policy_objective(new, old, old, advantages, mask, 0.3, torch.tensor([[0.5, 2.0]]))
+    assert corrected.loss.item() == pytest.approx(-3.2 + 0.3 * squares, abs=1e-6)
+    response = algorithm(RLOO).policy_objective(new, old, old, advantages, mask, 0.3, torch.full((1, 2), 0.5))
+    assert response.loss.item() == pytest.approx(-0.75) and response.count.item() == 1
     values = algorithm("trl_ppo").value_objective(
         torch.tensor([[1.0, 4.0]]), torch.zeros(1, 2), torch.tensor([[3.0, 3.0]]), mask
     )

@@ -61,6 +61,24 @@ def test_dialects_cannot_be_changed_in_place():
         ("trl_rloo", {"whiten_rewards": True}, "whiten_rewards True: RLOO has one reward"),
         ("default", {"critic_start": "none"}, "critic_start 'none': GAE needs a critic"),
         ("default", {"ratio": "response"}, "ratio 'response': GAE has one advantage a token"),
+        (
+            "default",
+            {"correction": "token"},
+            "correction 'token': known are none, token_truncate, token_mask, sequence_",
+        ),
+        ("default", {"correction_min": 1.5}, "correction_min 1.5: must be at most 1."),
+        ("default", {"correction_min": -0.5}, "correction_min -0.5: must be at least 0."),
+        ("default", {"correction_max": 0.5}, "correction_max 0.5: must be at least 1."),
+        (
+            "default",
+            {"correction": "token_mask", "old_logprobs": "sampler"},
+            "correction 'token_mask': it makes up for the difference between old log-probs and the sampler's",
+        ),
+        (
+            "trl_rloo",
+            {"correction": "token_truncate", "old_logprobs": "forward"},
+            "correction 'token_truncate': with one ratio a response",
+        ),
         ("openai", {"actor_weight_decay": 0.1}, "optimizer 'tf_adam': it has no weight decay"),
         ("openai", {"kl_coef": 0.0}, "kl_coef 0.0: an adaptive coefficient is multiplied"),
         ("default", {"truncate_after": 3}, "truncate_after 3: it says from where on"),
@@ -168,6 +186,7 @@ def test_temperatures_of_sampling_and_of_log_probs():
         ("trlx", {}, []),
         ("openai", {}, ["fp32", "fp16", "bf16"]),
         ("openai", {"old_logprobs": "auto"}, ["fp32"]),
+        ("default", {"correction": "token_truncate"}, []),
         # nothing was drawn past the end, nor of the prompt
         ("default", {"reward_slots": "one_past"}, []),
         ("default", {"length_rule": "row"}, []),

@@ -263,3 +263,10 @@ def test_a_sampler_that_is_not_the_actor_is_told(steps):
     # A KL that is negative is one of its signs.
     both = the_finding(run(steps, **apart | {"objective_kl": lambda t: -2.0}))
     assert both.severity == ALARM and "With it: KL to the reference ended at -2 nats" in both.seen
+
+
+def test_a_correction_that_cuts_much_is_told():
+    assert the_finding(run(policy_correction_cut=lambda t: 0.05)).severity == FINE
+    finding = the_finding(run(policy_correction_cut=lambda t: 0.2))
+    assert finding.severity == LOOK
+    assert finding.seen.startswith("20% of the tokens that were learned from had a ratio to the sampler that was cut")

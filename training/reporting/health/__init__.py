@@ -31,12 +31,12 @@ from training.reporting.health.responses import (
     length_shrank,
     words_invented,
 )
-from training.reporting.health.sampler import sampler_apart
+from training.reporting.health.sampler import much_cut, sampler_apart
 from training.reporting.reward_change import of_one_reward
 
 __all__ = ["ALARM", "FINE", "LOOK", "Finding", "health"]
 
-ANY_LENGTH = (not_finite, sampler_apart, kl_far, kl_negative, degenerate, few_ever_ended, updates_skipped)
+ANY_LENGTH = (not_finite, sampler_apart, much_cut, kl_far, kl_negative, degenerate, few_ever_ended, updates_skipped)
 TRENDS = (
     score_unmoved,
     kl_growing,
@@ -53,7 +53,7 @@ TRENDS = (
     words_invented,
 )
 EXPLAINS = {
-    sampler_apart: (kl_negative,),
+    sampler_apart: (much_cut, kl_negative),
     answers_alike: (entropy_fell, length_grew, length_shrank, few_ended, few_ever_ended, kl_far, kl_growing),
     length_shrank: (entropy_fell, kl_far, kl_growing),
     words_invented: (entropy_rose, kl_far, kl_growing),

@@ -9,6 +9,8 @@ GAP = 0.05
 FAR = 0.01
 """Share of tokens whose ratio is not even between a half and two: of 100 tokens one would be clipped before anything is
 learned."""
+CUT = 0.1
+"""Share of tokens whose ratio a correction cuts: a bound is for outliers, and cutting many is a bias of its own."""
 ANOTHER = 0.1
 """Share of such tokens in samples of what is rather another policy than the same one rounded."""
 
@@ -26,5 +28,19 @@ def sampler_apart(rows: Sequence[Mapping]) -> Finding | None:
         ALARM if far > ANOTHER else LOOK,
         seen,
         "Rounding explains hundredths of a nat: see that the sampler has the actor's weights, and try --dtype fp32 or "
-        "another --rollout_backend. Have old log-probs come from a forward pass (--old_logprobs forward).",
+        "another --rollout_backend. Have old log-probs come from a forward pass (--old_logprobs forward), and weigh "
+        "what was drawn by the ratios (--set correction=token_truncate).",
+    )
+
+
+def much_cut(rows: Sequence[Mapping]) -> Finding | None:
+    """A correction of the sampler's distance that cuts more than it corrects."""
+    cut = at_end(rows, "policy/correction_cut")
+    if cut is None or cut <= CUT:
+        return None
+    return Finding(
+        LOOK,
+        f"{cut:.0%} of the tokens that were learned from had a ratio to the sampler that was cut or masked",
+        "Ratios of whole responses spread with their length: take a correction by token (--set "
+        "correction=token_truncate). If it is by token, see that the sampler has the actor's weights.",
     )
