@@ -13,7 +13,7 @@ import gc
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -170,8 +170,8 @@ def models(args: argparse.Namespace, folder: Path, size: str | None) -> tuple[st
     return args.model, args.critic or make_scorer(folder, args.model, DTYPES[args.dtype])
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, this process's unless another is given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", nargs="+", choices=SIZES, default=["260k"], help="Llamas with random weights")
     parser.add_argument("--critic_size", choices=SIZES, help="of critic and reward model (default: the actor's)")
@@ -206,7 +206,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peak_tflops", type=float, help="of one GPU by its data sheet, to be compared with")
     parser.add_argument("--json", type=Path, help="a file for all numbers")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the launcher gives it
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.prompts % distributed.world_size():
         parser.error(f"--prompts {args.prompts} do not divide into {distributed.world_size()} ranks")
     if args.response_length < 2 or min(args.prompts, args.prompt_length, args.micro_batch, args.steps) < 1:

@@ -50,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", action="store_true", help="keep the models that were made, several GB")
     args = parser.parse_args(argv)
     dry = os.environ.get("DRY") == "1"
-    gpus = 0 if dry else gpus_that_compute()
-    if not dry and not gpus:
+    gpus = 2 if dry else gpus_that_compute()  # ranks on the CPU
+    if not gpus:
         print("error: torch finds no GPU that computes. DRY=1 goes through the checks without one.", file=sys.stderr)
         return 2
     output = args.output or ROOT / "gpu_checks" / time.strftime("%Y%m%d_%H%M%S")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     output.mkdir(parents=True, exist_ok=True)
     chosen = [check for check in CHECKS if args.only is None or check.name in args.only]
-    outcomes = make_all(chosen, dry=dry, gpus=max(gpus, 1), output=output.resolve(), budget=args.budget)
+    outcomes = make_all(chosen, dry=dry, gpus=gpus, output=output.resolve(), budget=args.budget)
     if not args.keep:
         for name in ("models", "work"):
             shutil.rmtree(output / name, ignore_errors=True)

@@ -20,10 +20,14 @@ def against_plain(trial: Trial, decoding: str) -> None:
     """The same draws in float32 and in 16 bits: the same tokens but for rounding, and how long one takes."""
     if not trial.needs_gpu(f"--decoding {decoding}, in whose place recorded tokens were drawn"):
         decoding = "recorded"
-    sixteen = "bf16" if trial.dry or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    for dtype in ("fp32", sixteen):
+    for dtype in ("fp32", sixteen_bits(trial)):
         with trial.part(dtype):
             in_dtype(trial, decoding, dtype)
+
+
+def sixteen_bits(trial: Trial) -> str:
+    """What this machine computes in: "bf16" where it has it, else "fp16"."""
+    return "bf16" if trial.dry or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def in_dtype(trial: Trial, decoding: str, dtype: str) -> None:

@@ -5,18 +5,33 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from scripts.gpu_checks import __main__ as front
+from scripts.gpu_checks.benchmark import aims, rates
 from scripts.gpu_checks.catalogue import CHECKS
 from scripts.gpu_checks.check import Check, outcome_of
 from scripts.gpu_checks.machine import DataSheet, data_sheet
-from scripts.gpu_checks.trial import Trial
+from scripts.gpu_checks.memory import figures_of
+from scripts.gpu_checks.trial import Skipped, Trial
 from tests.e2e.bad_checks import is_running
+from training.program.memory_comparison import comparison
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "check_gpu.sh"
-ALIKE = {"steps fp16", "compiled"}  # without a GPU they do what "steps bf16" and "graphs" do
+# Without a GPU these do what "steps bf16" and "graphs" do, or run programs that other tests run. DRY=1 makes them all.
+BY_HAND = {
+    "steps fp16",
+    "compiled",
+    "benchmark 350m",
+    "benchmark 1.3b",
+    "memory",
+    "ranks",
+    "restart",
+    "quickstart",
+    "vllm",
+}
 
 
 def bad(name: str, **settings) -> Check:
@@ -31,7 +46,7 @@ def test_no_check_touches_another(tmp_path, monkeypatch, capsys):
         bad("raises"),
         bad("misses"),
         bad("skips"),
-        bad("passes", ranks=2),
+        bad("passes", ranks=3),
         bad("passes"),
     ]
     monkeypatch.setattr(front, "CHECKS", checks)
@@ -48,7 +63,7 @@ def test_no_check_touches_another(tmp_path, monkeypatch, capsys):
     assert "RuntimeError: CUDA error: an illegal memory access" in raised["why"]
     assert missed["why"] == "a quarter is too little; stage 1: ValueError: of shape (2, 3)"
     assert missed["figures"] == {"share": 0.25, "later": 1}
-    assert skipped["why"] == "nothing of the kind is installed" and "needs 2 GPUs" in many["why"]
+    assert skipped["why"] == "nothing of the kind is installed" and "needs 3 GPUs" in many["why"]
     assert passed["figures"] == {"rows": 3} and passed["left_out"] == ["a graph"]
     printed = capsys.readouterr().out
     assert "| passes | pass |" in printed and "needs CUDA and was left out: a graph" in printed
@@ -108,13 +123,42 @@ def test_data_sheets_go_by_torchs_names(name, expected):
     assert data_sheet(name) == expected
 
 
+def test_shares_of_a_data_sheet_by_hand():
+    report = {
+        "ranks": 2,
+        "flops": {"train": 1000e12},
+        "steps": {"ours": [{"train": 2.0}, {"train": 1.25}, {"train": 1.0}]},
+        "decode_bytes": 300e9,
+        "decode_seconds": 0.2,
+    }
+    assert rates(report) == (400e12, 1500e9)  # 1000e12 / 2 / 1.25, and 300e9 / 0.2
+    assert aims(report, DataSheet(1000e12, 2000e9)) == {
+        "MFU of training": "40.0% (40% reached)",
+        "share of bandwidth in decoding": "75.0% (50% reached)",
+    }
+    assert "(50% not reached)" in aims(report, DataSheet(1000e12, 4000e9))["share of bandwidth in decoding"]
+
+
+def test_planned_bytes_are_read_off_step_3():
+    gpu = (
+        "start\nmemory, planned / measured GB of rank 0 at each phase's peak: generate 1.2 / 1.3, experience 10.1 / 9.9"
+    )
+    assert figures_of(gpu) == {"generate": (1.2, 1.3), "experience": (10.1, 9.9)}
+    cpu = comparison(SimpleNamespace(rollout_backend="nobody's"), {"train": 5}, lambda: None, resumed=False)
+    with pytest.raises(Skipped, match="not planned"):
+        figures_of(cpu)
+    cpu = "memory, planned / measured GB of rank 0 of tensors after the first step (a CPU counts no peaks): 0.5 / 0.4"
+    assert figures_of(cpu) == {"after the step": (0.5, 0.4)}
+    assert figures_of("nothing of the kind") == {}
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [check for check in CHECKS if check.name not in ALIKE], ids=lambda c: c.name)
+@pytest.mark.parametrize("check", [check for check in CHECKS if check.name not in BY_HAND], ids=lambda c: c.name)
 def test_checks_go_through_their_logic_without_a_gpu(check, models, tmp_path):
     found = outcome_of(check, Trial(dry=True, folder=tmp_path, models=models))
     assert found.status == "pass", found.why

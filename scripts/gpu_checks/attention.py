@@ -1,0 +1,92 @@
+"""Fast kernels of attention, under the masks of left-padded rows, against the written-out products."""
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from engine.errors import UserError
+from engine.experience import position_ids
+from engine.models.attention import Attention
+from engine.models.classes import LANGUAGE_MODEL
+from engine.models.loading import DTYPES, load_policy
+from engine.models.policy import Policy
+from scripts.gpu_checks.decoding import GAP, sixteen_bits
+from scripts.gpu_checks.machine import device
+from scripts.gpu_checks.models import prompts, random_models
+from scripts.gpu_checks.trial import Trial
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+}
+NOT_TAKEN = ("No available kernel", "No viable backend")  # of what torch raises where a kernel takes no such inputs
+OTHERS = ("eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+GRADIENT = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.02}  # distance of two gradients, as a share of their length
+
+
+def against_math(trial: Trial) -> None:
+    """Log-probs and gradients of ragged rows: torch's choice of kernel, each kernel that takes such masks, and what
+    --attn_implementation has here, against torch's plain products."""
+    trial.needs_gpu("the kernels of GPUs")
+    path, _ = random_models(trial, "136m")
+    for dtype in ("fp32", sixteen_bits(trial)):
+        policy = load_policy(path, DTYPES[dtype]).to(device())
+        batch = ragged(trial, policy.model.config.vocab_size)
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = computed(policy, *batch)
+        with trial.part(f"{dtype} chosen"):
+            compared(trial, dtype, "chosen", computed(policy, *batch), expected)
+        for name, kernel in KERNELS.items():
+            with trial.part(f"{dtype} {name}"), sdpa_kernel(kernel):
+                try:
+                    found = computed(policy, *batch)
+                except RuntimeError as error:
+                    if not any(words in str(error) for words in NOT_TAKEN):
+                        raise
+                    trial.figures[f"{dtype} {name}"] = "takes no such masks"
+                    continue
+                compared(trial, dtype, name, found, expected)
+        for name in OTHERS:
+            with trial.part(f"{dtype} {name}"):
+                by_another(trial, path, dtype, name, batch, expected)
+
+
+def by_another(trial: Trial, path: str, dtype: str, name: str, batch: tuple, expected: tuple) -> None:
+    """The same with --attn_implementation, where this machine has it."""
+    attention = Attention(name)
+    try:
+        attention.check(path, LANGUAGE_MODEL, dtype, "the model")
+    except UserError:
+        trial.figures[f"{dtype} {name}"] = "not here"
+        return
+    policy = load_policy(path, DTYPES[dtype], attention=attention).to(device())
+    compared(trial, dtype, name, computed(policy, *batch), expected)
+
+
+def ragged(trial: Trial, vocabulary: int) -> tuple[Tensor, Tensor, int]:
+    """Sequences and mask (B, S) of left-padded prompts with responses behind them, and how long these are."""
+    rows, prompt, response = (4, 12, 12) if trial.dry else (8, 256, 256)
+    batch = prompts(rows, prompt, vocabulary)
+    generator = torch.Generator().manual_seed(1)
+    responses = torch.randint(4, vocabulary, (rows, response), generator=generator)
+    sequences = torch.cat([batch.input_ids, responses], 1)
+    mask = torch.cat([batch.attention_mask, torch.ones_like(responses)], 1)
+    return sequences.to(device()), mask.to(device()), response
+
+
+def computed(policy: Policy, sequences: Tensor, mask: Tensor, response: int) -> tuple[Tensor, Tensor]:
+    """Log-probs (B, T) of the responses, and the gradient of their mean in all weights as one vector, float32."""
+    policy.zero_grad(set_to_none=True)
+    logprobs, _ = policy(sequences, mask, position_ids(mask), response_length=response)
+    logprobs.mean().backward()
+    return logprobs.detach(), torch.cat([p.grad.float().flatten() for p in policy.parameters() if p.grad is not None])
+
+
+def compared(trial: Trial, dtype: str, name: str, found: tuple, expected: tuple) -> None:
+    """Both are numbers, and within rounding of what is expected."""
+    gap = (found[0] - expected[0]).abs().max().item()
+    distance = ((found[1] - expected[1]).norm() / expected[1].norm()).item()
+    trial.figures |= {f"{dtype} {name}, nats": round(gap, 5), f"{dtype} {name}, gradient off by": round(distance, 5)}
+    trial.expect(gap < GAP[dtype], f"{dtype} {name}: log-probs are {gap:.3g} nats off")
+    trial.expect(distance < GRADIENT[dtype], f"{dtype} {name}: the gradient is off by {distance:.3g} of its length")

@@ -1,0 +1,133 @@
+"""Whole copies of partitioned models: what `--rollout_backend auto` chooses under real limits, and their memory between
+steps."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from engine.experience import Rollout
+from engine.rollout import build_rollouts
+from engine.zero.accelerator import free_memory
+from engine.zero.gathering import full_numel
+from scripts.gpu_checks.machine import device
+from scripts.gpu_checks.models import new_trainer, prompts, rows
+from scripts.gpu_checks.steps import give_back
+from scripts.gpu_checks.trial import Trial
+from training.ppo_trainer import PPOTrainer
+
+# Free memory, in sizes of all four models together, and what auto makes of it (engine/memory/copies.py). A model takes
+# a quarter of that size, actor and critic as much again for gradients and twice as much for Adam's moments, together
+# 1.5; so copies of its own 2.5, which may be a fifth of what is free, and shared ones 2, which may be two fifths, and
+# four if they are given back. With 1.9 there is no room even for the actor's 1.75.
+LEVELS = {"own": 15.0, "shared": 7.0, "shared, given back": 3.5, "partitions": 1.9}
+TOKENS = 64
+
+
+def under_limits(trial: Trial) -> None:
+    """auto with much, less and little free memory: what it says it will, the same tokens, and never too much."""
+    trainer = new_trainer(trial, size="34m", stage=3, dtype="fp32", tokens=TOKENS, backend="zero3")
+    engines = trainer.models.engines
+    size = sum(full_numel(p) * p.element_size() for model in engines for p in model.module.parameters())
+    trial.figures["all weights, GB"] = round(size / 1e9, 3)
+    limits = LEVELS if trial.needs_gpu("limits of memory") else dict.fromkeys(["own"], 0.0)
+    first: Rollout | None = None
+    for expected, sizes in limits.items():
+        with trial.part(expected), only_free(sizes * size if sizes else None):
+            trainer.rollouts = built(trial, trainer)
+            trial.expect(
+                kind(trainer) == expected,
+                f"with {free_memory() / size:.2f} times the weights free auto took {kind(trainer)}, not {expected}: "
+                f"{trainer.rollouts.why}",
+            )
+            found = drawn(trial, trainer)
+            first = first or found
+            alike = int((found.responses == first.responses).all(-1).sum())
+            trial.figures[expected] = f"{alike} of {len(found.responses)} rows alike"
+            trial.expect(alike >= 0.9 * len(found.responses), f"{expected}: {alike} rows are those of other copies")
+        for model in engines:
+            model.copies = None
+        trainer.rollouts = None
+        give_back()
+
+
+def built(trial: Trial, trainer: PPOTrainer, name: str = "auto", between_steps: str = "keep"):
+    """The backend of this name for the trainer's models."""
+    return build_rollouts(
+        name,
+        trainer.models.actor,
+        trainer.models.tokenizer,
+        others=trainer.models.engines,
+        rows_at_once=rows(trial),
+        row_length=2 * trainer.sampling.max_new_tokens,
+        between_steps=between_steps,
+        decoding="auto",
+    )
+
+
+def kind(trainer: PPOTrainer) -> str:
+    """Which copies the actor computes with, one of LEVELS."""
+    copies = trainer.models.actor.host.copies
+    if copies is None:
+        return "partitions"
+    if not copies.shared:
+        return "own"
+    return "shared" if copies.between_steps == "keep" else "shared, given back"
+
+
+def drawn(trial: Trial, trainer: PPOTrainer) -> Rollout:
+    """Responses and experience of one step, without its training."""
+    vocabulary = trainer.models.actor.module.model.config.vocab_size
+    batch = prompts(rows(trial), trainer.sampling.max_new_tokens, vocabulary).to(device())
+    rollout = trainer.rollouts.generate(batch, trainer.sampling)
+    trainer.experience_maker.make_experience(rollout)
+    trainer.rollouts.release_memory()
+    return rollout
+
+
+@contextlib.contextmanager
+def only_free(wanted: float | None) -> Iterator[None]:
+    """Take memory until no more than so many bytes are free; None for none."""
+    give_back()
+    taken = free_memory() - wanted if wanted is not None else 0
+    if taken < 0:
+        raise ValueError(f"{free_memory() / 1e9:.1f} GB are free, fewer than {wanted / 1e9:.1f}")
+    ballast = torch.empty(int(taken), dtype=torch.uint8, device=device())
+    yield
+    del ballast
+
+
+def between_steps(trial: Trial) -> None:
+    """--replicas_between_steps keep, free and host: the same tokens when copies come back, and their memory given back
+    while they are not needed."""
+    with_memory = trial.needs_gpu("what the copies give back")
+    for way in ("keep", "free", "host"):
+        with trial.part(way):
+            trainer = new_trainer(
+                trial, size="34m", stage=3, dtype="fp32", tokens=TOKENS, backend="replica", between_steps=way
+            )
+            held_before = allocated()
+            first = drawn(trial, trainer)
+            modules = trainer.rollouts.copies._modules.values()
+            kept = allocated() - held_before
+            again = drawn(trial, trainer)
+            alike = int((first.responses == again.responses).all(-1).sum())
+            trial.figures[f"{way}, rows alike"] = f"{alike} of {len(first.responses)}"
+            trial.expect(alike >= 0.9 * len(first.responses), f"{way}: only {alike} rows are drawn again")
+            trial.expect(bool(modules) == (way != "free"), f"{way}: {len(modules)} copies are there between steps")
+            if with_memory:
+                trial.figures[f"{way}, held between steps, GB"] = round(kept / 1e9, 3)
+                size = sum(full_numel(p) * p.element_size() for p in trainer.models.actor.module.parameters())
+                limit_kept = kept >= size if way == "keep" else kept < 0.1 * size
+                trial.expect(
+                    limit_kept, f"{way}: {kept / 1e9:.3f} GB are held between steps, a copy is {size / 1e9:.3f}"
+                )
+            trainer.step(prompts(rows(trial), TOKENS // 8, trainer.models.actor.module.model.config.vocab_size))
+            trial.expect(drawn(trial, trainer).responses.shape == first.responses.shape, f"{way}: other responses")
+        trainer = modules = first = again = None
+        give_back()
+
+
+def allocated() -> int:
+    """Bytes that tensors hold on the GPU; 0 on a CPU."""
+    return torch.cuda.memory_allocated() if device().type == "cuda" else 0
