@@ -24,7 +24,13 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 DIALECTS = ("default", "deepspeed_chat", "deepspeed_chat_2023", "openai", "summarize", "trlx", "trl_ppo", "trl_rloo")
 CRITIC_FREE = ("trl_rloo",)
-MEASURED_ANEW = ("time/", "memory/", "rollout/tokens_per_second")  # differ between two runs of one version
+MEASURED_ANEW = (
+    "time/",
+    "speed/",
+    "mfu/",
+    "memory/",
+    "rollout/tokens_per_second",
+)  # differ between two runs of one version
 THRESHOLDS = ("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance")
 
 

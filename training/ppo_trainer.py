@@ -27,6 +27,7 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.learner import Learner
 from training.mixed_pretraining import MixedPretraining, TextFeed
+from training.reporting.arithmetic import Arithmetic
 from training.reporting.first_kl import stop_unless_at_reference
 from training.reporting.guards import stop_if_too_far, stop_unless_finite, stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
@@ -125,7 +126,9 @@ class PPOTrainer:
             pretraining = MixedPretraining(models.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
         self.learner = Learner(models, self.algorithm, config.micro_batch_size, pretraining)
         self.step_metrics = metrics
+        self.arithmetic = Arithmetic(models)
         self.steps_done = self.optimizer_steps = self.samples = 0
+        self.epochs_made = 0  # in the latest step
         self.weights_are_whole = True
         """Whether weights and counters are those after `steps_done` steps; not while a step changes them."""
 
@@ -174,6 +177,7 @@ class PPOTrainer:
             self.train_actor_and_critic(batch, kl, metrics)
         self.kl_controller.after_step(kl, responses)
 
+        trains_actor = self._trains_actor
         self.steps_done += 1
         self.samples += responses
         self.weights_are_whole = True
@@ -181,6 +185,7 @@ class PPOTrainer:
         for add_to in self.step_metrics:
             add_to(metrics, batch, algorithm)
         clock.add_to(metrics, tokens=batch.rollout.response_mask.sum())
+        self.arithmetic.add_to(metrics, clock.seconds, rollout, experience, self.epochs_made, trains_actor)
         metrics.add_max("memory/peak_gb", peak_memory_gb())
         return StepReport(self.steps_done, self.samples, metrics.reduce(), batch)
 
@@ -195,6 +200,7 @@ class PPOTrainer:
             for rows in mini_batch_rows(len(batch), dialect.mini_batches, key):
                 ratios = ratios + self.optimizer_step(batch, rows, metrics)
                 self.optimizer_steps += 1
+            self.epochs_made = epoch + 1
             # By a mini-batch of this rank alone, as trlX has it; its source stands at AdaptiveKL.
             self.kl_controller.after_epoch(kl, len(batch) // dialect.mini_batches)
             if dialect.early_stop_kl is not None:
@@ -215,8 +221,13 @@ class PPOTrainer:
             step=self.steps_done + 1,
             optimizer_step=self.optimizer_steps,
             lr_factor=self._lr_factor(),
-            train_actor=self.steps_done >= self.config.critic_warmup_steps,
+            train_actor=self._trains_actor,
         )
+
+    @property
+    def _trains_actor(self) -> bool:
+        """Whether the critic is warm."""
+        return self.steps_done >= self.config.critic_warmup_steps
 
     def _lr_factor(self) -> float:
         position = self.algorithm.schedule_position(self.steps_done, self.optimizer_steps, self.config.total_steps)

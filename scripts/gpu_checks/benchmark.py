@@ -5,9 +5,9 @@ from statistics import median
 
 import torch
 
+from engine.memory.data_sheets import DataSheet, data_sheet
 from engine.zero.communication import init
 from scripts.benchmark_step3 import main, parse_arguments
-from scripts.gpu_checks.machine import DataSheet, data_sheet
 from scripts.gpu_checks.memory import has_much_memory
 from scripts.gpu_checks.models import random_models
 from scripts.gpu_checks.trial import Skipped, Trial

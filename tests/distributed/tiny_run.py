@@ -87,5 +87,5 @@ def timeless(metrics: dict[str, float]) -> dict[str, float]:
     return {
         name: value
         for name, value in metrics.items()
-        if not name.startswith(("time/", "memory/")) and name != "rollout/tokens_per_second"
+        if not name.startswith(("time/", "memory/", "speed/")) and name != "rollout/tokens_per_second"
     }

@@ -23,6 +23,7 @@ EVERY_STEP = {
     "returns/var",
     *(f"rollout/{name}" for name in ("response_length", "eos_rate", "tokens_per_second", "degenerate")),
     *(f"time/{name}" for name in ("generate", "make_experience", "train", "step")),
+    *(f"speed/{name}" for name in ("make_experience", "train")),
     "memory/peak_gb",
 }
 EVALUATION = {
@@ -30,7 +31,7 @@ EVALUATION = {
 } | {f"eval/{name}" for name in ("compressed_bytes", "new_words")}
 EVALUATION |= {f"eval/{name}{ending}" for name in ("score", "kl", "response_length", "new_words") for ending in ENDINGS}
 AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION}
-MACHINE = ("time/", "memory/", "checkpoint/", "rollout/tokens_per_second")
+MACHINE = ("time/", "speed/", "memory/", "checkpoint/", "rollout/tokens_per_second")
 """What differs between two runs of the same numbers."""
 
 

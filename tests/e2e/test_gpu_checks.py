@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.memory.data_sheets import DataSheet, data_sheet
 from scripts.gpu_checks import __main__ as front
 from scripts.gpu_checks.benchmark import aims, rates
 from scripts.gpu_checks.catalogue import CHECKS
 from scripts.gpu_checks.check import Check, outcome_of
-from scripts.gpu_checks.machine import DataSheet, data_sheet
 from scripts.gpu_checks.memory import figures_of
 from scripts.gpu_checks.trial import Skipped, Trial
 from tests.e2e.bad_checks import is_running

@@ -22,6 +22,8 @@ FAMILIES = {
     "{}/lr": {"policy/lr", "value/lr"},
     "{}/skipped": {"policy/skipped", "value/skipped"},
     "{}/loss_scale": {"policy/loss_scale", "value/loss_scale"},
+    "speed/{}": {"speed/make_experience", "speed/train"},
+    "mfu/{}": {"mfu/generate", "mfu/make_experience", "mfu/train"},
     "time/{}": {"time/generate", "time/make_experience", "time/train"},
     "objective/{}": {f"objective/{part}" for part in SCORE_PARTS},
     "eval/{}": {f"eval/{name}" for name in EVALUATED},

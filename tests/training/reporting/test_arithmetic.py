@@ -1,0 +1,91 @@
+"""The arithmetic that phases need, beside numbers by hand and beside what torch counts; and their speed as metrics."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from engine.experience import position_ids
+from engine.models.hydra import load_hydra
+from engine.models.loading import load_policy, load_scorer
+from engine.models.lora import LoraSpec, adapt
+from tests.tiny_models import make_causal_lm, make_scorer
+from training.reporting.arithmetic import Arithmetic, Cost
+from training.reporting.metrics import Accumulator
+
+SMALL = Cost(matrices=100, trained=60, passed=60, attention=8, head=10, head_trained=0)
+LENGTHS, PREDICTED = torch.tensor([2, 3]), torch.tensor([1, 2])
+
+
+def test_costs_by_hand():
+    # 5 tokens, 3 + 6 pairs, 3 log-probs.
+    assert SMALL.forward(LENGTHS, PREDICTED) == 2 * 100 * 5 + 4 * 8 * 9 + 2 * 10 * 3 == 1348
+    # Backward: trained twice over, 60 % of attention's twice, through the head once.
+    assert SMALL.training(LENGTHS, PREDICTED) == 1348 + 4 * 60 * 5 + 8 * 8 * 0.6 * 9 + 2 * 10 * 3 == 2953.6
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize("kind", ["policy", "scorer", "hydra"])
+def test_costs_are_what_torch_counts(tmp_path, family, kind):
+    make, load = (make_scorer, load_scorer) if kind == "scorer" else (make_causal_lm, load_policy)
+    path = make(tmp_path, family)
+    module = load_hydra(path, torch.float32, layers=1) if kind == "hydra" else load(path, torch.float32)
+    rows, length, predicted = 2, 12, 0 if kind == "scorer" else 5
+    tokens = torch.arange(4, 4 + rows * length).view(rows, length)
+    mask = torch.ones_like(tokens)
+    how = {} if kind == "scorer" else {"response_length": predicted}
+    with FlopCounterMode(display=False) as flops, sdpa_kernel(SDPBackend.MATH):
+        output = module(tokens, mask, position_ids(mask), **how)
+        (output if kind == "scorer" else output[0]).sum().backward()
+    cost = Cost.of(module)
+    needed = cost.training(torch.tensor([length] * rows), torch.tensor([predicted] * rows))
+    # torch computes the pairs of a token and later ones, too; the score head's products are left out here.
+    later = rows * (length**2 - length * (length + 1) // 2)
+    unneeded = (4 + 8 * cost.passed / cost.matrices) * cost.attention * later
+    score_head = 3 * 2 * module.model.score.weight.numel() * rows * length if kind == "scorer" else 0
+    assert flops.get_total_flops() == needed + unneeded + score_head
+
+
+def test_adapters_cost_no_gradients_of_matrices_and_experts_are_not_counted(tmp_path):
+    path = make_causal_lm(tmp_path, "llama")
+    whole, adapted = load_policy(path, torch.float32), load_policy(path, torch.float32)
+    adapt(adapted, LoraSpec(dim=4, only=True), "actor")
+    assert Cost.of(adapted) == replace(Cost.of(whole), trained=0, head_trained=0)
+    whole.model.config.num_experts = 4
+    assert Cost.of(whole) is None
+
+
+def test_phases_are_told_by_their_speed_and_use_of_the_gpu():
+    ones = torch.ones(2, 3, dtype=torch.int64)
+    rollout = SimpleNamespace(
+        attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]]),
+        response_mask=ones[:, :1].bool(),
+        logprobs=torch.zeros(2, 1),
+    )
+    actor, critic, reward = SMALL, replace(SMALL, head=0), replace(SMALL, head=0, matrices=50)
+    needs = Arithmetic(SimpleNamespace())
+    needs.costs, needs.peak = (actor, critic, reward), 1000.0
+    lengths, labels = torch.tensor([2, 3]), torch.tensor([1, 1])
+    both = actor.forward(lengths, labels), critic.forward(lengths, labels) + reward.forward(lengths, labels)
+    seconds = {"generate": 2.0, "make_experience": 4.0, "train": 5.0}
+    for sampled, policies in ((False, 2), (True, 1)):
+        experience = SimpleNamespace(rollout=rollout, logprobs=rollout.logprobs if sampled else torch.zeros(2, 1))
+        metrics = Accumulator()
+        needs.add_to(metrics, seconds, rollout, experience, epochs=3, trains_actor=True)
+        assert metrics.reduce() == pytest.approx(
+            {
+                "speed/make_experience": 5 / 4,
+                "speed/train": 3 * 5 / 5,
+                "mfu/generate": actor.forward(torch.tensor([1, 2]), labels).item() / 1000 / 2,
+                "mfu/make_experience": (policies * both[0] + both[1]).item() / 1000 / 4,
+                "mfu/train": 3 * (actor.training(lengths, labels) + critic.training(lengths, labels)).item() / 1000 / 5,
+            }
+        )
+    critic_alone = needs.of_step(rollout, experience, epochs=1, trains_actor=False)["train"]
+    assert critic_alone == critic.training(lengths, labels)
+    needs.peak, metrics = None, Accumulator()
+    needs.add_to(metrics, seconds, rollout, experience, epochs=3, trains_actor=True)
+    assert set(metrics.reduce()) == {"speed/make_experience", "speed/train"}
