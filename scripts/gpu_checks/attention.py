@@ -21,13 +21,20 @@ KERNELS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
 }
 NOT_TAKEN = ("No available kernel", "No viable backend")  # of what torch raises where a kernel takes no such inputs
-OTHERS = ("eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+OTHERS = {
+    "eager": Attention("eager"),
+    "flash_attention_2": Attention("flash_attention_2", packing="padded"),
+    "flash_attention_2, packed": Attention("flash_attention_2"),
+    "flash_attention_3, packed": Attention("flash_attention_3"),
+    "flex_attention": Attention("flex_attention"),
+    "sdpa, packed": Attention(packing="packed"),
+}
 GRADIENT = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.02}  # distance of two gradients, as a share of their length
 
 
 def against_math(trial: Trial) -> None:
     """Log-probs and gradients of ragged rows: torch's choice of kernel, each kernel that takes such masks, and what
-    --attn_implementation has here, against torch's plain products."""
+    --attn_implementation and --packing have here, against torch's plain products."""
     trial.needs_gpu("the kernels of GPUs")
     path, _ = random_models(trial, "136m")
     for dtype in ("fp32", sixteen_bits(trial)):
@@ -47,14 +54,15 @@ def against_math(trial: Trial) -> None:
                     trial.figures[f"{dtype} {name}"] = "takes no such masks"
                     continue
                 compared(trial, dtype, name, found, expected)
-        for name in OTHERS:
+        for name, attention in OTHERS.items():
             with trial.part(f"{dtype} {name}"):
-                by_another(trial, path, dtype, name, batch, expected)
+                by_another(trial, path, dtype, name, attention, batch, expected)
 
 
-def by_another(trial: Trial, path: str, dtype: str, name: str, batch: tuple, expected: tuple) -> None:
-    """The same with --attn_implementation, where this machine has it."""
-    attention = Attention(name)
+def by_another(
+    trial: Trial, path: str, dtype: str, name: str, attention: Attention, batch: tuple, expected: tuple
+) -> None:
+    """The same with --attn_implementation and --packing, where this machine has them."""
     try:
         attention.check(path, LANGUAGE_MODEL, dtype, "the model")
     except UserError:
@@ -87,6 +95,6 @@ def compared(trial: Trial, dtype: str, name: str, found: tuple, expected: tuple)
     """Both are numbers, and within rounding of what is expected."""
     gap = (found[0] - expected[0]).abs().max().item()
     distance = ((found[1] - expected[1]).norm() / expected[1].norm()).item()
-    trial.figures |= {f"{dtype} {name}, nats": round(gap, 5), f"{dtype} {name}, gradient off by": round(distance, 5)}
+    trial.figures |= {f"{dtype} {name}, nats": gap, f"{dtype} {name}, gradient off by": distance}
     trial.expect(gap < GAP[dtype], f"{dtype} {name}: log-probs are {gap:.3g} nats off")
     trial.expect(distance < GRADIENT[dtype], f"{dtype} {name}: the gradient is off by {distance:.3g} of its length")

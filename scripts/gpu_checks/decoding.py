@@ -1,5 +1,7 @@
 """Single tokens by CUDA graphs, and by torch.compile's code, against those of the model's own code."""
 
+import os
+import shutil
 import time
 import warnings
 
@@ -11,7 +13,7 @@ from engine.models.reading import read_tokenizer
 from engine.rollout.decode import Sampler
 from scripts.gpu_checks.machine import device
 from scripts.gpu_checks.models import prompts, random_models, sampling
-from scripts.gpu_checks.trial import Trial
+from scripts.gpu_checks.trial import Skipped, Trial
 
 GAP = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.03}  # nats between two log-probs of one token, by rounding (first_kl.py)
 
@@ -20,6 +22,8 @@ def against_plain(trial: Trial, decoding: str) -> None:
     """The same draws in float32 and in 16 bits: the same tokens but for rounding, and how long one takes."""
     if not trial.needs_gpu(f"--decoding {decoding}, in whose place recorded tokens were drawn"):
         decoding = "recorded"
+    if decoding == "compiled" and not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        raise Skipped("torch.compile's code for GPUs is started by C code, and here is no C compiler")
     for dtype in ("fp32", sixteen_bits(trial)):
         with trial.part(dtype):
             in_dtype(trial, decoding, dtype)

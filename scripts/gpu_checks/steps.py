@@ -9,7 +9,7 @@ import time
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
-from engine.zero.accelerator import why_not
+from engine.zero.accelerator import load_extension, why_not
 from scripts.gpu_checks.models import new_trainer, prompts, rows
 from scripts.gpu_checks.trial import Skipped, Trial
 from training.ppo_trainer import PPOTrainer
@@ -53,7 +53,7 @@ def offloaded(trial: Trial) -> None:
 
 
 def why_no_cpu_adam() -> str | None:
-    """What is missing to build DeepSpeedCPUAdam, in words; None where it can be built."""
+    """Why DeepSpeedCPUAdam cannot be built here, in words; None once it is built."""
     missing = [
         name
         for name, there in (
@@ -63,7 +63,13 @@ def why_no_cpu_adam() -> str | None:
         )
         if not there
     ]
-    return f"DeepSpeedCPUAdam is built where it is used, and here is no {' and no '.join(missing)}" if missing else None
+    if missing:
+        return f"DeepSpeedCPUAdam is built where it is used, and here is no {' and no '.join(missing)}"
+    try:
+        load_extension("CPUAdamBuilder")
+    except Exception as error:  # whatever a compiler, or a CUDA of another version than torch's, has to say
+        return f"DeepSpeedCPUAdam cannot be built here: {' '.join(str(error).split())[:300]}"
+    return None
 
 
 def steps(trial: Trial, name: str, trainer: PPOTrainer) -> dict[str, float]:

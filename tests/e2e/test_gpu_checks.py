@@ -101,6 +101,13 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path, monkeypatch, caps
     assert "is not empty" in capsys.readouterr().err and (tmp_path / "checks.json").read_text() == "older"
 
 
+def test_without_a_gpu_nothing_is_made_up(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("DRY", raising=False)
+    monkeypatch.setattr(front, "gpus_that_compute", lambda: 0)
+    assert front.main(["--output", str(tmp_path / "out")]) == 2
+    assert "DRY=1 goes through the checks" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_the_front_door_opens():
     ended = subprocess.run([PROGRAM, "--help"], env={**os.environ, "DRY": "1"}, capture_output=True, text=True)
     assert ended.returncode == 0 and "within nine minutes" in ended.stdout, ended.stderr
