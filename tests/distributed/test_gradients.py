@@ -1,6 +1,6 @@
 """Gradients and updates of two ranks at every ZeRO stage are those of one process that sees the whole batch at once.
 
-Rows and responses are ragged, and the ranks have three micro-batches and one.
+Rows and responses are ragged, and the ranks have three micro-batches and one. Without padding they are the same, too.
 """
 
 import pytest
@@ -17,6 +17,7 @@ STAGES = {
     "2": (2, "stage2.json"),
     "3": (3, "stage3.json"),
     "3_persistent": (3, "stage3_persistent.json"),
+    "3_packed": (3, "stage3.json", "packed"),
 }
 MODELS = ("actor", "critic")
 MICRO_BATCHES = ((0, 2), (2, 4), (4, 5), (5, 7))  # of both ranks

@@ -7,6 +7,7 @@ import torch
 from engine import distributed
 from engine.algorithms import Algorithm
 from engine.experience import TrainingBatch
+from engine.models.attention import Attention
 from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import DIALECT, build_trainer, engine_spec
 from tests.engine.zero.inspecting import gradients, weights
@@ -23,15 +24,17 @@ STILL = replace(DIALECT, actor_lr=0.0, critic_lr=0.0, warmup_steps=0, lr_schedul
 MOVING = replace(STILL, actor_lr=LEARNING_RATE, critic_lr=LEARNING_RATE)
 
 
-def all_stages(folder: str, batch: TrainingBatch, stages: dict[str, tuple[int, str]]) -> dict[str, dict]:
-    """`one_stage` of each (stage, name of the DeepSpeed JSON), by the same names."""
-    return {name: one_stage(folder, batch, stage, config) for name, (stage, config) in stages.items()}
+def all_stages(folder: str, batch: TrainingBatch, stages: dict[str, tuple]) -> dict[str, dict]:
+    """`one_stage` of each (stage, name of the DeepSpeed JSON, packing if not the usual one), by the same names."""
+    return {name: one_stage(folder, batch, *how) for name, how in stages.items()}
 
 
-def one_stage(folder: str, batch: TrainingBatch, stage: int, config: str) -> dict:
+def one_stage(folder: str, batch: TrainingBatch, stage: int, config: str, packing: str = "auto") -> dict:
     """Gradients of the loss as it is and of two wrong ones; two real steps of the model with tied embeddings."""
     own = batch.select(slice(*ROWS[distributed.rank()]))
-    trainer = build_trainer(engine_spec(folder, stage, config=config), dialect=STILL, micro_batch_size=MICRO_BATCH)
+    attention = Attention(packing=packing)
+    spec = engine_spec(folder, stage, config=config, attention=attention)
+    trainer = build_trainer(spec, dialect=STILL, micro_batch_size=MICRO_BATCH)
     result = {
         "right": one_step(trainer, own),
         "one_sided": one_step(trainer, batch, rows=len(batch) if distributed.is_main() else 0),
@@ -50,6 +53,7 @@ def one_stage(folder: str, batch: TrainingBatch, stage: int, config: str) -> dic
         stage,
         config=config,
         actor="tied",
+        attention=attention,
         actor_gradient_checkpointing=True,
         critic_gradient_checkpointing=True,
     )

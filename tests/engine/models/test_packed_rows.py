@@ -10,7 +10,6 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    modeling_flash_attention_utils,
 )
 
 from engine.errors import SharedError, UserError
@@ -22,6 +21,7 @@ from engine.models.loading import empty_like, load_policy, load_scorer
 from engine.models.packed_rows import BY_ROW, PackedRows
 from engine.models.row_check import check_rows
 from engine.rollout.families import takes_slot_masks
+from tests.fake_flash import FakeFlash
 from tests.tiny_models import VOCABULARY, make_causal_lm, make_config, make_scorer, save_random
 
 PADDED, PACKED = Attention("sdpa"), Attention("sdpa", "packed")
@@ -102,25 +102,7 @@ def test_what_is_said_of_rows(tmp_path):
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3"])
 def test_transformers_own_support_of_rows_without_padding_is_told_what_it_needs(tmp_path, monkeypatch, name):
-    """The kernel for rows of various lengths is a loop over rows here; what calls it is transformers' own."""
-    calls = []
-
-    def rows_alone(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, dropout_p=0):
-        calls.append((len(cu_seqlens_q) - 1, max_seqlen_q))
-        assert causal and cu_seqlens_q.equal(cu_seqlens_k) and cu_seqlens_q.dtype == torch.int32
-        lengths = cu_seqlens_q.diff().tolist()
-        parts = zip(*(tensor.transpose(0, 1).split(lengths, 1) for tensor in (q, k, v)), strict=True)
-        outputs = [
-            F.scaled_dot_product_attention(*part, is_causal=True, scale=softmax_scale, enable_gqa=True)
-            for part in parts
-        ]
-        return torch.cat(outputs, 1).transpose(0, 1)
-
-    utils = modeling_flash_attention_utils
-    monkeypatch.setattr(utils, "_loaded_implementation", None)
-    monkeypatch.setattr(
-        utils, "_lazy_imports", lambda *_, **__: (None, rows_alone, None, utils._pad_input, utils._unpad_input)
-    )
+    flash = FakeFlash(monkeypatch)
     paths = long_model(tmp_path / "sft", "qwen2"), long_model(tmp_path / "rm", "opt", scorer=True)
 
     def loaded():
@@ -133,7 +115,7 @@ def test_transformers_own_support_of_rows_without_padding_is_told_what_it_needs(
             one.model.config._attn_implementation = name
             one.pack(packs)
         assert_equal(computed(*models), expected)
-    assert calls and set(calls) == {(len(LENGTHS), max(LENGTHS))}
+    assert flash.calls and set(flash.calls) == {(len(LENGTHS), max(LENGTHS))}
 
 
 def test_only_flash_attention_packs_by_itself():

@@ -37,6 +37,7 @@ from tests.engine.rollout.test_decode import (
     loaded,
     plainly,
 )
+from tests.fake_flash import FakeFlash
 from tests.plain_sampling import plain_answer
 from tests.tiny_models import EOS, PAD, VOCABULARY, make_causal_lm, make_tokenizer
 
@@ -171,6 +172,16 @@ def test_eager_attention_is_not_given_ready_masks(tmp_path):
     assert answers(Sampler(make_tokenizer(), decoding="auto").responses(model, BATCH, SAMPLING)) == plainly(
         model, SAMPLING
     )
+
+
+def test_flash_attention_answers_as_torchs_own(models, monkeypatch):
+    """A token's mask has holes where rows came and went; it is told of them as of padding."""
+    flash, expected = FakeFlash(monkeypatch), plainly(models["llama"], SAMPLING)
+    monkeypatch.setattr(models["llama"].config, "_attn_implementation_internal", "flash_attention_2")
+    assert not takes_slot_masks(models["llama"])
+    sampler = Sampler(make_tokenizer(), rows_at_once=5, decoding="plain")
+    assert answers(sampler.responses(models["llama"], BATCH, SAMPLING)) == expected
+    assert len(flash.calls) > 40 and {longest for _, longest in flash.calls} > {1}
 
 
 @pytest.mark.parametrize("config", (MambaConfig(), Qwen3NextConfig(), MiniMaxConfig()), ids=lambda c: c.model_type)
