@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --output {output} is not empty. Give a folder that is new.", file=sys.stderr)
         return 2
     output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the check under way ends, too
     chosen = [check for check in CHECKS if args.only is None or check.name in args.only]
     outcomes = make_all(chosen, dry=dry, gpus=gpus, output=output.resolve(), budget=args.budget)
     if not args.keep:

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -17,28 +18,35 @@ STEPS = 3
 
 
 def together(trial: Trial, *stages: int) -> None:
-    """Steps at these stages over all ranks: the same data on as many GPUs as there are, by NCCL (two CPUs, by gloo)."""
+    """Steps at these stages over all GPUs, by NCCL (two CPUs, by gloo), and with copies that ranks hold together: they
+    end with one entropy."""
     count = 2 if trial.dry else torch.cuda.device_count()
     trial.needs_gpu("NCCL")
     trial.figures["ranks"] = count
-    entropies = []
-    for stage in stages:
-        with trial.part(f"stage {stage}"):
-            last = launched(trial, count, stage)
-            entropies.append(last["objective/entropy"])
-            trial.figures[f"stage {stage}, s"] = round(sum(last[f"time/{phase}"] for phase in PHASES), 3)
-    if len(entropies) > 1:
-        trial.figures["entropy"] = round(entropies[0], 4)
-        trial.expect(max(entropies) < 1.02 * min(entropies), f"stages end with entropies {entropies}")
+    entropies = {}
+    ways: dict[str, dict[str, object]] = {f"stage {stage}": stages_of(stage) for stage in stages}
+    ways["copies that two ranks hold together"] = stages_of(3) | {"rollout_backend": "replica", "inference_tp_size": 2}
+    for name, flags in ways.items():
+        with trial.part(name):
+            last = launched(trial, count, trial.folder / name.replace(" ", "_"), flags)
+            entropies[name] = round(last["objective/entropy"], 4)
+            trial.figures[f"{name}, s"] = round(sum(last[f"time/{phase}"] for phase in PHASES), 3)
+    trial.figures |= {f"{name}, entropy": entropy for name, entropy in entropies.items()}
+    apart = max(entropies.values(), default=1) / min(entropies.values(), default=1)
+    trial.expect(apart < 1.02, f"the last steps' entropies are {entropies}")
+
+
+def stages_of(stage: int) -> dict[str, object]:
+    """The flags of one stage for both models."""
+    return {"actor_zero_stage": stage, "critic_zero_stage": stage}
 
 
 PHASES = ("generate", "make_experience", "train")
 
 
-def launched(trial: Trial, ranks: int, stage: int) -> dict[str, float]:
-    """The last step's metrics of a run by the launcher."""
+def launched(trial: Trial, ranks: int, output: Path, further: dict[str, object]) -> dict[str, float]:
+    """The last step's metrics of a run by the launcher, with these further flags."""
     actor, critic = random_models(trial, "350m")
-    output = trial.folder / f"stage{stage}"
     length = 8 if trial.dry else 128
     flags = {
         "actor_model_name_or_path": actor,
@@ -53,10 +61,9 @@ def launched(trial: Trial, ranks: int, stage: int) -> dict[str, float]:
         "num_eval_prompts": 0,
         "max_steps": STEPS,
         "ppo_epochs": 1,
-        "actor_zero_stage": stage,
-        "critic_zero_stage": stage,
         "max_kl": 1e9,
         "dtype": sixteen_bits(trial),
+        **further,
     }
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
     launcher += ["--master_port", str(free_port()), str(ROOT / "training" / "step3_rlhf.py")]

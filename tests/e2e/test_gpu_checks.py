@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,10 +77,27 @@ def test_what_a_hanging_check_started_is_ended_too(tmp_path):
     outcomes = front.make_all([bad("hangs", limit=2)], dry=True, gpus=1, output=made(tmp_path), budget=60)
     assert outcomes[0].status == "FAIL"
     pid = int((tmp_path / "work" / "hangs" / "pid").read_text())
-    deadline = time.monotonic() + 30
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not is_running(pid)
+    wait_until(lambda: not is_running(pid))
+
+
+def test_a_check_under_way_ends_with_the_front_door(tmp_path):
+    words = (
+        "import sys; from scripts.gpu_checks import __main__ as front; from scripts.gpu_checks.check import Check; "
+        "front.CHECKS = [Check('hangs', 'tests.e2e.bad_checks:hangs')]; front.main(['--output', sys.argv[1]])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", words, tmp_path], env={**os.environ, "DRY": "1"})
+    started = tmp_path / "work" / "hangs" / "pid"
+    wait_until(lambda: started.exists() and started.read_text())
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    wait_until(lambda: not is_running(int(started.read_text())))
+
+
+def wait_until(reached) -> None:
+    deadline = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_what_does_not_fit_is_told(tmp_path):
