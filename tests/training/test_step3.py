@@ -11,7 +11,8 @@ from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from tests.training.flags.command_lines import step3
-from training.step3_rlhf import build_reward
+from training import step3_rlhf
+from training.step3_rlhf import build_reward, choose_rollouts, exact_sampler
 
 
 def score(prompts, responses):
@@ -41,6 +42,29 @@ def test_weights_penalties_and_two_sources_are_combined(flags, sources):
     reward = reward_of(object(), score if "reward_function" in flags else None, **flags)
     assert isinstance(reward, CombinedReward) and set(reward.sources) == sources
     assert reward.length_penalty == flags.get("length_penalty", 0.0)
+
+
+@pytest.mark.parametrize(
+    "dtype, computes_as_actor, fields, told",
+    [
+        ("fp32", True, {}, False),
+        ("fp32", False, {}, False),  # vLLM, whose log-probs "auto" does not take
+        ("bf16", True, {}, False),
+        ("fp32", True, {"set": "old_logprobs=sampler"}, False),  # the actor's own, within rounding
+        ("fp32", False, {"set": "old_logprobs=sampler"}, True),
+        ("bf16", True, {"set": "old_logprobs=sampler"}, True),
+        ("bf16", False, {"set": "correction=token_truncate"}, False),
+    ],
+)
+def test_old_log_probs_of_another_sampler_are_told(monkeypatch, capsys, dtype, computes_as_actor, fields, told):
+    rollouts = SimpleNamespace(why="rollouts by a stand-in", computes_as_actor=computes_as_actor)
+    monkeypatch.setattr(step3_rlhf, "build_rollouts", lambda *args, **settings: rollouts)
+    args = step3(dtype=dtype, **fields)
+    plan = SimpleNamespace(dialect=args.resolved_dialect()[0])
+    assert choose_rollouts(args, plan, SimpleNamespace(actor=None, tokenizer=None, engines=[])) is rollouts
+    assert exact_sampler(args, rollouts) == (dtype == "fp32" and computes_as_actor)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == rollouts.why and [line[:34] for line in others] == ["old log-probs are the sampler's, a"] * told
 
 
 OWN_PROGRAM = """
