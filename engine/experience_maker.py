@@ -26,6 +26,7 @@ class ExperienceMaker:
 
     critic: None where the algorithm has none. micro_batch_size: rows of full length in one forward pass.
     exact_sampler: whether rollouts' log-probs are a forward pass's within rounding, for `old_logprobs` "auto".
+    padded: whether padding counts among a pass's tokens, as it does where a model computes for it.
     """
 
     def __init__(
@@ -38,9 +39,11 @@ class ExperienceMaker:
         algorithm: Algorithm,
         micro_batch_size: int,
         exact_sampler: bool = True,
+        padded: bool = True,
     ):
         self.actor, self.critic, self.reference, self.reward = actor, critic, reference, reward
         self.algorithm, self.micro_batch_size = algorithm, micro_batch_size
+        self.padded = padded
         self.temperature = algorithm.dialect.logprob_temperature
         self.takes_sampled_logprobs = algorithm.dialect.takes_sampled_logprobs(exact_sampler)
 
@@ -53,7 +56,8 @@ class ExperienceMaker:
         fixed length.
         """
         learned, scored = self.algorithm.texts(rollout)
-        rows = micro_batches(learned, self.micro_batch_size * learned.sequences.shape[1], equally_many=True)
+        tokens = self.micro_batch_size * learned.sequences.shape[1]
+        rows = micro_batches(learned, tokens, equally_many=True, padded=self.padded)
         pieces = [learned.select(part, self.algorithm.dialect.slots_past_response) for part in rows]
 
         def joined(columns: list[Tensor]) -> Tensor:

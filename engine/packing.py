@@ -9,17 +9,18 @@ from engine import distributed
 from engine.experience import Rollout
 
 
-def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False) -> list[torch.Tensor]:
+def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False, padded: bool = True) -> list[torch.Tensor]:
     """Rows of each forward pass, (N,) int64 each; every row once, rows of similar length together.
 
     Args:
-        tokens: the most that a pass may hold, padding included; a longer row goes alone.
+        tokens: the most that a pass may hold; a longer row goes alone.
         equally_many: as many passes on all ranks, which have equally many rows (and all call this): where others need
             more, this rank's largest ones are halved.
+        padded: whether padding counts, as it does for models that compute for it.
     """
     prompt = rollout.attention_mask[:, : rollout.prompt_length].sum(-1).tolist()
     response = rollout.response_mask.sum(-1).tolist()
-    pieces = pack(prompt, response, tokens)
+    pieces = pack(prompt, response, tokens, padded)
     count = distributed.largest(len(pieces)) if equally_many else len(pieces)
     while len(pieces) < count:
         largest = max(range(len(pieces)), key=lambda index: len(pieces[index]))
@@ -29,19 +30,22 @@ def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False) -> 
     return [torch.tensor(piece, device=rollout.sequences.device) for piece in pieces]
 
 
-def pack(prompt_lengths: list[int], response_lengths: list[int], tokens: int) -> list[list[int]]:
-    """Row numbers by length in runs; (longest prompt + longest response) x rows of a run is at most `tokens`."""
+def pack(prompt_lengths: list[int], response_lengths: list[int], tokens: int, padded: bool = True) -> list[list[int]]:
+    """Row numbers by length in runs; (longest prompt + longest response) x rows of a run is at most `tokens`, or not
+    `padded` the sum of its rows' lengths."""
     order = sorted(range(len(prompt_lengths)), key=lambda row: prompt_lengths[row] + response_lengths[row])
     pieces: list[list[int]] = []
-    longest = (0, 0)
+    longest, real = (0, 0), 0
     for row in order:
         widened = max(longest[0], prompt_lengths[row]), max(longest[1], response_lengths[row])
-        if pieces and sum(widened) * (len(pieces[-1]) + 1) <= tokens:
+        real += prompt_lengths[row] + response_lengths[row]
+        if pieces and (sum(widened) * (len(pieces[-1]) + 1) if padded else real) <= tokens:
             pieces[-1].append(row)
             longest = widened
         else:
             pieces.append([row])
             longest = prompt_lengths[row], response_lengths[row]
+            real = sum(longest)
     return pieces
 
 

@@ -62,6 +62,11 @@ class RLHFEngine:
         """The models that learn, by role."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
+    @property
+    def packs(self) -> bool:
+        """Whether rows go through all models without their padding."""
+        return all(engine.module.packs for engine in self.engines)
+
     @classmethod
     def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
         """Load the models and wrap each in an engine; joins the process group if that has not been done."""

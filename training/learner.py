@@ -43,6 +43,7 @@ class Learner:
     """Trains the actor, and the critic if there is one, of an RLHFEngine.
 
     pretraining: what the actor learns from beside the experience; nothing if None.
+    padded: whether padding counts among a pass's tokens, as it does where a model computes for it.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Learner:
         algorithm: Algorithm,
         micro_batch_size: int,
         pretraining: MixedPretraining | None = None,
+        padded: bool = True,
     ):
         self.models, self.algorithm, self.micro_batch_size = models, algorithm, micro_batch_size
-        self.pretraining = pretraining
+        self.pretraining, self.padded = pretraining, padded
 
     def optimizer_step(
         self,
@@ -151,7 +153,7 @@ class Learner:
         slots_after = algorithm.dialect.slots_past_response
         chosen = algorithm.for_mini_batch(batch.select(rows, slots_after))
         if algorithm.sums_by_length:
-            pieces = micro_batches(chosen.rollout, size * batch.rollout.sequences.shape[1])
+            pieces = micro_batches(chosen.rollout, size * batch.rollout.sequences.shape[1], padded=self.padded)
         else:
             pieces = torch.arange(len(rows), device=rows.device).split(size)
         return [algorithm.for_micro_batch(chosen.select(piece, slots_after)) for piece in pieces]

@@ -48,6 +48,7 @@ class PPOConfig:
         (`rounding_bound`); None where they are not.
     exact_sampler: whether rollouts' log-probs are the actor's own within rounding, as they are in fp32 where a backend
         `computes_as_actor`: `old_logprobs` "auto" takes them then.
+    padded: whether padding counts among a pass's tokens; False where all models leave it out (`RLHFEngine.packs`).
     """
 
     total_steps: int
@@ -58,6 +59,7 @@ class PPOConfig:
     max_kl: float | None = None
     first_kl_bound: float | None = None
     exact_sampler: bool = True
+    padded: bool = True
 
 
 class PromptFeed(Protocol):
@@ -120,11 +122,12 @@ class PPOTrainer:
             algorithm=self.algorithm,
             micro_batch_size=config.micro_batch_size,
             exact_sampler=config.exact_sampler,
+            padded=config.padded,
         )
         pretraining = None
         if unsupervised is not None:
             pretraining = MixedPretraining(models.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
-        self.learner = Learner(models, self.algorithm, config.micro_batch_size, pretraining)
+        self.learner = Learner(models, self.algorithm, config.micro_batch_size, pretraining, config.padded)
         self.step_metrics = metrics
         self.arithmetic = Arithmetic(models)
         self.steps_done = self.optimizer_steps = self.samples = 0

@@ -118,6 +118,7 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
             first_kl_bound=rounding_bound(args.dtype, plan.dialect.logprob_temperature),
             seed=args.seed,
             exact_sampler=exact_sampler(args, rollouts),
+            padded=not models.packs,
         ),
     )
 

@@ -39,6 +39,22 @@ def test_by_hand(prompts, responses, tokens, pieces):
     assert lists(micro_batches(rollout(prompts, responses), tokens)) == pieces
 
 
+@pytest.mark.parametrize(
+    "tokens, pieces",
+    [
+        (22, [[1, 3, 0, 2]]),
+        (21, [[1, 3, 0], [2]]),  # 3 + 4 + 6 = 13
+        (12, [[1, 3], [0], [2]]),  # 7
+        (9, [[1, 3], [0], [2]]),
+        (6, [[1], [3], [0], [2]]),
+    ],
+)
+def test_without_padding_real_tokens_count(tokens, pieces):
+    prompts, responses = [4, 1, 5, 3], [2, 2, 4, 1]
+    assert pack(prompts, responses, tokens, padded=False) == pieces
+    assert lists(micro_batches(rollout(prompts, responses), tokens, padded=False)) == pieces
+
+
 def test_every_row_once_in_order_and_within_the_budget():
     draw = random.Random(3)
     for _ in range(200):
