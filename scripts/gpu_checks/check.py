@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from scripts.gpu_checks.trial import Figure, Skipped, Trial
+from scripts.gpu_checks.trial import SO_FAR, Figure, Skipped, Trial
 
 ROOT = Path(__file__).resolve().parents[2]
 PASS, FAIL, SKIPPED, NOT_RUN = "pass", "FAIL", "skipped", "not run"
@@ -93,6 +93,10 @@ def isolated(check: Check, *, dry: bool, output: Path, models: Path, limit: floa
     else:
         ending = f"not done after {limit:.0f} s" if code is None else f"its process ended with {ended_by(code)}"
         found = Outcome(check.name, FAIL, f"{ending}; {last_line(log)}", seconds)
+        if (folder / SO_FAR).exists():
+            so_far = json.loads((folder / SO_FAR).read_text())
+            found.figures, found.left_out = so_far["figures"], so_far["left_out"]
+            found.why = "; ".join([found.why, *so_far["failures"]])
     result.write_text(json.dumps(asdict(found), indent=1))
     return found
 

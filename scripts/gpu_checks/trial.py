@@ -1,12 +1,14 @@
 """One check's run: where it may write, and what it says it found."""
 
 import contextlib
+import json
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 Figure = float | int | str | bool
+SO_FAR = "so_far.json"
 
 
 class Skipped(Exception):
@@ -36,7 +38,10 @@ class Trial:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is raised within is a failure of this part alone; the check goes on behind it."""
+        """What is raised within is a failure of this part alone; the check goes on behind it.
+
+        What was found so far is written to the folder's SO_FAR, for a check that does not live to tell.
+        """
         try:
             yield
         except Skipped:
@@ -44,6 +49,9 @@ class Trial:
         except Exception as error:
             traceback.print_exc()
             self.failures.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        finally:
+            so_far = {"figures": self.figures, "left_out": self.left_out, "failures": self.failures}
+            (self.folder / SO_FAR).write_text(json.dumps(so_far))
 
     def needs_gpu(self, what: str) -> bool:
         """Whether there is a GPU to do `what` with; where there is none, that is told."""

@@ -39,6 +39,10 @@ def crashes(trial: Trial) -> None:
 
 
 def hangs(trial: Trial) -> None:
+    with trial.part("stage 0"):
+        trial.figures["stage 0, s"] = 1.5
+    with trial.part("stage 1"):
+        raise ValueError("no weight changed")
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (trial.folder / "pid").write_text(str(other.pid))
     time.sleep(600)

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.memory.copies import CopyNeed, place_copies
 from engine.memory.data_sheets import DataSheet, data_sheet
 from scripts.gpu_checks import __main__ as front
 from scripts.gpu_checks.benchmark import aims, rates
 from scripts.gpu_checks.catalogue import CHECKS
 from scripts.gpu_checks.check import Check, outcome_of
+from scripts.gpu_checks.copies import LEVELS
 from scripts.gpu_checks.memory import figures_of
 from scripts.gpu_checks.trial import Skipped, Trial
 from tests.e2e.bad_checks import is_running
@@ -43,7 +45,7 @@ def bad(name: str, **settings) -> Check:
 def test_no_check_touches_another(tmp_path, monkeypatch, capsys):
     checks = [
         bad("crashes"),
-        bad("hangs", limit=2),
+        bad("hangs", limit=2 / front.SLOWER),
         bad("leaves"),
         bad("raises"),
         bad("misses"),
@@ -61,6 +63,7 @@ def test_no_check_touches_another(tmp_path, monkeypatch, capsys):
     assert [each["status"] for each in found] == [*["FAIL"] * 5, "skipped", "skipped", "pass"]
     assert "signal SIGSEGV" in crashed["why"] and "the last words" in crashed["why"]
     assert "not done after 2 s" in hung["why"] and 2 <= hung["seconds"] < 60
+    assert hung["figures"] == {"stage 0, s": 1.5} and "stage 1: ValueError: no weight changed" in hung["why"]
     assert "exit code 3" in left["why"]
     assert "RuntimeError: CUDA error: an illegal memory access" in raised["why"]
     assert missed["why"] == "a quarter is too little; stage 1: ValueError: of shape (2, 3)"
@@ -163,6 +166,22 @@ def test_shares_of_a_data_sheet_by_hand():
         "share of bandwidth in decoding": "75.0% (50% reached)",
     }
     assert "(50% not reached)" in aims(report, DataSheet(1000e12, 4000e9))["share of bandwidth in decoding"]
+
+
+def test_each_amount_of_memory_calls_for_other_copies():
+    # In quarters of all weights: a model has 1, of float32; actor and critic get gradients of 1 and moments of 2 more.
+    # A check of 34 million parameters has keys and values of 0.8.
+    needs = [
+        CopyNeed(role, 3, role in ("actor", "reference"), 1000, gradients)
+        for role, gradients in (("actor", 3000), ("critic", 3000), ("reference", 0), ("reward", 0))
+    ]
+    for expected, sizes in LEVELS.items():
+        found = place_copies(needs, 800, int(sizes * 4000), "keep")
+        if expected == "partitions":
+            assert not found.models
+        else:
+            assert len(found.models) == 4 and found.shared == (expected != "own")
+            assert found.between_steps == ("free" if expected == "shared, given back" else "keep")
 
 
 def test_planned_bytes_are_read_off_step_3():
