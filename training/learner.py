@@ -231,8 +231,9 @@ def accumulate_gradients(
     last: whether the step follows, and no other model's passes within the same engine.
     """
     losses = []
-    for index, share in enumerate(shares):
-        loss = share()
-        losses.append(loss.detach())
-        model.backward(loss, last=last and index == len(shares) - 1)
+    with model.host.accumulating(len(shares)):
+        for index, share in enumerate(shares):
+            loss = share()
+            losses.append(loss.detach())
+            model.backward(loss, last=last and index == len(shares) - 1)
     return torch.stack(losses)

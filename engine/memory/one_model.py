@@ -13,6 +13,7 @@ from engine.models.attention import USUAL, Attention
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.lora import LoraSpec
 from engine.zero.config import EngineConfig, build_ds_config, zero_settings
+from engine.zero.fitting import with_fitting_sizes
 
 NONE = Bytes()
 
@@ -51,7 +52,8 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
         checkpointing=one.checkpointing,
         lora=one.lora,
     )
-    zero = zero_settings(build_ds_config(one.engine, dtype=one.dtype, micro_batch_size=one.rows))
+    ds_config = build_ds_config(one.engine, dtype=one.dtype, micro_batch_size=one.rows)
+    zero = zero_settings(with_fitting_sizes(model.module, ds_config))
     engine = ZeroMemory(
         model, one.engine.stage, zero, cluster.world, one.optimizer, on_gpu=cluster.on_gpu, passes=one.passes
     )

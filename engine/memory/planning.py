@@ -15,7 +15,9 @@ from engine.memory.zero_memory import FLOAT, ZeroMemory
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.zero.config import build_ds_config, zero_settings
+from engine.zero.fitting import with_fitting_sizes
 from engine.zero.gathering import GATHER_BUCKET
+from engine.zero.long_batch import Kept
 
 
 def plan(spec: EngineSpec, workload: Workload, cluster: Cluster) -> MemoryPlan:
@@ -61,7 +63,7 @@ class _Planner:
         return ZeroMemory(
             model,
             config.stage,
-            zero_settings(ds_config),
+            zero_settings(with_fitting_sizes(model.module, ds_config)),
             self.cluster.world,
             optimizer,
             offload=config.offload and config.stage == 0 and not model.trained,
@@ -220,10 +222,14 @@ class _Planner:
             needed = _kinds(role, training_pass(engine.model, self.workload.rows, None if role == host else role))
             # Gradients of the role before, in the same engine, are those of earlier passes.
             made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
-            whole = engine.gathered(backward=True)
-            backward = [*always, held, needed, engine.in_backward(made), whole]
+            kept = self._kept_whole(engine, needed, held)
+            whole = engine.gathered(backward=True, kept=kept)
+            if kept.weights:  # and fetched in the first pass, as at other times
+                first = [*always, held, needed, engine.in_backward(1), engine.gathered(backward=True)]
+                self._moment("train", f"{role}'s first pass", first, host_bytes)
+            backward = [*always, held, needed, engine.in_backward(made, kept), whole]
             self._moment("train", f"{role}'s backward pass", backward, host_bytes)
-            reduced = [*always, held, engine.in_reduction(made)]
+            reduced = [*always, held, engine.in_reduction(made), whole if kept.weights else Bytes()]
             self._moment("train", f"{role}'s gradients are reduced", reduced, host_bytes)
             if role == host:
                 held = held + engine.held
@@ -231,6 +237,14 @@ class _Planner:
             on_device, on_host = self.engines[host].in_step
             self._moment("train", f"{host}'s optimizer step", [*always, held, on_device], [*host_bytes, on_host])
             held = Bytes({other: kinds for other, kinds in held.by_role.items() if other != host})
+
+    def _kept_whole(self, engine: ZeroMemory, needed: Bytes, held: Bytes) -> Kept:
+        """What the engine keeps over the passes of a step; needed: by one pass; held: gradients of other engines."""
+        passes, room = self.workload.passes, self.cluster.room
+        # On CPUs it is decided in the first step, before there are moments.
+        rest = self.rest if self.cluster.on_gpu else self._at_rest(stepped=False)[0]
+        free = None if room is None else room - (rest + self._kept + held).total
+        return engine.kept(passes, needed + engine.gathered(backward=True) + engine.in_backward(passes), free)
 
     def _save(self) -> None:
         for role in ("actor", "critic"):

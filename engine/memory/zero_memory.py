@@ -23,6 +23,7 @@ from engine.memory.blueprint import Blueprint
 from engine.memory.bytes_by_role import Bytes
 from engine.memory.gathered import gathered_numbers
 from engine.models.on_disk import PIECE
+from engine.zero.long_batch import NOTHING_KEPT, Kept, what_to_keep
 
 FLOAT, DOUBLE = 4, 8
 REDUCED_AT_ONCE = 500_000_000  # numbers, at stage 0 (MEMORY_OPT_ALLREDUCE_SIZE)
@@ -139,7 +140,22 @@ class ZeroMemory:
         """How many gradients are still to be reduced when the first bucket is full."""
         return self.model.trains - self._bucket
 
-    def in_backward(self, passes: int) -> Bytes:
+    def kept(self, passes: int, needed: Bytes, free: int | None) -> Kept:
+        """What stays whole over so many passes of an optimizer step.
+
+        needed: on the device, of a forward and backward pass, activations and all. free: bytes before the passes; None
+        where that is not known.
+        """
+        if self.stage < 3 or self.world == 1 or passes < 2:
+            return NOTHING_KEPT
+        if free is None:
+            return Kept(weights=True, gradients=True)
+        model = self.model
+        return what_to_keep(
+            model.width * model.numbers, model.width * model.trains, needed.total if self.on_gpu else None, free
+        )
+
+    def in_backward(self, passes: int, kept: Kept = NOTHING_KEPT) -> Bytes:
         """On the device, beyond `at_rest`, while the last of so many backward passes has all its activations.
 
         At stages 2 and 3 buckets are reduced as they get full: in copies of their own, before the pass is over where
@@ -154,8 +170,9 @@ class ZeroMemory:
                 device.add(role, "gradients", self._gradients_kept)
             if self._left:
                 device.add(role, "gradients", self._gradients_kept).add(role, "buffers", width * self._bucket)
-        elif self.stage == 3 and self._left:
-            device.add(role, "buffers", width * self._bucket)
+        elif self.stage == 3:
+            device.add(role, "gradients", width * self.model.trains if kept.gradients else 0)
+            device.add(role, "buffers", width * self._bucket if self._left else 0)
         return device
 
     def in_reduction(self, passes: int) -> Bytes:
@@ -221,7 +238,7 @@ class ZeroMemory:
         """The largest weight, whole: weights are written one after the other."""
         return Bytes().add(self.model.role, "gathered", self.model.width * self.model.largest)
 
-    def gathered(self, backward: bool = False, ahead: bool = True) -> Bytes:
+    def gathered(self, backward: bool = False, ahead: bool = True, kept: Kept = NOTHING_KEPT) -> Bytes:
         """On the device, beyond `at_rest`, while the module computes through partitions.
 
         ahead: whether layers are fetched before their turn, and kept for their next, as DeepSpeed does once it has seen
@@ -230,7 +247,10 @@ class ZeroMemory:
         if self.stage < 3 or (self.world == 1 and not self.offloads_weights):
             return Bytes()
         units = self.model.units
-        numbers = gathered_numbers(units, self.zero, backward) if ahead else 2 * max(units)
+        if kept.weights:
+            numbers = sum(units)
+        else:
+            numbers = gathered_numbers(units, self.zero, backward) if ahead else 2 * max(units)
         return Bytes().add(self.model.role, "gathered", self.model.width * numbers)
 
     def on_device(self) -> Bytes:

@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 import deepspeed
 import torch
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from engine import distributed
 from engine.errors import RunStopped
 from engine.trace import traced
-from engine.zero.gathering import full_numel
+from engine.zero.fitting import decoder_layers, with_fitting_bucket, with_fitting_sizes
+from engine.zero.long_batch import LongBatch
 from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
 
@@ -34,9 +34,10 @@ class Copies(Protocol):
 class TrainedModel:
     """A module that learns: forward, backward over micro-batches, one optimizer step, whatever the ZeRO stage.
 
-        for i, batch in enumerate(micro_batches):
-            loss_sum = loss(model(...))
-            model.backward(loss_sum / count_over_all_ranks, last=i == len(micro_batches) - 1)
+        with model.accumulating(len(micro_batches)):
+            for i, batch in enumerate(micro_batches):
+                loss_sum = loss(model(...))
+                model.backward(loss_sum / count_over_all_ranks, last=i == len(micro_batches) - 1)
         model.step(lr)
 
     Every rank must run the same number of micro-batches; one that has fewer runs dummies with a loss times 0.
@@ -44,7 +45,7 @@ class TrainedModel:
 
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer, role: str = "model"):
         _gather_by_layer(module, ds_config)
-        ds_config = _with_fitting_bucket(module, ds_config)
+        ds_config = with_fitting_bucket(module, with_fitting_sizes(module, ds_config))
         with _nothing_compiled():
             self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
@@ -58,6 +59,8 @@ class TrainedModel:
         self._by_stage = stage_of(self.ds_engine)
         self._overflows_at_floor = 0  # in a row, the loss scale unchanged
         self.state = TrainingState(self.module, self._by_stage)
+        self.long_batch = LongBatch(self.module, role, self._by_stage.forget_gradients)
+        self._passes = 0  # backward passes since the last step
         self.ds_engine.train()
 
     @property
@@ -75,6 +78,14 @@ class TrainedModel:
         """Does nothing: a trained model always stands where it computes."""
         return contextlib.nullcontext()
 
+    def accumulating(self, passes: int) -> contextlib.AbstractContextManager:
+        """A context for so many passes of the step that is to follow, forward and backward (all ranks call this).
+
+        At stage 3 weights are then gathered once for all of them, and gradients are reduced in the last, as memory
+        allows (`LongBatch`).
+        """
+        return self.long_batch.of(passes, first=not self._passes)
+
     @traced("{0.role} backward")
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the gradient of `loss`, this rank's share of the global mean.
@@ -86,6 +97,8 @@ class TrainedModel:
         """
         # Not "managed_gradient_accumulation": false, under which stages 0 and 1 reduce inside step(), too late for an
         # overflow or a gradient norm to be looked at before weights change.
+        self.long_batch.before_backward()
+        self._passes += 1
         self.ds_engine.set_gradient_accumulation_boundary(last)
         factor = distributed.world_size() * self._by_stage.loss_factor
         self.ds_engine.backward(loss * factor, scale_wrt_gas=False)
@@ -116,6 +129,7 @@ class TrainedModel:
 
     def _step(self, overflow: bool, skip: bool) -> bool:
         """`step`, with the learning rates as the optimizer's groups have them."""
+        self._passes = 0
         if skip and not (overflow and self.scales_loss):
             self._by_stage.drop()
             return False
@@ -215,7 +229,7 @@ class FrozenModel:
     def __init__(self, module: nn.Module, ds_config: dict, offload: bool = False, role: str = "model"):
         module.requires_grad_(False)
         _gather_by_layer(module, ds_config)
-        self.ds_engine, *_ = deepspeed.initialize(model=module, config=ds_config)
+        self.ds_engine, *_ = deepspeed.initialize(model=module, config=with_fitting_sizes(module, ds_config))
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
         self.role = role  # for messages and traces
         self.copies: Copies | None = None
@@ -262,22 +276,9 @@ def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:
     A file that names its own `leaf_module` is left to it.
     """
     zero = ds_config["zero_optimization"]
-    names = set(getattr(getattr(module, "model", None), "_no_split_modules", None) or [])
-    layers = {type(part) for part in module.modules() if type(part).__name__ in names}
+    layers = {type(layer) for layer in decoder_layers(module)}
     if zero.get("stage") == 3 and "leaf_module" not in zero and layers:
         set_z3_leaf_modules(module, list(layers))
-
-
-def _with_fitting_bucket(module: nn.Module, ds_config: dict) -> dict:
-    """The configuration, with buckets of gradients no larger than all gradients together.
-
-    DeepSpeed allocates a whole bucket, at stage 3 for good, however little there is to be reduced: a small model, or
-    adapters. What does fit into one bucket is reduced in one, as before.
-    """
-    zero = ds_config["zero_optimization"]
-    trained = sum(full_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
-    given = zero.get("reduce_bucket_size", DeepSpeedZeroConfig().reduce_bucket_size)
-    return {**ds_config, "zero_optimization": {**zero, "reduce_bucket_size": min(int(given), trained)}}
 
 
 @contextlib.contextmanager

@@ -41,6 +41,11 @@ def is_partitioned(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
+def is_available(parameter: Any) -> bool:
+    """Whether a parameter that ZeRO-3 manages stands gathered."""
+    return parameter.ds_status is ZeroParamStatus.AVAILABLE
+
+
 def full_shape(parameter: Tensor) -> torch.Size:
     """The shape of a parameter when it is gathered."""
     return getattr(parameter, "ds_shape", parameter.shape)

@@ -47,6 +47,21 @@ PRIVATE_NAMES = (
         "filling whole copies with one collective call a bucket",
         "GatheredParameters, which has all ranks compare notes on each parameter first",
     ),
+    PrivateName(f"{_PARTITIONS}.ZeroParamStatus", "AVAILABLE", "the status of what is gathered", "as for ds_status"),
+    # engine/zero/long_batch.py
+    PrivateName(
+        _PARTITIONS,
+        "ds_active_sub_modules",
+        "weights that stay gathered over several passes",
+        "GatheredParameters, around passes whose hooks partition what they have used",
+    ),
+    PrivateName(_PARTITIONS, "ds_persist", "leaving gathered what always is", "none tells"),
+    PrivateName(
+        "deepspeed.runtime.sequence_parallel.ulysses_sp",
+        "ds_grad_is_ready",
+        "gradients that are added up before they are reduced",
+        "no_sync, which stage 3 refuses",
+    ),
     # engine/zero/stages.py, stage 3
     PrivateName(
         _ZERO3,

@@ -7,6 +7,7 @@ import pytest
 
 from engine.errors import UserError
 from engine.memory import PHASES, Cluster, plan
+from engine.memory.gpus import reserved
 from engine.models.lora import LoraSpec
 from engine.zero.config import EngineConfig
 from tests.engine.memory.configurations import (
@@ -104,7 +105,8 @@ def test_through_partitions_nothing_is_fetched_ahead_in_generation(path):
     drawn = moments["generate", "responses are drawn"].device.by_role["actor"]
     assert drawn["gathered"] == 2 * 2 * VOCABULARY * WIDTH  # the embedding, larger than a layer, and what it came in
     # All gradients fit into one bucket, which is reduced when the pass is over: its copy, and no gathered weights.
-    reduced = moments["train", "actor's gradients are reduced"].device.by_role["actor"]
+    one_pass = plan(spec, dataclasses.replace(WORKLOAD, backend="zero3", micro_batch=16), Cluster(gpus=2))
+    reduced = {one.name: one for one in one_pass.moments}["actor's gradients are reduced"].device.by_role["actor"]
     assert "gathered" not in reduced and reduced["buffers"] == 2 * 2 * POLICY
     # While weights are read the largest is whole, and read as one piece; there is no optimizer yet.
     read = moments["load", "actor is read"]
@@ -113,6 +115,27 @@ def test_through_partitions_nothing_is_fetched_ahead_in_generation(path):
     assert moments["load", "the average is made"].device.by_role["ema"]["average"] == pytest.approx(
         2 * POLICY, rel=0.01
     )
+
+
+@pytest.mark.parametrize("gpus, whole, summed", [(1, 0, 0), (2, 1, 1)])
+def test_over_several_passes_weights_and_gradients_are_whole(path, gpus, whole, summed):
+    planned = plan(spec_of(path, 3), WORKLOAD, Cluster(gpus=gpus))
+    moments = {one.name: one.device.by_role["actor"] for one in planned.moments if one.phase == "train"}
+    backward, reduced = moments["actor's backward pass"], moments["actor's gradients are reduced"]
+    share = 2 * POLICY / gpus
+    assert backward.get("gathered", 0) == reduced.get("gathered", 0) == whole * 2 * POLICY
+    assert backward["gradients"] == pytest.approx(share + summed * 2 * POLICY, rel=0.001)
+    assert reduced["gradients"] == pytest.approx(share, rel=0.001)
+
+
+def test_nothing_is_kept_whole_where_memory_does_not_allow_it(path):
+    """The GPU has what would be needed, less weights and gradients."""
+    load = dataclasses.replace(WORKLOAD, backend="zero3")
+    peak = plan(spec_of(path, 3), load, Cluster(gpus=2)).peak.device.total
+    planned = plan(spec_of(path, 3), load, Cluster(gpus=2, gpu=reserved(2) + peak - 2 * 2 * POLICY))
+    moments = {one.name: one.device.by_role["actor"] for one in planned.moments if one.phase == "train"}
+    assert moments["actor's backward pass"]["gradients"] == pytest.approx(POLICY, rel=0.001)
+    assert "gathered" not in moments["actor's gradients are reduced"] and "actor's first pass" not in moments
 
 
 def test_a_copy_whose_adapter_was_merged_gets_those_matrices_anew(path):

@@ -1,0 +1,142 @@
+"""Several passes of one optimizer step at stage 3: weights gathered once, and gradients reduced once, if they fit."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine import distributed
+from engine.zero import accelerator
+from engine.zero.gathering import is_available, is_partitioned
+
+USED, KEPT = 0.8, 0.4
+"""Of the free memory: for passes and what is kept, where it is known what passes take; for what is kept, where not."""
+_LONG_BATCH = -1
+"""Stands among the modules that use a parameter, which DeepSpeed numbers from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What stays whole on each rank over the passes of an optimizer step. Gradients do only if weights do."""
+
+    weights: bool = False
+    gradients: bool = False
+
+
+NOTHING_KEPT = Kept()
+
+
+def what_to_keep(weights: int, gradients: int, passes: int | None, free: int) -> Kept:
+    """As much as fits, weights first: each pass gathers them twice and reduces gradients once.
+
+    Args:
+        weights, gradients: bytes of all of them. passes: bytes that a forward and backward pass takes; None where that
+            is not known. free: bytes free on each rank before the passes.
+    """
+    room = KEPT * free if passes is None else USED * free - passes
+    return Kept(weights <= room, weights + gradients <= room)
+
+
+class LongBatch:
+    """The weights of a module at stage 3 over several passes: left gathered from the first forward pass to the last
+    backward pass, with gradients that are added up on each rank and reduced in the last.
+
+    DeepSpeed frees a parameter that no module uses, and leaves a gradient alone that is said not to be ready.
+
+    Args:
+        empty_gradients: sets the partitions of gradients to 0; to what lies there a last pass adds.
+    """
+
+    def __init__(self, module: nn.Module, role: str, empty_gradients: Callable[[], None]):
+        self.role, self.empty_gradients = role, empty_gradients
+        self.kept: Kept | None = None  # unless it has been decided
+        self._parameters: list[Any] = [parameter for parameter in module.parameters() if is_partitioned(parameter)]
+        self._left = 0  # passes whose gradients are to be reduced in a later one, and that one
+        self._passes: int | None = None  # bytes that one takes, where that was measured
+
+    @contextlib.contextmanager
+    def of(self, passes: int, first: bool) -> Iterator[None]:
+        """Within this context there are so many forward passes, each with its backward pass (all ranks call this).
+
+        first: whether they are the first ones of an optimizer step.
+        """
+        if passes < 2 or distributed.world_size() == 1 or not self._parameters:
+            yield
+            return
+        if self.kept is None and accelerator.on_gpu() and self._passes is None:
+            with self._measured():
+                yield
+            return
+        if self.kept is None:
+            self.kept = self._decided()
+        with contextlib.ExitStack() as kept:
+            if self.kept.weights:
+                kept.enter_context(self._held())
+            if self.kept.gradients:
+                kept.enter_context(self._summed(passes, first))
+            yield
+
+    def before_backward(self) -> None:
+        """A backward pass begins. In the last one gradients are ready to be reduced."""
+        if self._left:
+            self._left -= 1
+            self._say_ready(not self._left)
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        for parameter in self._parameters:
+            parameter.ds_active_sub_modules.add(_LONG_BATCH)
+        try:
+            yield
+        finally:
+            for parameter in self._parameters:
+                parameter.ds_active_sub_modules.discard(_LONG_BATCH)
+                if is_available(parameter) and not parameter.ds_persist:
+                    parameter.partition()
+
+    @contextlib.contextmanager
+    def _summed(self, passes: int, first: bool) -> Iterator[None]:
+        if first:
+            self.empty_gradients()
+        self._left = passes
+        try:
+            yield
+        finally:
+            self._left = 0
+            self._say_ready(True)
+
+    def _say_ready(self, ready: bool) -> None:
+        for parameter in self._parameters:
+            parameter.ds_grad_is_ready = ready
+
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Find what passes take on a GPU. The peak may be one of before, which is too much, never too little."""
+        before = torch.cuda.memory_allocated()
+        yield
+        self._passes = distributed.largest(torch.cuda.max_memory_allocated() - before)
+
+    def _decided(self) -> Kept:
+        free = -distributed.largest(-accelerator.free_memory())
+        sizes = [(parameter.ds_numel * parameter.element_size(), parameter) for parameter in self._parameters]
+        weights = sum(size for size, _ in sizes)
+        gradients = sum(size for size, parameter in sizes if parameter.requires_grad)
+        kept = what_to_keep(weights, gradients, self._passes, free)
+        if distributed.is_main():
+            print(f"{self.role}: {_told(kept, weights, gradients, free)}", flush=True)
+        return kept
+
+
+def _told(kept: Kept, weights: int, gradients: int, free: int) -> str:
+    """What is kept and why, in words."""
+    if kept.gradients:
+        what = "weights are gathered once and gradients are reduced once for all passes of an update"
+    elif kept.weights:
+        what = "weights are gathered once for all passes of an update, gradients are reduced in each"
+    else:
+        what = "weights are gathered and gradients are reduced in each pass"
+    sizes = f"{weights / 1e9:.2f} and {gradients / 1e9:.2f} GB"
+    return f"{what}: whole they take {sizes}, and {free / 1e9:.1f} GB are free on each rank"

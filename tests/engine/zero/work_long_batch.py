@@ -1,0 +1,69 @@
+"""Run by ranks: an optimizer step of three micro-batches, with more and less kept whole over them."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest import mock
+
+import deepspeed
+
+from engine import distributed
+from engine.experience import TrainingBatch
+from engine.zero.engines import TrainedModel
+from engine.zero.gathering import is_available
+from engine.zero.long_batch import Kept
+from tests.distributed.tiny_run import build_trainer, engine_spec
+from tests.distributed.work_gradients import ROWS, STILL, one_step
+
+WAYS = {"nothing": Kept(), "weights": Kept(weights=True), "both": Kept(weights=True, gradients=True)}
+
+
+def steps(folder: str, batch: TrainingBatch, dtypes: list[str]) -> dict[tuple[str, str], dict]:
+    """`one_step` by (dtype, name in WAYS, or "decided"), with the calls that it took and the parameters left whole.
+
+    "decided" comes first of each dtype and says what was decided.
+    """
+    own, found = batch.select(slice(*ROWS[distributed.rank()])), {}
+    for dtype in dtypes:
+        spec = engine_spec(folder, 3, config="stage3.json", dtype=dtype)
+        trainer = build_trainer(spec, dialect=STILL, micro_batch_size=1)
+        models = [trainer.models.actor, trainer.models.critic]
+        found[dtype, "decided"] = one_step(trainer, own) | {"kept": [model.long_batch.kept for model in models]}
+        for name, kept in WAYS.items():
+            for model in models:
+                model.long_batch.kept = kept
+            with _counted(models) as calls:
+                found[dtype, name] = one_step(trainer, own)
+            whole = [p for model in models for p in model.module.parameters() if is_available(p)]
+            found[dtype, name] |= {"calls": dict(calls), "whole": len(whole)}
+    return found
+
+
+@contextlib.contextmanager
+def _counted(models: list[TrainedModel]) -> Iterator[Counter]:
+    """Counts passes, and the calls by which ZeRO gathers weights and reduces gradients in them."""
+    backend, calls = deepspeed.comm.comm.cdb, Counter()
+
+    def counting(name: str, function: Callable) -> Callable:
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def passes(model: TrainedModel, number: int) -> Iterator[None]:
+        calls["passes"] += number
+        gather, reduce = backend.all_gather_function, backend.reduce_scatter_function
+        with (
+            mock.patch.object(backend, "all_gather_function", counting("gathers", gather)),
+            mock.patch.object(backend, "reduce_scatter_function", counting("reductions", reduce)),
+            TrainedModel.accumulating(model, number),
+        ):
+            yield
+
+    with contextlib.ExitStack() as patches:
+        for model in models:
+            patches.enter_context(mock.patch.object(model, "accumulating", partial(passes, model)))
+        yield calls
