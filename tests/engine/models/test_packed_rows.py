@@ -18,8 +18,10 @@ from engine.models.attention import Attention
 from engine.models.classes import LANGUAGE_MODEL
 from engine.models.hydra import load_hydra
 from engine.models.loading import empty_like, load_policy, load_scorer
+from engine.models.lora import LoraSpec
 from engine.models.packed_rows import BY_ROW, PackedRows
 from engine.models.row_check import check_rows
+from engine.models.trunk import ScoringRole, make_trunk
 from engine.rollout.families import takes_slot_masks
 from tests.fake_flash import FakeFlash
 from tests.tiny_models import VOCABULARY, make_causal_lm, make_config, make_scorer, save_random
@@ -149,6 +151,29 @@ def test_copies_hydras_and_sliding_windows_pack_too(tmp_path):
 
     for found, expected in zip(said(PACKED), said(PADDED), strict=True):
         assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_all_roles_of_a_trunk_with_adapters_pack(tmp_path):
+    path, lora = make_causal_lm(tmp_path, "qwen2"), LoraSpec(dim=4, only=True)
+    sequences, mask, width = ragged([5, 9, 30])
+    given, counted = (sequences, mask, position_ids(mask)), mask[:, -width:].bool()
+    config = make_config("qwen2")
+    config.num_labels, found = 1, {}
+    for attention in (PADDED, PACKED):
+        policy = load_policy(path, torch.float32, merge=False, attention=attention)
+        trunk = make_trunk(policy, lora, {"critic": ScoringRole(config=config, lora=lora)})
+        trained = {name: weight for name, weight in trunk.named_parameters() if weight.requires_grad}
+        for seed, weight in enumerate(trained.values()):
+            weight.data.copy_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)))
+        by_role = [trunk(*given, response_length=width, role=role)[0][counted] for role in (None, "reference")]
+        assert (by_role[0] - by_role[1]).abs().max() > 0.1
+        by_role.append(trunk(*given, role="critic")[mask.bool()])
+        by_role[2].mean().backward()
+        gradients = [weight.grad for name, weight in trained.items() if weight.grad is not None]
+        found[trunk.packs] = by_role + gradients
+    assert len(found[True]) == len(found[False]) > 20
+    for packed, padded in zip(found[True], found[False], strict=True):
+        assert torch.allclose(packed, padded, atol=1e-5)
 
 
 def test_padded_rows_and_single_tokens_are_computed_as_without_it(tmp_path):
