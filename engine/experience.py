@@ -271,6 +271,9 @@ class TrainingBatch:
             _check(name, getattr(self, name), shape, torch.bool)
         for name in ("scores", "processed_scores", "measured_kl"):
             _check(name, getattr(self, name), shape[:1], torch.float32)
+        for name, dtype in (("correction", torch.float32), ("cut", torch.bool)):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), shape, dtype)
 
     def __len__(self) -> int:
         return len(self.rollout)

@@ -41,13 +41,14 @@ def experience_of(rollout: Rollout, **changed) -> TrainingBatch:
     """Every field filled with numbers of its own: 100 x field + 10 x row + slot."""
     shape = rollout.response_mask.shape
     grid = 10.0 * torch.arange(shape[0]).unsqueeze(1) + torch.arange(shape[1])
-    names = ("logprobs", "entropy", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
+    names = ("logprobs", "entropy", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns", "correction")
     fields = {name: 100.0 * number + grid for number, name in enumerate(names)}
     fields |= {
         name: 1000.0 * number + torch.arange(float(shape[0]))
         for number, name in enumerate(("scores", "processed_scores", "measured_kl"))
     }
     fields |= {f"{name}_mask": rollout.response_mask for name in ("policy", "value", "state")} | {"kl_coef": 0.25}
+    fields["cut"] = ~rollout.response_mask
     return TrainingBatch(rollout=rollout, **{**fields, **changed})
 
 
@@ -122,6 +123,8 @@ def test_a_rollout_has_prompt_and_response(width):
         {"state_mask": torch.ones(2, 2)},
         {"processed_scores": torch.zeros(2, 2)},
         {"measured_kl": torch.zeros(1)},
+        {"correction": torch.zeros(2, 1)},
+        {"cut": torch.zeros(2, 2)},
     ],
 )
 def test_experience_checks_its_shapes(changed):
