@@ -15,7 +15,7 @@ CHECKS = [
     Check("auto", _of("copies", "under_limits"), limit=60),
     Check("benchmark 1.3b", _of("benchmark", "shares"), ("1.3b",), least=40, limit=120),
     Check("memory", _of("memory", "planned"), least=30, limit=90),
-    Check("ranks", _of("ranks", "together"), (3, 1), least=40, limit=180, ranks=2),
+    Check("ranks", _of("ranks", "side_by_side"), (3, 1), least=40, limit=180, ranks=2),
     Check("between steps", _of("copies", "between_steps"), limit=60),
     Check("restart", _of("restarts", "resumed"), limit=60),
     Check("adapters", _of("adapters", "learn"), limit=60),

@@ -17,7 +17,7 @@ from scripts.gpu_checks.trial import Trial
 STEPS = 3
 
 
-def together(trial: Trial, *stages: int) -> None:
+def side_by_side(trial: Trial, *stages: int) -> None:
     """Steps at these stages over all GPUs, by NCCL (two CPUs, by gloo), and with copies that ranks hold together: they
     end with one entropy."""
     count = 2 if trial.dry else torch.cuda.device_count()
@@ -25,7 +25,9 @@ def together(trial: Trial, *stages: int) -> None:
     trial.figures["ranks"] = count
     entropies = {}
     ways: dict[str, dict[str, object]] = {f"stage {stage}": stages_of(stage) for stage in stages}
-    ways["copies that two ranks hold together"] = stages_of(3) | {"rollout_backend": "replica", "inference_tp_size": 2}
+    if count % 2 == 0:
+        together = {"rollout_backend": "replica", "inference_tp_size": 2}
+        ways["copies that two ranks hold together"] = stages_of(3) | together
     for name, flags in ways.items():
         with trial.part(name):
             last = launched(trial, count, trial.folder / name.replace(" ", "_"), flags)
