@@ -39,7 +39,8 @@ def offloaded(trial: Trial) -> None:
         raise Skipped(reason)
     dtype = "fp32" if trial.dry else "bf16" if why_not("bf16") is None else "fp16"
     first = {}
-    for name, stage, offload in (("stage 2 on the device", 2, False), ("stage 2", 2, True), ("stage 3", 3, True)):
+    settings = [("stage 2 on the device", 2, False), ("stage 2", 2, True), ("stage 3", 3, True)]
+    for name, stage, offload in settings[1:] if trial.dry else settings:
         with trial.part(name):
             trainer = new_trainer(trial, stage=stage, dtype=dtype, offload=offload)
             if not trial.dry:
