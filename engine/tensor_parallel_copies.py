@@ -1,5 +1,6 @@
 """Copies of partitioned models that groups of ranks hold together, where a whole copy does not fit on one."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from engine.distributed import RankGroup
 from engine.models.backbone import Backbone
 from engine.models.merging import merged_weights
 from engine.models.policy import Policy
+from engine.models.scorer import Scorer
 from engine.models.tensor_parallel import TensorParallelPlan, bare_model
 from engine.trace import traced
 from engine.whole_copies import Model, architecture
@@ -38,7 +40,7 @@ class TensorParallelCopies:
         self._parts: dict[object, _Part] = {}
         self._away = False
 
-    def of(self, model: Model, merged: bool = True) -> Backbone:
+    def of(self, model: Model, merged: bool = False) -> Backbone:
         """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
 
         At stages 0 to 2 that is the model's own. It is the caller's until the next call.
@@ -70,6 +72,30 @@ class TensorParallelCopies:
         for part in self._parts.values():
             part.module.to(device)
         self._away = device != distributed.device()
+
+
+def group_sizes(ranks: int, asked: int | None = None) -> tuple[int, ...]:
+    """How many ranks may hold a copy together, of those of a machine: all that divide their number, or what is asked
+    for if it does."""
+    sizes = range(2, ranks + 1) if asked is None else (asked,)
+    return tuple(size for size in sizes if size > 1 and ranks % size == 0)
+
+
+def divided_bytes(module: Backbone, sizes: Sequence[int], generates: bool = True) -> tuple[dict[int, int], str | None]:
+    """Bytes on each rank of a tensor-parallel copy of a module, by how many ranks hold it, and why there is none.
+
+    generates: whether it is to draw responses with its adapter merged, and not to make experience alone.
+    """
+    if not sizes:
+        return {}, None
+    if type(module) not in (Policy, Scorer):
+        return {}, f"a {type(module).__name__} is several models in one"
+    if module.adapters is not None and not generates:
+        return {}, "it computes with its adapter and without it"
+    bare, width = bare_model(module), next(module.parameters()).element_size()
+    plans = [TensorParallelPlan.of(bare, size) for size in sizes]
+    found = {plan.ranks: width * plan.numbers(bare) for plan in plans if plan.obstacle is None}
+    return found, None if found else next((plan.obstacle for plan in plans), None)
 
 
 class _Part:

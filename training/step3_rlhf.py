@@ -80,7 +80,7 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
         row_length=args.max_prompt_seq_len + args.max_answer_seq_len,
         between_steps=args.replicas_between_steps,
         decoding=args.decoding,
-        tensor_parallel=args.vllm_tensor_parallel_size,
+        tensor_parallel=args.vllm_tensor_parallel_size if args.rollout_backend == "vllm" else args.inference_tp_size,
         sampler=args.vllm_sampler,
     )
     if distributed.is_main():

@@ -1,8 +1,8 @@
 """Which models compute through whole copies of their weights, as memory allows: what `--rollout_backend auto` decides,
 for models that are there and for models that are planned."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 # Of the free memory: for a copy of each model, for copies that models share, for shared ones given back in training.
 OWN_SHARE, KEPT_SHARE, FREED_SHARE = 0.2, 0.4, 0.8
@@ -14,7 +14,8 @@ class CopyNeed:
 
     stage: the ZeRO stage of its engine; at 0 to 2 its own module computes. kind: equal for models that can take turns
     in one copy. size: bytes of a copy. gradients: bytes of what comes with the first step, of which a rank has not
-    taken the memory yet.
+    taken the memory yet. divided: bytes on each rank of a copy that so many ranks hold together, by their number;
+    obstacle: why there is none.
     """
 
     role: str
@@ -22,30 +23,45 @@ class CopyNeed:
     kind: object
     size: int
     gradients: int = 0
+    divided: Mapping[int, int] = field(default_factory=dict)
+    obstacle: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
     """Which models have one (their places in the list that was given), whether they share, what becomes of them between
-    steps, and why."""
+    steps, and why. divided: which models have one that groups of so many `ranks` hold together."""
 
     models: tuple[int, ...]
     why: str
     shared: bool = True
     between_steps: str = "keep"
+    divided: tuple[int, ...] = ()
+    ranks: int = 1
 
 
-def copies_bytes(needs: Sequence[CopyNeed], shared: bool) -> int:
-    """Memory on each rank for these models' copies."""
-    sizes = {(need.kind if shared else number): need.size for number, need in enumerate(needs) if need.stage == 3}
+def copies_bytes(needs: Sequence[CopyNeed], shared: bool, ranks: int = 1) -> int:
+    """Memory on each rank for these models' copies, each held by so many ranks together."""
+    partitioned = [(number, need) for number, need in enumerate(needs) if need.stage == 3]
+    sizes = {
+        (need.kind if shared else number): need.divided[ranks] if ranks > 1 else need.size
+        for number, need in partitioned
+    }
     return sum(sizes.values())
 
 
-def place_copies(needs: Sequence[CopyNeed], cache: int, free: int, between_steps: str) -> Copies:
-    """Copies of as many models as fit. The first is the actor, which a copy helps most.
+# Of the model at a place of the list, what `CopyNeed.divided` and `obstacle` are.
+Divide = Callable[[int], tuple[Mapping[int, int], str | None]]
+
+
+def place_copies(
+    needs: Sequence[CopyNeed], cache: int, free: int, between_steps: str, divide: Divide | None = None
+) -> Copies:
+    """Copies of as many models as fit: whole ones, and of what has no room for one, copies that as few ranks as
+    possible hold together. The first model is the actor, which a copy helps most.
 
     cache: bytes of keys and values. free: bytes that are free on each rank, before keys, values and gradients come.
-    between_steps: as in WholeCopies.
+    between_steps: as in WholeCopies. divide: is asked only where not all models can have a whole copy.
     """
     everyone, later = tuple(range(len(needs))), cache + sum(need.gradients for need in needs)
     if all(need.stage < 3 for need in needs):
@@ -55,31 +71,67 @@ def place_copies(needs: Sequence[CopyNeed], cache: int, free: int, between_steps
             kept, why = "free", f"{why}; keys and values, {cache / 1e9:.2f} GB, are given back while training"
         return Copies(everyone, why, between_steps=kept)
     room = f"with keys, values and gradients, of {free / 1e9:.1f} GB free on each rank"
-    fitting: tuple[int, ...] = ()
-    for number in everyone:
-        if copies_bytes([needs[place] for place in (*fitting, number)], shared=True) + later <= FREED_SHARE * free:
-            fitting = (*fitting, number)
-    copied = [needs[number] for number in fitting if needs[number].stage == 3]
+    if divide is not None and copies_bytes(needs, shared=True) + later > FREED_SHARE * free:
+        asked = [divide(number) if need.stage == 3 else ({}, None) for number, need in enumerate(needs)]
+        needs = [replace(need, divided=parts, obstacle=why) for need, (parts, why) in zip(needs, asked, strict=True)]
+    whole, divided, ranks = _fitting(needs, FREED_SHARE * free - later)
+    copied, parts = [needs[number] for number in whole if needs[number].stage == 3], [needs[n] for n in divided]
     everything = f"{(copies_bytes(needs, shared=True) + later) / 1e9:.2f} GB"
-    if not copied:
-        return Copies(fitting, f"whole copies would take {everything} {room}", between_steps=between_steps)
-    shared, kept, size, note = _kind(copied, later, free, between_steps)
+    left = [need for number, need in enumerate(needs) if number not in (*whole, *divided)]
+    obstacles = "".join(
+        f"; no group of ranks can hold the {need.role}: {need.obstacle}" for need in left if need.obstacle
+    )
+    if not copied and not parts:
+        why = f"whole copies would take {everything} {room}{obstacles}"
+        return Copies(whole, why, between_steps=between_steps)
+    together = copies_bytes(parts, True, ranks)
+    shared, kept, size, note = _kind(copied, together, later, free, between_steps)
     whose = "for models of one shape" if shared else "of each model"
-    why = f"a whole copy {whose} takes {size / 1e9:.2f} GB {room}{note}"
-    left = [need for number, need in enumerate(needs) if number not in fitting]
+    if parts and copied:
+        whose += f", and one of {_roles(parts)} that {ranks} ranks hold together,"
+    held = f"a copy of {_roles(parts)} that {ranks} ranks hold together" if not copied else f"a whole copy {whose}"
+    why = f"{held} takes {size / 1e9:.2f} GB {room}{note}"
     if left:
+        why += f"; so it is with {_roles([*parts, *copied])}, while {_roles(left)} compute through partitions"
+    if left or parts:
         why += (
-            f"; so it is with {_roles(copied)}, while {_roles(left)} compute through partitions: with all models it "
-            f"would be {everything}"
+            f"{':' if left else ';'} with {'all models' if left else 'whole ones'} it would be {everything}{obstacles}"
         )
-    return Copies(fitting, why, shared, kept)
+    return Copies(whole, why, shared, kept, divided, ranks)
 
 
-def _kind(needs: Sequence[CopyNeed], later: int, free: int, between_steps: str) -> tuple[bool, str, int, str]:
+def _fitting(needs: Sequence[CopyNeed], room: float) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Which models have a whole copy, and which a divided one, in so much room; and how many ranks hold such a one.
+
+    As few ranks as can have the actor's copy, if any can, and then those of the most models.
+    """
+
+    def of_groups(ranks: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        whole: tuple[int, ...] = ()
+        divided: tuple[int, ...] = ()
+
+        def size(whole: tuple[int, ...], divided: tuple[int, ...]) -> int:
+            first, second = ([needs[number] for number in numbers] for numbers in (whole, divided))
+            return copies_bytes(first, shared=True) + copies_bytes(second, True, ranks)
+
+        for number, need in enumerate(needs):
+            if size((*whole, number), divided) <= room:
+                whole = (*whole, number)
+            elif ranks in need.divided and size(whole, (*divided, number)) <= room:
+                divided = (*divided, number)
+        return whole, divided, ranks
+
+    ways = [of_groups(ranks) for ranks in (1, *sorted({ranks for need in needs for ranks in need.divided}))]
+    return max(ways, key=lambda way: (0 in way[0] + way[1], len(way[0] + way[1])))  # the first of the best
+
+
+def _kind(
+    needs: Sequence[CopyNeed], together: int, later: int, free: int, between_steps: str
+) -> tuple[bool, str, int, str]:
     """The fastest kind of copies for which there is room: whether shared, what becomes of them between steps, the bytes
-    that they take with `later`, and a note on them."""
-    own, shared = (copies_bytes(needs, shared) + later for shared in (False, True))
-    if own <= OWN_SHARE * free:
+    that they take with `later`, and a note on them. together: bytes of copies that several ranks hold together."""
+    own, shared = (copies_bytes(needs, shared) + together + later for shared in (False, True))
+    if own <= OWN_SHARE * free and not together:
         return False, between_steps, own, ""
     if shared <= KEPT_SHARE * free:
         return True, between_steps, shared, ""

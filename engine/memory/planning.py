@@ -1,6 +1,6 @@
 """The plan: models on paper, their passes, and what ZeRO holds, put together moment by moment."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +14,7 @@ from engine.memory.workload import Cluster, Workload
 from engine.memory.zero_memory import FLOAT, ZeroMemory
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
+from engine.tensor_parallel_copies import divided_bytes, group_sizes
 from engine.zero.config import build_ds_config, zero_settings
 from engine.zero.fitting import with_fitting_sizes
 from engine.zero.gathering import GATHER_BUCKET
@@ -50,6 +51,7 @@ class _Planner:
             self.vllm = Bytes({"vLLM": {"weights": actor.width * actor.numbers // load.parts, "keys and values": held}})
             self.cache = Bytes()
         self.moments: list[Moment] = []
+        self._divided: dict[int, tuple[Mapping[int, int], str | None]] = {}
         self.copies = self._copies()
         self.rest, self.host_rest = self._at_rest()
 
@@ -123,22 +125,47 @@ class _Planner:
         needs, between_steps = self._needs, self.workload.between_steps
         if self.workload.backend != "auto":
             chosen = tuple(range(len(needs))) if self.workload.backend == "replica" else ()
+            if chosen and (ranks := self.workload.group or 1) > 1:
+                return self._asked_together(ranks)
             return Copies(chosen, "as asked", between_steps=between_steps)
         room = self.cluster.room
         if room is None:
             why = "of all models that are partitioned, as it is not known what memory there is"
             return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
         loaded, _ = self._at_rest(stepped=False)
-        return place_copies(needs, self.cache.total, room - loaded.total, between_steps)
+        return place_copies(needs, self.cache.total, room - loaded.total, between_steps, self._divide)
+
+    def _divide(self, place: int) -> tuple[Mapping[int, int], str | None]:
+        """As `place_copies` asks of the model at this place."""
+        if place not in self._divided:
+            role, model = list(self.models.items())[place]
+            sizes = group_sizes(self.cluster.gpus, self.workload.group)
+            self._divided[place] = divided_bytes(model.module, sizes, role == "actor")
+        return self._divided[place]
+
+    def _asked_together(self, ranks: int) -> Copies:
+        """Copies that so many ranks hold together, of all models that can be divided so."""
+        places = range(len(self._needs))
+        divided = tuple(place for place in places if self._needs[place].stage == 3 and ranks in self._divide(place)[0])
+        whole = tuple(place for place in places if place not in divided)
+        return Copies(whole, "as asked", True, self.workload.between_steps, divided, ranks)
 
     def _copy_bytes(self, roles: Iterable[str]) -> Bytes:
         """Of the copies that there are once these models have been computed with."""
-        there = [self._needs[number] for number in self.copies.models if self._needs[number].role in roles]
-        return Bytes().add("copies", "weights", copies_bytes(there, self.copies.shared))
+        copies = self.copies
+        whole = [self._needs[place] for place in copies.models if self._needs[place].role in roles]
+        divided = [place for place in copies.divided if self._needs[place].role in roles]
+        parts = {self._needs[place].kind: self._divide(place)[0][copies.ranks] for place in divided}
+        return Bytes().add("copies", "weights", copies_bytes(whole, copies.shared) + sum(parts.values()))
 
-    def _copied(self, role: str) -> bool:
-        """Whether a model computes through a copy or, at stages 0 to 2, through its own module."""
-        return list(self.engines).index(role) in self.copies.models or self.engines[role].stage < 3
+    def _copied(self, role: str, generates: bool = False) -> bool:
+        """Whether a model computes through a copy or, at stages 0 to 2, through its own module.
+
+        generates: and draws responses, for which alone a divided copy with an adapter merged is good.
+        """
+        place, plain = list(self.engines).index(role), self.models[role].module.adapters is None
+        divided = place in self.copies.divided and (plain or generates)
+        return divided or place in self.copies.models or self.engines[role].stage < 3
 
     @property
     def _kept(self) -> Bytes:
@@ -177,14 +204,14 @@ class _Planner:
             return
         copies = self._copy_bytes(self.engines if self.copies.between_steps == "keep" else ["actor"])
         always, host = [self.rest, self.cache, copies], [self.host_rest]
-        if self._copied("actor") and self.engines["actor"].stage == 3:
+        if self._copied("actor", True) and self.engines["actor"].stage == 3:
             lora, bucket = self.spec.actor_lora, self._bucket("actor", self.models["actor"].numbers)
             filled = [*always, bucket]
             if lora is not None and lora.only and self.copies.between_steps == "keep":
                 # What stays frozen is copied once, in the first step, when there is nothing else yet.
                 filled = [self._at_rest(stepped=False)[0], self._copy_bytes(["actor"]), bucket]
             self._moment("generate", "the actor's copy is filled", filled, host)
-        whole = Bytes() if self._copied("actor") else self.engines["actor"].gathered(ahead=False)
+        whole = Bytes() if self._copied("actor", True) else self.engines["actor"].gathered(ahead=False)
         self._moment("generate", "responses are drawn", [*always, passes, whole], host)
 
     def _experience(self) -> None:

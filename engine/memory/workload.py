@@ -14,7 +14,7 @@ class Workload:
     that a rank makes in a step. micro_batch: rows of one forward and backward pass. mini_batches: optimizer steps of a
     PPO epoch. texts: whether the actor learns from texts too, as long as prompt and response. backend, between_steps:
     as `build_rollouts` has them. evaluated: held-out prompts, over all ranks. parts: ranks over which vLLM spreads
-    the actor.
+    the actor. group: ranks that are to hold a copy together, as `build_rollouts` has it.
     """
 
     prompt: int
@@ -27,6 +27,7 @@ class Workload:
     backend: str = "auto"
     between_steps: str = "keep"
     parts: int = 1
+    group: int | None = None
     evaluated: int = 0
 
     @property

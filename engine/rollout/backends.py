@@ -66,11 +66,18 @@ class ReplicaRollouts(_SampledRollouts):
 class Zero3Rollouts(_SampledRollouts):
     """Generates with the actor's own module, under ZeRO's hooks. Slow; for actors whose weights fit no device.
 
-    No second copy of the weights, but each token gathers every layer.
+    No second copy of the weights, but each token gathers every layer. copies, others: of other models.
     """
 
-    def __init__(self, actor: Model, tokenizer, rows_at_once: int | None = None, copies: Copies | None = None):
-        super().__init__(actor, copies, Sampler(tokenizer, rows_at_once, agree=distributed.largest))
+    def __init__(
+        self,
+        actor: Model,
+        tokenizer,
+        rows_at_once: int | None = None,
+        copies: Copies | None = None,
+        *others: Copies,
+    ):
+        super().__init__(actor, copies, Sampler(tokenizer, rows_at_once, agree=distributed.largest), others)
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row; ranks go on together until the last row of all has ended."""

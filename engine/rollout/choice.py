@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 from engine import distributed
 from engine.memory.copies import CopyNeed, place_copies
-from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
+from engine.rollout.backends import Copies, ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.rollout.vllm_backend import VLLMRollouts
 from engine.rollout.vllm_engine import vllm_version
+from engine.tensor_parallel_copies import TensorParallelCopies, divided_bytes, group_sizes
 from engine.whole_copies import Model, WholeCopies, architecture
 from engine.zero import accelerator
 from engine.zero.engines import TrainedModel
@@ -24,11 +25,25 @@ ROLLOUT_BACKENDS: dict[str, Callable[..., RolloutBackend] | None] = dict.fromkey
 
 @dataclass(frozen=True)
 class Placement:
-    """Which models compute through copies (at stages 0 to 2 their own modules), and why these."""
+    """Which models compute through copies (at stages 0 to 2 their own modules), and why these.
+
+    divided: those whose copies groups of ranks hold together, `together`.
+    """
 
     why: str
     models: Sequence[Model] = ()
     copies: WholeCopies = field(default_factory=WholeCopies)
+    divided: Sequence[Model] = ()
+    together: TensorParallelCopies | None = None
+
+    def of(self, model: Model) -> Copies | None:
+        """The copies of a model."""
+        return self.together if _among(model, self.divided) else self.copies if _among(model, self.models) else None
+
+    @property
+    def all(self) -> list[Copies]:
+        """Those that there are."""
+        return [self.copies] if self.together is None else [self.copies, self.together]
 
 
 def build_rollouts(
@@ -41,7 +56,7 @@ def build_rollouts(
     row_length: int = 0,
     between_steps: str = "keep",
     decoding: str = "plain",
-    tensor_parallel: int = 1,
+    tensor_parallel: int | None = None,
     sampler: str = "keyed",
 ) -> RolloutBackend:
     """The backend of this name; "auto" takes the fastest that fits in memory. Its `why` says what was taken and why.
@@ -51,7 +66,9 @@ def build_rollouts(
         others: models that are to make experience through whole copies too, each where there is room for its own.
         rows_at_once, row_length: responses decoded side by side, and tokens of prompt and response, for the cache.
         between_steps: as in WholeCopies. decoding: as in Sampler; zero3 has no use for it.
-        tensor_parallel, sampler: as in VLLMRollouts; others have no use for them.
+        tensor_parallel: ranks that hold a copy together: with "vllm" and "replica" always (None: 1), with "auto" that
+            of a model of which a whole one does not fit (None: as few as it fits on).
+        sampler: as in VLLMRollouts; others have no use for it.
 
     A backend of your own is given none of these, and experience is made through the engines themselves.
 
@@ -61,25 +78,31 @@ def build_rollouts(
     if make is not None:
         return make(actor, tokenizer)
     if name == "vllm":
-        return _vllm_rollouts(actor, tokenizer, rows_at_once or 1, row_length, tensor_parallel, sampler)
+        return _vllm_rollouts(actor, tokenizer, rows_at_once or 1, row_length, tensor_parallel or 1, sampler)
     models = [actor, *(model for model in others if model is not actor)]
     if name == "auto":
         slots = (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True)
-        placed = _placement(models, cache_bytes(actor.module.model, slots), between_steps)
+        placed = _placement(models, cache_bytes(actor.module.model, slots), between_steps, tensor_parallel)
+    elif name == "replica" and (tensor_parallel or 1) > 1:
+        placed = _asked_together(models, between_steps, tensor_parallel or 1)
     else:
         placed = Placement("as asked", models if name == "replica" else (), WholeCopies(between_steps))
     for model in models:
-        model.copies = placed.copies if _among(model, placed.models) else None
-    why, copies = placed.why, placed.copies
+        # With an adapter a divided copy is the actor that generates, and no other role.
+        model.copies = placed.of(model) if _plain(model) or not _among(model, placed.divided) else None
+    why, copies = placed.why, placed.of(actor)
     rollouts: RolloutBackend
-    if actor.copies is None:
-        rollouts, plain = Zero3Rollouts(actor, tokenizer, rows_at_once, copies), "ZeRO's hooks"
+    if copies is None:
+        rollouts, plain = Zero3Rollouts(actor, tokenizer, rows_at_once, *placed.all), "ZeRO's hooks"
     else:
         plain = "copies do not stay between steps" if copies.between_steps != "keep" else ""
-        rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, copies, "plain" if plain else decoding)
+        if copies is placed.together:
+            plain = "the ranks that hold a copy together exchange what its layers compute"
+        others_too = [one for one in placed.all if one is not copies]
+        rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, copies, "plain" if plain else decoding, others_too)
     if plain and decoding in ("recorded", "graphs", "compiled"):
         why = f"{why}; tokens are not {decoding}: {plain}"
-    rollouts.why = f"rollouts by {'zero3' if actor.copies is None else 'replica'}: {why}"
+    rollouts.why = f"rollouts by {'zero3' if copies is None else 'replica'}: {why}"
     return rollouts
 
 
@@ -101,12 +124,43 @@ def _vllm_rollouts(
     return rollouts
 
 
-def _placement(models: Sequence[Model], cache: int, between_steps: str) -> Placement:
+def _placement(models: Sequence[Model], cache: int, between_steps: str, tensor_parallel: int | None) -> Placement:
     """What `place_copies` decides for these models, the same on all ranks. cache: bytes of keys and values."""
     free = -distributed.largest(-accelerator.free_memory())
-    decided = place_copies([copy_need(model) for model in models], cache, free, between_steps)
-    chosen = [models[place] for place in decided.models]
-    return Placement(decided.why, chosen, WholeCopies(decided.between_steps, decided.shared))
+    sizes = group_sizes(accelerator.ranks_of_this_machine(), tensor_parallel)
+    decided = place_copies(
+        [copy_need(model) for model in models],
+        cache,
+        free,
+        between_steps,
+        lambda place: divided_bytes(models[place].module, sizes, generates=place == 0),
+    )
+    chosen, divided = ([models[place] for place in places] for places in (decided.models, decided.divided))
+    together = TensorParallelCopies(decided.ranks, decided.between_steps) if divided else None
+    whole = WholeCopies(decided.between_steps, decided.shared)
+    return Placement(decided.why, chosen, whole, divided, together)
+
+
+def _asked_together(models: Sequence[Model], between_steps: str, ranks: int) -> Placement:
+    """Copies that so many ranks hold together, of all models that can be divided so; the others' are whole."""
+    obstacles = [
+        divided_bytes(model.module, (ranks,), generates=place == 0)[1]
+        if model.stage == 3
+        else "its own module computes"
+        for place, model in enumerate(models)
+    ]
+    whole = [model for model, obstacle in zip(models, obstacles, strict=True) if obstacle is not None]
+    divided = [model for model, obstacle in zip(models, obstacles, strict=True) if obstacle is None]
+    why = f"as asked; {ranks} ranks hold a copy together" if divided else "as asked"
+    for model, obstacle in zip(models, obstacles, strict=True):
+        if obstacle is not None and model.stage == 3:
+            why += f"; each rank has a whole copy of the {model.role}: {obstacle}"
+    together = TensorParallelCopies(ranks, between_steps) if divided else None
+    return Placement(why, whole, WholeCopies(between_steps), divided, together)
+
+
+def _plain(model: Model) -> bool:
+    return model.module.adapters is None
 
 
 def copy_need(model: Model) -> CopyNeed:

@@ -173,6 +173,8 @@ def contradictions(step: int, world: BadWorld) -> Iterator[Mistake]:
             {"critic_lora_dim": 8, "dialect": "trl_rloo", "critic_lora_module_name": "layers."},
             {"share_trunk": True},
             {"enable_mixed_precision_lora": True},
+            {"inference_tp_size": 0},
+            {"inference_tp_size": 2, "rollout_backend": "zero3"},
             {"deepspeed_config": "x.json"},
             {"per_device_training_batch_size": 3, "gradient_accumulation_steps": 1},
             {"per_device_training_batch_size": 8, "gradient_accumulation_steps": 1},

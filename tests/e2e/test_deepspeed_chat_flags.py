@@ -68,7 +68,7 @@ TOLD = {
     2: ["deepspeed", "num_padding_at_beginning"],
     3: ["deepspeed", "num_padding_at_beginning", "enable_hybrid_engine"],
 }  # what has nothing left to do
-OF_SOME = ("disable_actor_dropout", "inference_tp_size", "tp_gather_partition_size")  # nor has this, of some scripts
+OF_SOME = ("disable_actor_dropout", "tp_gather_partition_size")  # nor has this, of some scripts
 
 SUPERVISED_FLAGS = """data_path data_split data_output_path model_name_or_path per_device_train_batch_size
     per_device_eval_batch_size max_seq_len learning_rate weight_decay num_train_epochs gradient_accumulation_steps

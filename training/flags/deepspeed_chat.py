@@ -46,11 +46,6 @@ STEP3 = {
     ),
     "unpin_actor_parameters": OldFlag(bool, "--rollout_backend zero3 keeps the weights partitioned while generating."),
     "release_inference_cache": OldFlag(bool, "what generation needs is released after it anyway."),
-    "inference_tp_size": OldFlag(
-        int,
-        "--rollout_backend does its work: auto draws responses from whole copies of the weights where they fit on one "
-        "device, and elsewhere through the partitions.",
-    ),
     "tp_gather_partition_size": OldFlag(int, "weights are gathered by buckets of one size, whatever the layers are."),
     "preprocessing_num_workers": OldFlag(int, "texts are tokenised once, and kept for the next run."),
     "align_overflow": OldFlag(bool, "actor and critic always skip an overflowing step together."),

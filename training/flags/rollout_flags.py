@@ -15,6 +15,7 @@ _OF_COPIES = ("auto", "replica", "zero3")
 _OWN = {
     "decoding": ("auto", _OF_COPIES),
     "replicas_between_steps": ("keep", _OF_COPIES),
+    "inference_tp_size": (None, ("auto", "replica")),
     "vllm_tensor_parallel_size": (1, ("vllm",)),
     "vllm_sampler": ("keyed", ("vllm",)),
 }
@@ -28,7 +29,8 @@ class RolloutFlags(RunFlags):
         "auto",
         "how responses are generated: with a whole copy of the actor on each rank, gathered once per update "
         "(replica), through its ZeRO-3 partitions (zero3), or by vLLM in these processes (vllm, which has to be "
-        "installed); auto takes the copy where it fits in memory, else the partitions",
+        "installed); auto takes the copy where it fits in memory, else one that several ranks hold together "
+        "(--inference_tp_size), else the partitions",
         choices=ROLLOUT_BACKENDS,
         group="rollouts",
         old_values=deepspeed_chat.OLD_BACKENDS,
@@ -44,6 +46,12 @@ class RolloutFlags(RunFlags):
         "keep",
         "what becomes of the whole copies that responses and experience are made with, while actor and critic train",
         choices=("keep", "free", "host"),
+    )
+    inference_tp_size: int | None = flag(
+        None,
+        "how many neighbouring ranks of a node hold a copy of a model together, each a part of every matrix (tensor "
+        "parallelism): with --rollout_backend replica always, with auto where no whole copy fits on a rank; by "
+        "default there as few as it fits on, and 1 is never",
     )
     vllm_tensor_parallel_size: int = flag(
         1, "over how many neighbouring ranks of a node vLLM spreads the actor, with --rollout_backend vllm"
@@ -63,18 +71,23 @@ class RolloutFlags(RunFlags):
                     f"--{name} {getattr(self, name)} with --rollout_backend {self.rollout_backend}: it is for "
                     f"{', '.join(backends)} alone. Leave it out."
                 )
-        self.at_least(1, "vllm_tensor_parallel_size")
+        self.at_least(1, "vllm_tensor_parallel_size", "inference_tp_size")
+        if self.rollout_backend == "replica" and self.inference_tp_size is not None:
+            self._divides_a_node("inference_tp_size")
         if self.rollout_backend == "vllm":
+            self._divides_a_node("vllm_tensor_parallel_size")
             self._validate_vllm(dialect)
         self._validate_decoding()
 
-    def _validate_vllm(self, dialect: Dialect) -> None:
-        ranks, parts = ranks_of_this_machine(), self.vllm_tensor_parallel_size
+    def _divides_a_node(self, name: str) -> None:
+        ranks, parts = ranks_of_this_machine(), getattr(self, name)
         if "RANK" in os.environ and ranks % parts:  # not in a program that plans for other machines
             raise UserError(
-                f"--vllm_tensor_parallel_size {parts}: the {ranks} ranks of a node cannot be divided into groups of "
-                f"{parts}. Give a number that divides {ranks}."
+                f"--{name} {parts}: the {ranks} ranks of a node cannot be divided into groups of {parts}. Give a "
+                f"number that divides {ranks}."
             )
+
+    def _validate_vllm(self, dialect: Dialect) -> None:
         if self.vllm_sampler == "own" and dialect.old_logprobs == "sampler":
             raise UserError(
                 "--vllm_sampler own: the dialect takes the sampler's log-probs (old_logprobs=sampler), which vLLM's "

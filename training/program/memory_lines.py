@@ -32,6 +32,7 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
         backend=args.rollout_backend,
         between_steps=args.replicas_between_steps,
         parts=args.vllm_tensor_parallel_size,
+        group=args.inference_tp_size,
         evaluated=args.num_eval_prompts,
     )
 

@@ -133,7 +133,7 @@ def test_a_backend_that_was_asked_for_is_taken(monkeypatch):
         rollouts = build_rollouts(name, engines(3)[0], make_tokenizer(), between_steps="host")
         assert type(rollouts) is kind and rollouts.why == f"rollouts by {name}: as asked"
     with pytest.raises(KeyError):
-        build_rollouts("vllm", engines(3)[0], make_tokenizer())
+        build_rollouts("none such", engines(3)[0], make_tokenizer())
 
 
 def need(role: str, size: int, gradients: int) -> CopyNeed:

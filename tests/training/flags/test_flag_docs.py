@@ -42,7 +42,7 @@ def test_some_rows_as_they_should_read():
         "| `--kl_coef` | number | the dialect's (`0.1`) | coefficient of the KL penalty |",
         "| `--dtype` | `fp32`, `fp16`, `bf16` |  |",
         "| `--max_steps` | whole number |  |",
-        "| `--inference_tp_size` | yes |",
+        "| `--inference_tp_size` | whole number |  |",
         "| `--align_overflow` | yes |",
         "| `--enable_mixed_precision_lora` | no |",
     ):

@@ -43,12 +43,13 @@ def test_flags_of_other_backends_are_refused(words, message):
         asked(*words)
 
 
-def test_groups_of_ranks_divide_those_of_a_node(monkeypatch):
-    words = ["--rollout_backend", "vllm", "--vllm_tensor_parallel_size", "4"]
-    assert asked(*words).vllm_tensor_parallel_size == 4
+@pytest.mark.parametrize("backend, name", [("vllm", "vllm_tensor_parallel_size"), ("replica", "inference_tp_size")])
+def test_groups_of_ranks_divide_those_of_a_node(monkeypatch, backend, name):
+    words = ["--rollout_backend", backend, f"--{name}", "4"]
+    assert getattr(asked(*words), name) == 4
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_SIZE", "8")
-    assert asked(*words).vllm_tensor_parallel_size == 4
+    assert getattr(asked(*words), name) == 4
     monkeypatch.setenv("LOCAL_SIZE", "6")
-    with pytest.raises(UserError, match="--vllm_tensor_parallel_size 4: the 6 ranks of a node .* divides 6"):
+    with pytest.raises(UserError, match=f"--{name} 4: the 6 ranks of a node .* divides 6"):
         asked(*words)
