@@ -14,7 +14,7 @@ from engine.models.policy import Policy
 from engine.models.scorer import Scorer
 from engine.models.tensor_parallel import TensorParallelPlan, bare_model
 from engine.trace import traced
-from engine.whole_copies import Model, architecture
+from engine.whole_copies import Model, architecture, unless_out_of_memory
 from engine.zero.accelerator import on_gpu
 
 
@@ -40,10 +40,10 @@ class TensorParallelCopies:
         self._parts: dict[object, _Part] = {}
         self._away = False
 
-    def of(self, model: Model, merged: bool = False) -> Backbone:
+    def of(self, model: Model, merged: bool = False) -> Backbone | None:
         """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
 
-        At stages 0 to 2 that is the model's own. It is the caller's until the next call.
+        At stages 0 to 2 that is the model's own. It is the caller's until the next call. None as for WholeCopies.
         """
         assert merged or model.module.adapters is None, "a tensor-parallel copy has an adapter's updates merged"
         if model.stage < 3:
@@ -52,7 +52,10 @@ class TensorParallelCopies:
             self._keys[id(model)] = architecture(model.module)
         key = self._keys[id(model)]
         if key not in self._parts:
-            self._parts[key] = _Part(model.module, self.group)
+            made = unless_out_of_memory(lambda: _Part(model.module, self.group), model)
+            if made is None:
+                return None
+            self._parts[key] = made
         if self._away:
             self._move(distributed.device())
         part = self._parts[key]

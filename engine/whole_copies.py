@@ -1,6 +1,9 @@
 """Plain copies of partitioned models, to compute with where no gradient is wanted."""
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -38,10 +41,11 @@ class WholeCopies:
         self._held: dict[object, _Held] = {}
         self._away = False
 
-    def of(self, model: Model, merged: bool = False) -> Backbone:
+    def of(self, model: Model, merged: bool = False) -> Backbone | None:
         """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
 
-        At stages 0 to 2 that is the model's own. It is the caller's until the next call.
+        At stages 0 to 2 that is the model's own. It is the caller's until the next call. None where a rank turned out
+        not to have the memory for it, which a warning tells: the model is then to compute through its partitions.
 
         merged: a copy may hold the adapters' updates in its matrices; it then computes as the model's own role alone.
         """
@@ -52,7 +56,10 @@ class WholeCopies:
         key = self._keys[id(model)]
         wanted = _Held(id(model), model.version, merged and model.module.adapters is not None)
         if key not in self._modules:
-            self._modules[key] = empty_like(model.module, distributed.device())
+            made = unless_out_of_memory(lambda: empty_like(model.module, distributed.device()), model)
+            if made is None:
+                return None
+            self._modules[key] = made
         module = self._modules[key]
         if self._away:
             self._move(distributed.device())
@@ -76,6 +83,30 @@ class WholeCopies:
         for module in self._modules.values():
             module.to(device)
         self._away = device != distributed.device()
+
+
+Made = TypeVar("Made")
+
+
+def unless_out_of_memory(make: Callable[[], Made], model: Model) -> Made | None:
+    """The copy of the model that `make` makes; None on all ranks, with a warning, if one has not the memory for it."""
+    made, message = None, ""
+    try:
+        made = make()
+    except torch.OutOfMemoryError as error:
+        message = str(error).split(". ")[0]
+    if not distributed.any_rank(made is None):
+        return made
+    del made
+    messages = [text for text in distributed.all_gather_objects(message) if text]
+    if on_gpu():
+        torch.cuda.empty_cache()
+    if distributed.is_main():
+        warnings.warn(
+            f"a copy of the {model.role} does not fit ({messages[0]}): it computes through its partitions from now on",
+            stacklevel=2,
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 # Llama-2 13B with a Llama-2 7B reward model.
 #
 #   HARDWARE     what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   8xa100-80g   all weights                          62 GB (experience), 41 GB
+#   8xa100-80g   all weights                          68 GB (experience), 41 GB
 #   16xa100-40g  all weights, states on the host      33 GB (experience), 216 GB
-#   8xa100-40g   adapters                             28 GB (experience), 3 GB
-#   8xv100-32g   adapters                             28 GB (experience), 3 GB
+#   8xa100-40g   adapters                             35 GB (experience), 3 GB
+#   8xv100-32g   adapters                             31 GB (experience), 3 GB
 #
 #   scripts/llama2_13b.sh 1        supervised fine-tuning
 #   scripts/llama2_13b.sh 2        reward model

@@ -57,10 +57,18 @@ class ReplicaRollouts(_SampledRollouts):
     ):
         group = copies.group if isinstance(copies, TensorParallelCopies) else None
         super().__init__(actor, copies, Sampler(tokenizer, rows_at_once, decoding=decoding, group=group), others)
+        self.rows_at_once, self.copied = rows_at_once, True
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        """One response for each row; ranks do not wait for each other, but for those of their group."""
-        return self._responses(self.copies.of(self.actor, merged=True), prompts, sampling)
+        """One response for each row; ranks do not wait for each other, but for those of their group.
+
+        Where there turns out to be no memory for the copy, responses are drawn through the partitions from then on.
+        """
+        policy = self.copies.of(self.actor, merged=True) if self.copied else None
+        if policy is None and self.copied:
+            self.copied, self.actor.copies = False, None
+            self.sampler = Sampler(self.sampler.tokenizer, self.rows_at_once, agree=distributed.largest)
+        return self._responses(self.actor.module if policy is None else policy, prompts, sampling)
 
 
 class Zero3Rollouts(_SampledRollouts):

@@ -27,8 +27,9 @@ DeepSpeed's hysteresis the first few lower nothing; after these the model does n
 class Copies(Protocol):
     """Plain modules that compute what models do; `engine.whole_copies.WholeCopies`."""
 
-    def of(self, model: "TrainedModel | FrozenModel") -> nn.Module:
-        """A module that computes what the model's own does, free of ZeRO's hooks. All ranks call this together."""
+    def of(self, model: "TrainedModel | FrozenModel") -> nn.Module | None:
+        """A module that computes what the model's own does, free of ZeRO's hooks; None where there is no memory for
+        it. All ranks call this together."""
 
 
 class TrainedModel:
@@ -70,9 +71,7 @@ class TrainedModel:
 
     def __call__(self, *args, **kwargs):
         """The module's forward pass; without gradients by its copy, if there are `copies`."""
-        if self.copies is None or torch.is_grad_enabled():
-            return self.ds_engine(*args, **kwargs)
-        return _inferred(self.copies.of(self), *args, **kwargs)
+        return self.ds_engine(*args, **kwargs) if torch.is_grad_enabled() else _inferred(self, *args, **kwargs)
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """Does nothing: a trained model always stands where it computes."""
@@ -248,9 +247,7 @@ class FrozenModel:
     @torch.no_grad()
     def __call__(self, *args, **kwargs):
         """The module's forward pass, by its copy if there are `copies`."""
-        if self.copies is None:
-            return self.ds_engine(*args, **kwargs)
-        return _inferred(self.copies.of(self), *args, **kwargs)
+        return _inferred(self, *args, **kwargs)
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
@@ -264,10 +261,14 @@ class FrozenModel:
                 self.module.to("cpu")
 
 
-@torch.inference_mode()
-def _inferred(module: nn.Module, *args, **kwargs):
-    """The module's forward pass without autograd's bookkeeping, for which ZeRO's hooks are not made."""
-    return module(*args, **kwargs)
+def _inferred(model: TrainedModel | FrozenModel, *args, **kwargs):
+    """The forward pass by the model's copy, without autograd's bookkeeping; by its engine where there is none."""
+    copy = None if model.copies is None else model.copies.of(model)
+    if copy is None:
+        model.copies = None
+        return model.ds_engine(*args, **kwargs)
+    with torch.inference_mode():
+        return copy(*args, **kwargs)
 
 
 def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:

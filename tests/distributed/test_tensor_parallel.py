@@ -85,3 +85,17 @@ def test_partitions_fill_it_before_and_after_an_optimizer_step(found):
     for rank in found["partitions"]:
         before, after = rank["answers"]
         assert before[0] == before[1] and after[0] == after[1] and before[0] != after[0]
+
+
+def test_all_models_make_experience_so(found):
+    for rank in found["partitions"]:
+        for name, (together, own) in rank["experience"].items():
+            assert together.shape == own.shape and torch.allclose(together, own, atol=5e-5), name
+
+
+def test_a_copy_for_which_a_rank_has_no_memory_is_done_without(found):
+    for number, rank in enumerate(found["partitions"]):
+        expected, *answers = rank["no memory"]["answers"]
+        assert answers == [expected] * 2 and rank["no memory"]["copies"] is None
+        told = "a copy of the actor does not fit (CUDA out of memory): it computes through its partitions from now on"
+        assert rank["no memory"]["told"] == ([told] if number == 0 else [])

@@ -1,5 +1,7 @@
 """Run by ranks: models divided among a group of ranks, beside the same models whole."""
 
+import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -8,16 +10,17 @@ import torch
 from engine import distributed
 from engine.experience import Rollout
 from engine.memory.live_bytes import LiveBytes
-from engine.models.loading import load_policy, load_scorer
+from engine.models.loading import empty_like, load_policy, load_scorer
 from engine.models.tensor_parallel import bare_model
 from engine.rlhf_engine import RLHFEngine
-from engine.rollout import ReplicaRollouts
+from engine.rollout import ReplicaRollouts, build_rollouts
 from engine.rollout.base import SamplingConfig
 from engine.tensor_parallel_copies import TensorParallelCopies
 from engine.zero.gathering import full_numel
-from tests.distributed.tiny_run import engine_spec, prompt_batch
+from tests.distributed.tiny_run import DIALECT, engine_spec, prompt_batch
 from tests.distributed.work_rollouts import _by_key
 from tests.tiny_models import make_tokenizer
+from training.ppo_trainer import PPOConfig, PPOTrainer
 
 
 def engine(module, stage: int) -> SimpleNamespace:
@@ -38,7 +41,8 @@ def everything(
 def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -> dict:
     """A deep actor at stage 3 and its tensor-parallel copy: what both answer before and after an optimizer step, and
     the most bytes that the copy has taken while it was made and filled, or filled."""
-    actor = RLHFEngine.from_pretrained(engine_spec(folder, 3, config=config, actor="deep")).actor
+    models = RLHFEngine.from_pretrained(engine_spec(folder, 3, config=config, actor="deep"))
+    actor = models.actor
     copies = TensorParallelCopies(ranks)
     backends = ReplicaRollouts(actor, make_tokenizer(), copies=copies), ReplicaRollouts(actor, make_tokenizer())
     bare = bare_model(actor.module)  # on the meta device, where bytes are none
@@ -58,7 +62,49 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
             copies.of(actor)
         peaks.append(live.peak.total())
         answers.append([dict(_by_key(backend.generate(prompts, sampling))) for backend in backends])
-    return {"answers": answers, "peaks": peaks, "whole": 4 * sum(map(full_numel, actor.module.parameters()))}
+    found = {"experience": _judged(models, ranks, sampling), "no memory": _without_memory(models, sampling)}
+    return found | {"answers": answers, "peaks": peaks, "whole": 4 * sum(map(full_numel, actor.module.parameters()))}
+
+
+def _judged(models: RLHFEngine, ranks: int, sampling: SamplingConfig) -> dict:
+    """What copies that ranks hold together say of a rollout, and what the engines themselves do, by the names of
+    Experience's fields."""
+    rollouts = build_rollouts(
+        "replica", models.actor, models.tokenizer, others=models.engines, tensor_parallel=ranks, decoding="auto"
+    )
+    assert all(isinstance(model.copies, TensorParallelCopies) for model in models.engines), rollouts.why
+    trainer = PPOTrainer(
+        models=models, rollouts=rollouts, dialect=DIALECT, sampling=sampling, config=PPOConfig(total_steps=1)
+    )
+    indices = [2 * distributed.rank() + number for number in range(2)]
+    rollout = rollouts.generate(prompt_batch(indices), replace(sampling, logprob_temperature=None))
+    shared = trainer.experience_maker.make_experience(rollout)
+    for model in models.engines:
+        model.copies = None
+    own = trainer.experience_maker.make_experience(rollout)
+    names = ("logprobs", "entropy", "ref_logprobs", "values", "scores")
+    return {name: (getattr(shared, name), getattr(own, name)) for name in names}
+
+
+def _without_memory(models: RLHFEngine, sampling: SamplingConfig) -> dict:
+    """What is answered, and warned of, where rank 1 has no memory for the actor's copy; and by the copy."""
+
+    def empty(module, device):
+        if distributed.rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return empty_like(module, device)
+
+    prompts = prompt_batch([3 + distributed.rank()])
+    backends = [build_rollouts("replica", models.actor, models.tokenizer) for _ in range(2)]
+    expected = dict(_by_key(backends[0].generate(prompts, sampling)))
+    with mock.patch("engine.whole_copies.empty_like", empty), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = [dict(_by_key(backends[1].generate(prompts, sampling))) for _ in range(2)]
+    return {
+        "answers": (expected, *found),
+        "told": [str(one.message) for one in told if "does not fit" in str(one.message)],
+        "copies": models.actor.copies,
+    }
 
 
 def families(folders: dict[str, tuple[str, str]], ranks: int, sampling: SamplingConfig) -> dict[str, dict]:
