@@ -3,7 +3,7 @@
 #
 #   HARDWARE     what trains in step 3                planned: needed of a GPU (highest phase), a node's host
 #   32xa100-80g  all weights                          57 GB (generate), 21 GB
-#   8xa100-80g   adapters                             54 GB (experience), 7 GB
+#   8xa100-80g   adapters                             56 GB (experience), 6 GB
 #
 #   scripts/opt_30b.sh 1        supervised fine-tuning
 #   scripts/opt_30b.sh 2        reward model

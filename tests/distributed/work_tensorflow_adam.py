@@ -1,5 +1,7 @@
 """Run by ranks: TensorFlow's Adam in engines of every ZeRO stage, precision and place, on gradients that are given."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,13 @@ DROPPED = 20  # before which step another one, of large gradients, leaves weight
 
 
 class Given(nn.Module):
-    """Weights whose gradient is what it is called with."""
+    """Weights whose gradient is what it is called with, in a model's place; there is no attention to be asked about."""
+
+    config = SimpleNamespace(_attn_implementation="sdpa")
+
+    @property
+    def base_model(self) -> "Given":
+        return self
 
     def __init__(self, weights: dict[str, Tensor]):
         super().__init__()
@@ -28,6 +36,8 @@ class Given(nn.Module):
 
 class Wrapped(nn.Module):
     """It as the `model` of another module, as engines have it."""
+
+    packs = False
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -148,7 +148,8 @@ def test_the_reward_models_weights_in_the_sft_folder_and_the_reverse_are_refused
 def test_quantized_models_and_adapters_are_refused(tmp_path):
     edit_config(make_causal_lm(tmp_path / "packed"), quantization_config={"quant_method": "bitsandbytes"})
     refused(check_policy, tmp_path / "packed", r"is quantized \(bitsandbytes\)\. .*dequantize it")
-    (Path(make_causal_lm(tmp_path / "adapter")) / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     refused(check_policy, tmp_path / "adapter", r"does not say of which model it is an adapter")
 
 
