@@ -47,8 +47,8 @@ def what_they_say(
     return said
 
 
-def _new_scorer(path, dtype, ds_config, what, trust_remote_code):
-    return new_scorer(path, dtype, PAD, HEAD_SEED, ds_config, what, trust_remote_code=trust_remote_code)
+def _new_scorer(path, dtype, ds_config, what, **how):
+    return new_scorer(path, dtype, PAD, HEAD_SEED, ds_config, what, **how)
 
 
 def second_verdicts(stages: tuple[int, ...], folders: dict[str, str]) -> dict[int, dict[str, str]]:
