@@ -89,10 +89,10 @@ def sound_adapters(root: Path) -> dict[str, Path]:
     from tests.tiny_adapters import make_adapter
     from tests.tiny_models import make_causal_lm
 
-    base, found = make_causal_lm(root / "base"), {}
+    base, found = make_causal_lm(root / "base_of_both"), {}
     for role in ("actor", "critic"):
         found[role] = Path(make_adapter(root / role, base, scorer=role == "critic"))
-        edit_json(found[role] / "adapter_config.json", base_model_name_or_path="../base")
+        edit_json(found[role] / "adapter_config.json", base_model_name_or_path="../base_of_both")
     return found
 
 

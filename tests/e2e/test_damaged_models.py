@@ -66,10 +66,10 @@ def test_every_damage_is_refused_in_one_line(sound, tmp_path, role, kind):
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("adapters")
-    base, found = make_causal_lm(root / "base"), {}
+    base, found = make_causal_lm(root / "base_of_both"), {}
     for role in ("actor", "critic"):
         found[role] = Path(make_adapter(root / role, base, scorer=role == "critic"))
-        adapter_damages.edit_json(found[role] / "adapter_config.json", base_model_name_or_path="../base")
+        adapter_damages.edit_json(found[role] / "adapter_config.json", base_model_name_or_path="../base_of_both")
     return found
 
 
