@@ -112,8 +112,8 @@ def try_damage(damage, role: str, root: Path, sound: dict[str, Path], tiny, run,
     damaged, other = root / "damaged" / "model", sound["critic" if role == "actor" else "actor"]
     shutil.rmtree(root / "damaged", ignore_errors=True)
     shutil.copytree(sound[role], damaged)
-    if (base := sound[role].with_name("base")).is_dir():
-        shutil.copytree(base, damaged.with_name("base"))
+    if (base := sound[role].with_name("base_of_both")).is_dir():
+        shutil.copytree(base, damaged.with_name("base_of_both"))
     damage(damaged, other)
     models = {f"{name}_model_name_or_path": damaged if name == role else path for name, path in sound.items()}
     shutil.rmtree(root / "out", ignore_errors=True)

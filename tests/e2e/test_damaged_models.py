@@ -78,10 +78,10 @@ def test_every_damage_of_an_adapter_is_refused_in_one_line(adapters, tmp_path, r
     check(**adapters)
     load = load_policy if role == "actor" else load_scorer
     for name, damage in getattr(adapter_damages, kind).items():
-        for folder in ("model", "base"):
+        for folder in ("model", "base_of_both"):
             shutil.rmtree(tmp_path / folder, ignore_errors=True)
             shutil.copytree(
-                adapters[role] if folder == "model" else adapters[role].with_name("base"), tmp_path / folder
+                adapters[role] if folder == "model" else adapters[role].with_name("base_of_both"), tmp_path / folder
             )
         damage(tmp_path / "model", adapters["critic" if role == "actor" else "actor"])
         with pytest.raises(UserError) as refused:

@@ -75,7 +75,7 @@ def _as_pickle(content: Callable[[dict], object]) -> Damage:
 
 
 def _base(edit: Callable[[Path], object]) -> Damage:
-    return lambda folder, other: edit(folder.with_name("base"))
+    return lambda folder, other: edit(folder.with_name("base_of_both"))
 
 
 def _spoilt_base(folder: Path) -> None:
@@ -84,7 +84,7 @@ def _spoilt_base(folder: Path) -> None:
 
 def _whole_model_too(folder: Path, other: Path) -> None:
     for name in ("config.json", "model.safetensors"):
-        shutil.copy(folder.with_name("base") / name, folder / name)
+        shutil.copy(folder.with_name("base_of_both") / name, folder / name)
 
 
 UP = "model.layers.0.mlp.up_proj.weight"
