@@ -15,7 +15,7 @@ from engine.rollout.draws import Draws
 from engine.rollout.families import takes_slot_masks
 from engine.rollout.group import prompts_of_group
 from engine.rollout.passes import Passes
-from engine.rollout.request import Request
+from engine.rollout.request import Request, requests_of
 from engine.rollout.schedule import Schedule
 from engine.rollout.stops import Ends
 
@@ -72,10 +72,7 @@ class Sampler:
             if self._passes is None or self._passes.model is not model:
                 self._passes = passes_of(model, self.cache, self._slot_masks, self.decoding)
             whole, own = prompts_of_group(prompts, self.group)
-            requests = [
-                Request(row, length, sampling.max_new_tokens)
-                for row, length in enumerate(whole.attention_mask.sum(-1).tolist())
-            ]
+            requests = requests_of(whole, sampling.max_new_tokens)
             loop = _Loop(self, self._passes, whole, requests, sampling)
             loop.run()
         self.row_steps = loop.row_steps

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.experience import PromptBatch
 from engine.rollout.stops import Ends
 
 
@@ -40,3 +41,8 @@ class Request:
         if end is not None:
             self.ended = True
             del self.tokens[end:]
+
+
+def requests_of(prompts: PromptBatch, most: int) -> list[Request]:
+    """A request for each row of the prompts, in their order. most: tokens that a response may have."""
+    return [Request(row, length, most) for row, length in enumerate(prompts.attention_mask.sum(-1).tolist())]

@@ -10,7 +10,7 @@ from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import CHECK_EVERY, rollout_of
 from engine.rollout.draws import Draws
 from engine.rollout.group import prompts_of_group
-from engine.rollout.request import Request
+from engine.rollout.request import Request, requests_of
 from engine.rollout.stops import Ends
 from engine.rollout.vllm_engine import VLLMEngine
 from engine.trace import traced
@@ -23,8 +23,7 @@ class VLLMRollouts(RolloutBackend):
     """Generates with vLLM, which holds the actor spread over groups of neighbouring ranks.
 
     Weights reach it bucket by bucket after an update, adapters merged. From `release_memory` to the next call it
-    sleeps.
-    The ranks of a group draw the responses to the prompts of all of them, and each keeps those to its own.
+    sleeps. The ranks of a group draw the responses to the prompts of all of them, and each keeps those to its own.
 
     Args:
         rows_at_once: how many responses a rank's part of the memory for keys and values is for.
@@ -64,10 +63,7 @@ class VLLMRollouts(RolloutBackend):
         if self._loaded != self.actor.version:
             self._load()
         whole, own = prompts_of_group(prompts, self.group)
-        requests = [
-            Request(row, length, sampling.max_new_tokens)
-            for row, length in enumerate(whole.attention_mask.sum(-1).tolist())
-        ]
+        requests = requests_of(whole, sampling.max_new_tokens)
         draws = Draws(whole, sampling, sampling.max_new_tokens)
         self._draw(whole, requests, draws)
         recorded = {name: column[own] for name, column in draws.recorded.items()} if self.sampler == "keyed" else {}
