@@ -1,6 +1,6 @@
 """Copies of partitioned models that groups of ranks hold together, where a whole copy does not fit on one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,12 +13,20 @@ from engine.models.merging import merged_weights
 from engine.models.policy import Policy
 from engine.models.scorer import Scorer
 from engine.models.tensor_parallel import TensorParallelPlan, bare_model
+from engine.plain_copies import (
+    Model,
+    PlainCopies,
+    Result,
+    stopped_if_out_of_memory,
+    unless_out_of_memory,
+    warn_of,
+)
 from engine.trace import traced
-from engine.whole_copies import Model, architecture, unless_out_of_memory
-from engine.zero.accelerator import on_gpu
+from engine.whole_copies import architecture
+from engine.zero.gathering import try_bucket
 
 
-class TensorParallelCopies:
+class TensorParallelCopies(PlainCopies):
     """Modules without ZeRO's hooks in place of models at stage 3, each divided among the ranks of a group.
 
     As WholeCopies, whose place they take, and always shared by models of one architecture. A rank holds its part of
@@ -28,53 +36,69 @@ class TensorParallelCopies:
     gets its own back. Its `.model` is the plain thing: it is to be called with the same rows on all ranks of the group.
     Adapters are always merged, so that it computes as the model's own role alone.
 
+    Where a rank has no memory to make or fill its part, all ranks do without. While the ranks of a group compute, one
+    that runs out of it cannot be waited for, and the run ends with a message.
+
     Args:
-        ranks: in a group. between_steps: as in WholeCopies.
+        ranks: in a group. between_steps: as in PlainCopies.
+        cache: bytes of keys and values on each rank, without room for which no copy to generate with is made.
     """
 
-    shared = True
-
-    def __init__(self, ranks: int, between_steps: str = "keep"):
-        self.between_steps, self.group = between_steps, RankGroup(ranks)
+    def __init__(self, ranks: int, between_steps: str = "keep", cache: int = 0):
+        super().__init__(between_steps)
+        self.group, self.cache = RankGroup(ranks), cache
         self._keys: dict[int, object] = {}
         self._parts: dict[object, _Part] = {}
-        self._away = False
 
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
-        """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
-
-        At stages 0 to 2 that is the model's own. It is the caller's until the next call. None as for WholeCopies.
-        """
+        """As in PlainCopies."""
         assert merged or model.module.adapters is None, "a tensor-parallel copy has an adapter's updates merged"
         if model.stage < 3:
             return model.module
         if id(model) not in self._keys:
             self._keys[id(model)] = architecture(model.module)
-        key = self._keys[id(model)]
-        if key not in self._parts:
-            made = unless_out_of_memory(lambda: _Part(model.module, self.group), model)
-            if made is None:
+        key, part = self._keys[id(model)], self._parts.get(self._keys[id(model)])
+        if self._away or part is None or not part.holds(model):
+            part, message = unless_out_of_memory(lambda: self._with_room(key, model, merged))
+            if part is None:
+                self.let_go()
+                self.free()
+                warn_of(model, "it was made", message, "it computes through its partitions")
                 return None
-            self._parts[key] = made
-        if self._away:
-            self._move(distributed.device())
-        part = self._parts[key]
-        part.hold(model)
+            with stopped_if_out_of_memory(model, "it was filled"):
+                part.hold(model)
         return part.module
 
-    def release_memory(self) -> None:
-        """Nothing is computed with the modules for a while."""
-        if self.between_steps == "free":
-            self._parts.clear()
-        elif self.between_steps == "host":
-            self._move(torch.device("cpu"))
-        if self.between_steps != "keep" and on_gpu():
-            torch.cuda.empty_cache()
+    def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
+        """As in PlainCopies. The ranks of a group exchange what they compute."""
+        if model.stage < 3:
+            return compute()
+        with stopped_if_out_of_memory(model, doing):
+            return compute()
 
-    def _move(self, device: torch.device) -> None:
-        for part in self._parts.values():
-            part.module.to(device)
-        self._away = device != distributed.device()
+    def group_of(self, model: Model) -> RankGroup | None:
+        """As in PlainCopies."""
+        return self.group
+
+    def free(self) -> None:
+        """Let go of all modules."""
+        self._parts.clear()
+        self._away = False
+
+    def _all(self) -> list[nn.Module]:
+        return [part.module for part in self._parts.values()]
+
+    def _with_room(self, key: object, model: Model, generates: bool) -> "_Part":
+        """The part of a model, which stands where it computes, with room to be filled and to generate."""
+        if key not in self._parts:
+            self._parts[key] = _Part(model.module, self.group)
+            if generates:  # keys and values come later, where the ranks could not fall back together
+                torch.empty(self.cache, dtype=torch.uint8, device=distributed.device())
+        if self._away:
+            self._move(distributed.device())
+        if not self._parts[key].holds(model):
+            try_bucket(model.module, whole=True)
+        return self._parts[key]
 
 
 def group_sizes(ranks: int, asked: int | None = None) -> tuple[int, ...]:
@@ -119,11 +143,15 @@ class _Part:
         _Rows(self.module, group)
         self._held: tuple[int, int] | None = None  # the model and the version of its weights
 
+    def holds(self, model: Model) -> bool:
+        """Whether it has this model's weights as they are now."""
+        return self._held == (id(model), model.version)
+
     @traced("gather of weights")
     @torch.no_grad()
     def hold(self, model: Model) -> None:
         """Hold this model's weights as they are now."""
-        if self._held == (id(model), model.version):
+        if self.holds(model):
             return
         for name, weight in merged_weights(model.module):
             self.plan.fill(self.module.model, name, weight, self.group)

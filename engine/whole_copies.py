@@ -1,23 +1,26 @@
 """Plain copies of partitioned models, to compute with where no gradient is wanted."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-import torch
+from torch import nn
 
 from engine import distributed
+from engine.distributed import RankGroup
 from engine.models.backbone import Backbone
 from engine.models.loading import empty_like
-from engine.zero.accelerator import on_gpu
-from engine.zero.engines import FrozenModel, TrainedModel
-from engine.zero.gathering import copy_weights, full_shape
+from engine.plain_copies import (
+    Model,
+    PlainCopies,
+    Result,
+    stopped_if_out_of_memory,
+    unless_out_of_memory,
+    warn_of,
+)
+from engine.zero.gathering import copy_weights, full_shape, try_bucket
 
-Model = TrainedModel | FrozenModel
 
-
-class WholeCopies:
+class WholeCopies(PlainCopies):
     """Modules without ZeRO's hooks, which hold the gathered weights of models at stage 3 and compute in their place.
 
     A module is filled, bucket by bucket and in the compute dtype, when a model asks for it that it does not hold, or
@@ -27,86 +30,119 @@ class WholeCopies:
     without the factors' cost. When it is asked for as it is, those matrices are gathered anew, since subtraction would
     not give them back exactly.
 
+    Where memory runs out on any rank, while a module is made, filled or computed with, all ranks let go of the modules
+    and do with less: models with copies of their own share them, then what `smaller` gives takes the model's place,
+    then its partitions. A module computes without its fellows on other ranks, so that all of them come to where they
+    agree.
+
     Args:
-        between_steps: what becomes of the modules when `release_memory` is called: "keep" them, "free" them, or move
-            them to the "host".
+        between_steps: as in PlainCopies.
         shared: models of one architecture take turns in one module, actor and reference in one, critic and reward
             model in another; else each has its own, and frozen ones are gathered once for good.
+        smaller: of a model for which a shared copy has turned out not to fit, copies of another kind, or None for its
+            partitions. All ranks call it together.
     """
 
-    def __init__(self, between_steps: str = "keep", shared: bool = True):
-        self.between_steps, self.shared = between_steps, shared
+    def __init__(
+        self,
+        between_steps: str = "keep",
+        shared: bool = True,
+        smaller: Callable[[Model], PlainCopies | None] = lambda model: None,
+    ):
+        super().__init__(between_steps)
+        self.shared, self.smaller = shared, smaller
         self._keys: dict[int, object] = {}
         self._modules: dict[object, Backbone] = {}
         self._held: dict[object, _Held] = {}
-        self._away = False
+        self._instead: dict[int, PlainCopies | None] = {}  # by models that have no whole copy any more
 
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
-        """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
-
-        At stages 0 to 2 that is the model's own. It is the caller's until the next call. None where a rank turned out
-        not to have the memory for it, which a warning tells: the model is then to compute through its partitions.
-
-        merged: a copy may hold the adapters' updates in its matrices; it then computes as the model's own role alone.
-        """
+        """As in PlainCopies."""
         if model.stage < 3:
             return model.module
+        while id(model) not in self._instead:
+            if (module := self._copy(model, merged)) is not None:
+                return module
+        instead = self._instead[id(model)]
+        if instead is None or (model.module.adapters is not None and not merged):
+            return None
+        return instead.of(model, merged)
+
+    def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
+        """As in PlainCopies."""
+        if model.stage < 3:
+            return compute()
+        instead = self._instead.get(id(model))
+        if instead is not None:
+            return instead.attempt(model, doing, compute)
+        made, message = unless_out_of_memory(compute)
+        if message:
+            self._do_with_less(model, doing, message)
+        return made
+
+    def group_of(self, model: Model) -> RankGroup | None:
+        """As in PlainCopies."""
+        instead = self._instead.get(id(model))
+        return None if instead is None else instead.group_of(model)
+
+    def release_memory(self) -> None:
+        """Nothing is computed with the modules for a while."""
+        super().release_memory()
+        for copies in self._instead.values():
+            if copies is not None:
+                copies.release_memory()
+
+    def free(self) -> None:
+        """Let go of all modules."""
+        self._modules.clear()
+        self._held.clear()
+        self._away = False
+
+    def _all(self) -> list[nn.Module]:
+        return list(self._modules.values())
+
+    def _copy(self, model: Model, merged: bool) -> Backbone | None:
+        """A module that holds the model's weights as they are now; None where it does not fit."""
         if id(model) not in self._keys:
             self._keys[id(model)] = architecture(model.module) if self.shared else id(model)
         key = self._keys[id(model)]
         wanted = _Held(id(model), model.version, merged and model.module.adapters is not None)
-        if key not in self._modules:
-            made = unless_out_of_memory(lambda: empty_like(model.module, distributed.device()), model)
-            if made is None:
-                return None
-            self._modules[key] = made
-        module = self._modules[key]
-        if self._away:
-            self._move(distributed.device())
         held = self._held.get(key)
-        if held != wanted:
-            _fill(module, model.module, held, wanted)
+        if held == wanted and not self._away:
+            return self._modules[key]
+
+        def with_room() -> tuple[Backbone, frozenset[str] | None]:
+            if key not in self._modules:
+                self._modules[key] = empty_like(model.module, distributed.device())
+            if self._away:
+                self._move(distributed.device())
+            names = _missing(self._modules[key], model.module, held, wanted)
+            try_bucket(model.module, names)
+            return self._modules[key], names
+
+        ready = self.attempt(model, "it was made", with_room)
+        if ready is None or held == wanted:
+            return None if ready is None else ready[0]
+        self._held.pop(key, None)
+        with stopped_if_out_of_memory(model, "it was filled"):
+            _fill(*ready, model.module, anew=held is None or held.model != wanted.model)
+        module = self.attempt(model, "adapters were merged", lambda: _merged(ready[0])) if wanted.merged else ready[0]
+        if module is not None:
             self._held[key] = wanted
         return module
 
-    def release_memory(self) -> None:
-        """Nothing is computed with the modules for a while."""
-        if self.between_steps == "free":
-            self._modules.clear()
-            self._held.clear()
-        elif self.between_steps == "host":
-            self._move(torch.device("cpu"))
-        if self.between_steps != "keep" and on_gpu():
-            torch.cuda.empty_cache()
-
-    def _move(self, device: torch.device) -> None:
-        for module in self._modules.values():
-            module.to(device)
-        self._away = device != distributed.device()
-
-
-Made = TypeVar("Made")
-
-
-def unless_out_of_memory(make: Callable[[], Made], model: Model) -> Made | None:
-    """The copy of the model that `make` makes; None on all ranks, with a warning, if one has not the memory for it."""
-    made, message = None, ""
-    try:
-        made = make()
-    except torch.OutOfMemoryError as error:
-        message = str(error).split(". ")[0]
-    if not distributed.any_rank(made is None):
-        return made
-    del made
-    messages = [text for text in distributed.all_gather_objects(message) if text]
-    if on_gpu():
-        torch.cuda.empty_cache()
-    if distributed.is_main():
-        warnings.warn(
-            f"a copy of the {model.role} does not fit ({messages[0]}): it computes through its partitions from now on",
-            stacklevel=2,
-        )
-    return None
+    def _do_with_less(self, model: Model, doing: str, message: str) -> None:
+        """Free all modules, and settle what the model computes with from now on (all ranks call this)."""
+        self.let_go()
+        self.free()
+        if not self.shared:
+            self.shared, then = True, "models of one shape take turns in one"
+            self._keys.clear()
+        else:
+            instead = self._instead[id(model)] = self.smaller(model)
+            group = instead and instead.group_of(model)
+            then = f"{group.size} ranks hold one together" if group else "it computes through its partitions"
+        warn_of(model, doing, message, then)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +154,32 @@ class _Held:
     merged: bool
 
 
-def _fill(module: Backbone, source: Backbone, held: _Held | None, wanted: _Held) -> None:
-    """Have the module hold what is wanted, gathering only what it does not hold."""
+def _missing(module: Backbone, source: Backbone, held: _Held | None, wanted: _Held) -> frozenset[str] | None:
+    """Names of the weights that the module does not hold as they are wanted; None for all.
+
+    Where there are any, its adapters are not merged any more.
+    """
+    if held == wanted:
+        return frozenset()
     unmerged = [f"model.{name}" for name in module.adapters.unmerge()] if module.adapters is not None else []
     if held is None or held.model != wanted.model:
-        copy_weights(source, module)
+        return None
+    changed = [name for name, parameter in source.named_parameters() if parameter.requires_grad]
+    return frozenset(unmerged + (changed if held.version != wanted.version else []))
+
+
+def _fill(module: Backbone, names: frozenset[str] | None, source: Backbone, anew: bool) -> None:
+    """Gather weights of these names, None for all, into the module. anew: it held another model, or none."""
+    if names is None or names:
+        copy_weights(source, module, names)
+    if anew:
         module.take_settings_of(source)
-    else:
-        changed = [name for name, parameter in source.named_parameters() if parameter.requires_grad]
-        names = unmerged + (changed if held.version != wanted.version else [])
-        if names:
-            copy_weights(source, module, frozenset(names))
-    if wanted.merged:
-        assert module.adapters is not None
-        module.adapters.merge()
+
+
+def _merged(module: Backbone) -> Backbone:
+    assert module.adapters is not None
+    module.adapters.merge()
+    return module
 
 
 # What of a configuration changes nothing that a shared module computes: `take_settings_of` sees to the offset.

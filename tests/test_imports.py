@@ -27,7 +27,7 @@ LAYERS = [
     ["engine.distributed"],
     ["engine.optim", "engine.zero"],
     ["engine.models", "engine.packing"],
-    ["engine.tensor_parallel_copies", "engine.whole_copies"],
+    ["engine.plain_copies", "engine.tensor_parallel_copies", "engine.whole_copies"],
     ["engine.engine_spec", "engine.frozen_role", "engine.shared_trunk"],
     ["engine.ema", "engine.memory", "engine.rlhf_engine", "engine.reference", "engine.rollout", "engine.reward"],
     ["engine.experience_maker"],

@@ -1,16 +1,15 @@
 """The built-in backends: rollouts from a plain copy of the actor, and through its partitions."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from engine import distributed
 from engine.experience import PromptBatch, Rollout
 from engine.models.backbone import Backbone
+from engine.plain_copies import Model, PlainCopies
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import Sampler
-from engine.tensor_parallel_copies import TensorParallelCopies
-from engine.whole_copies import Model, WholeCopies
-
-Copies = WholeCopies | TensorParallelCopies
+from engine.whole_copies import WholeCopies
 
 
 class _SampledRollouts(RolloutBackend):
@@ -22,12 +21,17 @@ class _SampledRollouts(RolloutBackend):
 
     computes_as_actor = True
 
-    def __init__(self, actor: Model, copies: Copies | None, sampler: Sampler, others: Sequence[Copies] = ()):
+    def __init__(self, actor: Model, copies: PlainCopies | None, sampler: Sampler, others: Sequence[PlainCopies] = ()):
         self.actor, self.copies, self.sampler, self.others = actor, copies or WholeCopies(), sampler, others
+        for each in (self.copies, *others):
+            each.let_go = self._let_go
 
     def _responses(self, policy: Backbone, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         policy.take_role(None)  # whichever it computed as last
         return self.sampler.responses(policy.model, prompts, sampling)
+
+    def _let_go(self) -> None:
+        self.sampler.release_memory()
 
     def release_memory(self) -> None:
         """Give back the memory that is not needed until the next call, as far as `copies` are to."""
@@ -51,24 +55,41 @@ class ReplicaRollouts(_SampledRollouts):
         actor: Model,
         tokenizer,
         rows_at_once: int | None = None,
-        copies: Copies | None = None,
+        copies: PlainCopies | None = None,
         decoding: str = "plain",
-        others: Sequence[Copies] = (),
+        others: Sequence[PlainCopies] = (),
     ):
-        group = copies.group if isinstance(copies, TensorParallelCopies) else None
+        group = None if copies is None else copies.group_of(actor)
         super().__init__(actor, copies, Sampler(tokenizer, rows_at_once, decoding=decoding, group=group), others)
         self.rows_at_once, self.copied = rows_at_once, True
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        """One response for each row; ranks do not wait for each other, but for those of their group.
+        """One response for each row; ranks wait for each other at the end, and for those of their group.
 
-        Where there turns out to be no memory for the copy, responses are drawn through the partitions from then on.
+        Where a rank runs out of memory, all of them draw their responses again with less of it: random numbers have
+        keys, so that they are the same. Where there is none for any copy, they are drawn through the partitions from
+        then on.
         """
-        policy = self.copies.of(self.actor, merged=True) if self.copied else None
-        if policy is None and self.copied:
-            self.copied, self.actor.copies = False, None
-            self.sampler = Sampler(self.sampler.tokenizer, self.rows_at_once, agree=distributed.largest)
-        return self._responses(self.actor.module if policy is None else policy, prompts, sampling)
+        while self.copied:
+            policy = self.copies.of(self.actor, merged=True)
+            if policy is None:
+                self.copied, self.actor.copies = False, None
+                self._decode(agree=distributed.largest)
+                break
+            group = self.copies.group_of(self.actor)
+            if group is not None and group.size != self.sampler.group.size:
+                self._decode(group=group)
+            draw = partial(self._responses, policy, prompts, sampling)
+            rollout = self.copies.attempt(self.actor, "responses were drawn with it", draw)
+            if rollout is not None:
+                return rollout
+            del policy, draw  # before another copy is made
+            self._decode(decoding=self.sampler.decoding)
+        return self._responses(self.actor.module, prompts, sampling)
+
+    def _decode(self, **how) -> None:
+        """Have a new sampler decode, as many rows at once as at the beginning. how: as in Sampler."""
+        self.sampler = Sampler(self.sampler.tokenizer, self.rows_at_once, **how)
 
 
 class Zero3Rollouts(_SampledRollouts):
@@ -82,8 +103,8 @@ class Zero3Rollouts(_SampledRollouts):
         actor: Model,
         tokenizer,
         rows_at_once: int | None = None,
-        copies: Copies | None = None,
-        *others: Copies,
+        copies: PlainCopies | None = None,
+        others: Sequence[PlainCopies] = (),
     ):
         super().__init__(actor, copies, Sampler(tokenizer, rows_at_once, agree=distributed.largest), others)
 

@@ -5,14 +5,15 @@ from dataclasses import dataclass, field
 
 from engine import distributed
 from engine.memory.copies import CopyNeed, place_copies
-from engine.rollout.backends import Copies, ReplicaRollouts, Zero3Rollouts
+from engine.plain_copies import Model, PlainCopies
+from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.rollout.vllm_backend import VLLMRollouts
 from engine.rollout.vllm_engine import vllm_version
 from engine.tensor_parallel_copies import TensorParallelCopies, divided_bytes, group_sizes
-from engine.whole_copies import Model, WholeCopies, architecture
+from engine.whole_copies import WholeCopies, architecture
 from engine.zero import accelerator
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel
@@ -36,12 +37,12 @@ class Placement:
     divided: Sequence[Model] = ()
     together: TensorParallelCopies | None = None
 
-    def of(self, model: Model) -> Copies | None:
+    def of(self, model: Model) -> PlainCopies | None:
         """The copies of a model."""
         return self.together if _among(model, self.divided) else self.copies if _among(model, self.models) else None
 
     @property
-    def all(self) -> list[Copies]:
+    def all(self) -> list[PlainCopies]:
         """Those that there are."""
         return [self.copies] if self.together is None else [self.copies, self.together]
 
@@ -80,11 +81,11 @@ def build_rollouts(
     if name == "vllm":
         return _vllm_rollouts(actor, tokenizer, rows_at_once or 1, row_length, tensor_parallel or 1, sampler)
     models = [actor, *(model for model in others if model is not actor)]
+    cache = cache_bytes(actor.module.model, (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True))
     if name == "auto":
-        slots = (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True)
-        placed = _placement(models, cache_bytes(actor.module.model, slots), between_steps, tensor_parallel)
+        placed = _placement(models, cache, between_steps, tensor_parallel)
     elif name == "replica" and (tensor_parallel or 1) > 1:
-        placed = _asked_together(models, between_steps, tensor_parallel or 1)
+        placed = _asked_together(models, cache, between_steps, tensor_parallel or 1)
     else:
         placed = Placement("as asked", models if name == "replica" else (), WholeCopies(between_steps))
     for model in models:
@@ -93,7 +94,8 @@ def build_rollouts(
     why, copies = placed.why, placed.of(actor)
     rollouts: RolloutBackend
     if copies is None:
-        rollouts, plain = Zero3Rollouts(actor, tokenizer, rows_at_once, *placed.all), "ZeRO's hooks"
+        rollouts = Zero3Rollouts(actor, tokenizer, rows_at_once, placed.copies, placed.all[1:])
+        plain = "ZeRO's hooks"
     else:
         plain = "copies do not stay between steps" if copies.between_steps != "keep" else ""
         if copies is placed.together:
@@ -136,13 +138,48 @@ def _placement(models: Sequence[Model], cache: int, between_steps: str, tensor_p
         lambda place: divided_bytes(models[place].module, sizes, generates=place == 0),
     )
     chosen, divided = ([models[place] for place in places] for places in (decided.models, decided.divided))
-    together = TensorParallelCopies(decided.ranks, decided.between_steps) if divided else None
-    whole = WholeCopies(decided.between_steps, decided.shared)
-    return Placement(decided.why, chosen, whole, divided, together)
+    together = TensorParallelCopies(decided.ranks, decided.between_steps, cache) if divided else None
+    smaller = _Smaller(models[0], cache, sizes, decided.between_steps, together)
+    whole, why = WholeCopies(decided.between_steps, decided.shared, smaller), decided.why
+    if not sizes and (tensor_parallel or 1) > 1 and any(model.stage == 3 for model in models):
+        ranks = accelerator.ranks_of_this_machine()
+        why += f"; no {tensor_parallel} ranks hold a copy together, since that does not divide this machine's {ranks}"
+    return Placement(why, chosen, whole, divided, together)
 
 
-def _asked_together(models: Sequence[Model], between_steps: str, ranks: int) -> Placement:
-    """Copies that so many ranks hold together, of all models that can be divided so; the others' are whole."""
+class _Smaller:
+    """Copies that ranks hold together, for models whose whole ones turn out not to fit; made when they are needed.
+
+    actor: generates, with so many bytes of keys and values in its `cache`. sizes: of groups, of which the largest is
+    taken where none is there yet, because the guess of what fits was wrong once. together: copies of other models that
+    are there.
+    """
+
+    def __init__(
+        self,
+        actor: Model,
+        cache: int,
+        sizes: Sequence[int],
+        between_steps: str,
+        together: TensorParallelCopies | None,
+    ):
+        self.actor, self.cache, self.sizes = actor, cache, sizes
+        self.between_steps, self.together = between_steps, together
+
+    def __call__(self, model: Model) -> TensorParallelCopies | None:
+        """Those of a model, if it can be divided (all ranks call this)."""
+        sizes = self.sizes if self.together is None else (self.together.group.size,)
+        parts, _ = divided_bytes(model.module, sizes, generates=model is self.actor)
+        if parts and self.together is None:
+            self.together = TensorParallelCopies(max(parts), self.between_steps, self.cache)
+        return self.together if parts else None
+
+
+def _asked_together(models: Sequence[Model], cache: int, between_steps: str, ranks: int) -> Placement:
+    """Copies that so many ranks hold together, of all models that can be divided so; the others' are whole.
+
+    cache: bytes of keys and values.
+    """
     obstacles = [
         divided_bytes(model.module, (ranks,), generates=place == 0)[1]
         if model.stage == 3
@@ -155,7 +192,7 @@ def _asked_together(models: Sequence[Model], between_steps: str, ranks: int) -> 
     for model, obstacle in zip(models, obstacles, strict=True):
         if obstacle is not None and model.stage == 3:
             why += f"; each rank has a whole copy of the {model.role}: {obstacle}"
-    together = TensorParallelCopies(ranks, between_steps) if divided else None
+    together = TensorParallelCopies(ranks, between_steps, cache) if divided else None
     return Placement(why, whole, WholeCopies(between_steps), divided, together)
 
 

@@ -1,12 +1,15 @@
 """The decoding loop: prompts are read once, then a token at a time; rows that have ended make room for others."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from engine import distributed
 from engine.distributed import RankGroup
 from engine.experience import PromptBatch, Rollout
+from engine.plain_copies import first_sentence
 from engine.rollout.base import SamplingConfig
 from engine.rollout.batch import Batch
 from engine.rollout.cache import SlotCache
@@ -20,10 +23,14 @@ from engine.rollout.schedule import Schedule
 from engine.rollout.stops import Ends
 
 CHECK_EVERY = 8  # tokens between two looks of the host at what was drawn
+HALVINGS = 3  # of the rows decoded at once, where memory runs out; with less than an eighth of them little is won
 
 
 class Sampler:
     """Draws responses from models of one architecture; keeps the cache's memory from call to call.
+
+    Where memory runs out, and no other rank's passes wait for this one's, half as many rows are decoded at once from
+    then on, up to HALVINGS times; random numbers have keys, so that the tokens are the same.
 
     Args:
         rows_at_once: how many responses are decoded side by side; None for all.
@@ -46,6 +53,7 @@ class Sampler:
         self.tokenizer, self.decoding, self.group = tokenizer, decoding, group or RankGroup(1)
         self.rows_at_once = rows_at_once and rows_at_once * self.group.size
         self.agree = agree or (lambda number: number)
+        self._halvings_left = HALVINGS if agree is None and self.group.size == 1 else 0
         # Without autograd's bookkeeping tokens of small models take a tenth less; ZeRO's hooks cannot do without.
         self.context = torch.no_grad if agree else torch.inference_mode
         self.cache = SlotCache()
@@ -61,9 +69,29 @@ class Sampler:
         training = model.training
         model.eval()
         try:
-            return self._responses(model, prompts, sampling)
+            while (rollout := self._or_fewer_rows(model, prompts, sampling)) is None:
+                pass
+            return rollout
         finally:
             model.train(training)
+
+    def _or_fewer_rows(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout | None:
+        """One response for each row; None where memory ran out and half as many rows at once are to be tried."""
+        rows = min(self.rows_at_once or len(prompts), len(prompts))
+        try:
+            return self._responses(model, prompts, sampling)
+        except torch.OutOfMemoryError as error:
+            if not self._halvings_left or rows == 1:
+                raise
+            message = first_sentence(error)
+        self.release_memory()
+        self.rows_at_once, self._halvings_left = rows // 2, self._halvings_left - 1
+        warnings.warn(
+            f"{rows} responses decoded side by side do not fit on rank {distributed.rank()} ({message}): {rows // 2} "
+            "are from now on",
+            stacklevel=3,
+        )
+        return None
 
     def _responses(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         with self.context():

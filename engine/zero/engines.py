@@ -25,11 +25,11 @@ DeepSpeed's hysteresis the first few lower nothing; after these the model does n
 
 
 class Copies(Protocol):
-    """Plain modules that compute what models do; `engine.whole_copies.WholeCopies`."""
+    """Plain modules that compute what models do; `engine.plain_copies.PlainCopies`."""
 
-    def of(self, model: "TrainedModel | FrozenModel") -> nn.Module | None:
-        """A module that computes what the model's own does, free of ZeRO's hooks; None where there is no memory for
-        it. All ranks call this together."""
+    def inferred(self, model: "TrainedModel | FrozenModel", *args, **kwargs) -> Any:
+        """The model's forward pass without gradients, by a module free of ZeRO's hooks; None where there is no memory
+        for one. All ranks call this together."""
 
 
 class TrainedModel:
@@ -263,12 +263,12 @@ class FrozenModel:
 
 def _inferred(model: TrainedModel | FrozenModel, *args, **kwargs):
     """The forward pass by the model's copy, without autograd's bookkeeping; by its engine where there is none."""
-    copy = None if model.copies is None else model.copies.of(model)
-    if copy is None:
+    if model.copies is not None:
+        result = model.copies.inferred(model, *args, **kwargs)
+        if result is not None:
+            return result
         model.copies = None
-        return model.ds_engine(*args, **kwargs)
-    with torch.inference_mode():
-        return copy(*args, **kwargs)
+    return model.ds_engine(*args, **kwargs)
 
 
 def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:

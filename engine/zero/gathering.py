@@ -179,6 +179,22 @@ def whole_weights(source: nn.Module, names: Collection[str] | None = None) -> It
             yield name, whole.pop(name)
 
 
+def try_bucket(source: nn.Module, names: Collection[str] | None = None, whole: bool = False) -> None:
+    """Take the memory that gathering the largest bucket takes, and leave it to torch's allocator: so a rank that has
+    none finds out before ranks exchange anything.
+
+    names: of those parameters that are to be gathered; None for all. whole: as whole_weights does, which makes the
+    weights; copy_weights fills some that are there. Raises: torch.OutOfMemoryError.
+    """
+    buckets = ([p for _, p in bucket if _has_shard(p)] for bucket in parameter_buckets(source, names))
+    bucket: list[Any] = max(buckets, key=lambda part: sum(map(full_numel, part)), default=[])
+    if bucket:
+        own, everyone = sum(p.ds_tensor.ds_numel for p in bucket), sum(map(full_numel, bucket))
+        sizes = [own, own * distributed.world_size(), *([everyone] if whole else [])]
+        taken = [torch.empty(size, dtype=bucket[0].dtype, device=distributed.device()) for size in sizes]
+        del taken
+
+
 def _empty(parameter: Tensor) -> Tensor:
     return torch.empty(full_shape(parameter), dtype=parameter.dtype, device=distributed.device())
 

@@ -97,5 +97,8 @@ def test_a_copy_for_which_a_rank_has_no_memory_is_done_without(found):
     for number, rank in enumerate(found["partitions"]):
         expected, *answers = rank["no memory"]["answers"]
         assert answers == [expected] * 2 and rank["no memory"]["copies"] is None
-        told = "a copy of the actor does not fit (CUDA out of memory): it computes through its partitions from now on"
+        told = (
+            "a copy of the actor does not fit (CUDA out of memory on rank 1, when it was made): it computes through "
+            "its partitions from now on"
+        )
         assert rank["no memory"]["told"] == ([told] if number == 0 else [])
