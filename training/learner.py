@@ -21,6 +21,7 @@ from engine.packing import micro_batches, weighted_passes
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.engines import TrainedModel
 from engine.zero.roles import TrainedRole
+from training.gradients import accumulate_gradients
 from training.mixed_pretraining import MixedPretraining
 from training.reporting.guards import stop_for_gradients, stop_unless_losses_finite
 from training.reporting.metrics import Accumulator
@@ -221,19 +222,3 @@ class Learner:
         exploded = ratio_exploded(ratio, count, limit)
         metrics.add("policy/left_out", float(exploded), 1)
         return exploded
-
-
-def accumulate_gradients(
-    model: TrainedModel | TrainedRole, shares: list[Callable[[], Tensor]], last: bool = True
-) -> Tensor:
-    """Forward and backward pass of each weighted loss, equally many on all ranks; returns this rank's losses, (N,).
-
-    last: whether the step follows, and no other model's passes within the same engine.
-    """
-    losses = []
-    with model.host.accumulating(len(shares)):
-        for index, share in enumerate(shares):
-            loss = share()
-            losses.append(loss.detach())
-            model.backward(loss, last=last and index == len(shares) - 1)
-    return torch.stack(losses)

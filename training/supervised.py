@@ -16,10 +16,12 @@ from engine.optim import lr_factor
 from engine.zero.engines import TrainedModel
 from training.data.order import epoch_batches
 from training.flags.supervised_arguments import SupervisedFlags
+from training.gradients import accumulate_gradients
 from training.program import model_folders, output_lock, stopping
 from training.program.output_folder import begin_output_dir, open_writer
 from training.program.phases import phase, place
 from training.program.unwritten import check_all_written, going_on
+from training.reporting.arithmetic import TrainingArithmetic
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.held_out_units import gathered
 from training.reporting.metrics import Accumulator
@@ -41,7 +43,7 @@ class SupervisedTrainer:
     """Trains one model on examples.
 
     Args:
-        collate: examples -> a batch with `.to(device)`.
+        collate: examples -> a batch with `.to(device)` and an `attention_mask`.
         count: batch -> the number of targets that its loss sums over.
         loss: (batch, metrics) -> the sum of the loss over these targets, a scalar tensor; what is to be logged of a
             training batch is added to the metrics.
@@ -70,6 +72,7 @@ class SupervisedTrainer:
     ):
         self.model, self.args, self.tokenizer, self.point = model, args, tokenizer, point
         self.saved: dict[str, Path] = {}  # the model's folder, from the last step on
+        self.arithmetic = TrainingArithmetic(model)
         self.examples, self.held_out = examples, held_out
         self.collate, self.loss, self.count, self.held_out_score = collate, loss, count, held_out_score
         self.evaluate, self.summarize, self.before = evaluate, summarize, None
@@ -237,15 +240,13 @@ class SupervisedTrainer:
 
     def optimizer_step(self, step: int, batches: list) -> dict[str, float]:
         """One optimizer step over micro-batches, normalised by the number of targets over all ranks."""
-        started, metrics, total = time.perf_counter(), Accumulator(), 0.0
+        started, metrics = time.perf_counter(), Accumulator()
         seed_dropout(self.args.seed, step)
         self.model.module.train()
         own = torch.tensor(float(sum(self.count(batch) for batch in batches)), device=distributed.device())
         targets = distributed.all_reduce_sum(own)
-        for index, batch in enumerate(batches):
-            share = self.loss(batch, metrics) / targets
-            total = total + share.detach()
-            self.model.backward(share, last=index == len(batches) - 1)
+        shares = [(lambda batch=batch: self.loss(batch, metrics) / targets) for batch in batches]
+        total = accumulate_gradients(self.model, shares).sum()
         if distributed.any_rank(not torch.isfinite(total)):
             raise RunStopped(
                 f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the "
@@ -272,7 +273,9 @@ class SupervisedTrainer:
             metrics.add("train/skipped", float(overflow), 1)
             metrics.add_max("train/loss_scale", self.model.loss_scale)
         metrics.add_max("train/lr", lr)
-        metrics.add_max("time/step", time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        metrics.add_max("time/step", seconds)
+        self.arithmetic.add_to(metrics, seconds, [batch.attention_mask for batch in batches], own)
         metrics.add_max("memory/peak_gb", peak_memory_gb())
         return metrics.reduce()
 

@@ -61,15 +61,21 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
     rest, host = engine.at_rest()
     (read, reading), (making, loading) = engine.reading, engine.loading
     needed = Bytes({"model": training_pass(model, Rows(one.rows, 1, one.length - 1))})
-    backward, reduced = engine.in_backward(one.passes), engine.in_reduction(one.passes)
+    first = needed + engine.in_backward(1) + engine.gathered(backward=True)
+    room = cluster.room
+    free = None if room is None else room - (rest if cluster.on_gpu else unstepped).total  # as of step 3's models
+    kept = engine.kept(one.passes, needed + engine.in_backward(one.passes) + engine.gathered(backward=True), free)
+    whole = engine.gathered(backward=True, kept=kept)
+    backward, reduced = engine.in_backward(one.passes, kept), engine.in_reduction(one.passes)
     step, step_host = engine.in_step
-    whole, tensor = engine.gathered(backward=True), engine.largest_tensor
+    tensor = engine.largest_tensor
     saved = tensor if engine.stage == 3 else NONE
     moments = (
         Moment("load", "the model is read", read, reading, NONE),
         Moment("load", "the model is loaded", unstepped + making, unstepped_host + loading, NONE),
+        *([Moment("train", "the first pass", rest + first, host, NONE)] if kept.weights else []),
         Moment("train", "the backward pass", rest + needed + backward + whole, host, NONE),
-        Moment("train", "gradients are reduced", rest + reduced, host, NONE),
+        Moment("train", "gradients are reduced", rest + reduced + (whole if kept.weights else NONE), host, NONE),
         Moment("train", "the optimizer's step", rest + engine.held + step, host + step_host, NONE),
         Moment("save", "the model is written", rest + saved, host, tensor),
     )

@@ -9,7 +9,7 @@ from tests.distributed.work_supervised_restart import flags_of
 from tests.e2e.programs import Tiny, metric_lines, run_here
 
 STAGES = (0, 3)
-MACHINE = ("time/", "memory/", "checkpoint/")
+MACHINE = ("time/", "speed/", "memory/", "checkpoint/")
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,12 @@ import pytest
 from engine.memory import Cluster, MemoryPlan, plan
 from engine.memory.gpus import gpu_bytes
 from tests.e2e.programs import ROOT
+from training import memory_plan
 from training.flags.memory_flags import MemoryFlags
 from training.flags.parsing import parse_flags
 from training.program.memory_lines import workload
 
+PAGE = ROOT / "docs" / "memory.md"
 LAYER_NAMES = ("hidden_size", "ffn", "num_hidden_layers", "num_attention_heads")
 OPT = {  # facebook/opt-*: width, width of the feed-forward layers, layers, heads
     "350m": (1024, 4096, 24, 16),
@@ -168,3 +170,18 @@ def test_what_deepspeed_chat_has_published_fits(size, hardware, folders):
     assert rest["actor"]["optimizer"] == pytest.approx(12 * (others + factors) / ranks, rel=1e-3)
     assert rest["reference"]["weights"] == pytest.approx(2 * (matrices + others) / ranks, rel=1e-3)
     assert found.fits, found.needed
+    figures = f"{found.needed / 1e9:.1f} of {gpu_bytes(hardware.partition('x')[2]) / 1e9:.1f} GB"
+    assert figures in PAGE.read_text(), f"{PAGE} should say {figures}"
+
+
+def test_the_page_shows_what_the_planner_prints(folders, capsys):
+    """The table of its command; a line that ends with " ..." goes on."""
+    in_blocks = r"```bash\n(python training/memory_plan\.py .*?)\n```.*?```\n(memory plan: .*?)```"
+    command, shown = re.search(in_blocks, PAGE.read_text(), re.DOTALL).groups()
+    for name, size in (("facebook/opt-13b", "13b"), ("opt-350m-reward", "350m")):
+        (folders / size).mkdir(exist_ok=True)
+        (folders / size / "config.json").write_text(json.dumps(opt_config(size)))
+        command = command.replace(name, str(folders / size))
+    assert memory_plan.main(command.replace("\\\n", " ").split()[2:]) == 0
+    for line, said in zip(capsys.readouterr().out.splitlines(), shown.splitlines(), strict=True):
+        assert line == said or (said.endswith(" ...") and line.startswith(said[:-4])), line

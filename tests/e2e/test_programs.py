@@ -40,7 +40,7 @@ def test_steps_1_and_2_report(chain):
         assert {held_out, *(f"{held_out}{ending}" for ending in ENDINGS)} <= set(lines[0]) & set(lines[-1])
         assert lines[0][f"{held_out}_change"] == 0.0
         assert lines[-1][f"{held_out}_change"] == pytest.approx(lines[-1][held_out] - lines[0][held_out])
-        assert all({loss, "train/lr", "train/grad_norm", "time/step"} <= set(line) for line in lines[1:])
+        assert all({loss, "train/lr", "train/grad_norm", "time/step", "speed/train"} <= set(line) for line in lines[1:])
         assert re.search(
             rf"{last_words} [\d.]+ ± [\d.]+[^\n]* \((changed by [-+]|unchanged\))", chain.results[name].stdout
         )

@@ -5,7 +5,7 @@ the GPUs could have done in its time (Chowdhery et al. 2022, PaLM, appendix B). 
 computed again under gradient checkpointing, and adapters' factors are no need. docs/performance.md has the formulas.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +19,7 @@ from engine.models.backbone import Backbone
 from engine.models.policy import Policy
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.accelerator import on_gpu
+from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_shape
 from training.reporting.metrics import Accumulator
 
@@ -70,7 +71,8 @@ class Cost:
         )
 
     def forward(self, lengths: Tensor, predicted: Tensor) -> Tensor:
-        """FLOPs of a forward pass. lengths: (B,) tokens of each row; predicted: (B,) how many log-probs are taken."""
+        """FLOPs of a forward pass. lengths: (B,) tokens of each row; predicted: how many log-probs are taken, (B,)
+        or of all rows together."""
         tokens, pairs, labels = _sums(lengths, predicted)
         return 2 * self.matrices * tokens + 4 * self.attention * pairs + 2 * self.head * labels
 
@@ -90,7 +92,7 @@ def _sums(lengths: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Arithmetic:
-    """What the phases of a step need of this rank's GPU."""
+    """What the phases of a step of PPO need of this rank's GPU."""
 
     def __init__(self, models: RLHFEngine):
         self.models = models
@@ -105,11 +107,8 @@ class Arithmetic:
 
     @cached_property
     def peak(self) -> float | None:
-        """What this rank's GPU could do a second; None in float32, on GPUs whose data sheet is not listed, on CPUs."""
-        if not on_gpu() or next(self.models.actor.module.parameters()).dtype == torch.float32:
-            return None
-        sheet = data_sheet(torch.cuda.get_device_name())
-        return sheet.flops if sheet is not None else None
+        """As `peak_flops` has it."""
+        return peak_flops(self.models.actor.module)
 
     def of_step(self, rollout: Rollout, experience: Experience, epochs: int, trains_actor: bool) -> dict[str, Tensor]:
         """FLOPs by phase, where they are known.
@@ -141,13 +140,57 @@ class Arithmetic:
         trains_actor: bool,
     ) -> None:
         """Put the speed of each phase into the metrics; arguments as for `of_step`, seconds by phase."""
-        tokens = distributed.world_size() * experience.rollout.attention_mask.sum()
+        tokens = experience.rollout.attention_mask.sum()
         for phase, times in (("make_experience", 1), ("train", epochs)):
-            metrics.add(f"speed/{phase}", times * tokens, seconds[phase])
+            _add_speed(metrics, phase, times * tokens, seconds[phase])
         if self.peak is None:
             return
         for phase, flops in self.of_step(rollout, experience, epochs, trains_actor).items():
-            metrics.add(f"mfu/{phase}", flops / self.peak, seconds[phase])
+            _add_use(metrics, phase, flops, seconds[phase], self.peak)
+
+
+class TrainingArithmetic:
+    """What an optimizer step of steps 1 and 2, which train one model, needs of this rank's GPU."""
+
+    def __init__(self, model: TrainedModel):
+        self.model = model
+
+    @cached_property
+    def cost(self) -> Cost | None:
+        """The model's."""
+        return Cost.of(self.model.module)
+
+    @cached_property
+    def peak(self) -> float | None:
+        """As `peak_flops` has it."""
+        return peak_flops(self.model.module)
+
+    def add_to(self, metrics: Accumulator, seconds: float, masks: Sequence[Tensor], predicted: Tensor) -> None:
+        """Put the speed of an optimizer step, as that of the phase `train`, into the metrics.
+
+        masks: (B, S) int64 each, attention masks of its micro-batches. predicted: (), how many log-probs are taken.
+        """
+        lengths = torch.cat([mask.sum(-1) for mask in masks])
+        _add_speed(metrics, "train", lengths.sum(), seconds)
+        if self.peak is not None and self.cost is not None:
+            _add_use(metrics, "train", self.cost.training(lengths, predicted), seconds, self.peak)
+
+
+def peak_flops(module: nn.Module) -> float | None:
+    """What this rank's GPU could do a second; None in float32, on GPUs whose data sheet is not listed, on CPUs."""
+    if not on_gpu() or next(module.parameters()).dtype == torch.float32:
+        return None
+    sheet = data_sheet(torch.cuda.get_device_name())
+    return sheet.flops if sheet is not None else None
+
+
+def _add_speed(metrics: Accumulator, phase: str, tokens: Tensor, seconds: float) -> None:
+    """The tokens a second of all ranks; `tokens` are this rank's."""
+    metrics.add(f"speed/{phase}", distributed.world_size() * tokens, seconds)
+
+
+def _add_use(metrics: Accumulator, phase: str, flops: Tensor, seconds: float, peak: float) -> None:
+    metrics.add(f"mfu/{phase}", flops / peak, seconds)
 
 
 _NOTHING = Cost(matrices=0, trained=0, passed=0, attention=0, head=0, head_trained=0)

@@ -1,7 +1,10 @@
 """Scalars, texts, histograms, settings and the grouping of curves, as TensorBoard events."""
 
 import json
+import re
+import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +12,9 @@ import torch
 
 from training.reporting.standard_errors import NOISE
 from training.reporting.views import View
+
+MOST_BEHIND = 10.0
+"""Seconds that are waited for, at most, where another machine's clock was ahead of this one's."""
 
 
 class TensorBoardSink:
@@ -22,6 +28,7 @@ class TensorBoardSink:
         from torch.utils.tensorboard import SummaryWriter  # takes seconds: only where it is used, on the main rank
 
         threading.excepthook = _told_elsewhere
+        _wait_for_a_later_name(Path(log_dir))
         self._name, self._view = name, view
         self._writer = SummaryWriter(str(log_dir), purge_step=0 if resume_step is None else resume_step + 1)
         self._with_bounds = {name for charts in view.held_out.values() for name in charts.values()}
@@ -64,6 +71,26 @@ class TensorBoardSink:
     def close(self) -> None:
         """Write out what is buffered."""
         self._writer.close()
+
+
+def _wait_for_a_later_name(log_dir: Path) -> None:
+    """Wait until the clock is past the second in which the folder's newest file was begun, where it is not.
+
+    TensorBoard reads a folder's files in the order of their names, `events.out.tfevents.SECOND.HOST.PROCESS.NUMBER`,
+    whatever they say of each other; of two of one second the later one may come first, as "10" is before "9".
+    """
+    seconds = [re.match(r"events\.out\.tfevents\.(\d+)", path.name) for path in log_dir.glob("events.out.tfevents.*")]
+    behind = max((int(found[1]) + 1 - time.time() for found in seconds if found), default=0.0)
+    if behind > MOST_BEHIND:
+        print(
+            f"WARNING: {log_dir} has a file that was begun {behind:,.0f} seconds after this machine's clock. "
+            "TensorBoard reads it behind this run's, and may hide steps of this one; metrics.jsonl has them. Set the "
+            "clock, or move that file elsewhere.",
+            file=sys.stderr,
+            flush=True,
+        )
+    elif behind > 0:
+        time.sleep(behind)
 
 
 def _bounds(name: str) -> tuple[str, str]:

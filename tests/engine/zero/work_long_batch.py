@@ -3,7 +3,6 @@
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from unittest import mock
 
 import deepspeed
@@ -33,7 +32,7 @@ def steps(folder: str, batch: TrainingBatch, dtypes: list[str]) -> dict[tuple[st
         for name, kept in WAYS.items():
             for model in models:
                 model.long_batch.kept = kept
-            with _counted(models) as calls:
+            with counted() as calls:
                 found[dtype, name] = one_step(trainer, own)
             whole = [p for model in models for p in model.module.parameters() if is_available(p)]
             found[dtype, name] |= {"calls": dict(calls), "whole": len(whole)}
@@ -41,9 +40,9 @@ def steps(folder: str, batch: TrainingBatch, dtypes: list[str]) -> dict[tuple[st
 
 
 @contextlib.contextmanager
-def _counted(models: list[TrainedModel]) -> Iterator[Counter]:
+def counted() -> Iterator[Counter]:
     """Counts passes, and the calls by which ZeRO gathers weights and reduces gradients in them."""
-    backend, calls = deepspeed.comm.comm.cdb, Counter()
+    calls, accumulating = Counter(), TrainedModel.accumulating
 
     def counting(name: str, function: Callable) -> Callable:
         def call(*args, **kwargs):
@@ -55,15 +54,14 @@ def _counted(models: list[TrainedModel]) -> Iterator[Counter]:
     @contextlib.contextmanager
     def passes(model: TrainedModel, number: int) -> Iterator[None]:
         calls["passes"] += number
+        backend = deepspeed.comm.comm.cdb
         gather, reduce = backend.all_gather_function, backend.reduce_scatter_function
         with (
             mock.patch.object(backend, "all_gather_function", counting("gathers", gather)),
             mock.patch.object(backend, "reduce_scatter_function", counting("reductions", reduce)),
-            TrainedModel.accumulating(model, number),
+            accumulating(model, number),
         ):
             yield
 
-    with contextlib.ExitStack() as patches:
-        for model in models:
-            patches.enter_context(mock.patch.object(model, "accumulating", partial(passes, model)))
+    with mock.patch.object(TrainedModel, "accumulating", passes):
         yield calls

@@ -13,7 +13,7 @@ from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec, adapt
 from tests.tiny_models import make_causal_lm, make_scorer
-from training.reporting.arithmetic import Arithmetic, Cost
+from training.reporting.arithmetic import Arithmetic, Cost, TrainingArithmetic
 from training.reporting.metrics import Accumulator
 
 SMALL = Cost(matrices=100, trained=60, passed=60, attention=8, head=10, head_trained=0)
@@ -89,3 +89,16 @@ def test_phases_are_told_by_their_speed_and_use_of_the_gpu():
     needs.peak, metrics = None, Accumulator()
     needs.add_to(metrics, seconds, rollout, experience, epochs=3, trains_actor=True)
     assert set(metrics.reduce()) == {"speed/make_experience", "speed/train"}
+
+
+def test_an_optimizer_step_of_one_model_is_told_in_the_same_way():
+    needs = TrainingArithmetic(SimpleNamespace())
+    needs.cost, needs.peak = SMALL, 1000.0
+    masks = [torch.tensor([[1, 1, 0]]), torch.tensor([[1, 1, 1, 0]])]  # rows of LENGTHS, micro-batches of one
+    metrics = Accumulator()
+    needs.add_to(metrics, 5.0, masks, PREDICTED.sum())
+    assert metrics.reduce() == pytest.approx({"speed/train": 5 / 5, "mfu/train": 2953.6 / 1000 / 5})
+    for needs.cost, needs.peak in ((None, 1000.0), (SMALL, None)):
+        metrics = Accumulator()
+        needs.add_to(metrics, 5.0, masks, PREDICTED.sum())
+        assert metrics.reduce() == {"speed/train": 1.0}

@@ -1,6 +1,7 @@
 """TensorBoard events: nothing twice after a resume, curves grouped, settings in the table of runs."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -50,6 +51,25 @@ def test_what_an_earlier_run_left_in_the_folder_is_hidden(tmp_path):
             sink.log(step, step, {"policy/loss": value})
         sink.close()
     assert [(e.step, e.value) for e in events_in(tmp_path).Scalars("policy/loss")] == [(0, 2.0)]
+
+
+def test_files_are_read_in_the_order_in_which_they_were_begun(tmp_path, monkeypatch):
+    """By name, in which this process's number of the file comes last: 10 before 9."""
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(9))
+    for value in (1.0, 2.0):
+        sink = _sink(tmp_path, resume_step=0)
+        sink.log(1, 1, {"policy/loss": value})
+        sink.close()
+    assert [e.value for e in events_in(tmp_path).Scalars("policy/loss")] == [2.0]
+
+
+def test_a_clock_that_is_far_behind_is_told(tmp_path, capfd):
+    name = f"events.out.tfevents.{int(time.time()) + 100_000}.host.1.0"
+    (tmp_path / name).touch()
+    _sink(tmp_path).close()  # and not waited for
+    assert "seconds after this machine's clock" in capfd.readouterr().err
 
 
 def _sections(log_dir) -> dict[str, dict[str, object]]:
