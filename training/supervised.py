@@ -7,7 +7,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import torch
 
 from engine import distributed
@@ -15,6 +14,7 @@ from engine.errors import RunStopped
 from engine.optim import lr_factor
 from engine.zero.engines import TrainedModel
 from training.data.order import epoch_batches
+from training.dropout import seed_dropout
 from training.flags.supervised_arguments import SupervisedFlags
 from training.gradients import accumulate_gradients
 from training.program import model_folders, output_lock, stopping
@@ -27,6 +27,7 @@ from training.reporting.held_out_units import gathered
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
 from training.reporting.phase_clock import peak_memory_gb
+from training.reporting.phase_memory import phase_memory
 from training.reporting.run_record import RUN_FILE, write_run_record
 from training.reporting.standard_errors import Units, metrics_told
 from training.reporting.views import View
@@ -172,6 +173,7 @@ class SupervisedTrainer:
             if self.steps_done == self.total_steps:
                 self.save()
             found = self.log_step()
+        phase_memory.gauge.begin()  # the first step's passes are measured: loading and evaluation may have taken more
         with stopping.at_borders():
             while self.steps_done < self.total_steps:
                 place.step = self.steps_done + 1
@@ -292,9 +294,3 @@ class SupervisedTrainer:
         if self.steps_done == 0:
             self.before = units
         return self.summarize(units, self.before)
-
-
-def seed_dropout(seed: int, step: int) -> None:
-    """Seed torch for an optimizer step on this rank, so that dropout is the same in a run that goes on."""
-    key = np.random.SeedSequence((seed, step, distributed.rank()))
-    torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))

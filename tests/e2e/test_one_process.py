@@ -1,9 +1,12 @@
-"""Step 3 in one process."""
+"""Whole steps in one process."""
 
 import json
+from types import SimpleNamespace
 
 from tests.e2e.chain import EVALUATION, EVERY_STEP, assert_finite
 from tests.e2e.programs import metric_lines, run_here
+from training.reporting.phase_memory import phase_memory
+from training.supervised import SupervisedTrainer
 
 
 def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
@@ -48,3 +51,18 @@ def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
         "written.json",
         "run.json",
     }
+
+
+def test_peaks_of_memory_begin_anew_before_the_first_optimizer_step(tiny, tmp_path, capfd, monkeypatch):
+    """By what its passes take it is decided what is kept whole over those of later steps."""
+    order = []
+    monkeypatch.setattr(phase_memory, "_gauge", SimpleNamespace(begin=lambda: order.append("begin")))
+
+    def noted(name: str):
+        method = getattr(SupervisedTrainer, name)
+        return lambda trainer, *args: order.append(name) or method(trainer, *args)
+
+    for name in ("held_out_metrics", "optimizer_step"):
+        monkeypatch.setattr(SupervisedTrainer, name, noted(name))
+    assert run_here(1, tiny.flags(1, output_dir=tmp_path / "out", max_steps=2), capfd).code == 0
+    assert order == ["held_out_metrics", "begin", "optimizer_step", "optimizer_step", "held_out_metrics"]
