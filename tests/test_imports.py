@@ -29,7 +29,15 @@ LAYERS = [
     ["engine.models", "engine.packing"],
     ["engine.plain_copies", "engine.tensor_parallel_copies", "engine.whole_copies"],
     ["engine.engine_spec", "engine.frozen_role", "engine.shared_trunk"],
-    ["engine.ema", "engine.memory", "engine.rlhf_engine", "engine.reference", "engine.rollout", "engine.reward"],
+    [
+        "engine.ema",
+        "engine.memory",
+        "engine.reference",
+        "engine.reward",
+        "engine.rlhf_engine",
+        "engine.rollout",
+        "engine.speed",
+    ],
     ["engine.experience_maker"],
     ["training"],
 ]

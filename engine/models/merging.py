@@ -92,6 +92,7 @@ def merged_weights(module: Backbone) -> Iterator[tuple[str, Tensor]]:
             yield name, weight
         if head is not None and name == tied:
             yield f"{head}.weight", changed(head, weight)
+        del weight  # before the next bucket is gathered
 
 
 def adapter_state(module: Backbone, state: Mapping[str, Tensor], role: str | None = None) -> dict[str, Tensor]:

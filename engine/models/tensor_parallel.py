@@ -33,18 +33,22 @@ _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
 _ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
 _EXPERTS = ("moe_tp_experts", "moe_identity_expert", "all_reduce")
 _KEPT = (*_EXPERTS, "mla_kv_a_proj", "replicate", "replicated_with_grad_allreduce", "local_params")
-_GATHERS = ("colwise_gather_output", "colwise_rep")
 _SPLITS = ("rowwise_split_input", "rowwise_rep")
 _SUMS = (*_ROWS, "moe_tp_experts", "all_reduce")
 VOCABULARY = "vocabulary"  # our own: rows of an embedding or output layer, padded to a number that can be divided
+_FEATURES = "features"  # our own: columns of an embedding, which gives a part of each vector, and the parts are joined
+_GATHERS = ("colwise_gather_output", "colwise_rep", _FEATURES)
 
-_OPT = {f"self_attn.{name}_proj": "colwise" for name in "qkv"} | {
-    "self_attn.out_proj": "rowwise",
-    "fc1": "colwise",
-    "fc2": "rowwise",
+_OPT = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+    "layers.*.self_attn.out_proj": "rowwise",
+    "layers.*.fc1": "colwise",
+    "layers.*.fc2": "rowwise",
+    "embed_positions": _FEATURES,  # and not rows, which its forward pass finds by an offset of its own
+    "project_in": "colwise_gather_output",  # of those whose word vectors are narrower (350M)
+    "project_out": "colwise_gather_output",
 }
 # Plans for families that transformers has none for, from the base model on; and what counts heads in their modules.
-_OWN_PLANS = {"opt": {f"decoder.layers.*.{name}": style for name, style in _OPT.items()}}
+_OWN_PLANS = {"opt": {f"decoder.{name}": style for name, style in _OPT.items()}}
 _COUNTS_OF_HEADS = {"opt": ("decoder.layers.*.self_attn", "num_heads")}
 
 
@@ -81,7 +85,7 @@ class TensorParallelPlan:
         return cls(ranks, styles, plan._obstacle(model))
 
     def _obstacle(self, model: PreTrainedModel) -> str | None:
-        unknown = set(self.styles.values()) - {*_COLUMNS, *_ROWS, *_KEPT, VOCABULARY}
+        unknown = set(self.styles.values()) - {*_COLUMNS, *_ROWS, *_KEPT, VOCABULARY, _FEATURES}
         if unknown:
             return f"its tensor-parallel plan has a style that is not known here ({', '.join(sorted(unknown))})"
         for name, parameter in model.named_parameters():
@@ -132,6 +136,8 @@ class TensorParallelPlan:
         style = self._style(name)
         if style == VOCABULARY:
             return _Cut(style, 0)
+        if style == _FEATURES:
+            return _Cut(style, 1)
         if style in _COLUMNS:
             return _Cut(style, max(dimensions - 2, 0), blocks=2 if style == "packed_colwise" else 1)
         if style in _ROWS:

@@ -21,17 +21,18 @@ GATHER_BUCKET = 1 << 26  # parameters gathered at a time: 256 MiB in float32
 def parameter_buckets(
     module: nn.Module, names: Collection[str] | None = None
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """A module's named parameters, or those of these names, in runs of about GATHER_BUCKET elements; tied ones come
-    once."""
-    bucket, size = [], 0
+    """A module's named parameters, or those of these names, in runs of at most GATHER_BUCKET elements, a larger one by
+    itself; tied ones come once."""
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
     for name, parameter in module.named_parameters():
         if names is not None and name not in names:
             continue
-        bucket.append((name, parameter))
-        size += full_numel(parameter)
-        if size >= GATHER_BUCKET:
+        if bucket and size + full_numel(parameter) > GATHER_BUCKET:
             yield bucket
             bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += full_numel(parameter)
     if bucket:
         yield bucket
 
@@ -167,36 +168,38 @@ def whole_weights(source: nn.Module, names: Collection[str] | None = None) -> It
     names: of those parameters that are wanted; None for all.
     """
     for bucket in parameter_buckets(source, names):
-        partitioned = [(name, parameter) for name, parameter in bucket if _has_shard(parameter)]
-        whole = {name: _empty(parameter) for name, parameter in partitioned}
-        if partitioned:
-            _copy_bucket(partitioned, whole)
+        runs = _gathered_runs([parameter for _, parameter in bucket if _has_shard(parameter)])
         for name, parameter in bucket:
-            if name not in whole:
-                with gathered_params([parameter]):
-                    whole[name] = parameter.to(distributed.device(), copy=is_partitioned(parameter))
-        for name, _ in bucket:
-            yield name, whole.pop(name)
+            if _has_shard(parameter):  # a view, where the bucket is of this one parameter
+                yield name, next(runs).reshape(-1)[: full_numel(parameter)].view(full_shape(parameter))
+                continue
+            with gathered_params([parameter]):
+                whole = parameter.to(distributed.device(), copy=is_partitioned(parameter))
+            yield name, whole
+            del whole
+        del runs  # before the next bucket is gathered
 
 
 def try_bucket(source: nn.Module, names: Collection[str] | None = None, whole: bool = False) -> None:
-    """Take the memory that gathering the largest bucket takes, and leave it to torch's allocator: so a rank that has
-    none finds out before ranks exchange anything.
+    """Take the most memory that gathering a bucket takes, and leave it to torch's allocator: so a rank that has none
+    finds out before ranks exchange anything.
 
-    names: of those parameters that are to be gathered; None for all. whole: as whole_weights does, which makes the
-    weights; copy_weights fills some that are there. Raises: torch.OutOfMemoryError.
+    names: of those parameters that are to be gathered; None for all. whole: as whole_weights does, which makes one
+    weight after the other; copy_weights fills some that are there. Raises: torch.OutOfMemoryError.
     """
     buckets = ([p for _, p in bucket if _has_shard(p)] for bucket in parameter_buckets(source, names))
-    bucket: list[Any] = max(buckets, key=lambda part: sum(map(full_numel, part)), default=[])
-    if bucket:
-        own, everyone = sum(p.ds_tensor.ds_numel for p in bucket), sum(map(full_numel, bucket))
-        sizes = [own, own * distributed.world_size(), *([everyone] if whole else [])]
-        taken = [torch.empty(size, dtype=bucket[0].dtype, device=distributed.device()) for size in sizes]
+    needs = [(_bucket_needs(bucket, whole), bucket[0].dtype) for bucket in buckets if bucket]
+    if needs:
+        sizes, dtype = max(needs, key=lambda need: sum(need[0]))
+        taken = [torch.empty(size, dtype=dtype, device=distributed.device()) for size in sizes]
         del taken
 
 
-def _empty(parameter: Tensor) -> Tensor:
-    return torch.empty(full_shape(parameter), dtype=parameter.dtype, device=distributed.device())
+def _bucket_needs(bucket: list[Any], whole: bool) -> tuple[int, int]:
+    """How many numbers are received; and are sent, or then made of those, unless these are the one weight itself."""
+    sent = sum(parameter.ds_tensor.ds_numel for parameter in bucket)
+    made = max(map(full_numel, bucket)) if whole and len(bucket) > 1 else 0
+    return sent * distributed.world_size(), max(sent, made)
 
 
 def _has_shard(parameter: Any) -> bool:
@@ -212,10 +215,18 @@ def _has_shard(parameter: Any) -> bool:
 
 
 def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor]) -> None:
-    shards = [parameter.ds_tensor.data.flatten() for _, parameter in bucket]
-    by_rank = distributed.all_gather(torch.cat(shards).to(distributed.device()))  # (ranks, numbers)
-    for (name, parameter), column in zip(bucket, by_rank.split([len(shard) for shard in shards], dim=1)):
-        # Rank r holds the r-th run of the flattened weight, the last one padded.
+    runs = _gathered_runs([parameter for _, parameter in bucket])
+    for (name, parameter), column in zip(bucket, runs):
         rows = column[: -(-parameter.ds_numel // column.shape[1])]
         for row, run in zip(rows, targets[name].view(-1).split(column.shape[1])):
             run.copy_(row[: len(run)])
+
+
+def _gathered_runs(parameters: list[Any]) -> Iterator[Tensor]:
+    """Of each parameter what all ranks hold, (ranks, numbers): rank r holds the r-th run of the flattened weight, the
+    last one padded. All are sent at once, when this is called."""
+    if not parameters:
+        return iter(())
+    shards = [parameter.ds_tensor.data.flatten() for parameter in parameters]
+    by_rank = distributed.all_gather(torch.cat(shards).to(distributed.device()))
+    return iter(by_rank.split([len(shard) for shard in shards], dim=1))

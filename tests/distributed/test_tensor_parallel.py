@@ -66,19 +66,22 @@ def test_two_ranks_with_halves_are_one_model(found, family):
 
 
 def test_a_rank_holds_half_of_the_weights_and_a_bucket(found):
-    """By hand: all but two vectors a layer and the last norm's are divided; OPT's embedding of positions is not."""
+    """By hand: all but two vectors a layer and the last norm's are divided, tables of positions too."""
     width, tokens, positions = 32, 64, 64 + 2
     llama = 2 * tokens * width + 2 * (3 * width * 48 + 2 * width * width + 2 * width * width // 2)
     vectors = width * (2 * 2 + 1)
-    opt = tokens * width + 2 * (2 * width * 48 + 4 * width * width + 3 * width + 48)
-    kept = positions * width + 2 * (2 * width + 4 * width) + 2 * width  # with biases after sums, and norms' two each
+    opt = (tokens + positions) * width + 2 * (2 * width * 48 + 4 * width * width + 3 * width + 48)
+    kept = 2 * (2 * width + 4 * width) + 2 * width  # with biases after sums, and norms' two each
     for rank in found["families"]:
         assert rank["llama"]["numbers"] == [llama // 2 + vectors, llama + vectors]
         assert rank["opt"]["numbers"] == [opt // 2 + kept, opt + kept]
     for rank in found["partitions"]:
-        made, refilled = rank["peaks"]
+        made, refilled, walked = rank["peaks"]
         assert rank["whole"] / 2 < made <= 0.55 * rank["whole"]
-        assert refilled < 0.05 * rank["whole"]  # new weights take the old ones' place
+        # New weights take the old ones' place. Half of one is sent and all of it arrives, and gloo's thread may still
+        # have the one before.
+        assert refilled <= 2 * 4 * tokens * width
+        assert walked <= 1.5 * rank["whole"]
 
 
 def test_partitions_fill_it_before_and_after_an_optimizer_step(found):

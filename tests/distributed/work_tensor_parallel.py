@@ -16,7 +16,7 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout import ReplicaRollouts, build_rollouts
 from engine.rollout.base import SamplingConfig
 from engine.tensor_parallel_copies import TensorParallelCopies
-from engine.zero.gathering import full_numel
+from engine.zero.gathering import full_numel, whole_weights
 from tests.distributed.tiny_run import DIALECT, engine_spec, prompt_batch
 from tests.distributed.work_rollouts import _by_key
 from tests.tiny_models import make_tokenizer
@@ -40,7 +40,8 @@ def everything(
 
 def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -> dict:
     """A deep actor at stage 3 and its tensor-parallel copy: what both answer before and after an optimizer step, and
-    the most bytes that the copy has taken while it was made and filled, or filled."""
+    the most bytes that the copy has taken while it was made and filled, or filled; and those of a walk through all
+    weights at once."""
     models = RLHFEngine.from_pretrained(engine_spec(folder, 3, config=config, actor="deep"))
     actor = models.actor
     copies = TensorParallelCopies(ranks)
@@ -62,6 +63,10 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
             copies.of(actor)
         peaks.append(live.peak.total())
         answers.append([dict(_by_key(backend.generate(prompts, sampling))) for backend in backends])
+    with LiveBytes() as live:
+        for _, weight in whole_weights(actor.module):  # of one bucket
+            del weight
+    peaks.append(live.peak.total())
     found = {"experience": _judged(models, ranks, sampling), "no memory": _without_memory(models, sampling)}
     return found | {"answers": answers, "peaks": peaks, "whole": 4 * sum(map(full_numel, actor.module.parameters()))}
 

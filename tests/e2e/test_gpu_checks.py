@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.memory.copies import CopyNeed, place_copies
-from engine.memory.data_sheets import DataSheet, data_sheet
+from engine.memory.data_sheets import DataSheet, Link, data_sheet
 from scripts.gpu_checks import __main__ as front
 from scripts.gpu_checks.benchmark import aims, rates
 from scripts.gpu_checks.catalogue import CHECKS
@@ -138,13 +138,14 @@ def test_the_front_door_opens():
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("NVIDIA H100 80GB HBM3", DataSheet(989e12, 3350e9)),
-        ("NVIDIA H100 PCIe", DataSheet(756e12, 2000e9)),
-        ("NVIDIA H200", DataSheet(989e12, 4800e9)),
-        ("NVIDIA A100-SXM4-80GB", DataSheet(312e12, 2039e9)),
-        ("NVIDIA A100 80GB PCIe", DataSheet(312e12, 1935e9)),
-        ("NVIDIA A100-SXM4-40GB", DataSheet(312e12, 1555e9)),
-        ("Tesla V100-SXM2-32GB", DataSheet(125e12, 900e9)),
+        ("NVIDIA H100 80GB HBM3", DataSheet(989e12, 3350e9, Link(450e9, 1.9e-6))),
+        ("NVIDIA H100 PCIe", DataSheet(756e12, 2000e9, Link(64e9, 2.5e-6))),
+        ("NVIDIA H200", DataSheet(989e12, 4800e9, Link(450e9, 1.9e-6))),
+        ("NVIDIA A100-SXM4-80GB", DataSheet(312e12, 2039e9, Link(300e9, 1.9e-6))),
+        ("NVIDIA A100 80GB PCIe", DataSheet(312e12, 1935e9, Link(32e9, 2.5e-6))),
+        ("NVIDIA A100-SXM4-40GB", DataSheet(312e12, 1555e9, Link(300e9, 1.9e-6))),
+        ("NVIDIA A100-PCIE-40GB", DataSheet(312e12, 1555e9, Link(32e9, 2.5e-6))),
+        ("Tesla V100-SXM2-32GB", DataSheet(125e12, 900e9, Link(150e9, 1.9e-6))),
         ("NVIDIA GH200 480GB", None),
     ],
 )
@@ -153,6 +154,7 @@ def test_data_sheets_go_by_torchs_names(name, expected):
 
 
 def test_shares_of_a_data_sheet_by_hand():
+    link = Link(300e9, 1.9e-6)
     report = {
         "ranks": 2,
         "flops": {"train": 1000e12},
@@ -161,11 +163,11 @@ def test_shares_of_a_data_sheet_by_hand():
         "decode_seconds": 0.2,
     }
     assert rates(report) == (400e12, 1500e9)  # 1000e12 / 2 / 1.25, and 300e9 / 0.2
-    assert aims(report, DataSheet(1000e12, 2000e9)) == {
+    assert aims(report, DataSheet(1000e12, 2000e9, link)) == {
         "MFU of training": "40.0% (40% reached)",
         "share of bandwidth in decoding": "75.0% (50% reached)",
     }
-    assert "(50% not reached)" in aims(report, DataSheet(1000e12, 4000e9))["share of bandwidth in decoding"]
+    assert "(50% not reached)" in aims(report, DataSheet(1000e12, 4000e9, link))["share of bandwidth in decoding"]
 
 
 def test_each_amount_of_memory_calls_for_other_copies():
