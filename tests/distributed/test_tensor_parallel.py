@@ -78,10 +78,10 @@ def test_a_rank_holds_half_of_the_weights_and_a_bucket(found):
     for rank in found["partitions"]:
         made, refilled, walked = rank["peaks"]
         assert rank["whole"] / 2 < made <= 0.55 * rank["whole"]
-        # New weights take the old ones' place. Half of one is sent and all of it arrives, and gloo's thread may still
-        # have the one before.
-        assert refilled <= 2 * 4 * tokens * width
-        assert walked <= 1.5 * rank["whole"]
+        assert refilled < 0.05 * rank["whole"]  # new weights take the old ones' place
+        assert (
+            walked <= 1.5 * rank["whole"]
+        )  # half of it is sent, all of it arrives, and then one weight is made of that
 
 
 def test_partitions_fill_it_before_and_after_an_optimizer_step(found):
