@@ -53,6 +53,11 @@ def test_the_step_goes_on_to_the_same_responses_and_experience(ranks, case):
             assert torch.allclose(column, expected["experience"][name], atol=5e-5), name
 
 
+def test_a_step_is_finished(ranks):
+    for rank in ranks:
+        assert rank["step"] == {"number": 1, "answers": rank[""]["answers"][0]}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_one_warning_says_what_happened_and_what_comes_next(ranks, case):
     told = [

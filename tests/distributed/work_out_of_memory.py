@@ -39,10 +39,16 @@ class Case:
 
 
 def without_failures_and_with(folder: str, cases: dict[str, Case]) -> dict[str, dict]:
-    """What is drawn and judged without failures, "", and in each case; and `_bytes`."""
+    """What is drawn and judged without failures, "", and in each case; what is drawn in a step with the last one's
+    failures, "step"; and `_bytes`."""
     models = RLHFEngine.from_pretrained(engine_spec(folder, 3, config="stage3.json"))
     found: dict[str, dict] = {"bytes": _bytes(models.actor.module)}
-    return found | {"": _answers(models, Case())} | {name: _answers(models, case) for name, case in cases.items()}
+    found |= {"": _answers(models, Case())} | {name: _answers(models, case) for name, case in cases.items()}
+    case = list(cases.values())[-1]
+    trainer = _trainer(models, case)
+    with _failing(case):
+        report = trainer.step(TinyPrompts(8).prompts(0))
+    return found | {"step": {"number": report.step, "answers": dict(_by_key(report.batch.rollout))}}
 
 
 def _bytes(actor) -> dict[str, tuple[int, int]]:
@@ -60,7 +66,7 @@ def _bytes(actor) -> dict[str, tuple[int, int]]:
     }
 
 
-def _answers(models: RLHFEngine, case: Case) -> dict:
+def _trainer(models: RLHFEngine, case: Case) -> PPOTrainer:
     for model in models.engines:
         model.copies = None
     with mock.patch("engine.zero.accelerator.free_memory", lambda: 10**12):  # enough for copies of their own
@@ -69,7 +75,12 @@ def _answers(models: RLHFEngine, case: Case) -> dict:
         )
     rollouts.copies.shared, rollouts.copies._away = case.shared, case.away
     config = PPOConfig(total_steps=2, micro_batch_size=4)
-    trainer = PPOTrainer(models=models, rollouts=rollouts, dialect=DIALECT, sampling=SAMPLING, config=config)
+    return PPOTrainer(models=models, rollouts=rollouts, dialect=DIALECT, sampling=SAMPLING, config=config)
+
+
+def _answers(models: RLHFEngine, case: Case) -> dict:
+    trainer = _trainer(models, case)
+    rollouts = trainer.rollouts
     prompts, made = TinyPrompts(8).prompts(0), []
     with _failing(case), _whole_copies(made), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -10,6 +10,7 @@ from engine import distributed
 from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.models.loading import load_policy
+from engine.models.lora import LoraSpec, adapt
 from engine.rollout import Zero3Rollouts, build_rollouts
 from engine.rollout.decode import Draws, Sampler
 from engine.tensor_parallel_copies import TensorParallelCopies
@@ -22,8 +23,13 @@ TOKENS = torch.arange(4, 20).view(2, 8)
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return load_policy(make_causal_lm(tmp_path_factory.mktemp("policy"), "llama"), torch.float32).eval()
+def policy_folder(tmp_path_factory) -> str:
+    return make_causal_lm(tmp_path_factory.mktemp("policy"), "llama")
+
+
+@pytest.fixture(scope="module")
+def policy(policy_folder):
+    return load_policy(policy_folder, torch.float32).eval()
 
 
 def engine(policy, stage: int = 3) -> SimpleNamespace:
@@ -85,6 +91,35 @@ def test_a_rank_that_cannot_fall_back_alone_ends_the_run_with_a_message(policy, 
     monkeypatch.setattr("engine.plain_copies._inferred", fails(1))
     with pytest.raises(RunStopped, match=help_.format("experience was made with it")):
         together.inferred(model, *rows, response_length=3)
+
+
+def test_a_divided_copy_takes_the_place_of_an_actor_with_adapters_where_it_generates_alone(policy_folder, monkeypatch):
+    """Its updates are merged there for good; experience wants them beside the matrices."""
+    adapted = load_policy(policy_folder, torch.float32).eval()
+    adapt(adapted, LoraSpec(dim=4, alpha=6.0, only=True, targets="all-linear"), "actor")
+    model = SimpleNamespace(module=adapted, stage=3, version=0, role="actor")
+    together = TensorParallelCopies(1)
+    whole, released = WholeCopies("free", smaller=lambda model: together), []
+    monkeypatch.setattr("engine.whole_copies._merged", fails(1))
+    whole.let_go = lambda: released.append(True)
+    with pytest.warns(UserWarning, match="when adapters were merged.: 1 ranks hold one together from now on"):
+        copy = whole.of(model, merged=True)
+    assert copy is together.of(model, merged=True) and whole.group_of(model) is together.group
+    assert whole.of(model) is None and not whole._modules and released == [True]
+    whole.release_memory()
+    assert together._parts  # which it keeps
+
+
+def test_no_copy_to_generate_with_is_made_without_room_for_keys_and_values(policy, monkeypatch):
+    cache, empty = 12345, torch.empty
+    full = fails(100)
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: full() if size == (cache,) else empty(*size, **how))
+    copies, model = TensorParallelCopies(1, cache=cache), engine(policy)
+    assert copies.of(model) is not None  # for experience
+    copies.free()
+    with pytest.warns(UserWarning, match="copy of the actor does not fit .*: it computes through its partitions"):
+        assert copies.of(model, merged=True) is None
+    assert not copies._parts
 
 
 def test_a_number_of_ranks_that_does_not_divide_the_machines_is_told(policy, monkeypatch):
