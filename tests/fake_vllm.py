@@ -1,6 +1,6 @@
 """A stand-in for vLLM, which keeps to as much of its interface (0.32) as is used: a model in the trainer's process, a
-batch whose rows come, go and change places, logits processors that hear of it, weights that are lost in sleep, and a
-head that on CPUs computes with a packed copy of its weights.
+batch whose rows come, go and change places, logits processors that hear of it, prompts that are read in parts, weights
+that are lost in sleep, and a head that on CPUs computes with a packed copy of its weights.
 
 Slow and plain: each token is a forward pass over the whole text.
 """
@@ -15,7 +15,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine import trace
 from engine.rollout import vllm_engine
+
+READ_AT_ONCE = 6  # tokens of a prompt
+QUEUE = SimpleNamespace(buffer=None)
 
 
 class RequestOutputKind(Enum):
@@ -87,6 +91,7 @@ class Running:
     prompt: list[int]
     params: SamplingParams
     drawn: list[int] = field(default_factory=list)
+    read: int = 0
 
 
 class Engine:
@@ -134,14 +139,19 @@ class Engine:
 
     def step(self) -> list[SimpleNamespace]:
         assert not self.llm.asleep, f"asleep: {self.llm.asleep}"
+        self.llm._begun()
         update, outputs = self._update(), []
         logits = torch.stack([self.llm.model.logits(row.prompt + row.drawn) for row in self.batch])
         for processor in self.processors:
             processor.update_state(update if update.removed or update.added or update.moved else None)
             logits = processor.apply(logits)
+        logits.div_(torch.tensor([[row.params.temperature] for row in self.batch]))  # in place, as vLLM's sampler does
         for row, own in zip(list(self.batch), logits):
+            row.read += READ_AT_ONCE
+            if row.read < len(row.prompt):
+                continue  # what was drawn for a part of a prompt is thrown away
             generator = torch.Generator().manual_seed((row.params.seed or 0) * 1000 + len(row.drawn))
-            probabilities = torch.softmax(own / row.params.temperature, -1)
+            probabilities = torch.softmax(own, -1)
             row.drawn.append(torch.multinomial(probabilities, 1, generator=generator).item())
             over = row.drawn[-1] in row.params.stop_token_ids or len(row.drawn) == row.params.max_tokens
             outputs.append(
@@ -154,7 +164,7 @@ class Engine:
 
 
 class LLM:
-    """`calls` has what was asked of it, in order."""
+    """`calls` has what was asked of it, in order; `begun` what a run that stood still in it would name, each once."""
 
     made: "LLM | None" = None
 
@@ -162,6 +172,7 @@ class LLM:
         assert load_format == "dummy" and dtype == "float32"
         assert not settings["enable_prefix_caching"] and not settings["async_scheduling"]
         self.settings, self.calls, self.asleep = settings, [], set()
+        self.begun = {trace.last(): None}
         self.model = Model(AutoConfig.from_pretrained(model))
         processors = [make(None, torch.device("cpu"), False) for make in logits_processors]
         self.llm_engine = Engine(self, max_num_seqs, max_model_len, processors)
@@ -170,7 +181,11 @@ class LLM:
     def collective_rpc(self, name: str, kwargs: dict) -> None:
         assert name == "reload_weights" and "weights" not in self.asleep
         self.calls.append("weights")
-        self.model.load(kwargs["weights_iterator"])
+        self.model.load(self._begun(pair) for pair in kwargs["weights_iterator"])
+
+    def _begun(self, value=None):
+        self.begun[trace.last()] = None
+        return value
 
     def apply_model(self, function) -> None:
         function(self.model)
@@ -179,12 +194,14 @@ class LLM:
     def sleep(self, level: int) -> None:
         assert level == 2 and self.settings["enable_sleep_mode"]
         self.calls.append("sleep")
+        self._begun()
         self.asleep = {"weights", "kv_cache"}
         for parameter in self.model.whole.parameters():
             parameter.fill_(torch.nan)
 
     def wake_up(self, tags: list[str]) -> None:
         self.calls.append(f"wake {tags[0]}")
+        self._begun()
         self.asleep -= set(tags)
 
 
@@ -195,6 +212,8 @@ def install(monkeypatch) -> None:
     parts = {
         "vllm": {"LLM": LLM, "SamplingParams": SamplingParams},
         "vllm.sampling_params": {"RequestOutputKind": RequestOutputKind},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {"get_tp_group": lambda: SimpleNamespace(mq_broadcaster=QUEUE)},
         "vllm.v1": {},
         "vllm.v1.sample": {},
         "vllm.v1.sample.logits_processor": {"LogitsProcessor": LogitsProcessor},

@@ -63,7 +63,8 @@ def main(args: RLHFFlags) -> None:
         print(first_lines(args, plan, changed), flush=True)
     with phase("loading models"):
         models = RLHFEngine.from_pretrained(plan.spec)
-    rollouts = choose_rollouts(args, plan, models)
+    with phase("starting rollouts"):
+        rollouts = choose_rollouts(args, plan, models)
     trainer = build_trainer(args, plan, models, rollouts)
     resume_or_clear(args, plan, trainer)
     train(args, plan, trainer, Session(args, plan, trainer, build_evaluator(plan, trainer)))

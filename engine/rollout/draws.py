@@ -37,14 +37,20 @@ class Draws:
         sampling = self.sampling
         choice = self._without_never_drawn(logits)[:, : sampling.vocabulary_size]
         tokens = sample_tokens(choice, self.uniforms[rows, places], sampling.temperature)
+        self.record(logits, tokens, rows, places)
+        return tokens.unsqueeze(1)
+
+    def record(self, logits: Tensor, tokens: Tensor, rows: Tensor, places: Tensor) -> None:
+        """Note what the dialect asks for of the tokens (B,) that these logits were drawn as, by whatever sampler.
+        Arguments as of `draw`."""
+        sampling = self.sampling
         if sampling.logprob_temperature is not None:
             found = token_logprobs(logits, tokens, sampling.logprob_temperature, sampling.with_entropy)
             for column, values in zip(self.recorded.values(), found):
                 column[rows, places] = values
-        return tokens.unsqueeze(1)
 
     def possible(self, logits: Tensor) -> Tensor:
-        """The logits (B, V), with -inf for what is not to be drawn: for another sampler."""
+        """The logits (B, V), with -inf for what is not to be drawn, in a new tensor: for another sampler."""
         unknown = torch.arange(logits.shape[1], device=logits.device) >= (self.sampling.vocabulary_size or torch.inf)
         return self._without_never_drawn(logits).masked_fill(unknown, -torch.inf)
 

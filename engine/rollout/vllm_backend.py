@@ -28,7 +28,7 @@ class VLLMRollouts(RolloutBackend):
     Args:
         rows_at_once: how many responses a rank's part of the memory for keys and values is for.
         row_length: most tokens of prompt and response.
-        tensor_parallel: ranks in a group. sampler: one of SAMPLERS; with "own" there are no log-probs of the sampler.
+        tensor_parallel: ranks in a group. sampler: one of SAMPLERS.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class VLLMRollouts(RolloutBackend):
         tensor_parallel: int = 1,
         sampler: str = "keyed",
     ):
-        self.actor, self.tokenizer, self.group, self.sampler = actor, tokenizer, RankGroup(tensor_parallel), sampler
+        self.actor, self.tokenizer, self.group = actor, tokenizer, RankGroup(tensor_parallel)
         model = actor.module.model
         config = type(model.config).from_dict(model.config.to_dict())
         if actor.module.adapters is not None and actor.module.adapters.tied_head is not None:
@@ -66,7 +66,7 @@ class VLLMRollouts(RolloutBackend):
         requests = requests_of(whole, sampling.max_new_tokens)
         draws = Draws(whole, sampling, sampling.max_new_tokens)
         self._draw(whole, requests, draws)
-        recorded = {name: column[own] for name, column in draws.recorded.items()} if self.sampler == "keyed" else {}
+        recorded = {name: column[own] for name, column in draws.recorded.items()}
         return rollout_of(prompts, requests[own], sampling.pad_token_id, recorded)
 
     def release_memory(self) -> None:

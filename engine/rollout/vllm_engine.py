@@ -3,7 +3,7 @@
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -61,7 +61,7 @@ class VLLMEngine:
     Args:
         dtype: of weights, keys and values. rows: decoded side by side by a group. row_length: most tokens of prompt and
             response. cache_bytes: for keys and values, on each rank.
-        keyed: draw with `Draws`, else by vLLM's own sampler, which is a little faster.
+        keyed: draw with `Draws`, else by vLLM's own sampler; log-probs are noted by `Draws` either way.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class VLLMEngine:
             os.environ.setdefault(name, value)
         from vllm import LLM
 
+        moved("vLLM starts")
         self._clear_buffers()
         self._draws, self._keyed = _Current(), keyed
         self._asleep: set[str] = set()
@@ -112,7 +113,7 @@ class VLLMEngine:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take weights, by the names of the configuration's Hugging Face model, all of them, in its order."""
         self._wake("weights")
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": _told(weights)})
         if not self.on_gpu:
             self._llm.apply_model(_pack_tied_head)
 
@@ -150,9 +151,12 @@ class VLLMEngine:
             engine.add_request(str(place), {"prompt_token_ids": list(prompt)}, parameters)
         while engine.has_unfinished_requests():
             moved("vLLM draws a token")
+            outputs = engine.step()
+            if not self._keyed:
+                self._draws.record({int(output.request_id): output.outputs[0].token_ids for output in outputs})
             enough = [
                 output.request_id
-                for output in engine.step()
+                for output in outputs
                 if look(int(output.request_id), list(output.outputs[0].token_ids)) and not output.finished
             ]
             if enough:
@@ -162,6 +166,8 @@ class VLLMEngine:
     def _clear_buffers(self, own: bool = False) -> None:
         """Remove what runs that died have left; or the names of this run's own, when all ranks have them open."""
         distributed.barrier()
+        if own:
+            _unlink_queue()
         if distributed.local_rank() == 0 and not self.on_gpu:
             clear_dead_buffers(pattern=_BUFFERS)
             for path in SHARED_MEMORY.glob(_BUFFERS) if own else ():
@@ -171,19 +177,54 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Give back the memory of weights, which are lost, keys and values. On CPUs vLLM keeps it."""
         if self.on_gpu and not self._asleep:
+            moved("vLLM goes to sleep")
             self._llm.sleep(level=2)
             self._asleep = {"weights", "kv_cache"}
 
     def _wake(self, part: str) -> None:
         if part in self._asleep:
+            moved("vLLM wakes up")
             self._llm.wake_up(tags=[part])
             self._asleep.remove(part)
 
 
+def _unlink_queue() -> None:
+    """Remove the name of the memory that a group's ranks share as a queue, which all of them have open by now: of one
+    that still has its name at a run's end Python warns as of a leak."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    queue = get_tp_group().mq_broadcaster
+    if queue is not None and queue.buffer is not None and queue.buffer.is_creator:
+        queue.buffer.shared_memory.unlink()
+        queue.buffer.is_creator = False
+
+
+def _told(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights; while vLLM has one, and not while the next are gathered, "vLLM takes weights" was begun last."""
+    for name, weight in weights:
+        moved("vLLM takes weights")
+        yield name, weight
+
+
 class _Current:
-    """Where the logits processor, which vLLM makes, finds what it draws with."""
+    """Where the logits processor, which vLLM makes, finds what it draws with.
+
+    seen: what it leaves of a step in which vLLM's own sampler draws: the logits (B, V), and rows of them with the place
+    of the prompt that each answers and how many tokens that had.
+    """
 
     now: Draws | None = None
+    seen: tuple[Tensor, list[tuple[int, int, int]]] | None = None
+
+    def record(self, drawn: dict[int, Sequence[int]]) -> None:
+        """Note log-probs of a step's tokens: prompt's place -> the one that was drawn for it, if there is one."""
+        if self.now is None or self.seen is None:
+            return
+        logits, rows = self.seen
+        found = torch.tensor([(*row, *drawn[row[1]]) for row in rows if drawn.get(row[1])], dtype=torch.int64)
+        which, places, counts, tokens = found.view(-1, 4).to(logits.device).unbind(1)
+        self.now.record(logits[which], tokens, places, counts)
+        self.seen = None
 
 
 def _sampling_class(current: _Current, keyed: bool) -> type:
@@ -207,10 +248,11 @@ def _sampling_class(current: _Current, keyed: bool) -> type:
         def apply(self, logits: Tensor) -> Tensor:
             if current.now is None or not self._rows:
                 return logits
+            rows = [(row, place, len(drawn)) for row, (place, drawn) in self._rows.items()]
             if not keyed:
+                current.seen = logits, rows  # logits that stay as they are: those that go on are another tensor
                 return current.now.possible(logits)
-            rows, places, counts = zip(*((row, place, len(drawn)) for row, (place, drawn) in self._rows.items()))
-            which, prompts, positions = torch.tensor([rows, places, counts], device=logits.device)
+            which, prompts, positions = torch.tensor(rows, device=logits.device).unbind(1)
             tokens = current.now.draw(logits[which], prompts, positions)
             logits[which] = torch.full_like(logits[which], -torch.inf).scatter_(1, tokens, 0.0)
             return logits

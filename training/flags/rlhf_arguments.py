@@ -64,7 +64,7 @@ class RLHFFlags(RestartFlags, RolloutFlags, ModelFlags):
         if any(step < 1 for step in self.profile_steps):
             raise UserError(f"--profile_steps {min(self.profile_steps)}: steps are counted from 1.")
         dialect = self.resolved_dialect()[0]
-        self.validate_rollouts(dialect)
+        self.validate_rollouts()
         self._validate_ends(dialect)
         if self.unsupervised_dataset_config_name is not None and self.unsupervised_dataset_name is None:
             raise UserError(

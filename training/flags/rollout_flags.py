@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass
 
-from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
 from engine.zero.accelerator import ranks_of_this_machine
@@ -59,11 +58,11 @@ class RolloutFlags(RunFlags):
     vllm_sampler: str = flag(
         "keyed",
         "what draws in vLLM: our random numbers, which give the rows that the other backends give, up to rounding "
-        "(keyed), or its own sampler (own), which notes no log-probs",
+        "(keyed), or its own sampler (own)",
         choices=SAMPLERS,
     )
 
-    def validate_rollouts(self, dialect: Dialect) -> None:
+    def validate_rollouts(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
         for name, (usual, backends) in _OWN.items():
             if self.rollout_backend not in backends and getattr(self, name) != usual:
@@ -76,7 +75,6 @@ class RolloutFlags(RunFlags):
             self._divides_a_node("inference_tp_size")
         if self.rollout_backend == "vllm":
             self._divides_a_node("vllm_tensor_parallel_size")
-            self._validate_vllm(dialect)
         self._validate_decoding()
 
     def _divides_a_node(self, name: str) -> None:
@@ -85,18 +83,6 @@ class RolloutFlags(RunFlags):
             raise UserError(
                 f"--{name} {parts}: the {ranks} ranks of a node cannot be divided into groups of {parts}. Give a "
                 f"number that divides {ranks}."
-            )
-
-    def _validate_vllm(self, dialect: Dialect) -> None:
-        if self.vllm_sampler == "own" and dialect.old_logprobs == "sampler":
-            raise UserError(
-                "--vllm_sampler own: the dialect takes the sampler's log-probs (old_logprobs=sampler), which vLLM's "
-                "own sampler does not note. Take keyed, or --set old_logprobs=forward."
-            )
-        if self.vllm_sampler == "own" and dialect.correction != "none":
-            raise UserError(
-                f"--vllm_sampler own: the dialect's correction {dialect.correction!r} needs the sampler's log-probs, "
-                "which vLLM's own sampler does not note. Take keyed, or --set correction=none."
             )
 
     def _validate_decoding(self) -> None:

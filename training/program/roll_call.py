@@ -203,7 +203,7 @@ class RollCall(threading.Thread):
             self._tell({"say": f"no rank has moved for {LINE} s; the others wait for {names}"})
         if self._still < self.timeout:
             return None
-        named = behind or self.ranks[:1]
+        named = behind or list({rank.beat.get("last"): rank for rank in reversed(self.ranks)}.values())[::-1]
         return Verdict(
             f"no rank has moved for {self.timeout * ROUND / 60:g} minutes (--timeout_minutes): "
             + ", ".join(f"{rank.described()} is {rank.where}" for rank in named)
@@ -212,11 +212,16 @@ class RollCall(threading.Thread):
         )
 
     def _behind(self) -> list[Rank]:
-        """The ranks in the phase that fewest are in, where they are not all in the same."""
+        """The ranks in the phase that fewest are in, of two of these in the older one, where they are not all in the
+        same."""
         groups: dict[tuple, list[Rank]] = {}
         for rank in self.ranks:
             groups.setdefault((rank.beat.get("step"), rank.beat.get("phase")), []).append(rank)
-        return min(groups.values(), key=lambda group: (len(group), -group[0].number)) if len(groups) > 1 else []
+        return min(groups.values(), key=lambda group: (len(group), _since(group))) if len(groups) > 1 else []
+
+
+def _since(ranks: list[Rank]) -> float:
+    return min(rank.beat.get("since", 0.0) for rank in ranks)
 
 
 def _asked_about(rank: Rank) -> bool:

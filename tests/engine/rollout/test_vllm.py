@@ -1,11 +1,14 @@
 """Responses drawn by vLLM are those of plain sampling, whatever rows come and go. Here by a stand-in for it."""
 
 from dataclasses import replace
+from multiprocessing import shared_memory
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from engine import trace
 from engine.errors import UserError
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec, adapt
@@ -95,9 +98,24 @@ def test_vllms_own_sampler_goes_by_the_rows_and_not_by_the_batch(tmp_path):
     actor = actor_of(tmp_path)
     first, second = (rollouts_of(actor, rows_at_once=rows, sampler="own").generate(BATCH, LOGPROBS) for rows in (12, 5))
     assert answers(first) == answers(second) != plainly(actor.module.model, SAMPLING)
-    assert first.logprobs is None and first.entropy is None
     other = rollouts_of(actor, sampler="own").generate(BATCH, replace(LOGPROBS, seed=6))
     assert answers(other) != answers(first)
+
+
+def test_of_vllms_own_sampler_log_probs_and_entropy_are_noted_too(tmp_path):
+    actor = actor_of(tmp_path)
+    how = replace(LOGPROBS, temperature=0.7, logprob_temperature=0.7, with_entropy=True, never_drawn=(5, 6))
+    found = rollouts_of(actor, rows_at_once=5, sampler="own").generate(BATCH, how)
+    with torch.no_grad():
+        logits = actor.module.model(
+            found.sequences, attention_mask=found.attention_mask, position_ids=found.position_ids
+        ).logits
+    logprobs = torch.log_softmax(logits[:, -found.response_length - 1 : -1].double() / 0.7, -1)  # of all tokens
+    chosen = logprobs.gather(-1, found.responses[..., None])[..., 0]
+    mask = found.response_mask
+    torch.testing.assert_close(found.logprobs.double(), torch.where(mask, chosen, 0.0), rtol=0, atol=1e-5)
+    entropy = torch.where(mask, -(logprobs.exp() * logprobs).sum(-1), 0.0)
+    torch.testing.assert_close(found.entropy.double(), entropy, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied, targets", [(False, "all-linear"), (True, "q_proj"), (True, ("q_proj", "lm_head"))])
@@ -112,6 +130,18 @@ def test_adapters_arrive_merged(tmp_path, tied, targets):
         torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("creator", (True, False))
+def test_the_name_of_shared_memory_is_removed_by_the_rank_that_made_it(tmp_path, monkeypatch, creator):
+    memory = shared_memory.SharedMemory(create=True, size=16)
+    queue = SimpleNamespace(is_creator=creator, shared_memory=memory)
+    monkeypatch.setattr(fake_vllm.QUEUE, "buffer", queue)
+    rollouts_of(actor_of(tmp_path))
+    assert Path("/dev/shm", memory.name).exists() == (not creator) and not queue.is_creator
+    memory.close()
+    if not creator:
+        memory.unlink()
+
+
 def test_on_a_gpu_it_sleeps_between_steps_and_takes_weights_anew(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.rollout.vllm_engine.on_gpu", lambda: True)
     actor = actor_of(tmp_path)
@@ -123,6 +153,24 @@ def test_on_a_gpu_it_sleeps_between_steps_and_takes_weights_anew(tmp_path, monke
         rollouts.release_memory()  # an evaluation behind the step does, too
     step = ["weights", "wake kv_cache", "sleep"]
     assert fake_vllm.LLM.made.calls == ["detached", "weights", "sleep", "wake weights", *step]
+
+
+def test_a_run_that_stands_still_in_it_names_what_it_was_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.rollout.vllm_engine.on_gpu", lambda: True)
+    monkeypatch.setattr("engine.rollout.vllm_backend.merged_weights", gathered_weights)
+    rollouts = rollouts_of(actor_of(tmp_path))
+    rollouts.generate(BATCH, SAMPLING)
+    rollouts.release_memory()
+    rollouts.generate(BATCH, SAMPLING)
+    names = ["starts", "takes weights", "draws a token", "goes to sleep", "wakes up"]
+    assert list(fake_vllm.LLM.made.begun) == [f"vLLM {name}" for name in names]
+
+
+def gathered_weights(module):
+    """As `merged_weights`, with a range of its own for each gather."""
+    for name, weight in module.model.named_parameters():
+        trace.moved("gather of weights")
+        yield name, weight
 
 
 @pytest.mark.parametrize(

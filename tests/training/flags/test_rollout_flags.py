@@ -28,14 +28,6 @@ def asked(*words: str) -> RLHFFlags:
         ),
         (["--rollout_backend", "vllm", "--replicas_between_steps", "free"], "--replicas_between_steps free with"),
         (["--rollout_backend", "vllm", "--vllm_tensor_parallel_size", "0"], "--vllm_tensor_parallel_size 0"),
-        (
-            ["--rollout_backend", "vllm", "--vllm_sampler", "own", "--set", "correction=token_mask"],
-            "--vllm_sampler own: the dialect's correction 'token_mask' needs .* --set correction=none",
-        ),
-        (
-            ["--rollout_backend", "vllm", "--vllm_sampler", "own", "--dialect", "openai"],
-            "--vllm_sampler own: the dialect takes the sampler's log-probs .* --set old_logprobs=forward",
-        ),
     ],
 )
 def test_flags_of_other_backends_are_refused(words, message):

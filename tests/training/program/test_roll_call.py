@@ -96,6 +96,29 @@ def test_ranks_that_all_stand_still_are_ended_and_one_is_named(two_ranks, monkey
     assert found.stacks == [0]
 
 
+def test_ranks_that_stand_still_in_one_phase_are_named_by_what_they_began_last(two_ranks):
+    call, members = two_ranks
+    call.timeout = 30
+    members[0].say(phase="generate", last="gather of weights")
+    members[1].say(phase="generate", last="vLLM takes weights")
+    found = verdict(members)
+    first, second = found.message.split(", rank 1 ")
+    assert "rank 0 " in first and "last begun: gather of weights)" in first
+    assert "is in phase generate" in second and "last begun: vLLM takes weights)" in second
+    assert found.stacks == [0, 1]
+
+
+@pytest.mark.parametrize("stuck", (0, 1))
+def test_of_two_ranks_the_one_that_is_longer_in_its_phase_is_waited_for(two_ranks, stuck):
+    call, members = two_ranks
+    call.timeout = 30
+    members[stuck].say(phase="generate", since=1000.0, last="vLLM draws a token")
+    members[1 - stuck].say(phase="make_experience", since=1001.0, last="policy forward")
+    found = verdict(members)
+    assert f": rank {stuck} " in found.message and "is in phase generate" in found.message
+    assert "make_experience" not in found.message and found.stacks == [stuck]
+
+
 def test_a_stranger_is_not_heard(two_ranks):
     call, members = two_ranks
     stranger = Member(1, "127.0.0.1", call.port, "wrong")
