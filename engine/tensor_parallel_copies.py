@@ -108,6 +108,13 @@ def group_sizes(ranks: int, asked: int | None = None) -> tuple[int, ...]:
     return tuple(size for size in sizes if size > 1 and ranks % size == 0)
 
 
+def why_no_group(ranks: int, asked: int | None) -> str:
+    """What is to be said where groups were asked for that the ranks of a machine cannot be divided into; else ""."""
+    if asked is None or asked == 1 or group_sizes(ranks, asked):
+        return ""
+    return f"; no {asked} ranks hold a copy together, since that does not divide the {ranks} of a machine"
+
+
 def divided_bytes(module: Backbone, sizes: Sequence[int], generates: bool = True) -> tuple[dict[int, int], str | None]:
     """Bytes on each rank of a tensor-parallel copy of a module, by how many ranks hold it, and why there is none.
 

@@ -1,7 +1,7 @@
 """The plan: models on paper, their passes, and what ZeRO holds, put together moment by moment."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from engine.engine_spec import EngineSpec
@@ -14,7 +14,7 @@ from engine.memory.workload import Cluster, Workload
 from engine.memory.zero_memory import FLOAT, ZeroMemory
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
-from engine.tensor_parallel_copies import divided_bytes, group_sizes
+from engine.tensor_parallel_copies import divided_bytes, group_sizes, why_no_group
 from engine.zero.config import build_ds_config, zero_settings
 from engine.zero.fitting import with_fitting_sizes
 from engine.zero.gathering import GATHER_BUCKET
@@ -133,7 +133,11 @@ class _Planner:
             why = "of all models that are partitioned, as it is not known what memory there is"
             return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
         loaded, _ = self._at_rest(stepped=False)
-        return place_copies(needs, self.cache.total, room - loaded.total, between_steps, self._divide)
+        placed = place_copies(needs, self.cache.total, room - loaded.total, between_steps, self._divide)
+        partitioned = any(need.stage == 3 for need in needs)
+        return replace(
+            placed, why=placed.why + (why_no_group(self.cluster.gpus, self.workload.group) if partitioned else "")
+        )
 
     def _divide(self, place: int) -> tuple[Mapping[int, int], str | None]:
         """As `place_copies` asks of the model at this place."""

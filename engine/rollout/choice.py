@@ -12,7 +12,7 @@ from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.rollout.vllm_backend import VLLMRollouts
 from engine.rollout.vllm_engine import vllm_version
-from engine.tensor_parallel_copies import TensorParallelCopies, divided_bytes, group_sizes
+from engine.tensor_parallel_copies import TensorParallelCopies, divided_bytes, group_sizes, why_no_group
 from engine.whole_copies import WholeCopies, architecture
 from engine.zero import accelerator
 from engine.zero.engines import TrainedModel
@@ -140,10 +140,9 @@ def _placement(models: Sequence[Model], cache: int, between_steps: str, tensor_p
     chosen, divided = ([models[place] for place in places] for places in (decided.models, decided.divided))
     together = TensorParallelCopies(decided.ranks, decided.between_steps, cache) if divided else None
     smaller = _Smaller(models[0], cache, sizes, decided.between_steps, together)
-    whole, why = WholeCopies(decided.between_steps, decided.shared, smaller), decided.why
-    if not sizes and (tensor_parallel or 1) > 1 and any(model.stage == 3 for model in models):
-        ranks = accelerator.ranks_of_this_machine()
-        why += f"; no {tensor_parallel} ranks hold a copy together, since that does not divide this machine's {ranks}"
+    whole = WholeCopies(decided.between_steps, decided.shared, smaller)
+    partitioned = any(model.stage == 3 for model in models)
+    why = decided.why + (why_no_group(accelerator.ranks_of_this_machine(), tensor_parallel) if partitioned else "")
     return Placement(why, chosen, whole, divided, together)
 
 

@@ -125,7 +125,7 @@ def test_no_copy_to_generate_with_is_made_without_room_for_keys_and_values(polic
 def test_a_number_of_ranks_that_does_not_divide_the_machines_is_told(policy, monkeypatch):
     monkeypatch.setattr("engine.zero.accelerator.free_memory", lambda: 0)
     monkeypatch.setattr("engine.zero.accelerator.ranks_of_this_machine", lambda: 8)
-    told = "; no 3 ranks hold a copy together, since that does not divide this machine's 8"
+    told = "; no 3 ranks hold a copy together, since that does not divide the 8 of a machine"
     for stage, asked, ending in ((3, 3, told), (3, 1, ""), (0, 3, "")):
         why = build_rollouts("auto", engine(policy, stage), make_tokenizer(), tensor_parallel=asked).why
         assert why.endswith(told) == bool(ending), why
