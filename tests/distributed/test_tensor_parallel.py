@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, MixtralForSequenceClassification
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    MixtralForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
+    OPTForSequenceClassification,
+)
 
 from engine.rollout.base import SamplingConfig
 from tests.distributed.harness import run_ranks
@@ -14,7 +21,7 @@ RANKS, LAYERS = 2, 20
 SAMPLING = SamplingConfig(
     max_new_tokens=12, pad_token_id=PAD, stop_token_ids=(EOS, 7, 11), seed=5, logprob_temperature=1.0
 )
-FAMILIES = ("llama", "qwen2", "gpt_neox", "opt", "mixtral")
+FAMILIES = ("llama", "qwen2", "gpt_neox", "opt", "narrow opt", "mixtral")
 TIED = ("qwen2", "opt")
 
 
@@ -25,6 +32,19 @@ def experts(folder: Path, kind, seed: int) -> str:
     return save_random(kind(MixtralConfig(**known)), folder, seed=seed)
 
 
+def narrow(folder: Path, kind, seed: int) -> str:
+    """An OPT as that of 350M is: word vectors of half the width, norms behind the sums."""
+    settings = make_config("opt", tied=True).to_dict() | {"word_embed_proj_dim": 16, "do_layer_norm_before": False}
+    known = {name: value for name, value in settings.items() if name != "model_type"} | {"num_labels": 1}
+    return save_random(kind(OPTConfig(**known)), folder, seed=seed)
+
+
+MADE = {
+    "mixtral": (experts, MixtralForCausalLM, MixtralForSequenceClassification),
+    "narrow opt": (narrow, OPTForCausalLM, OPTForSequenceClassification),
+}
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, folder) -> dict[str, list[dict]]:
     """What each function of work_tensor_parallel returned on both ranks, by its name."""
@@ -32,9 +52,10 @@ def found(tmp_path_factory, folder) -> dict[str, list[dict]]:
     folders = {}
     for name in FAMILIES:
         policy, scorer = models / name / "policy", models / name / "scorer"
-        if name == "mixtral":
-            experts(policy, MixtralForCausalLM, 0)
-            experts(scorer, MixtralForSequenceClassification, 1)
+        if name in MADE:
+            make, *kinds = MADE[name]
+            for seed, (place, kind) in enumerate(zip((policy, scorer), kinds, strict=True)):
+                make(place, kind, seed)
         else:
             make_causal_lm(policy, name, tied=name in TIED)
             make_scorer(scorer, name, offset=-0.3)
@@ -75,6 +96,10 @@ def test_a_rank_holds_half_of_the_weights_and_a_bucket(found):
     for rank in found["families"]:
         assert rank["llama"]["numbers"] == [llama // 2 + vectors, llama + vectors]
         assert rank["opt"]["numbers"] == [opt // 2 + kept, opt + kept]
+        # Word vectors and their way in and out; no norm at the end.
+        change = 2 * 16 * width - 16 * tokens
+        narrow = [opt // 2 + change // 2 + kept - 2 * width, opt + change + kept - 2 * width]
+        assert rank["narrow opt"]["numbers"] == narrow
     for rank in found["partitions"]:
         made, refilled, walked = rank["peaks"]
         assert rank["whole"] / 2 < made <= 0.55 * rank["whole"]
