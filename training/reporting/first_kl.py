@@ -10,6 +10,16 @@ _MANTISSA = {"bf16": 2.0**-7, "fp16": 2.0**-10, "fp32": 2.0**-23}  # the step be
 SPREAD = 32.0
 EXACT = 1e-3
 
+_OF_MODELS = (
+    "One of them does not hold the SFT model's weights, or computes with them otherwise: try --rollout_backend zero3 "
+    "and --dtype fp32, and look at the DeepSpeed files of both."
+)
+_OF_SAMPLER = (
+    "The actor's were taken from the sampler (old_logprobs=sampler), which does not hold the actor's weights, or "
+    "computes with them otherwise. Take --old_logprobs forward: rollout/logprob_gap then tells how far the sampler is "
+    "from the actor, and --set correction=token_truncate makes up for it."
+)
+
 
 def rounding_bound(dtype: str, temperature: float = 1.0) -> float:
     """How far apart two computations of a token's log-prob by one model may be on average, in nats, by rounding alone.
@@ -39,9 +49,9 @@ def stop_unless_at_reference(step: int, experience: Experience, bound: float | N
     total, tokens = distributed.all_reduce_sum(sums).tolist()
     gap = total / max(tokens, 1.0)
     if gap > bound:
+        sampled = experience.logprobs is experience.rollout.logprobs
         raise RunStopped(
             f"step 1: no weight has been changed, so actor and reference are one model, and the KL between them has to "
             f"be 0. But their log-probs differ by {gap:.3g} nats a token on average; rounding explains {bound:.3g}. "
-            "One of them does not hold the SFT model's weights, or computes with them otherwise: try "
-            "--rollout_backend zero3 and --dtype fp32, and look at the DeepSpeed files of both."
+            f"{_OF_SAMPLER if sampled else _OF_MODELS}"
         )

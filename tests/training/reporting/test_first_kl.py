@@ -9,11 +9,13 @@ from engine.errors import RunStopped
 from training.reporting.first_kl import rounding_bound, stop_unless_at_reference
 
 
-def experience(*gaps):
+def experience(*gaps, sampled=False):
     """One response a row with these differences; a slot of padding behind each."""
     kl = torch.tensor([[*row, 0.0] for row in gaps])
     mask = torch.tensor([[True] * len(row) + [False] for row in gaps])
-    return SimpleNamespace(kl=kl, rollout=SimpleNamespace(response_mask=mask))
+    by_sampler = torch.zeros_like(kl)
+    logprobs = by_sampler if sampled else by_sampler.clone()
+    return SimpleNamespace(kl=kl, logprobs=logprobs, rollout=SimpleNamespace(response_mask=mask, logprobs=by_sampler))
 
 
 def test_it_is_the_mean_absolute_difference_of_a_token():
@@ -23,6 +25,12 @@ def test_it_is_the_mean_absolute_difference_of_a_token():
         stop_unless_at_reference(1, rows, 0.349)
     stop_unless_at_reference(2, rows, 0.349)  # an update may move it
     stop_unless_at_reference(1, rows, None)
+
+
+@pytest.mark.parametrize("sampled, advice", [(True, "Take --old_logprobs forward"), (False, "--rollout_backend zero3")])
+def test_the_sampler_is_named_where_its_log_probs_were_taken(sampled, advice):
+    with pytest.raises(RunStopped, match=f"differ by 0.5 nats .* {advice}"):
+        stop_unless_at_reference(1, experience([0.5, -0.5], sampled=sampled), 0.001)
 
 
 def test_bounds_follow_the_mantissa_and_the_temperature():
