@@ -60,6 +60,11 @@ class PlainCopies(ABC):
         """The ranks that compute together with the model's copy; None where each does alone."""
 
     @abstractmethod
+    def holding(self, model: Model) -> Backbone | None:
+        """The module that holds the model's weights whole, as they are now and without updates merged into them, if one
+        does; nothing is gathered, and all ranks are told the same."""
+
+    @abstractmethod
     def free(self) -> None:
         """Let go of all modules."""
 

@@ -69,6 +69,9 @@ class TensorParallelCopies(PlainCopies):
                 part.hold(model)
         return part.module
 
+    def holding(self, model: Model) -> None:
+        """As in PlainCopies: no rank holds all of a model."""
+
     def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
         """As in PlainCopies. The ranks of a group exchange what they compute."""
         if model.stage < 3:

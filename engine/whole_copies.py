@@ -131,6 +131,12 @@ class WholeCopies(PlainCopies):
             self._held[key] = wanted
         return module
 
+    def holding(self, model: Model) -> Backbone | None:
+        """As in PlainCopies."""
+        key = self._keys.get(id(model))
+        held = self._held.get(key) == _Held(id(model), model.version, merged=False)
+        return self._modules[key] if held and not self._away else None
+
     def _do_with_less(self, model: Model, doing: str, message: str) -> None:
         """Free all modules, and settle what the model computes with from now on (all ranks call this)."""
         self.let_go()

@@ -31,6 +31,9 @@ class Copies(Protocol):
         """The model's forward pass without gradients, by a module free of ZeRO's hooks; None where there is no memory
         for one. All ranks call this together."""
 
+    def holding(self, model: "TrainedModel | FrozenModel") -> nn.Module | None:
+        """The module that holds the model's own weights, whole and as they are now, if one does; gathers nothing."""
+
 
 class TrainedModel:
     """A module that learns: forward, backward over micro-batches, one optimizer step, whatever the ZeRO stage.
@@ -60,7 +63,7 @@ class TrainedModel:
         self._by_stage = stage_of(self.ds_engine)
         self._overflows_at_floor = 0  # in a row, the loss scale unchanged
         self.state = TrainingState(self.module, self._by_stage)
-        self.long_batch = LongBatch(self.module, role, self._by_stage.forget_gradients)
+        self.long_batch = LongBatch(self.module, role, self._by_stage.forget_gradients, self._copy)
         self._passes = 0  # backward passes since the last step
         self.ds_engine.train()
 
@@ -84,6 +87,9 @@ class TrainedModel:
         allows (`LongBatch`).
         """
         return self.long_batch.of(passes, first=not self._passes)
+
+    def _copy(self) -> nn.Module | None:
+        return None if self.copies is None else self.copies.holding(self)
 
     @traced("{0.role} backward")
     def backward(self, loss: Tensor, last: bool) -> None:

@@ -47,6 +47,12 @@ def is_available(parameter: Any) -> bool:
     return parameter.ds_status is ZeroParamStatus.AVAILABLE
 
 
+def stand_in(parameter: Any, whole: Tensor) -> None:
+    """Have a tensor of its full shape and dtype be a partitioned parameter's numbers until it is partitioned again."""
+    parameter.data = whole.detach()
+    parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+
 def full_shape(parameter: Tensor) -> torch.Size:
     """The shape of a parameter when it is gathered."""
     return getattr(parameter, "ds_shape", parameter.shape)

@@ -10,7 +10,7 @@ from torch import nn
 
 from engine import distributed
 from engine.zero import accelerator
-from engine.zero.gathering import is_available, is_partitioned
+from engine.zero.gathering import is_available, is_partitioned, stand_in
 
 USED, KEPT = 0.8, 0.4
 """Of the free memory: for passes and what is kept, where it is known what passes take; for what is kept, where not."""
@@ -44,16 +44,27 @@ class LongBatch:
     """The weights of a module at stage 3 over several passes: left gathered from the first forward pass to the last
     backward pass, with gradients that are added up on each rank and reduced in the last.
 
+    Where a whole copy holds the same weights, as it does after a rollout until the first step, they are its own for as
+    long, also for a single pass: nothing is gathered and no memory is taken.
+
     DeepSpeed frees a parameter that no module uses, and leaves a gradient alone that is said not to be ready.
 
     Args:
         empty_gradients: sets the partitions of gradients to 0; to what lies there a last pass adds.
+        copy: says which module holds the same weights at this moment, the same on all ranks, if one does.
     """
 
-    def __init__(self, module: nn.Module, role: str, empty_gradients: Callable[[], None]):
-        self.role, self.empty_gradients = role, empty_gradients
+    def __init__(
+        self,
+        module: nn.Module,
+        role: str,
+        empty_gradients: Callable[[], None],
+        copy: Callable[[], nn.Module | None] = lambda: None,
+    ):
+        self.role, self.empty_gradients, self.copy = role, empty_gradients, copy
         self.kept: Kept | None = None  # unless it has been decided
-        self._parameters: list[Any] = [parameter for parameter in module.parameters() if is_partitioned(parameter)]
+        self._named: dict[str, Any] = {name: one for name, one in module.named_parameters() if is_partitioned(one)}
+        self._parameters = list(self._named.values())
         self._left = 0  # passes whose gradients are to be reduced in a later one, and that one
         self._passes: int | None = None  # bytes that one takes, where that was measured
 
@@ -63,20 +74,21 @@ class LongBatch:
 
         first: whether they are the first ones of an optimizer step.
         """
-        if passes < 2 or distributed.world_size() == 1 or not self._parameters:
+        if distributed.world_size() == 1 or not self._parameters:
             yield
             return
-        if self.kept is None and accelerator.on_gpu() and self._passes is None:
-            with self._measured():
-                yield
-            return
-        if self.kept is None:
-            self.kept = self._decided()
         with contextlib.ExitStack() as kept:
-            if self.kept.weights:
-                kept.enter_context(self._held())
-            if self.kept.gradients:
-                kept.enter_context(self._summed(passes, first))
+            copy = self.copy()
+            if copy is not None:
+                kept.enter_context(self._held(copy))
+            if passes > 1 and self.kept is None and accelerator.on_gpu() and self._passes is None:
+                kept.enter_context(self._measured())
+            elif passes > 1:
+                self.kept = self.kept or self._decided()
+                if self.kept.weights and copy is None:
+                    kept.enter_context(self._held())
+                if self.kept.gradients:
+                    kept.enter_context(self._summed(passes, first))
             yield
 
     def before_backward(self) -> None:
@@ -86,8 +98,11 @@ class LongBatch:
             self._say_ready(not self._left)
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        for parameter in self._parameters:
+    def _held(self, copy: nn.Module | None = None) -> Iterator[None]:
+        whole = {} if copy is None else dict(copy.named_parameters(remove_duplicate=False))
+        for name, parameter in self._named.items():
+            if name in whole and not is_available(parameter):
+                stand_in(parameter, whole[name])
             parameter.ds_active_sub_modules.add(_LONG_BATCH)
         try:
             yield

@@ -58,3 +58,16 @@ def test_calls(ranks):
 def test_nothing_stays_whole_after_the_step(ranks):
     for rank in ranks:
         assert [rank["fp32", way]["whole"] for way in WAYS] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_weights_that_a_copy_holds_are_not_gathered(ranks, dtype):
+    """Until a step changes them: then a pass gathers 5 units forward and 5 backward again."""
+    for rank in ranks:
+        copied, stale, usual = (rank[dtype, name] for name in ("copied", "stale", "nothing"))
+        passes = usual["calls"]["passes"]
+        assert copied["calls"] == {"passes": passes, "reductions": passes}
+        assert stale["calls"] == usual["calls"]
+        assert [copied["whole"], stale["whole"]] == [0, 0] and not copied["copies changed"]
+        for model in ("actor", "critic"):
+            assert plain.relative_error(copied[model], usual[model]) == 0

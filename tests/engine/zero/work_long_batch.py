@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import deepspeed
+import torch
 
 from engine import distributed
 from engine.experience import TrainingBatch
+from engine.whole_copies import WholeCopies
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import is_available
 from engine.zero.long_batch import Kept
 from tests.distributed.tiny_run import build_trainer, engine_spec
 from tests.distributed.work_gradients import ROWS, STILL, one_step
+from training.ppo_trainer import PPOTrainer
 
 WAYS = {"nothing": Kept(), "weights": Kept(weights=True), "both": Kept(weights=True, gradients=True)}
 
@@ -21,7 +24,7 @@ WAYS = {"nothing": Kept(), "weights": Kept(weights=True), "both": Kept(weights=T
 def steps(folder: str, batch: TrainingBatch, dtypes: list[str]) -> dict[tuple[str, str], dict]:
     """`one_step` by (dtype, name in WAYS, or "decided"), with the calls that it took and the parameters left whole.
 
-    "decided" comes first of each dtype and says what was decided.
+    "decided" comes first of each dtype and says what was decided; `_copied` comes last.
     """
     own, found = batch.select(slice(*ROWS[distributed.rank()])), {}
     for dtype in dtypes:
@@ -36,6 +39,27 @@ def steps(folder: str, batch: TrainingBatch, dtypes: list[str]) -> dict[tuple[st
                 found[dtype, name] = one_step(trainer, own)
             whole = [p for model in models for p in model.module.parameters() if is_available(p)]
             found[dtype, name] |= {"calls": dict(calls), "whole": len(whole)}
+        found |= {(dtype, name): result for name, result in _copied(trainer, own).items()}
+    return found
+
+
+def _copied(trainer: PPOTrainer, batch: TrainingBatch) -> dict[str, dict]:
+    """A step while copies hold the weights, "copied", and the one after it, whose weights they do not hold, "stale"."""
+    models, copies, found = [trainer.models.actor, trainer.models.critic], WholeCopies(shared=False), {}
+    for model in models:
+        model.long_batch.kept, model.copies = Kept(), copies
+    held = [copies.of(model) for model in models]
+    before = [[weight.clone() for weight in copy.parameters()] for copy in held]
+    for name in ("copied", "stale"):
+        with _counted(models) as calls:
+            found[name] = one_step(trainer, batch)
+        whole = [p for model in models for p in model.module.parameters() if is_available(p)]
+        found[name] |= {"calls": dict(calls), "whole": len(whole)}
+    found["copied"]["copies changed"] = any(
+        not torch.equal(weight, was)
+        for copy, weights in zip(held, before, strict=True)
+        for weight, was in zip(copy.parameters(), weights, strict=True)
+    )
     return found
 
 
