@@ -171,6 +171,15 @@ class _Planner:
         divided = place in self.copies.divided and (plain or generates)
         return divided or place in self.copies.models or self.engines[role].stage < 3
 
+    def _lent(self, role: str) -> bool:
+        """Whether in all passes of a step the weights are those of a copy, which no other model has filled since."""
+        place, copies = list(self.engines).index(role), self.copies
+        alone = (
+            not copies.shared
+            or [self._needs[other].kind for other in copies.models].count(self._needs[place].kind) == 1
+        )
+        return place in copies.models and alone and copies.between_steps == "keep" and self.workload.updates == 1
+
     @property
     def _kept(self) -> Bytes:
         """Copies, keys and values that stay while there is training; vLLM sleeps then, on GPUs."""
@@ -254,8 +263,8 @@ class _Planner:
             # Gradients of the role before, in the same engine, are those of earlier passes.
             made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
             kept = self._kept_whole(engine, needed, held)
-            whole = engine.gathered(backward=True, kept=kept)
-            if kept.weights:  # and fetched in the first pass, as at other times
+            whole = Bytes() if self._lent(host) else engine.gathered(backward=True, kept=kept)
+            if kept.weights and not self._lent(host):  # and fetched in the first pass, as at other times
                 first = [*always, held, needed, engine.in_backward(1), engine.gathered(backward=True)]
                 self._moment("train", f"{role}'s first pass", first, host_bytes)
             backward = [*always, held, needed, engine.in_backward(made, kept), whole]

@@ -11,10 +11,10 @@ class Workload:
     """Lengths and batches of a step, and how responses are generated.
 
     prompt, response: the most tokens of each. generated: responses that a rank decodes side by side. responses: those
-    that a rank makes in a step. micro_batch: rows of one forward and backward pass. mini_batches: optimizer steps of a
-    PPO epoch. texts: whether the actor learns from texts too, as long as prompt and response. backend, between_steps:
-    as `build_rollouts` has them. evaluated: held-out prompts, over all ranks. parts: ranks over which vLLM spreads
-    the actor. group: ranks that are to hold a copy together, as `build_rollouts` has it.
+    that a rank makes in a step. micro_batch: rows of one forward and backward pass. mini_batches: optimizer steps of
+    each of the ppo_epochs. texts: whether the actor learns from texts too, as long as prompt and response. backend,
+    between_steps: as `build_rollouts` has them. evaluated: held-out prompts, over all ranks. parts: ranks over which
+    vLLM spreads the actor. group: ranks that are to hold a copy together, as `build_rollouts` has it.
     """
 
     prompt: int
@@ -23,6 +23,7 @@ class Workload:
     responses: int
     micro_batch: int
     mini_batches: int = 1
+    ppo_epochs: int = 1
     texts: bool = False
     backend: str = "auto"
     between_steps: str = "keep"
@@ -39,6 +40,11 @@ class Workload:
     def decoded(self) -> Rows:
         """Rows that are decoded side by side."""
         return Rows(min(self.generated, self.responses), self.prompt, self.response)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps after each rollout."""
+        return self.mini_batches * self.ppo_epochs
 
     @property
     def passes(self) -> int:

@@ -32,7 +32,7 @@ class Copies(Protocol):
         for one. All ranks call this together."""
 
     def holding(self, model: "TrainedModel | FrozenModel") -> nn.Module | None:
-        """The module that holds the model's own weights, whole and as they are now, if one does; gathers nothing."""
+        """The module that holds the model's own weights as they are now, if one does."""
 
 
 class TrainedModel:
@@ -63,7 +63,7 @@ class TrainedModel:
         self._by_stage = stage_of(self.ds_engine)
         self._overflows_at_floor = 0  # in a row, the loss scale unchanged
         self.state = TrainingState(self.module, self._by_stage)
-        self.long_batch = LongBatch(self.module, role, self._by_stage.forget_gradients, self._copy)
+        self.long_batch = LongBatch(self.module, role, self._by_stage.forget_gradients)
         self._passes = 0  # backward passes since the last step
         self.ds_engine.train()
 
@@ -81,15 +81,10 @@ class TrainedModel:
         return contextlib.nullcontext()
 
     def accumulating(self, passes: int) -> contextlib.AbstractContextManager:
-        """A context for so many passes of the step that is to follow, forward and backward (all ranks call this).
-
-        At stage 3 weights are then gathered once for all of them, and gradients are reduced in the last, as memory
-        allows (`LongBatch`).
-        """
-        return self.long_batch.of(passes, first=not self._passes)
-
-    def _copy(self) -> nn.Module | None:
-        return None if self.copies is None else self.copies.holding(self)
+        """A context for so many passes, forward and backward, of the step that is to follow (all ranks call this): at
+        stage 3 weights are gathered once at most, and gradients reduced in the last, as memory allows (`LongBatch`)."""
+        copy = None if self.copies is None else self.copies.holding(self)
+        return self.long_batch.of(passes, not self._passes, copy)
 
     @traced("{0.role} backward")
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -295,8 +290,7 @@ def _nothing_compiled() -> Iterator[None]:
     DeepSpeed has it compile the kernels of an optimizer that is none of ours, for which torch imports its compiler:
     more than a second of each rank's start.
     """
-    name = "TORCHDYNAMO_DISABLE"
-    before = os.environ.get(name)
+    name, before = "TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE")
     os.environ[name] = "1"
     try:
         yield

@@ -51,17 +51,10 @@ class LongBatch:
 
     Args:
         empty_gradients: sets the partitions of gradients to 0; to what lies there a last pass adds.
-        copy: says which module holds the same weights at this moment, the same on all ranks, if one does.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        role: str,
-        empty_gradients: Callable[[], None],
-        copy: Callable[[], nn.Module | None] = lambda: None,
-    ):
-        self.role, self.empty_gradients, self.copy = role, empty_gradients, copy
+    def __init__(self, module: nn.Module, role: str, empty_gradients: Callable[[], None]):
+        self.role, self.empty_gradients = role, empty_gradients
         self.kept: Kept | None = None  # unless it has been decided
         self._named: dict[str, Any] = {name: one for name, one in module.named_parameters() if is_partitioned(one)}
         self._parameters = list(self._named.values())
@@ -69,16 +62,16 @@ class LongBatch:
         self._passes: int | None = None  # bytes that one takes, where that was measured
 
     @contextlib.contextmanager
-    def of(self, passes: int, first: bool) -> Iterator[None]:
+    def of(self, passes: int, first: bool, copy: nn.Module | None = None) -> Iterator[None]:
         """Within this context there are so many forward passes, each with its backward pass (all ranks call this).
 
-        first: whether they are the first ones of an optimizer step.
+        first: whether they are the first ones of an optimizer step. copy: a module that holds the same weights, whole,
+        and keeps them within this context.
         """
         if distributed.world_size() == 1 or not self._parameters:
             yield
             return
         with contextlib.ExitStack() as kept:
-            copy = self.copy()
             if copy is not None:
                 kept.enter_context(self._held(copy))
             if passes > 1 and self.kept is None and accelerator.on_gpu() and self._passes is None:

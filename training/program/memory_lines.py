@@ -28,6 +28,7 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
         responses=args.rows_per_rank,
         micro_batch=args.per_device_training_batch_size,
         mini_batches=dialect.mini_batches,
+        ppo_epochs=dialect.ppo_epochs,
         texts=args.unsupervised_dataset_name is not None,
         backend=args.rollout_backend,
         between_steps=args.replicas_between_steps,

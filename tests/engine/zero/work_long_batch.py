@@ -51,7 +51,7 @@ def _copied(trainer: PPOTrainer, batch: TrainingBatch) -> dict[str, dict]:
     held = [copies.of(model) for model in models]
     before = [[weight.clone() for weight in copy.parameters()] for copy in held]
     for name in ("copied", "stale"):
-        with _counted(models) as calls:
+        with counted() as calls:
             found[name] = one_step(trainer, batch)
         whole = [p for model in models for p in model.module.parameters() if is_available(p)]
         found[name] |= {"calls": dict(calls), "whole": len(whole)}
