@@ -55,7 +55,7 @@ def main() -> int:
     if batches[0].correction is not None:
         found |= corrections(log_ratios, batches, flags["set"])
     pairs |= {name: (told[name], value) for name, value in found.items()}
-    print(f"{options.run.name}, step {options.step} of {len(batches)} ranks")
+    print(f"{options.run.name}, step {options.step}, {len(batches)} ranks: told by the run, computed anew")
     agree = [math.isclose(*pair, rel_tol=1e-3, abs_tol=NOTED) for pair in pairs.values()]
     for same, (name, (run, anew)) in zip(agree, pairs.items(), strict=True):
         print(f"  {name:34} {run:12.4e} {anew:12.4e} {'' if same else ' NOT THE SAME'}")

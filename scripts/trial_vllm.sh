@@ -55,7 +55,8 @@ run lora_vllm 3 --rollout_backend vllm "${lora[@]}" && same lora_replica lora_vl
 ROUNDED_TO=int5 run own 2 --rollout_backend vllm --vllm_sampler own --vllm_tensor_parallel_size 2 --temperature 0.7 \
     --set correction=token_truncate correction_min=0.8 correction_max=1.2
 python scripts/sampler_gap.py "$out/own" 1 "$out/sft" --rounded_to int5
-ROUNDED_TO=bf16 run sampler 2 --rollout_backend vllm --temperature 1.3 --old_logprobs sampler
-python scripts/sampler_gap.py "$out/sampler" 1 "$out/sft" --rounded_to bf16
+# Rounded by less where its log-probs are taken for the actor's: a run of which the first are further off ends.
+ROUNDED_TO=int11 run sampler 2 --rollout_backend vllm --temperature 1.3 --old_logprobs sampler
+python scripts/sampler_gap.py "$out/sampler" 1 "$out/sft" --rounded_to int11
 run learned 60 --rollout_backend vllm --enable_ema --ema_decay 0.95
 python -m training.toy.reviews judge "$out/learned/samples/before.jsonl" "$out/learned/samples/after.jsonl"
