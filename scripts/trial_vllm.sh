@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # vLLM in the trainer's processes against our own loop: the same PPO steps with both, on two CPU ranks under ZeRO-3, give
 # the same responses before and after; what the runs tell of the distance between vLLM and the actor is computed anew by
-# transformers (scripts/sampler_gap.py); then the quickstart's task is learned with vLLM. About 10 minutes, and some more
-# for the environment.
+# transformers (scripts/sampler_gap.py); then the quickstart's task is learned with vLLM. About 12 minutes on two
+# cores, and some more for the environment.
 #
 #   scripts/trial_vllm.sh MODELS OUT      MODELS: what scripts/quickstart_models.sh made (sft, reward, data)
 set -euo pipefail
