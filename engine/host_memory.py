@@ -9,6 +9,9 @@ _KEEP = (1 << 30, (1 << 31) - 1)
 _GIVE_BACK = (1 << 17, 1 << 17)  # as the library has it by itself
 _kept = False
 
+GIVEN_BACK_EVERY = 20
+"""Steps of training after which freed memory that is kept goes back to the system, once."""
+
 
 def keep_freed_memory() -> None:
     """Have the C library keep freed memory for the next tensor, as torch does on GPUs.
@@ -18,6 +21,16 @@ def keep_freed_memory() -> None:
     """
     global _kept
     _kept = _set(*_KEEP)
+
+
+def give_back_at(step: int) -> None:
+    """Give freed memory back after every GIVEN_BACK_EVERY-th step.
+
+    Rows come in ever new lengths, and of what was freed for some the next tensors fit into a part: kept for good, that
+    adds up over thousands of steps. The pages that are wanted again are cleared anew, in the one step that follows.
+    """
+    if _kept and step % GIVEN_BACK_EVERY == 0:
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager

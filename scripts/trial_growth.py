@@ -3,6 +3,7 @@
     scripts/quickstart.sh quickstart                      # the models, once
     python scripts/trial_growth.py quickstart --steps 300
     python scripts/trial_growth.py quickstart --trim      # without what the C library keeps of freed memory
+    python scripts/trial_growth.py quickstart --still     # with responses that do not become longer as the actor learns
 
 Trains the quickstart's models for so many steps with two ranks under ZeRO-3, EMA included, and counts after every fifth
 what the garbage collector, Python's allocator, the C library and the system know. Printed is the slope from step 50 on,
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32, help="prompts a step and rank (default: 32)")
     parser.add_argument("--master_port", type=int, default=29500, help="of the process group (default: 29500)")
     parser.add_argument("--trim", action="store_true", help="give freed memory back before each reading (malloc_trim)")
+    parser.add_argument("--still", action="store_true", help="learn next to nothing: responses keep their lengths")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         command = [str(Path(sys.executable).with_name("deepspeed")), "--log_level", "critical"]
@@ -83,7 +85,7 @@ def flags(options: argparse.Namespace, folder: str) -> dict:
         "max_steps": options.steps,
         "ppo_epochs": 2,
         "kl_coef": 0.15,
-        "actor_learning_rate": 1.5e-3,
+        "actor_learning_rate": 1e-12 if options.still else 1.5e-3,
         "critic_learning_rate": 2e-3,
         "lr_scheduler_type": "cosine",
         "enable_ema": True,

@@ -11,6 +11,7 @@ import torch
 
 from engine import distributed
 from engine.errors import RunStopped
+from engine.host_memory import give_back_at
 from engine.optim import lr_factor
 from engine.zero.engines import TrainedModel
 from training.data.order import epoch_batches
@@ -199,6 +200,7 @@ class SupervisedTrainer:
         found = self.log_step()
         self.checkpoints.save_if_due(self.steps_done, self.held_out_score(found) if found else None)
         stopping.request.saved = self.checkpoints.newest
+        give_back_at(self.steps_done)
         return found
 
     def log_step(self) -> dict[str, float] | None:

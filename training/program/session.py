@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from engine import distributed
+from engine.host_memory import give_back_at
 from engine.models.reading import read_tokenizer
 from engine.zero.engines import TrainedModel
 from training.flags.rlhf_arguments import RLHFFlags
@@ -112,6 +113,7 @@ class Session:
             self.show_samples(report)
         self.checkpoints.save_if_due(step, score)
         stopping.request.saved = self.checkpoints.newest
+        give_back_at(step)
 
     def log_step(self, step: int, samples: int) -> float | None:
         """Evaluate where it is time to, and write the step's line; returns the held-out score, if there is one."""
