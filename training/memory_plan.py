@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.memory import Cluster
-from engine.memory.changes import Setting, fewest_gpus, largest
+from engine.memory.changes import GPUS_OF_A_NODE, Setting, fewest_gpus, largest
 from engine.memory.gpus import gpu_bytes
 from engine.memory.table import as_json, table
 from engine.models.places import base_of
@@ -75,6 +75,7 @@ def report(args: MemoryFlags) -> int:
 def _refuse_what_cannot_run(args: MemoryFlags, dialect: Dialect) -> None:
     """Raise UserError for what step 3 would refuse, whatever memory there is."""
     args.engine_configs(dialect)
+    args.check_groups(GPUS_OF_A_NODE if args.search == "gpus" else args.num_gpus)
     if args.gpu.lower().startswith(OLDER) and args.dtype == "bf16":
         raise UserError(f"--dtype bf16 with --gpu {args.gpu}: it does not compute in bf16. Give --dtype fp16.")
     for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path"):

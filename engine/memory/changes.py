@@ -183,14 +183,15 @@ last each layer's weights cross it for each pass and token."""
 def fewest_gpus(setting: Setting) -> Setting | None:
     """The setting on the fewest GPUs on which it fits, of nodes with up to GPUS_OF_A_NODE; None for over MOST_GPUS.
 
-    Each doubling is tried: batches are a rank's, and grow with the ranks.
+    Each doubling is tried: batches are a rank's, and grow with the ranks. Left out are nodes that cannot be divided
+    into the groups of ranks that hold weights together.
     """
     for gpus in _doublings(1, MOST_GPUS):
         cluster = dataclasses.replace(
             setting.cluster, gpus=min(gpus, GPUS_OF_A_NODE), nodes=max(1, gpus // GPUS_OF_A_NODE)
         )
         tried = dataclasses.replace(setting, cluster=cluster)
-        if tried.planned().fits:
+        if cluster.gpus % setting.workload.ranks_together == 0 and tried.planned().fits:
             return tried
     return None
 

@@ -127,7 +127,8 @@ class _Planner:
             chosen = tuple(range(len(needs))) if self.workload.backend == "replica" else ()
             if chosen and (ranks := self.workload.group or 1) > 1:
                 return self._asked_together(ranks)
-            return Copies(chosen, "as asked", between_steps=between_steps)
+            why = {"vllm": "the actor's, in vLLM", "zero3": "none"}.get(self.workload.backend, "as asked")
+            return Copies(chosen, why, between_steps=between_steps)
         room = self.cluster.room
         if room is None:
             why = "of all models that are partitioned, as it is not known what memory there is"

@@ -42,6 +42,11 @@ class Workload:
         return Rows(min(self.generated, self.responses), self.prompt, self.response)
 
     @property
+    def ranks_together(self) -> int:
+        """Ranks of a node that hold the actor together in any case, and so have to divide the node's."""
+        return {"vllm": self.parts, "replica": self.group or 1}.get(self.backend, 1)
+
+    @property
     def updates(self) -> int:
         """Optimizer steps after each rollout."""
         return self.mini_batches * self.ppo_epochs

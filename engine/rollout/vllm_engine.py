@@ -19,6 +19,7 @@ from engine.zero.accelerator import on_gpu
 from engine.zero.shared_memory import SHARED_MEMORY, clear_dead_buffers
 
 VERSIONS = ("0.32.",)  # that this was tried with; another may have moved what is used here
+HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # widths that its kernels have there
 
 _SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, whose tensors it is given
@@ -50,6 +51,24 @@ def vllm_version() -> str:
         "--rollout_backend vllm: vLLM is not installed here. scripts/vllm_environment.sh makes an environment that has "
         "it beside the versions that training needs; --rollout_backend auto needs none."
     )
+
+
+def check_heads(config: PretrainedConfig, name: str, tensor_parallel: int, on_cpu: bool) -> None:
+    """Raise UserError where vLLM cannot compute this model's attention. name: what the message calls the model."""
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if heads % tensor_parallel:
+        raise UserError(
+            f"--vllm_tensor_parallel_size {tensor_parallel}: {name} has {heads} attention heads, and each rank takes "
+            f"as many. Give a number that divides {heads}."
+        )
+    if on_cpu and width not in HEADS_ON_CPU:
+        raise UserError(
+            f"--rollout_backend vllm: {name} has attention heads of {width} numbers; on CPUs vLLM has them of "
+            f"{', '.join(map(str, HEADS_ON_CPU))}. Take --rollout_backend auto, or a GPU; scripts/widen_heads.py "
+            "writes a tiny Llama with wider heads."
+        )
 
 
 class VLLMEngine:

@@ -1,5 +1,7 @@
 """Print the table of docs/rollouts.md: python -m engine.speed"""
 
+import argparse
+
 from engine.memory.data_sheets import data_sheet
 from engine.speed import ETHERNET_100G, LLAMA_2_70B, Machines, divided_token, partitioned_token
 
@@ -33,4 +35,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser("python -m engine.speed", description=table.__doc__).parse_args()  # takes none but --help
     print(table())

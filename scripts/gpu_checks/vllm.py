@@ -13,7 +13,7 @@ STEPS = 2
 def alike(trial: Trial) -> None:
     """Two steps at stage 3 with --rollout_backend vllm, and with auto: the same policy, whose log-probs agree."""
     if importlib.util.find_spec("vllm") is None:
-        raise Skipped("vllm is not installed (pip install -e .[vllm])")
+        raise Skipped("vllm is not installed (scripts/vllm_environment.sh makes an environment with it)")
     if not trial.needs_gpu("vLLM (a real one is tried on CPUs by a script of its own)"):
         return
     actor, critic = random_models(trial, "34m")

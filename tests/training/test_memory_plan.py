@@ -102,6 +102,11 @@ def test_json_has_what_was_looked_for(words, capsys, monkeypatch):
     assert bytes_of([*too_small, "batch"], capsys)["largest_batch"] is None
 
 
+def test_the_fewest_gpus_are_as_many_as_hold_the_actor_together(words, capsys):
+    spread = ["--gpu", "a100-80g", "--search", "gpus", "--rollout_backend", "vllm", "--vllm_tensor_parallel_size", "4"]
+    assert bytes_of([*words, *spread], capsys)["fewest_gpus"] == {"num_gpus": 4, "num_nodes": 1}
+
+
 @pytest.mark.parametrize(
     "wrong, said",
     [
@@ -116,6 +121,14 @@ def test_json_has_what_was_looked_for(words, capsys, monkeypatch):
             "error: --actor_lora_module_name layrs.: --actor_model_name_or_path ",
         ),
         (["--num_gpus", "0"], "--num_gpus 0"),
+        (
+            ["--num_gpus", "8", "--rollout_backend", "vllm", "--vllm_tensor_parallel_size", "3"],
+            "--vllm_tensor_parallel_size 3: the 8 ranks of a node cannot be divided into groups of 3",
+        ),
+        (
+            ["--search", "gpus", "--rollout_backend", "replica", "--inference_tp_size", "16"],
+            "--inference_tp_size 16: the 8 ranks of a node",
+        ),
         (["--gpu", "v100-32g"], "--dtype bf16 with --gpu v100-32g"),
         (["--max_answer_seq_len", "1000000"], "positions. Lower them."),
         (

@@ -71,15 +71,15 @@ class RolloutFlags(RunFlags):
                     f"{', '.join(backends)} alone. Leave it out."
                 )
         self.at_least(1, "vllm_tensor_parallel_size", "inference_tp_size")
-        if self.rollout_backend == "replica" and self.inference_tp_size is not None:
-            self._divides_a_node("inference_tp_size")
-        if self.rollout_backend == "vllm":
-            self._divides_a_node("vllm_tensor_parallel_size")
+        if "RANK" in os.environ:  # not in a program that plans for other machines
+            self.check_groups(ranks_of_this_machine())
         self._validate_decoding()
 
-    def _divides_a_node(self, name: str) -> None:
-        ranks, parts = ranks_of_this_machine(), getattr(self, name)
-        if "RANK" in os.environ and ranks % parts:  # not in a program that plans for other machines
+    def check_groups(self, ranks: int) -> None:
+        """Raise UserError where a node's ranks cannot be divided into the groups that were asked for."""
+        name = {"replica": "inference_tp_size", "vllm": "vllm_tensor_parallel_size"}.get(self.rollout_backend)
+        parts = name and getattr(self, name)
+        if parts and ranks % parts:
             raise UserError(
                 f"--{name} {parts}: the {ranks} ranks of a node cannot be divided into groups of {parts}. Give a "
                 f"number that divides {ranks}."
@@ -91,8 +91,7 @@ class RolloutFlags(RunFlags):
         if self.replicas_between_steps != "keep":
             raise UserError(
                 f"--decoding {self.decoding} with --replicas_between_steps {self.replicas_between_steps}: "
-                "recorded and compiled passes belong to weights that stay where they are. Leave one of "
-                "them out."
+                "such passes belong to weights that stay where they are. Leave one of them out."
             )
         if self.rollout_backend == "zero3":
             raise UserError(

@@ -7,7 +7,9 @@ from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.hydra import check_hydra
 from engine.models.reading import read_config, read_tokenizer
 from engine.rollout.families import check_attention
+from engine.rollout.vllm_engine import check_heads, vllm_version
 from engine.shared_trunk import scoring_roles
+from engine.zero.accelerator import on_gpu
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function
 from training.program.adapted_models import adapted_roles
@@ -20,12 +22,24 @@ def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) ->
     """What can be wrong with files, models and machine, looked at by one process; point: what is gone on from."""
     check_run(args, resumed=point is not None and point.in_output_dir)
     args.engine_configs(dialect)
+    check_vllm(args)
     if args.reward_function is not None:
         load_function(args.reward_function)
     check_dialect(args, dialect)
     check_models(args, dialect)
     adapted_roles(args, dialect)
     check_trunk_shared(args, dialect)
+
+
+def check_vllm(args: RLHFFlags) -> None:
+    """Whether vLLM is there where it is to draw, and can compute the actor."""
+    if args.rollout_backend != "vllm":
+        return
+    vllm_version()
+    path, on_cpu = args.actor_model_name_or_path, not (args.dry_run or on_gpu())  # a dry run may be for other machines
+    if args.looks_at(path):
+        config = read_config(path, "--actor_model_name_or_path", args.trust_remote_code)
+        check_heads(config, f"--actor_model_name_or_path {path}", args.vllm_tensor_parallel_size, on_cpu)
 
 
 def check_trunk_shared(args: RLHFFlags, dialect: Dialect) -> None:
