@@ -28,8 +28,7 @@ class Copies(Protocol):
     """Plain modules that compute what models do; `engine.plain_copies.PlainCopies`."""
 
     def inferred(self, model: "TrainedModel | FrozenModel", *args, **kwargs) -> Any:
-        """The model's forward pass without gradients, by a module free of ZeRO's hooks; None where there is no memory
-        for one. All ranks call this together."""
+        """The forward pass without gradients or hooks; None for lack of memory. All ranks call this together."""
 
     def holding(self, model: "TrainedModel | FrozenModel") -> nn.Module | None:
         """The module that holds the model's own weights as they are now, if one does."""
@@ -63,7 +62,8 @@ class TrainedModel:
         self._by_stage = stage_of(self.ds_engine)
         self._overflows_at_floor = 0  # in a row, the loss scale unchanged
         self.state = TrainingState(self.module, self._by_stage)
-        self.long_batch = LongBatch(self.module, role, self._by_stage.forget_gradients)
+        _, sums = self.ds_engine.get_data_types()
+        self.long_batch = LongBatch(self.module, role, self._by_stage.forget_gradients, sums)
         self._passes = 0  # backward passes since the last step
         self.ds_engine.train()
 

@@ -51,10 +51,12 @@ class LongBatch:
 
     Args:
         empty_gradients: sets the partitions of gradients to 0; to what lies there a last pass adds.
+        sums: the dtype that gradients of several passes are to be added up in. On a rank they are in the weights' own:
+            where that is another one they are reduced in each pass, and DeepSpeed adds them up.
     """
 
-    def __init__(self, module: nn.Module, role: str, empty_gradients: Callable[[], None]):
-        self.role, self.empty_gradients = role, empty_gradients
+    def __init__(self, module: nn.Module, role: str, empty_gradients: Callable[[], None], sums: torch.dtype):
+        self.role, self.empty_gradients, self.sums = role, empty_gradients, sums
         self.kept: Kept | None = None  # unless it has been decided
         self._named: dict[str, Any] = {name: one for name, one in module.named_parameters() if is_partitioned(one)}
         self._parameters = list(self._named.values())
@@ -133,8 +135,12 @@ class LongBatch:
         weights = sum(size for size, _ in sizes)
         gradients = sum(size for size, parameter in sizes if parameter.requires_grad)
         kept = what_to_keep(weights, gradients, self._passes, free)
+        elsewhere = any(parameter.requires_grad and parameter.dtype != self.sums for parameter in self._parameters)
+        if elsewhere:
+            kept = Kept(weights=kept.weights)
         if distributed.is_main():
-            print(f"{self.role}: {_told(kept, weights, gradients, free)}", flush=True)
+            why = f"; gradients are added up in {str(self.sums).removeprefix('torch.')}" if elsewhere else ""
+            print(f"{self.role}: {_told(kept, weights, gradients, free)}{why}", flush=True)
         return kept
 
 

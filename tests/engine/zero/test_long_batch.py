@@ -47,7 +47,7 @@ def test_on_gpus_a_first_step_finds_what_passes_take(monkeypatch, capsys, free, 
     emptied = []
     module = nn.Module()
     module.register_parameter("weight", parameter)
-    batch = LongBatch(module, "actor", lambda: emptied.append(1))
+    batch = LongBatch(module, "actor", lambda: emptied.append(1), torch.float32)
     with batch.of(3, first=True):
         assert batch.kept is None and not parameter.ds_active_sub_modules
     with batch.of(3, first=True):
@@ -59,3 +59,20 @@ def test_on_gpus_a_first_step_finds_what_passes_take(monkeypatch, capsys, free, 
     assert ready == ([False, False, True] if kept.gradients else [True] * 3)
     assert len(emptied) == kept.gradients and not parameter.ds_active_sub_modules
     assert "actor: weights are gathered" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sums, kept", [(torch.bfloat16, BOTH), (torch.float32, WEIGHTS)], ids=("bf16", "fp32"))
+def test_gradients_are_not_added_up_on_a_rank_in_another_dtype_than_asked_for(monkeypatch, capsys, sums, kept):
+    """data_types.grad_accum_dtype of a DeepSpeed JSON: on a rank they would be added up in the weights' bfloat16.
+    There is room for both."""
+    parameter = nn.Parameter(torch.zeros(100, dtype=torch.bfloat16))
+    parameter.ds_id, parameter.ds_numel, parameter.ds_active_sub_modules = 0, 100, set()
+    parameter.ds_status, parameter.ds_persist = None, False
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(accelerator, "free_memory", lambda: 10**6)
+    module = nn.Module()
+    module.register_parameter("weight", parameter)
+    batch = LongBatch(module, "actor", lambda: None, sums)
+    with batch.of(3, first=True):
+        assert batch.kept == kept
+    assert ("gradients are added up in float32" in capsys.readouterr().out) == (kept is WEIGHTS)
