@@ -108,7 +108,7 @@ class Arithmetic:
     @cached_property
     def peak(self) -> float | None:
         """As `peak_flops` has it."""
-        return peak_flops(self.models.actor.module)
+        return peak_flops(self.models.actor)
 
     def of_step(self, rollout: Rollout, experience: Experience, epochs: int, trains_actor: bool) -> dict[str, Tensor]:
         """FLOPs by phase, where they are known.
@@ -163,7 +163,7 @@ class TrainingArithmetic:
     @cached_property
     def peak(self) -> float | None:
         """As `peak_flops` has it."""
-        return peak_flops(self.model.module)
+        return peak_flops(self.model)
 
     def add_to(self, metrics: Accumulator, seconds: float, masks: Sequence[Tensor], predicted: Tensor) -> None:
         """Put the speed of an optimizer step, as that of the phase `train`, into the metrics.
@@ -176,9 +176,9 @@ class TrainingArithmetic:
             _add_use(metrics, "train", self.cost.training(lengths, predicted), seconds, self.peak)
 
 
-def peak_flops(module: nn.Module) -> float | None:
+def peak_flops(model: TrainedModel) -> float | None:
     """What this rank's GPU could do a second; None in float32, on GPUs whose data sheet is not listed, on CPUs."""
-    if not on_gpu() or next(module.parameters()).dtype == torch.float32:
+    if not on_gpu() or next(model.module.parameters()).dtype == torch.float32:
         return None
     sheet = data_sheet(torch.cuda.get_device_name())
     return sheet.flops if sheet is not None else None
