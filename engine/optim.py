@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from engine.algorithms.values import VALUES
-from engine.zero.accelerator import offloaded_adamw, on_gpu
+from engine.zero.accelerator import on_gpu
+from engine.zero.extensions import offloaded_adamw
 from engine.zero.gathering import full_shape
 
 # transformers' names; "constant_with_warmup" and "cosine_with_restarts" (of one cycle) are what they are there, and

@@ -1,9 +1,6 @@
-"""What this process computes on, as DeepSpeed has it: the device, its memory and dtypes; DeepSpeed's extensions."""
+"""What this process computes on, as DeepSpeed has it: the device, its memory and dtypes."""
 
-import fcntl
 import os
-import sys
-from pathlib import Path
 
 import psutil
 import torch
@@ -61,35 +58,3 @@ def why_not(dtype: str) -> str | None:
     if dtype == "bf16" and on_gpu() and not torch.cuda.is_bf16_supported(including_emulation=False):
         return f"{torch.cuda.get_device_name()} only emulates bf16, slowly. Use fp16 or fp32."
     return None
-
-
-def load_extension(builder: str) -> None:
-    """Build (once) or load an extension of DeepSpeed's, one process of this machine at a time.
-
-    torch marks a build by a file, which a killed process leaves behind for everyone to wait for. The lock taken here
-    goes with its process, so a mark found while it is held is such a leftover.
-    """
-    from deepspeed.accelerator import get_accelerator
-    from torch.utils.cpp_extension import get_default_build_root
-
-    if sys.prefix != sys.base_prefix:  # the build belongs to this environment's DeepSpeed; others would build it anew
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / "four_engine_rlhf.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for mark in root.glob("**/lock"):
-            mark.unlink(missing_ok=True)
-        found = get_accelerator().create_op_builder(builder)
-        if found is not None and found.is_compatible():
-            if not any(root.glob(f"**/{found.NAME}*.so")):
-                print(f"building DeepSpeed's extension {found.NAME}, once; this takes about a minute", flush=True)
-            found.load()
-
-
-def offloaded_adamw(groups: list[dict], **settings) -> torch.optim.Optimizer:
-    """DeepSpeed's AdamW in C++, for an optimizer state in host memory beside a GPU."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    load_extension("CPUAdamBuilder")
-    return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)

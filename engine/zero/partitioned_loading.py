@@ -8,6 +8,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from engine.zero.extensions import load_for
 from engine.zero.gathering import is_partitioned
 
 _TORCH_LINEAR = nn.functional.linear
@@ -23,6 +24,7 @@ def partitioned_loading(ds_config: dict | None) -> Iterator[None]:
     if ds_config is None or ds_config.get("zero_optimization", {}).get("stage") != 3:
         yield
         return
+    load_for(ds_config)
     switch = HfDeepSpeedConfig(ds_config)
     try:
         yield

@@ -9,7 +9,8 @@ import time
 import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
-from engine.zero.accelerator import load_extension, why_not
+from engine.zero.accelerator import why_not
+from engine.zero.extensions import load_extension
 from scripts.gpu_checks.models import new_trainer, prompts, rows
 from scripts.gpu_checks.trial import Skipped, Trial
 from training.ppo_trainer import PPOTrainer

@@ -1,0 +1,81 @@
+"""DeepSpeed's extensions in C++: built where they are first used, one process at a time."""
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+LOCK = "four_engine_rlhf.lock"
+TELL_AFTER = 5.0  # seconds of waiting for another program's build
+
+
+def load_extension(builder: str) -> None:
+    """Build (once) or load an extension of DeepSpeed's, one process at a time.
+
+    torch marks a build by a file `lock` in its folder, and waits for as long as one is there: for that of a killed
+    process for ever. Here the kernel's lock on a file is held meanwhile, which goes with its process, and this file
+    says what is being built. An extension that it names when the lock has been taken is one that a process died over,
+    and its mark is removed. The marks of other extensions, and those of other programs, are left alone.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.cpp_extension import _get_build_directory
+
+    if sys.prefix != sys.base_prefix:  # the build belongs to this environment's DeepSpeed; others would build it anew
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    found = get_accelerator().create_op_builder(builder)
+    if found is None or not found.is_compatible():
+        return
+    folder = Path(_get_build_directory(found.NAME, verbose=False))
+    with (folder.parent / LOCK).open("a+", encoding="utf-8") as building:
+        fcntl.flock(building, fcntl.LOCK_EX)
+        building.seek(0)
+        if died_over := building.read():
+            (folder.parent / died_over / "lock").unlink(missing_ok=True)
+        _wait_for_others(folder)
+        _write(building, found.NAME)
+        if not any(folder.glob("*.so")):
+            print(f"building DeepSpeed's extension {found.NAME}, once; this takes about a minute", flush=True)
+        try:
+            found.load()
+        finally:
+            _write(building, "")
+
+
+def _wait_for_others(folder: Path) -> None:
+    """Wait until no other program builds in the folder."""
+    mark, since, told = folder / "lock", time.monotonic(), False
+    while mark.exists():
+        if not told and time.monotonic() > since + TELL_AFTER:
+            told = True
+            print(
+                f"waiting for {mark}: another program builds DeepSpeed's extension {folder.name}. If none does, it was "
+                "killed: remove the file.",
+                flush=True,
+            )
+        time.sleep(0.1)
+
+
+def _write(file: TextIO, text: str) -> None:
+    file.truncate(0)
+    file.write(text)  # at the end, which is the beginning
+    file.flush()
+
+
+def load_for(ds_config: Mapping) -> None:
+    """Load what DeepSpeed would otherwise build by itself, all ranks at once, for an engine of this configuration."""
+    offloaded = ds_config.get("zero_optimization", {}).get("offload_param") or {}
+    if offloaded.get("device") == "nvme":
+        load_extension("AsyncIOBuilder")
+
+
+def offloaded_adamw(groups: list[dict], **settings) -> torch.optim.Optimizer:
+    """DeepSpeed's AdamW in C++, for an optimizer state in host memory beside a GPU."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    load_extension("CPUAdamBuilder")
+    return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)

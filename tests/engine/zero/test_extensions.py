@@ -1,0 +1,111 @@
+"""Loading an extension of DeepSpeed's: one process at a time, past the mark of a killed build, and no other mark."""
+
+import fcntl
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from engine.zero import extensions
+from engine.zero.extensions import load_extension, load_for
+from engine.zero.partitioned_loading import partitioned_loading
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """A function that has an extension "own" built by the given function, under `tmp_path`."""
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    def builds(load):
+        builders = {
+            "Own": SimpleNamespace(NAME="own", is_compatible=lambda: True, load=load),
+            "DoesNot": SimpleNamespace(NAME="does_not", is_compatible=lambda: False, load=lambda: pytest.fail()),
+        }
+        monkeypatch.setattr(get_accelerator(), "create_op_builder", builders.get)
+        load_extension("Own")
+
+    return builds
+
+
+def mark(folder, name="own"):
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "lock").touch()
+    return folder / name / "lock"
+
+
+def is_free(folder) -> bool:
+    with (folder / extensions.LOCK).open() as other:
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def test_one_process_builds_at_a_time_and_others_marks_stay(build, tmp_path):
+    others, seen = mark(tmp_path, "others"), []
+    build(lambda: seen.append(is_free(tmp_path)))
+    load_extension("DoesNot")
+    load_extension("Unknown")
+    assert seen == [False]
+    assert is_free(tmp_path)
+    assert others.exists()
+
+
+def test_the_mark_of_a_build_that_was_killed_is_removed(build, tmp_path):
+    others = mark(tmp_path, "others")
+
+    def die():
+        mark(tmp_path)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if (pid := os.fork()) == 0:
+        build(die)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert (tmp_path / "own" / "lock").exists()
+    seen = []
+    build(lambda: seen.append((tmp_path / "own" / "lock").exists()))
+    assert seen == [False]
+    assert others.exists()
+
+
+def test_a_build_that_fails_leaves_no_word_of_it(build, tmp_path):
+    with pytest.raises(RuntimeError, match="no compiler"):
+        build(lambda: (_ for _ in ()).throw(RuntimeError("no compiler")))
+    own = mark(tmp_path)  # of another program, later
+    threading.Timer(0.5, own.unlink).start()
+    seen = []
+    build(lambda: seen.append(own.exists()))
+    assert seen == [False]
+
+
+def test_another_programs_build_of_the_same_is_waited_for(build, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(extensions, "TELL_AFTER", 0.1)
+    own, ended = mark(tmp_path), []
+
+    def end():
+        ended.append(own.exists())
+        own.unlink()
+
+    threading.Timer(1.0, end).start()
+    build(lambda: ended.append(own.exists()))
+    assert ended == [True, False]
+    assert f"waiting for {own}: another program builds" in capsys.readouterr().out
+
+
+def test_what_swaps_parameters_to_a_disk_is_built_before_deepspeed_does(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(extensions, "load_extension", loaded.append)
+    load_for({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}})
+    load_for({"zero_optimization": {"stage": 3, "offload_param": None}})
+    load_for({})
+    assert loaded == []
+    monkeypatch.setattr("engine.zero.partitioned_loading.HfDeepSpeedConfig", lambda config: loaded.append("deepspeed"))
+    with partitioned_loading({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}):
+        pass
+    assert loaded == ["AsyncIOBuilder", "deepspeed"]
