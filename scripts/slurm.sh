@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # A step as a SLURM job that survives the end of its time and pre-emption: two minutes before, SLURM sends USR1 to the
 # ranks, which finish their step, write a restart point and end with code 75; the job is then put back into the queue and
-# goes on from there. One task a GPU, without a launcher between SLURM and the ranks. Nodes, GPUs and hours are given to
-# sbatch, the step and its flags to this script:
+# goes on from there. One task a GPU, without a launcher between SLURM and the ranks, which read from SLURM's variables who
+# they are and meet on the first node (set MASTER_ADDR and MASTER_PORT to have them meet elsewhere). Nodes, GPUs and hours
+# are given to sbatch, the step and its flags to this script:
 #
 #   sbatch --nodes 4 --gpus-per-node 8 --ntasks-per-node 8 --time 12:00:00 scripts/slurm.sh training/step3_rlhf.py \
 #       --output_dir /shared/out --save_steps 50 ...
@@ -15,15 +16,9 @@
 set -uo pipefail
 program="${1:?give a step: sbatch ... scripts/slurm.sh training/step3_rlhf.py --output_dir DIR ...}"
 shift
-MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
-# shellcheck disable=SC2016  # the variables are those of each task
-srun --kill-on-bad-exit=1 --wait=60 bash -c '
-    export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID" WORLD_SIZE="$SLURM_NTASKS"
-    export LOCAL_SIZE="${SLURM_NTASKS_PER_NODE:-$SLURM_NTASKS}"
-    exec python -u "$@"' task "$program" --resume auto "$@"
+srun --kill-on-bad-exit=1 --wait=60 python -u "$program" --resume auto "$@"
 code=$?
 
 if [ "$code" -eq 75 ]; then

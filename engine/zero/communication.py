@@ -8,13 +8,17 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from engine import distributed
+from engine.errors import UserError
 from engine.host_memory import keep_freed_memory
 from engine.zero.accelerator import ranks_of_this_machine
 from engine.zero.shared_memory import clear_dead_buffers, without_buffers
 
 
 def init(timeout_minutes: float = 30.0) -> torch.device:
-    """Join the process group (NCCL on GPUs, gloo on CPUs), once, and return the device of this rank."""
+    """Join the process group (NCCL on GPUs, gloo on CPUs), once, and return the device of this rank.
+
+    Raises: UserError on a rank that does not see its GPU.
+    """
     if not distributed.is_initialized():
         defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         for name, value in defaults.items():
@@ -22,6 +26,7 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
         accelerator = get_accelerator()
         on_cpu = accelerator.device_name() == "cpu"
         if not on_cpu:
+            _check_gpu(accelerator.device_count())
             accelerator.set_device(distributed.local_rank())
         else:
             if "OMP_NUM_THREADS" not in os.environ:
@@ -42,6 +47,17 @@ def init(timeout_minutes: float = 30.0) -> torch.device:
             backend.all_gather_function = distributed.gather_by_broadcasts
             backend.reduce_scatter_function = distributed.scatter_by_all_reduce
     return distributed.device()
+
+
+def _check_gpu(seen: int) -> None:
+    if distributed.local_rank() >= seen:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise UserError(
+            f"rank {distributed.rank()} has LOCAL_RANK {distributed.local_rank()} and sees {seen} "
+            f"GPU{'' if seen == 1 else 's'}{f' (CUDA_VISIBLE_DEVICES={visible})' if visible is not None else ''}: each "
+            "rank takes the GPU of its LOCAL_RANK, counted from 0. Start as many processes as the node has GPUs, and "
+            "have each of them see all of these (srun without --gpus-per-task and --gpu-bind)."
+        )
 
 
 def slots_by_host(path: str) -> dict[str, int]:

@@ -24,7 +24,8 @@ from engine.errors import EndedEarly, RunStopped, SharedError, UserError
 from training.flags.absolute_paths import make_paths_absolute
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
-from training.program import output_lock, stopping, unwritten
+from training.program import output_lock, slurm, stopping, unwritten
+from training.program.environment import check_launch, check_meeting_point, own_programs_first
 from training.program.error_file import write_error_file
 from training.program.member import print_line
 from training.program.output_folder import check_output_dirs
@@ -49,7 +50,9 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         _leave_stdin()
         keep_printing()
         quiet_libraries()
-        _check_launch()
+        own_programs_first()
+        os.environ.update(slurm.as_launched(os.environ))
+        check_launch()
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
         make_paths_absolute(args)
     except UserError as error:
@@ -60,6 +63,10 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
     args.dtype = args.dtype or natural_dtype()
     if args.dry_run:
         return _dry_run(main, args)
+    try:
+        check_meeting_point()
+    except UserError as error:
+        return _told(error)
     try:
         with watching(args.grace_seconds, args.timeout_minutes) as watch:
             return _in_group(main, args, watch)
@@ -118,21 +125,6 @@ def _left_together(code: int, watch: Watch) -> int:
     watch.leave(code)
     distributed.shutdown()
     return code
-
-
-def _check_launch() -> None:
-    """Raise UserError for what a launcher, or a script in its place, says of this process and that cannot be so."""
-    numbers = {
-        name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT") if name in os.environ
-    }
-    for name, value in numbers.items():
-        if not (value.isascii() and value.isdecimal()):
-            raise UserError(f"the environment's {name} is {value!r}, no whole number. Start by deepspeed or torchrun.")
-    rank, world = numbers.get("RANK", "0"), numbers.get("WORLD_SIZE", "1")
-    if int(rank) >= int(world):
-        raise UserError(
-            f"the environment's RANK is {rank} of WORLD_SIZE {world}: ranks count from 0. Use deepspeed or torchrun."
-        )
 
 
 def _leave_stdin() -> None:

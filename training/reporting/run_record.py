@@ -25,6 +25,7 @@ from engine import distributed
 from engine.errors import UserError
 from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
+from training.program.slurm import is_task
 
 RUN_FILE = "run.json"
 _starts: dict[Path, list[dict]] = {}  # as this process has written them: the folder may be moved meanwhile
@@ -103,6 +104,8 @@ def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
     if "TORCHELASTIC_RUN_ID" in environment:
         local = int(environment["LOCAL_WORLD_SIZE"])
         launcher = ["torchrun", "--nnodes", str(world // local), "--nproc_per_node", str(local)]
+    elif is_task(environment) and world > 1 and "CROSS_RANK" not in environment:  # which DeepSpeed's launcher sets
+        launcher = ["srun", "--ntasks", str(world), "--ntasks-per-node", environment["LOCAL_SIZE"], "python"]
     elif "LOCAL_SIZE" in environment:  # the deepspeed launcher's
         local = int(environment["LOCAL_SIZE"])
         launcher = ["deepspeed", "--num_nodes", str(world // local), "--num_gpus", str(local)]

@@ -92,6 +92,14 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
             {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"},
             "torchrun --nnodes 2 --nproc_per_node 4",
         ),
+        (
+            {"WORLD_SIZE": "8", "LOCAL_SIZE": "4", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5"},
+            "srun --ntasks 8 --ntasks-per-node 4 python",
+        ),
+        (
+            {"WORLD_SIZE": "8", "LOCAL_SIZE": "8", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "CROSS_RANK": "0"},
+            "deepspeed --num_nodes 1 --num_gpus 8",
+        ),
     ],
 )
 def test_the_command_names_the_launcher_and_its_sizes(environment, launcher):
