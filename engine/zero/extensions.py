@@ -10,6 +10,8 @@ from typing import TextIO
 
 import torch
 
+from engine.errors import UserError
+
 LOCK = "four_engine_rlhf.lock"
 TELL_AFTER = 5.0  # seconds of waiting for another program's build
 
@@ -21,9 +23,11 @@ def load_extension(builder: str) -> None:
     process for ever. Here the kernel's lock on a file is held meanwhile, which goes with its process, and this file
     says what is being built. An extension that it names when the lock has been taken is one that a process died over,
     and its mark is removed. The marks of other extensions, and those of other programs, are left alone.
+
+    Raises: UserError without ninja.
     """
     from deepspeed.accelerator import get_accelerator
-    from torch.utils.cpp_extension import _get_build_directory
+    from torch.utils.cpp_extension import _get_build_directory, is_ninja_available
 
     if sys.prefix != sys.base_prefix:  # the build belongs to this environment's DeepSpeed; others would build it anew
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
@@ -42,6 +46,13 @@ def load_extension(builder: str) -> None:
             print(f"building DeepSpeed's extension {found.NAME}, once; this takes about a minute", flush=True)
         try:
             found.load()
+        except RuntimeError:
+            if is_ninja_available():
+                raise
+            raise UserError(
+                f"ninja is not found in PATH ({os.environ.get('PATH')}), and DeepSpeed's extension {found.NAME} cannot "
+                f"be used without it, even where it is built. Run: {sys.executable} -m pip install ninja"
+            ) from None
         finally:
             _write(building, "")
 

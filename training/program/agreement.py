@@ -1,9 +1,11 @@
 """Verdicts that all ranks share: what one rank finds wrong, all of them raise."""
 
+import socket
 from collections.abc import Callable
 from typing import TypeVar
 
 from engine.errors import SharedError, UserError
+from training.program.hosts import first_of, from_here
 
 Result = TypeVar("Result")
 
@@ -11,7 +13,8 @@ Result = TypeVar("Result")
 def checked(check: Callable[[], Result]) -> Result:
     """Rank 0's `check()`, for all ranks; where it raises UserError, all ranks do.
 
-    For checks that read files: one process looks, and none goes on before the verdict is known.
+    For checks that read files: one process looks, and none goes on before the verdict is known. With several hosts the
+    message says on which it looked.
     """
     from engine import distributed  # here, so that a program can quiet libraries before they are imported
 
@@ -20,7 +23,7 @@ def checked(check: Callable[[], Result]) -> Result:
         try:
             result = check()
         except UserError as error:
-            message = str(error)
+            message = from_here(str(error))
     message = distributed.broadcast_object(message)
     if message is not None:
         raise SharedError(message)
@@ -30,8 +33,8 @@ def checked(check: Callable[[], Result]) -> Result:
 def agreed(load: Callable[[], Result]) -> Result:
     """This rank's own `load()`; where it raises UserError on any rank, all ranks raise the first one's.
 
-    For what every rank reads for itself: a file that one node lacks ends the run on all, with its message. One rank of
-    each node goes first, so that the others find what it has put into the cache.
+    For what every rank reads for itself: a file that one node lacks ends the run on all, with its message and its
+    name. One rank of each node goes first, so that the others find what it has put into the cache.
     """
     from engine import distributed
 
@@ -43,7 +46,8 @@ def agreed(load: Callable[[], Result]) -> Result:
                 result = load()
             except UserError as error:
                 message = str(error)
-        messages = [text for text in distributed.all_gather_objects(message) if text is not None]
-        if messages:
-            raise SharedError(messages[0])
+        messages, hosts = zip(*distributed.all_gather_objects((message, socket.gethostname())), strict=True)
+        first = first_of(messages, hosts)
+        if first is not None:
+            raise SharedError(first)
     return result

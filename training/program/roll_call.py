@@ -17,6 +17,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from training.program.hosts import first_of
 from training.program.lines import Lines
 from training.program.phases import ALONE
 
@@ -25,6 +26,7 @@ SETTLE = 2  # rounds before the first sign of a failure is judged: the cause may
 LINE, SILENT = 60, 75  # rounds of silence before a line says so, and before the run is ended
 OTHERS_END = 10  # rounds that the other ranks have to end by themselves when one has ended with a message
 STOPPED_STATES = ("T", "t")  # of /proc/PID/stat
+USER_ERROR = 2  # the exit code of a mistake of the user's
 
 
 @dataclass
@@ -173,8 +175,17 @@ class RollCall(threading.Thread):
             return Verdict("", code=ended[0].left or 1)
         if lost:
             return Verdict("\n".join(f"{rank.described()} {rank.lost} {rank.where}: the run ends." for rank in lost))
-        first = troubled[0]
-        return Verdict((f"rank {first.number}: " if first.number else "") + (first.trouble or ""))
+        return Verdict(self._quoted(troubled[0]), code=troubled[0].beat.get("code", 1))
+
+    def _quoted(self, rank: Rank) -> str:
+        """What a rank has met, with its host where not all have met the same. A user's mistake, which is told in the
+        same words by each rank that it befalls, has no rank's number."""
+        hosts = [other.beat.get("host", "") for other in self.ranks]
+        if rank.beat.get("code") == USER_ERROR:
+            return f"error: {first_of([other.trouble for other in self.ranks], hosts)}"
+        if len(set(hosts)) > 1 and any(other.trouble is None for other in self.ranks):
+            return f"rank {rank.number} on {rank.beat['host']}: {rank.trouble}"
+        return (f"rank {rank.number}: " if rank.number else "") + (rank.trouble or "")
 
     def _silent(self) -> Verdict | None:
         """Ranks whose machine answers and which do not."""

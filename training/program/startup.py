@@ -27,15 +27,16 @@ from training.flags.parsing import parse_flags
 from training.program import output_lock, slurm, stopping, unwritten
 from training.program.environment import check_launch, check_meeting_point, own_programs_first
 from training.program.error_file import write_error_file
+from training.program.hosts import from_here
 from training.program.member import print_line
 from training.program.output_folder import check_output_dirs
 from training.program.phases import phase
+from training.program.roll_call import USER_ERROR
 from training.program.terminal import flush_all, keep_printing
 from training.program.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 from training.reporting.sample_tables import visible
 from training.reporting.wandb_sync import check_wandb
 
-USER_ERROR = 2
 COLLECTIVES = 7 * 24 * 60.0  # minutes, of a collective call: those that hang are ended by the watch, which knows more
 
 
@@ -100,9 +101,12 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
         if distributed.is_main():
             print_line(str(end))
         return _left_together(ENDED_EARLY, watch)
-    except UserError as error:
+    except SharedError as error:
         watch.leave(USER_ERROR)
         return _told(error)
+    except UserError as error:
+        watch.tell(visible(str(error)), USER_ERROR)
+        return USER_ERROR
     except RunStopped as stop:
         watch.tell(f"stopped: {stop}")
     except (SystemExit, KeyboardInterrupt) as leaving:
@@ -147,7 +151,8 @@ def _parse(arguments_class: type, argv: Sequence[str], description: str):
 def _told(error: UserError) -> int:
     """Print a mistake once, by rank 0 or the rank that it befell alone; returns the exit code."""
     if os.environ.get("RANK", "0") == "0" or not isinstance(error, SharedError):
-        message = f"error: {visible(str(error))}"
+        text = visible(str(error))
+        message = f"error: {text if isinstance(error, SharedError) else from_here(text)}"
         print(message, file=sys.stderr, flush=True)
         write_error_file(message)
     else:

@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from engine import distributed
 from training.program import output_lock
 from training.program.error_file import write_error_file
+from training.program.hosts import from_here
 from training.program.launchers import Launchers
 from training.program.member import Member, print_line
 from training.program.phases import place
-from training.program.roll_call import RollCall, Verdict
+from training.program.roll_call import USER_ERROR, RollCall, Verdict
 from training.program.stopping import SIGNALS, Followed, Reason, StopRequest, listening
 
 SECONDS = 1.0  # between looks
@@ -92,13 +93,15 @@ class Watch:
         if self.member is not None:
             self.member.say(left=code)
 
-    def tell(self, trouble: str) -> None:
-        """Have one rank print what befell this one, and all of them end; where none does, this one prints it."""
-        write_error_file(trouble)
+    def tell(self, trouble: str, code: int = STOPPED) -> None:
+        """Have one rank print what befell this one, and all of them end with the code; where none does, this one prints
+        it."""
+        message = ("error: " if code == USER_ERROR else "") + from_here(trouble)
+        write_error_file(message)
         if self.member is not None:
-            self.member.say(trouble=trouble)
+            self.member.say(trouble=trouble, code=code)
             time.sleep(TOLD_WITHIN)
-        print_line(trouble)
+        print_line(message)
 
     def stop(self) -> None:
         """End the thread."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.errors import UserError
 from engine.zero import extensions
 from engine.zero.extensions import load_extension, load_for
 from engine.zero.partitioned_loading import partitioned_loading
@@ -82,6 +83,15 @@ def test_a_build_that_fails_leaves_no_word_of_it(build, tmp_path):
     seen = []
     build(lambda: seen.append(own.exists()))
     assert seen == [False]
+
+
+def test_without_ninja_the_message_says_so(build, monkeypatch):
+    def load():
+        raise RuntimeError("Unable to JIT load the own op due to ninja not being installed.")
+
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match=r"^ninja is not found in PATH \(/nowhere\), and .* own .* pip install ninja"):
+        build(load)
 
 
 def test_another_programs_build_of_the_same_is_waited_for(build, tmp_path, capsys, monkeypatch):

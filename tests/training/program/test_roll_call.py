@@ -68,6 +68,23 @@ def test_the_first_rank_with_an_error_is_quoted(two_ranks):
     assert verdict(members).message == "rank 1: Traceback: broken"
 
 
+@pytest.mark.parametrize(
+    "others, first, message",
+    [
+        ({}, {"trouble": "Traceback: broken"}, "rank 1 on gpu2: Traceback: broken"),
+        ({}, {"trouble": "no folder X", "code": 2}, "error: on gpu2: no folder X"),
+        ({"trouble": "stopped: NaN"}, {"trouble": "stopped: NaN"}, "stopped: NaN"),
+        ({"trouble": "no key", "code": 2}, {"trouble": "no key", "code": 2}, "error: no key"),
+    ],
+)
+def test_the_host_of_an_error_is_named_where_others_have_not_met_it(two_ranks, others, first, message):
+    _, members = two_ranks
+    members[0].say(host="gpu1", **others)
+    members[1].say(host="gpu2", **first)
+    found = verdict(members)
+    assert (found.message, found.code) == (message, first.get("code", 1))
+
+
 def test_silence_of_a_process_that_runs_is_no_end(two_ranks):
     """Its state by the kernel is looked up by rank 0, which stands on the same machine: a long call, not a stop."""
     call, members = two_ranks

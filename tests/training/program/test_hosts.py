@@ -1,0 +1,76 @@
+"""The host's name in a message, where a run has several."""
+
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from engine import distributed
+from engine.errors import SharedError, UserError
+from training.program.agreement import agreed, checked
+from training.program.hosts import on_several_hosts
+
+
+@pytest.fixture
+def launched(monkeypatch) -> Callable:
+    """A function that has this process launched so, on gpu1; with `others`, the (message, host) of the other ranks."""
+
+    def launch(others=(), **environment):
+        for name in ("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(socket, "gethostname", lambda: "gpu1")
+        said = iter([list(others), [(None, host) for _, host in others]])  # in the second turn they have nothing to say
+        monkeypatch.setattr(distributed, "all_gather_objects", lambda own: [own, *next(said)])
+
+    return launch
+
+
+def missing():
+    raise UserError("there is no folder X")
+
+
+@pytest.mark.parametrize(
+    "environment, several",
+    [
+        ({}, False),
+        ({"WORLD_SIZE": "8"}, False),
+        ({"WORLD_SIZE": "8", "LOCAL_SIZE": "8"}, False),
+        ({"WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, True),  # deepspeed's, and what srun's tasks are given
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, True),  # torchrun's
+    ],
+)
+def test_a_process_knows_whether_there_are_other_hosts(environment, several, launched):
+    launched(**environment)
+    assert on_several_hosts() == several
+
+
+@pytest.mark.parametrize(
+    "size, told", [("1", r"^on gpu1: there is no folder X$"), ("2", r"^there is no folder X$")], ids=["two", "one"]
+)
+def test_what_rank_0_alone_looks_at(size, told, launched):
+    launched(WORLD_SIZE="2", LOCAL_SIZE=size)
+    with pytest.raises(SharedError, match=told):
+        checked(missing)
+
+
+@pytest.mark.parametrize(
+    "load, others, told",
+    [
+        (missing, [("there is no folder X", "gpu1")], "^there is no folder X$"),
+        (missing, [(None, "gpu2")], "^on gpu1: there is no folder X$"),
+        (lambda: 1, [("no disk", "gpu2"), (None, "gpu3"), ("no disk", "gpu4")], "^on gpu2, gpu4: no disk$"),
+        (missing, [("there is no folder X", "gpu2")], "^there is no folder X$"),  # of no host in particular
+        (missing, [("no disk", "gpu2")], "^on gpu1: there is no folder X$"),
+    ],
+)
+def test_what_each_rank_looks_at(load, others, told, launched):
+    launched(others)
+    with pytest.raises(SharedError, match=told):
+        agreed(load)
+
+
+def test_what_none_finds_wrong(launched):
+    launched([(None, "gpu2")])
+    assert agreed(lambda: 1) == 1
