@@ -5,6 +5,7 @@ itself is started by `engine.zero.communication.init`.
 """
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -191,6 +192,15 @@ def barrier() -> None:
     """Wait until all ranks are here."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+def key_value_store(host: str, port: int, serve: bool = False) -> dist.Store:
+    """The store through which processes find each other before there is a group; `serve`: be the one that holds it.
+
+    Raises: RuntimeError where nobody serves it.
+    """
+    wait = timedelta(seconds=5)
+    return dist.TCPStore(host, port, is_master=serve, timeout=wait, wait_for_workers=False, multi_tenant=serve)
 
 
 def shutdown() -> None:

@@ -19,6 +19,7 @@ from engine import distributed
 from training.program import output_lock
 from training.program.error_file import write_error_file
 from training.program.hosts import from_here
+from training.program.joining import MeetingPoint
 from training.program.launchers import Launchers
 from training.program.member import Member, print_line
 from training.program.phases import place
@@ -50,6 +51,7 @@ class Watch:
     def __init__(self, request: StopRequest, timeout_minutes: float):
         self.request, self.timeout_minutes, self.launchers = request, timeout_minutes, Launchers()
         self.member: Member | None = None
+        self._meeting_point = MeetingPoint()
         self._roll_call: RollCall | None = None
         self._asked_at: float | None = None
         self._awake, self._wake = socket.socketpair()
@@ -94,14 +96,19 @@ class Watch:
             self.member.say(left=code)
 
     def tell(self, trouble: str, code: int = STOPPED) -> None:
-        """Have one rank print what befell this one, and all of them end with the code; where none does, this one prints
-        it."""
+        """Have one rank print what befell this one, and all of them end with the code, those that wait for it to join
+        as well; where none does, this one prints it."""
         message = ("error: " if code == USER_ERROR else "") + from_here(trouble)
         write_error_file(message)
         if self.member is not None:
             self.member.say(trouble=trouble, code=code)
             time.sleep(TOLD_WITHIN)
-        print_line(message)
+            print_line(message)
+        elif distributed.is_main():
+            print_line(message)
+            self._meeting_point.announce(message, code)
+        elif not self._meeting_point.announce(message, code):
+            print_line(message)
 
     def stop(self) -> None:
         """End the thread."""
@@ -143,19 +150,31 @@ class Watch:
 
     def _look_for_ranks(self) -> None:
         if self.member is None:
-            waited = time.time() - place.since
-            if place.phase == JOINING and waited > self.timeout_minutes * 60:
-                where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-                end(
-                    STOPPED,
-                    f"not all of {os.environ['WORLD_SIZE']} ranks have come to {where} within {self.timeout_minutes:g} "
-                    "minutes (--timeout_minutes). Look at the nodes that are missing.",
-                )
+            self._look_for_the_absent()
             return
         for line in self.member.look():
             print_line(line)
         if self.member.verdict is not None:
             conclude(self.member.verdict, self.member)
+
+    def _look_for_the_absent(self) -> None:
+        """End where a rank cannot join the others, or is not there in time."""
+        if place.phase != JOINING:
+            return
+        failure = self._meeting_point.failure()
+        if failure is not None:
+            message, code = failure
+            say(message)
+            if distributed.is_main():
+                self._meeting_point.let_others_hear()
+            leave_now(code)
+        if time.time() - place.since > self.timeout_minutes * 60:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            end(
+                STOPPED,
+                f"not all of {os.environ['WORLD_SIZE']} ranks have come to {where} within {self.timeout_minutes:g} "
+                "minutes (--timeout_minutes). Look at the nodes that are missing.",
+            )
 
     def _follow(self) -> None:
         """End the process where the request cannot wait for the main thread."""
