@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def on_several_hosts() -> bool:
-    """Whether the launcher (deepspeed, torchrun, srun) has started ranks on other hosts, too."""
+    """Whether a launcher (deepspeed, torchrun, srun) has started ranks on other hosts, too; a dry run has no rank."""
     here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
-    return here is not None and here != os.environ.get("WORLD_SIZE", here)
+    return "RANK" in os.environ and here is not None and here != os.environ.get("WORLD_SIZE", here)
 
 
 def from_here(message: str) -> str:

@@ -16,7 +16,7 @@ def launched(monkeypatch) -> Callable:
     """A function that has this process launched so, on gpu1; with `others`, the (message, host) of the other ranks."""
 
     def launch(others=(), **environment):
-        for name in ("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -35,10 +35,11 @@ def missing():
     "environment, several",
     [
         ({}, False),
-        ({"WORLD_SIZE": "8"}, False),
-        ({"WORLD_SIZE": "8", "LOCAL_SIZE": "8"}, False),
-        ({"WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, True),  # deepspeed's, and what srun's tasks are given
-        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, True),  # torchrun's
+        ({"RANK": "3", "WORLD_SIZE": "8"}, False),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_SIZE": "8"}, False),
+        ({"RANK": "3", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, True),  # deepspeed's, and what srun's tasks are given
+        ({"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, True),  # torchrun's
+        ({"WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, False),  # a dry run's
     ],
 )
 def test_a_process_knows_whether_there_are_other_hosts(environment, several, launched):
@@ -50,7 +51,7 @@ def test_a_process_knows_whether_there_are_other_hosts(environment, several, lau
     "size, told", [("1", r"^on gpu1: there is no folder X$"), ("2", r"^there is no folder X$")], ids=["two", "one"]
 )
 def test_what_rank_0_alone_looks_at(size, told, launched):
-    launched(WORLD_SIZE="2", LOCAL_SIZE=size)
+    launched(RANK="0", WORLD_SIZE="2", LOCAL_SIZE=size)
     with pytest.raises(SharedError, match=told):
         checked(missing)
 
