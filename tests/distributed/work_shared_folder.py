@@ -1,26 +1,50 @@
-"""Run by ranks: the look at the output folder, with eyes open and, on rank 1, shut."""
+"""Run by ranks: the look at the output folder, where all see rank 0's and where rank 1 has another one."""
 
+import errno
+import tempfile
+import threading
 from pathlib import Path
+from unittest import mock
 
 from engine import distributed
 from engine.errors import UserError
-from training.program import shared_folder
+from training.program import output_lock, shared_folder
 
 
-def looked(folder: str) -> tuple[str | None, str | None, list[str]]:
-    """What is raised of a folder that all see, and of one that rank 1 does not see; and what is left there."""
-    shared = _raised(f"{folder}/new/out")
-    shared_folder.PATIENCE = 0.5
-    if distributed.rank() == 1:
-        shared_folder.os.path.lexists = lambda path: False
-    apart = _raised(f"{folder}/new/out")
-    distributed.barrier()
-    return shared, apart, [path.name for path in Path(folder).iterdir()]
+def looked(folder: str) -> dict[str, tuple[str | None, list[str]]]:
+    """By case: what is raised, and what then stands in this rank's folder."""
+    root, found = Path(folder), {}
+    own = root / str(distributed.rank())
+    found["shared"] = _raised(root / "shared")
+    # A network folder that shows after a while what another host has written.
+    late = root / "late" if distributed.is_main() else root / "seen late"
+    if not distributed.is_main():
+        threading.Timer(0.5, lambda: late.symlink_to(root / "late")).start()
+    found["late"] = _raised(late)
+    shared_folder.PATIENCE = 0.3
+    found["apart"] = _raised(own / "new")
+    if not distributed.is_main():  # what another run has left on this disk
+        output_lock.take(own)
+    found["with another's lock"] = _raised(own)
+    output_lock.release()
+    full = OSError(errno.EROFS, "Read-only file system")
+    refused = mock.patch.object(tempfile, "TemporaryFile", side_effect=None if distributed.is_main() else full)
+    with refused:
+        found["read-only"] = _raised(root / "shared")
+    return found
 
 
-def _raised(output_dir: str) -> str | None:
+def _raised(folder: Path) -> tuple[str | None, list[str]]:
+    if distributed.is_main():
+        output_lock.take(folder)
+    raised = None
     try:
-        shared_folder.check_shared(output_dir)
+        shared_folder.check_shared(str(folder))
     except UserError as error:
-        return str(error)
-    return None
+        raised = str(error)
+    left = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    distributed.barrier()
+    if distributed.is_main():
+        output_lock.release()
+    distributed.barrier()
+    return raised, left

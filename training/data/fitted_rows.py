@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pyarrow
 
+from engine.errors import UserError
 from training.data.cache import cached_table, count_of, table_of
-from training.data.lengths import CUT, DROPPED, EQUAL, Fit
+from training.data.lengths import CUT, DROPPED, EMPTY, EQUAL, Fit
 
 NOTED = 3  # rows of each kind whose numbers are kept, so that they can be shown
 ENOUGH = 0.95  # where a smaller share of the rows fits, that is warned of
@@ -20,8 +21,9 @@ class FittedRows(Sequence):
     """An Arrow table of the rows that are kept, and counts of the others.
 
     rows: where they are from; fit: what of a row is shown to the model. cut, dropped: how many rows were cut, and left
-    out for their length; equal: left out because their answers are the same. needed: the length that 95 % of the rows
-    but these would fit into. noted: by kind, the numbers of the first rows of this kind.
+    out for their length; equal: left out because their answers are the same; empty: because the tokenizer makes no
+    tokens of them. needed: the length that 95 % of the rows but these two kinds would fit into. noted: by kind, the
+    numbers of the first rows of this kind.
     """
 
     def __init__(
@@ -34,14 +36,17 @@ class FittedRows(Sequence):
         cache: Path | None,
         **settings,
     ):
-        """columns: what stands in the table of a row that is kept. settings: all that `fit` depends on."""
+        """columns: what stands in the table of a row that is kept. settings: all that `fit` depends on.
+
+        Raises UserError where the tokenizer makes no tokens of any row.
+        """
 
         def examples(counts: Counter) -> Iterator[tuple]:
             lengths, noted = array("q"), defaultdict(list)
             for number, row in enumerate(rows):
                 found = fit(row)
                 counts[found.kind] += 1
-                if found.kind != EQUAL:  # which would be left out at any length
+                if found.kind not in (EQUAL, EMPTY):  # which would be left out at any length
                     lengths.append(found.needed)
                 if len(noted[found.kind]) < NOTED:
                     noted[found.kind].append(number)
@@ -53,8 +58,14 @@ class FittedRows(Sequence):
         self.source, self.fit = rows, fit
         self.table = cached_table(lambda: table_of(schema, examples), cache, rows, tokenizer, **settings)
         self.cut, self.dropped, self.equal = (count_of(self.table, kind) for kind in (CUT, DROPPED, EQUAL))
+        self.empty = count_of(self.table, EMPTY)
         self.needed = count_of(self.table, "needed")
         self.noted = json.loads(self.table.schema.metadata.get(b"noted", b"{}"))
+        if 0 < self.empty == len(rows):
+            raise UserError(
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'} makes no tokens of any of the {len(rows):,} "
+                f"rows, from {place_of(rows, 0)} on. Give data, or a model, that its tokenizer was made for."
+            )
 
     def __len__(self) -> int:
         return len(self.table)
@@ -64,6 +75,8 @@ class FittedRows(Sequence):
         parts = [self._share(self.cut, "cut"), self._share(self.dropped, "dropped")]
         if self.equal:
             parts.append(self._share(self.equal, "left out as chosen and rejected are the same"))
+        if self.empty:
+            parts.append(self._share(self.empty, "left out as the tokenizer makes no tokens of them"))
         whole = f" of {len(self.source):,}" if len(self) < len(self.source) else ""
         return f"{len(self):,}{whole} {noun} ({', '.join(parts)})"
 
@@ -88,6 +101,11 @@ class FittedRows(Sequence):
 
     def _share(self, count: int, what: str) -> str:
         return f"{count:,} {what}" + (f": {100 * count / len(self.source):.1f} %" if count else "")
+
+
+def place_of(rows: Sequence[dict], number: int) -> str:
+    """Where a row is from, in words."""
+    return rows.where(number) if hasattr(rows, "where") else f"row {number + 1}"
 
 
 def _enough(lengths: array) -> int:

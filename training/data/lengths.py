@@ -25,7 +25,7 @@ from training.data.tokens import TextEncoder
 from training.data.turns import Turns
 
 OVERLONG = ("cut_prompt", "cut_answer", "drop")
-WHOLE, CUT, DROPPED, EQUAL = "whole", "cut", "dropped", "equal"  # kinds of rows
+WHOLE, CUT, DROPPED, EQUAL, EMPTY = "whole", "cut", "dropped", "equal", "empty"  # kinds of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Fit:
     unless the end was cut. needed: ids of prompt + longest answer before anything was cut. lost: how many ids of the
     prompt went, at position `gap` of what is left; ends_lost: how many at the end of each answer. learned: the first
     position of prompt + answer that is learned, in step 1. reason: why the row is left out, empty if it is not.
-    equal: whether that is because its answers are the same.
+    left_out: the kind of a row that is: DROPPED for its length, EQUAL where its answers are the same, EMPTY where the
+    tokenizer makes no tokens of it.
     """
 
     prompt: list[int]
@@ -47,13 +48,13 @@ class Fit:
     ends_lost: list[int] = field(default_factory=list)
     learned: int = 0
     reason: str = ""
-    equal: bool = False
+    left_out: str = DROPPED
 
     @property
     def kind(self) -> str:
-        """WHOLE, CUT, DROPPED (for its length) or EQUAL."""
+        """WHOLE, CUT, or what `left_out` says."""
         if self.reason:
-            return EQUAL if self.equal else DROPPED
+            return self.left_out
         return CUT if self.lost or any(self.ends_lost) else WHOLE
 
     @property
@@ -107,6 +108,8 @@ class Lengths:
     def prompt(self, text: str) -> Fit:
         """A prompt that is to be answered."""
         ids = self.encoder.prompt(text)
+        if not ids:
+            return Fit([], [], 0, reason="the tokenizer makes no tokens of it", left_out=EMPTY)
         whole = Fit(ids, [], len(ids))
         if len(ids) <= self.limit:
             return whole

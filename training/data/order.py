@@ -30,6 +30,7 @@ class PromptOrder:
                 "or add prompts."
             )
         self.size, self.batch_size, self.seed = size, batch_size, seed
+        self._orders: dict[int, np.ndarray] = {}  # of the last batch's epochs: to draw one takes time and memory
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """(indices, visits) of batch `step`, counted from 0, over all ranks; both (batch_size,) int64.
@@ -38,9 +39,13 @@ class PromptOrder:
         """
         positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         visits, places = np.divmod(positions, self.size)
-        orders = {epoch: epoch_permutation(self.size, self.seed, epoch) for epoch in np.unique(visits).tolist()}
-        indices = [orders[epoch][place] for epoch, place in zip(visits.tolist(), places.tolist())]
+        self._orders = {epoch: self._order(epoch) for epoch in np.unique(visits).tolist()}
+        indices = [self._orders[epoch][place] for epoch, place in zip(visits.tolist(), places.tolist())]
         return torch.tensor(np.array(indices)), torch.tensor(visits)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        kept = self._orders.get(epoch)
+        return epoch_permutation(self.size, self.seed, epoch) if kept is None else kept
 
 
 def epoch_batches(
@@ -59,7 +64,7 @@ def epoch_batches(
             f"{size} examples are fewer than one batch of {batch_size} on each of {world} ranks; lower the "
             "batch size or add data."
         )
-    permutation = epoch_permutation(size, seed, epoch).tolist()
+    permutation = epoch_permutation(size, seed, epoch)
     end = size - size % global_size if drop_last else size
-    batches = [permutation[start : start + global_size] for start in range(0, end, global_size)]
-    return [batch[rank_share(len(batch), of=(rank, world))] for batch in batches]
+    batches = (permutation[start : start + global_size] for start in range(0, end, global_size))
+    return [batch[rank_share(len(batch), of=(rank, world))].tolist() for batch in batches]

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.errors import UserError
 from training.data.cache import IDS, ids_at
 from training.data.fitted_rows import FittedRows
-from training.data.lengths import Fit, Lengths
+from training.data.lengths import EQUAL, Fit, Lengths
 from training.data.tokens import padded
 
 
@@ -36,7 +36,7 @@ def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt"):
         found = lengths.answered(row["prompt"], [row["chosen"], row["rejected"]])
         same = found.answers[0] == found.answers[1]
         if row["chosen"] == row["rejected"] or (same and not any(found.ends_lost)):
-            return replace(found, reason="chosen and rejected are the same", equal=True)
+            return replace(found, reason="chosen and rejected are the same", left_out=EQUAL)
         if same:
             return replace(found, reason=f"chosen and rejected are the same within {max_length:,} tokens")
         return found

@@ -20,6 +20,7 @@ from engine.experience import PromptBatch
 from training.data.cache import IDS, ids_at
 from training.data.fitted_rows import FittedRows
 from training.data.lengths import Fit, Lengths
+from training.data.records import shortened
 from training.data.tokens import TextEncoder, padded
 
 
@@ -124,8 +125,11 @@ def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
     """Texts as one batch of prompts with the indices 0, 1, ...: for use from Python, without a data set.
 
     visit: how often they were answered before. With the same number they are given the same responses again, as long as
-    the policy is the same.
+    the policy is the same. Raises UserError for a text of which the tokenizer makes no tokens.
     """
     indices, encoder = torch.arange(len(texts)), TextEncoder(tokenizer)
     token_lists = [encoder.prompt(text) for text in texts]
+    if not all(token_lists):
+        number = token_lists.index([])
+        raise UserError(f"prompt {number + 1}, {shortened(texts[number])}: the tokenizer makes no tokens of it.")
     return collate_prompts(token_lists, indices, torch.full_like(indices, visit), tokenizer.pad_token_id)

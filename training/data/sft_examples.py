@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.errors import UserError
 from training.data.cache import IDS, ids_at
 from training.data.fitted_rows import FittedRows
-from training.data.lengths import Fit, Lengths
+from training.data.lengths import EMPTY, WHOLE, Fit, Lengths
 from training.data.tokens import padded
 
 
@@ -48,6 +48,8 @@ def sft_fit(tokenizer, max_length: int, loss_on: str = "response", overlong: str
             context = max(len(found.prompt), 1)
         found = replace(found, learned=1 if loss_on == "all" else context)
         if not found.reason and found.learned >= len(found.sequences[0]):
+            if found.kind == WHOLE:
+                return replace(found, reason="the tokenizer makes no token of it that could be learned", left_out=EMPTY)
             return replace(found, reason=f"nothing that is to be learned is left within {max_length:,} tokens")
         return found
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from engine import distributed
 from training.data.fitted_rows import NOTED, FittedRows
-from training.data.lengths import CUT, DROPPED
+from training.data.lengths import CUT, DROPPED, EMPTY
 from training.flags.data_arguments import DataFlags
 from training.flags.supervised_arguments import SupervisedFlags
 from training.program.model_files import most_tokens
@@ -21,7 +21,8 @@ def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: int
     """
     if held_out is None:
         return f"{rows.told(noun)}, 0 held out"
-    told = held_out.told("held out") if held_out.cut or held_out.dropped else f"{len(held_out):,} held out"
+    unlike = held_out.cut or held_out.dropped or held_out.empty
+    told = held_out.told("held out") if unlike else f"{len(held_out):,} held out"
     fewer = f" (fewer than the {asked} asked for: the held-out data have no more that fit)"
     return f"{rows.told(noun)}, {told}{fewer if len(held_out) < asked else ''}"
 
@@ -38,10 +39,11 @@ def too_long(
     """The warning of rows that are too long, if many are, and some rows as the model is shown them.
 
     flag: which limits them. models: paths of those that are given the rows, beside which each needs `beside` positions.
-    In a dry run three rows of each kind; otherwise one that is cut and one that is dropped, if any is.
+    In a dry run three rows of each kind; otherwise one that is cut, one that is dropped and one of which the tokenizer
+    makes no tokens, if any is.
     """
     whole = args.dry_run
-    examples = shown_rows(rows, tokenizer, NOTED) if whole else shown_rows(rows, tokenizer, 1, (CUT, DROPPED))
+    examples = shown_rows(rows, tokenizer, NOTED) if whole else shown_rows(rows, tokenizer, 1, (CUT, DROPPED, EMPTY))
     title = f"what the model is shown of the {noun} (at -> {ARROW[noun]}):"
     return [
         *warnings(rows, flag, args, models, beside),

@@ -48,6 +48,12 @@ def release() -> None:
     _held = None
 
 
+def token() -> str:
+    """What the file of the lock that this process holds says of this one holder alone, as its "token"."""
+    assert _held is not None, "no lock is held"
+    return _held.record["token"]
+
+
 def check_held() -> None:
     """Raise RunStopped where another run has taken the folder, because this one had stood still for too long."""
     if _held is not None and _held.taken_by is not None:

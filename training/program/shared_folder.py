@@ -1,48 +1,62 @@
 """Whether all ranks see what rank 0 writes under --output_dir: models and restart points need one folder for all."""
 
-import contextlib
-import os
 import socket
 import tempfile
 import time
 from pathlib import Path
 
 from engine import distributed
-from training.program.agreement import SharedError
+from engine.errors import SharedError
+from training.program import output_lock
+from training.program.output_lock import LOCK_FILE
+from training.program.unwritten import reason_of
 
-PATIENCE = 10.0  # seconds that a network folder may take to show a new file
+PATIENCE = 35.0  # seconds; NFS believes for 30 (acdirmin) what it last saw of a folder
+INTERVAL = 0.1  # seconds between two looks
+SHOWN = 4  # hosts that a message names
 
 
 def check_shared(output_dir: str) -> None:
-    """Raise UserError on all ranks where one does not see a file that rank 0 has just written (all ranks call this).
+    """Raise UserError on all ranks where one does not see rank 0's run.lock, or cannot write beside it (all call this).
 
-    The file stands in the nearest folder above that is there already, so that none is made for a run that comes to
-    nothing. The check of the folder itself has been made: something can be written there.
+    Each rank looks where it would write its part of a restart point. The lock is the file to look for: rank 0 has just
+    written it, and what stands in it is no other run's. What ranks need not share is not looked at: rank 0 alone writes
+    models, metrics and TensorBoard's files, each node may have a cache of its own, and NVMe folders are local.
     """
     if distributed.world_size() == 1:
         return
     folder = Path(output_dir).absolute()
-    nearest = next(part for part in (folder, *folder.parents) if part.exists())
-    with contextlib.ExitStack() as stack:
-        place = None
-        if distributed.is_main():
-            place = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".seen_by_all_ranks_", dir=nearest)).name
-        place = distributed.broadcast_object(place)
-        seen = distributed.all_gather_objects(None if _seen(Path(place)) else socket.gethostname())
-    writer = distributed.broadcast_object(socket.gethostname())
-    blind = [f"rank {rank} on {host}" for rank, host in enumerate(seen) if host is not None]
-    if blind:
+    token = distributed.broadcast_object(output_lock.token() if distributed.is_main() else None)
+    found = distributed.all_gather_objects((socket.gethostname(), str(folder), _problem(folder, token)))
+    ranks: dict[tuple[str, str, str], list[int]] = {}
+    for rank, (host, own, problem) in enumerate(found):
+        if problem:
+            ranks.setdefault((host, own, problem), []).append(rank)
+    if ranks:
+        (writer, written, _), told = found[0], [_told(*where, numbers) for where, numbers in ranks.items()]
+        more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
         raise SharedError(
-            f"--output_dir {output_dir}: {', '.join(blind[:4])}{' and others' if blind[4:] else ''} cannot see what "
-            f"rank 0 on {writer} writes in {nearest}. Models and restart points need a folder that all nodes share: "
-            "give one on a network file system, mounted at the same path on all of them."
+            f"--output_dir {output_dir} is not one folder for all ranks. Rank 0 on {writer} writes in {written}; "
+            f"{'; '.join(told[:SHOWN])}{more}. Models and restart points need a folder that all nodes share: give one "
+            "on a network file system, mounted at the same path on all of them and writable on each."
         )
 
 
-def _seen(path: Path) -> bool:
+def _problem(folder: Path, token: str) -> str:
+    """What keeps this rank from sharing rank 0's folder; empty if nothing does."""
     deadline = time.monotonic() + PATIENCE
-    while not os.path.lexists(path):
+    while output_lock.read(folder / LOCK_FILE).get("token") != token:
         if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
+            return "does not see that"
+        time.sleep(INTERVAL)
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"cannot write there ({reason_of(error)})"
+    return ""
+
+
+def _told(host: str, folder: str, problem: str, ranks: list[int]) -> str:
+    """ "node-b (ranks 8 to 15), which looks in /out, does not see that"."""
+    numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
+    return f"{host} ({numbers}), which looks in {folder}, {problem}"

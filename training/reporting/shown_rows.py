@@ -6,34 +6,32 @@ cut, hh.jsonl, line 7: 256 of 412 tokens
 
 from collections.abc import Sequence
 
-from training.data.fitted_rows import FittedRows
-from training.data.lengths import CUT, DROPPED, EQUAL, WHOLE, Fit
+from training.data.fitted_rows import FittedRows, place_of
+from training.data.lengths import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
 
 LONGEST = 160  # characters of one text; what is longer loses its middle
 SIDES = ("chosen", "rejected")
 
 
 def shown_rows(
-    rows: FittedRows, tokenizer, each: int, kinds: Sequence[str] = (WHOLE, CUT, DROPPED, EQUAL)
+    rows: FittedRows, tokenizer, each: int, kinds: Sequence[str] = (WHOLE, CUT, DROPPED, EQUAL, EMPTY)
 ) -> list[str]:
     """Lines on the first `each` rows (at most NOTED of fitted_rows.py) of each of these kinds."""
     return [
         line
         for kind in kinds
         for number in rows.noted.get(kind, [])[:each]
-        for line in _lines(kind, _place(rows.source, number), rows.fit(rows.source[number]), tokenizer)
+        for line in _lines(kind, place_of(rows.source, number), rows.fit(rows.source[number]), tokenizer)
     ]
-
-
-def _place(rows: Sequence[dict], number: int) -> str:
-    return rows.where(number) if hasattr(rows, "where") else f"row {number + 1}"
 
 
 def _lines(kind: str, place: str, fit: Fit, tokenizer) -> list[str]:
     left = len(fit.prompt) + max(map(len, fit.answers), default=0)
     size = {CUT: f"{left:,} of {fit.needed:,} tokens", WHOLE: f"{fit.needed:,} tokens"}.get(kind, fit.reason)
     cut, ends = _cut(fit.gap, fit.lost), fit.ends_lost or [0] * len(fit.answers)
-    if not fit.answers:
+    if kind == EMPTY:
+        texts = []
+    elif not fit.answers:
         texts = [_marked(fit.prompt, cut, tokenizer) + " ->"]
     elif len(fit.answers) == 1:
         (ids,) = fit.sequences

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from engine.errors import UserError
+from training.data import order as order_module
 from training.data.order import PromptOrder, epoch_batches, epoch_permutation
 
 
@@ -31,6 +32,30 @@ def test_prompts_are_the_epochs_in_a_row_cut_into_batches():
     epochs = np.concatenate([epoch_permutation(5, 7, epoch) for epoch in range(3)])
     assert torch.cat(indices).tolist() == epochs.tolist()
     assert torch.cat(visits).tolist() == [0] * 5 + [1] * 5 + [2] * 5
+
+
+def test_a_permutation_is_drawn_once_an_epoch(monkeypatch):
+    """However many prompts there are; the batches stay those of one drawn for each."""
+    drawn = []
+
+    def counted(size, seed, epoch):
+        drawn.append(epoch)
+        return epoch_permutation(size, seed, epoch)
+
+    def anew(step):
+        """One prompt after the other, each from its epoch's permutation."""
+        visits = [place // 11 for place in range(4 * step, 4 * step + 4)]
+        return [
+            int(epoch_permutation(11, 3, place // 11)[place % 11]) for place in range(4 * step, 4 * step + 4)
+        ], visits
+
+    monkeypatch.setattr(order_module, "epoch_permutation", counted)
+    order = PromptOrder(11, batch_size=4, seed=3)
+    for step in range(11):  # 4 epochs
+        assert tuple(part.tolist() for part in order.batch(step)) == anew(step)
+    assert drawn == [0, 1, 2, 3]
+    for step in (11, 2, 12, 5, 5, 0):  # not in a row
+        assert tuple(part.tolist() for part in order.batch(step)) == anew(step)
 
 
 def test_a_batch_is_known_from_its_step_alone():
