@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 
 from engine.errors import UserError
@@ -110,7 +111,10 @@ def place_of(rows: Sequence[dict], number: int) -> str:
 
 def _enough(lengths: array) -> int:
     """The length that a share ENOUGH of these do not exceed; 0 for none."""
-    return sorted(lengths)[math.ceil(ENOUGH * len(lengths)) - 1] if lengths else 0
+    if not lengths:
+        return 0
+    place = math.ceil(ENOUGH * len(lengths)) - 1
+    return int(np.partition(np.frombuffer(lengths, np.int64), place)[place])  # a list of ten million takes 400 MB
 
 
 def _remedy(flag: str, limit: int, needed: int, most: int | None) -> str:
