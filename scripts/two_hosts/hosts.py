@@ -1,0 +1,228 @@
+"""Two network hosts on this machine, as namespaces of the kernel, joined by a link of a given rate and delay.
+
+    with TwoHosts(link=Link(bits_per_s=1e9, delay_s=0.005)) as hosts:
+        hosts.start("node-a", ["ping", "-c3", "node-b"]).wait()
+
+Each has a host name, a network, a loopback, file systems to mount and /dev/shm of its own; processes, users, clock and
+all other files are this machine's. The kernel's netem slows the link where there is one. Else a relay of this project's
+does (relay.py), whose packets have up to 65,000 bytes: `python -m scripts.two_hosts.measure` shows what it keeps of
+what it is told, and what it takes of a core. Its TCP begins with ten segments of 65 kB where Ethernet's has ten of
+1.5 kB, so a connection reaches the full rate sooner than on real cables.
+
+Needs Linux, iproute2 and util-linux, and root or user namespaces; ssh needs root. Nothing is left behind: the hosts end
+with the block, with the process that made them, and when that is killed.
+"""
+
+import atexit
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from scripts.two_hosts import ssh
+from scripts.two_hosts.anchor import processes_in
+from scripts.two_hosts.link import Cable, Link, Relay, kernel_delays
+
+ANCHOR = Path(__file__).with_name("anchor.py")
+ADDRESSES = {"node-a": "10.77.0.1", "node-b": "10.77.0.2"}
+PROGRAMS = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "hostname": "hostname",
+}
+SHARED_MEMORY = 1 << 30  # bytes of each host's /dev/shm
+PATIENCE = 10.0  # seconds for sshd to stand
+USER = ["unshare", "--user", "--map-root-user"]
+NAMESPACES = ["--net", "--mount", "--uts"]
+
+
+class TwoHosts:
+    """Two hosts for as long as the block lasts; `names`, `hostfile` and `ssh_environment` are there within it.
+
+    separate_disks: folders, which exist, that each host has a file system of its own in, of so many bytes.
+    link: how fast it is and how late packets come; None for a cable as fast as memory.
+    Raises: RuntimeError where this machine cannot (`refusal` says so before).
+    """
+
+    names = tuple(ADDRESSES)
+
+    def __init__(self, separate_disks: Mapping[str, int] | None = None, link: Link | None = None):
+        self._disks, self._shape = dict(separate_disks or {}), link
+        self._anchors: dict[str, subprocess.Popen] = {}
+        self._house: subprocess.Popen | None = None
+        self._started: list[subprocess.Popen] = []
+        self._link: Cable | Relay | None = None
+        self._handler = None
+
+    @staticmethod
+    def refusal() -> str | None:
+        """Why this machine can have no hosts of this kind; None if it can."""
+        for program, package in PROGRAMS.items():
+            if shutil.which(program) is None:
+                return f"there is no {program} ({package} is needed)"
+        trial = "ip link set lo up && hostname a && mount -t tmpfs tmpfs /dev/shm"
+        argv = [*([] if _is_root() else USER), "unshare", *NAMESPACES, "sh", "-c", trial]
+        outcome = subprocess.run(argv, capture_output=True, text=True)
+        if outcome.returncode:
+            return f"network namespaces are not permitted here ({outcome.stderr.strip().splitlines()[-1:]})"
+        return None
+
+    @staticmethod
+    def ssh_refusal() -> str | None:
+        """Why no sshd can stand in the hosts; None if one can."""
+        return ssh.refusal() if _is_root() else "sshd needs root to let anyone in"
+
+    def __enter__(self) -> "TwoHosts":
+        if reason := self.refusal():
+            raise RuntimeError(reason)
+        self._folder = Path(tempfile.mkdtemp(prefix="two_hosts_"))
+        atexit.register(self._close)
+        try:
+            self._handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        except ValueError:  # not the main thread, which then has to see to it
+            self._handler = None
+        try:
+            self._build()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def address(self, name: str) -> str:
+        """The address of a host."""
+        return ADDRESSES[name]
+
+    def start(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike | None = None,
+        stdout=None,
+        **options,
+    ) -> subprocess.Popen:
+        """Start a process in a host; its number is the program's own. stderr goes with stdout unless it is given.
+
+        env: the whole environment (this process's where None). options: subprocess.Popen's.
+        """
+        options.setdefault("stderr", subprocess.STDOUT if stdout is not None else None)
+        options.setdefault("stdin", subprocess.DEVNULL)
+        where = ["env", f"--chdir={Path(cwd or '.').absolute()}"]  # within the host, whose folders may be its own
+        argv = self.inside(name, [*where, *map(str, argv)])
+        process = subprocess.Popen(argv, env=None if env is None else dict(env), stdout=stdout, **options)
+        self._started.append(process)
+        return process
+
+    def inside(self, name: str, argv: Sequence[str]) -> list[str]:
+        """The command that runs this one in a host."""
+        user = [] if _is_root() else ["--user", "--preserve-credentials"]
+        return ["nsenter", f"--target={self._anchors[name].pid}", *user, *NAMESPACES, "--", *argv]
+
+    def processes(self, name: str) -> list[int]:
+        """The processes in a host, its anchor, its sshd and the relay aside."""
+        own = {self._anchors[name].pid, *(server.pid for server in self._servers)}
+        if isinstance(self._link, Relay):
+            own.add(self._link.process.pid)
+        network = str(Path(f"/proc/{self._anchors[name].pid}/ns/net").readlink())
+        return [pid for pid in processes_in(network) if pid not in own]
+
+    def shape(self, bits_per_s: float, delay_s: float) -> None:
+        """Make the link so fast and so late, from now on. Raises: RuntimeError where it began without a shape and the
+        kernel cannot give it one."""
+        if isinstance(self._link, Cable) and not kernel_delays(self.inside, self.names[0]):
+            raise RuntimeError("this kernel has no netem: give TwoHosts a Link at the start, and a relay carries it")
+        self._link.shape(Link(bits_per_s, delay_s))
+
+    def cut(self) -> None:
+        """Drop all packets in both directions, silently."""
+        self._link.cut()
+
+    def mend(self) -> None:
+        """Carry packets again."""
+        self._link.mend()
+
+    @property
+    def relay(self) -> subprocess.Popen | None:
+        """The process that carries packets, where the kernel cannot delay them."""
+        return self._link.process if isinstance(self._link, Relay) else None
+
+    def _build(self) -> None:
+        names = "".join(f"{address} {name}\n" for name, address in ADDRESSES.items())
+        (self._folder / "hosts").write_text("127.0.0.1 localhost\n" + names)
+        binds = {"/etc/hosts": str(self._folder / "hosts")}
+        with_ssh = self.ssh_refusal() is None
+        if with_ssh:
+            binds |= ssh.write_files(self._folder)
+        outside: list[str] = []
+        if not _is_root():
+            self._house = self._anchor(USER, {})
+            outside = ["nsenter", f"--target={self._house.pid}", "--user", "--preserve-credentials", "--"]
+        disks = {"/dev/shm": SHARED_MEMORY} | self._disks
+        for name in self.names:
+            settings = {"name": name, "folder": str(self._folder), "binds": binds, "disks": disks}
+            self._anchors[name] = self._anchor([*outside, "unshare", *NAMESPACES], settings)
+        pids = {name: anchor.pid for name, anchor in self._anchors.items()}
+        if self._shape is None or kernel_delays(self.inside, self.names[0]):
+            self._link = Cable(self.inside, pids, ADDRESSES, self._shape)
+        else:
+            self._link = Relay(outside, pids, ADDRESSES, self._shape)
+        self.hostfile = self._folder / "hostfile"
+        self.hostfile.write_text("".join(f"{name} slots=1\n" for name in self.names))
+        self.ssh_environment = ssh.environment() if with_ssh else {}
+        self._log = (self._folder / "sshd.log").open("wb")
+        self._servers = [
+            self.start(name, ssh.server(self._folder), stdout=self._log) for name in self.names if with_ssh
+        ]
+        if with_ssh:
+            self._wait_for_ssh()
+
+    def _anchor(self, before: list[str], settings: dict) -> subprocess.Popen:
+        argv = [*before, sys.executable, "-IS", str(ANCHOR), json.dumps(settings)]
+        anchor = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        if anchor.stdout.readline() != "ready\n":
+            raise RuntimeError(f"a host could not be made ready (exit code {anchor.wait()})")
+        return anchor
+
+    def _wait_for_ssh(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        for name in self.names:
+            while self.start(name, ["ssh", name, "true"], stdout=subprocess.DEVNULL).wait():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"sshd does not stand in {name}: {(self._folder / 'sshd.log').read_text()}")
+                time.sleep(0.1)
+
+    def _close(self) -> None:
+        atexit.unregister(self._close)
+        for anchor in [*self._anchors.values(), *filter(None, [self._house])]:
+            anchor.stdin.close()
+        for anchor in [*self._anchors.values(), *filter(None, [self._house])]:
+            anchor.wait()
+            anchor.stdout.close()
+        self._anchors, self._house = {}, None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        for process in self._started:
+            process.wait()
+        self._started.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None
+
+
+def _is_root() -> bool:
+    return os.geteuid() == 0
