@@ -130,12 +130,12 @@ class TwoHosts:
         return ["nsenter", f"--target={self._anchors[name].pid}", *user, *NAMESPACES, "--", *argv]
 
     def processes(self, name: str) -> list[int]:
-        """The processes in a host, its anchor, its sshd and the relay aside."""
-        own = {self._anchors[name].pid, *(server.pid for server in self._servers)}
+        """The processes in a host, its anchor, what sshd has of its own and the relay aside."""
+        own = {self._anchors[name].pid}
         if isinstance(self._link, Relay):
             own.add(self._link.process.pid)
         network = str(Path(f"/proc/{self._anchors[name].pid}/ns/net").readlink())
-        return [pid for pid in processes_in(network) if pid not in own]
+        return [pid for pid in processes_in(network) if pid not in own and _name_of(pid) != "sshd"]
 
     def shape(self, bits_per_s: float, delay_s: float) -> None:
         """Make the link so fast and so late, from now on. Raises: RuntimeError where it began without a shape and the
@@ -180,11 +180,10 @@ class TwoHosts:
         self.hostfile = self._folder / "hostfile"
         self.hostfile.write_text("".join(f"{name} slots=1\n" for name in self.names))
         self.ssh_environment = ssh.environment() if with_ssh else {}
-        self._log = (self._folder / "sshd.log").open("wb")
-        self._servers = [
-            self.start(name, ssh.server(self._folder), stdout=self._log) for name in self.names if with_ssh
-        ]
         if with_ssh:
+            with (self._folder / "sshd.log").open("wb") as log:
+                for name in self.names:
+                    self.start(name, ssh.server(self._folder), stdout=log)
             self._wait_for_ssh()
 
     def _anchor(self, before: list[str], settings: dict) -> subprocess.Popen:
@@ -226,3 +225,11 @@ class TwoHosts:
 
 def _is_root() -> bool:
     return os.geteuid() == 0
+
+
+def _name_of(pid: int) -> str:
+    """The name of a process's program; "sshd" for one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "sshd"
