@@ -6,6 +6,7 @@ Records hold `text`, or a prompt and a response (docs/data.md has all forms); th
 unless --loss_on all.
 """
 
+import training.program.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from torch.utils.data import ConcatDataset
 
+import training.program.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
 from engine.reward.agreed import AgreedReward
 from engine.reward.base import RewardSource

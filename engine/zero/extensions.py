@@ -1,5 +1,6 @@
 """DeepSpeed's extensions in C++: built where they are first used, one process at a time."""
 
+import contextlib
 import fcntl
 import os
 import sys
@@ -14,6 +15,7 @@ from engine.errors import UserError
 
 LOCK = "four_engine_rlhf.lock"
 TELL_AFTER = 5.0  # seconds of waiting for another program's build
+KILLED_AFTER = 1800.0  # seconds in which no file of a build has changed: no file takes so long to compile
 
 
 def load_extension(builder: str) -> None:
@@ -24,7 +26,7 @@ def load_extension(builder: str) -> None:
     says what is being built. An extension that it names when the lock has been taken is one that a process died over,
     and its mark is removed. The marks of other extensions, and those of other programs, are left alone.
 
-    Raises: UserError without ninja.
+    Raises: UserError without ninja, and for the mark of another program that was killed.
     """
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory, is_ninja_available
@@ -61,6 +63,11 @@ def _wait_for_others(folder: Path) -> None:
     """Wait until no other program builds in the folder."""
     mark, since, told = folder / "lock", time.monotonic(), False
     while mark.exists():
+        if _unchanged_for(folder) > KILLED_AFTER:
+            raise UserError(
+                f"{mark} says that another program builds DeepSpeed's extension {folder.name}, but no file there has "
+                f"changed for {_unchanged_for(folder) / 60:.0f} minutes: that program was killed. Remove the file."
+            )
         if not told and time.monotonic() > since + TELL_AFTER:
             told = True
             print(
@@ -69,6 +76,15 @@ def _wait_for_others(folder: Path) -> None:
                 flush=True,
             )
         time.sleep(0.1)
+
+
+def _unchanged_for(folder: Path) -> float:
+    """Seconds since a file of the folder was written; 0 where there is none."""
+    changes = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # removed meanwhile
+            changes.append(path.stat().st_mtime)
+    return time.time() - max(changes) if changes else 0.0
 
 
 def _write(file: TextIO, text: str) -> None:

@@ -2,13 +2,13 @@
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
-def on_several_hosts() -> bool:
+def on_several_hosts(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether a launcher (deepspeed, torchrun, srun) has started ranks on other hosts, too; a dry run has no rank."""
-    here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
-    return "RANK" in os.environ and here is not None and here != os.environ.get("WORLD_SIZE", here)
+    here = environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE")
+    return "RANK" in environment and here is not None and here != environment.get("WORLD_SIZE", here)
 
 
 def from_here(message: str) -> str:

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 
 from engine import distributed
 
-FAILED, PRINTED, HEARD = (f"four_engine_rlhf/{name}" for name in ("failed", "printed", "heard"))
+NAMES = ("failed", "printed", "heard")
 LOOK_EVERY = 5.0  # seconds; with a connection of its own each time, which rank 0 need not hold for every rank
 PATIENCE = 30.0  # seconds; the imports of others may take longer than this rank's
 BETWEEN, LINGER = 0.2, 1.0  # seconds between looks of one who waits, and for which rank 0 then goes on serving
 AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" where torchrun serves the store
+START = "TORCHELASTIC_RESTART_COUNT"  # torchrun keeps the store when it starts the ranks anew
 
 
 class MeetingPoint:
@@ -28,6 +29,8 @@ class MeetingPoint:
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
         self._environment = environment
+        start = environment.get(START, "0")
+        self._failed, self._printed, self._heard = (f"four_engine_rlhf/{start}/{name}" for name in NAMES)
         self._next_look = time.monotonic() + LOOK_EVERY
 
     def failure(self) -> tuple[str, int] | None:
@@ -40,10 +43,10 @@ class MeetingPoint:
         self._next_look = time.monotonic() + LOOK_EVERY
         try:
             store = self._store()
-            if not store.check([FAILED]):
+            if not store.check([self._failed]):
                 return None
-            message, code = json.loads(store.get(FAILED))
-            store.add(HEARD, 1)
+            message, code = json.loads(store.get(self._failed))
+            store.add(self._heard, 1)
         except (OSError, RuntimeError):  # nobody serves it yet, or not any more
             return None
         return message, code
@@ -54,8 +57,8 @@ class MeetingPoint:
         deadline = time.monotonic() + 2 * LOOK_EVERY
         with contextlib.suppress(OSError, RuntimeError):
             store = self._store()
-            store.set(PRINTED, "")
-            while time.monotonic() < deadline and store.add(HEARD, 0) < self._world:
+            store.set(self._printed, "")
+            while time.monotonic() < deadline and store.add(self._heard, 0) < self._world:
                 time.sleep(BETWEEN)
             time.sleep(LINGER)
 
@@ -70,15 +73,15 @@ class MeetingPoint:
             try:
                 store = store or self._store(serve=self._serves)
                 if not said:
-                    if not store.check([FAILED]):
-                        store.set(FAILED, json.dumps([message, code]))
+                    if not store.check([self._failed]):
+                        store.set(self._failed, json.dumps([message, code]))
                     if self._rank == 0:
-                        store.set(PRINTED, "")
-                    store.add(HEARD, 1)
+                        store.set(self._printed, "")
+                    store.add(self._heard, 1)
                     said = True
-                if self._rank != 0 and store.check([PRINTED]):
+                if self._rank != 0 and store.check([self._printed]):
                     return True
-                if self._rank == 0 and store.add(HEARD, 0) >= self._world:
+                if self._rank == 0 and store.add(self._heard, 0) >= self._world:
                     time.sleep(LINGER)
                     return True
             except (OSError, RuntimeError):

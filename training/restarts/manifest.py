@@ -7,6 +7,7 @@ manifest.json: {"format": 1, "step": 100, "files": {"actor/rank_00000.safetensor
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,14 +106,14 @@ def damages(folder: Path) -> list[str]:
         found = _own_damages(folder)
     except UserError as error:
         old = str(error)
-    unseen = None if folder.is_dir() else distributed.rank()
+    unseen = None if folder.is_dir() else f"rank {distributed.rank()} on {socket.gethostname()}"
     answers = distributed.all_gather_objects((old, unseen, found))
     for old, unseen, _ in answers:
         if old is not None:
             raise SharedError(old)
         if unseen is not None:
             raise SharedError(
-                f"--resume {folder}: not there on rank {unseen}. Put the restart point where every node sees it."
+                f"--resume {folder}: not there for {unseen}. Put the restart point where every node sees it."
             )
     return list(dict.fromkeys(line for _, _, lines in answers for line in lines))
 

@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +107,21 @@ def test_another_programs_build_of_the_same_is_waited_for(build, tmp_path, capsy
     build(lambda: ended.append(own.exists()))
     assert ended == [True, False]
     assert f"waiting for {own}: another program builds" in capsys.readouterr().out
+
+
+def test_another_programs_build_that_was_killed_is_not_waited_for(build, tmp_path):
+    own, source = mark(tmp_path), tmp_path / "own" / "main.cpp"
+    source.touch()
+    for path in (own, source):
+        os.utime(path, (time.time() - 3 * 3600, time.time() - 3 * 3600))
+    with pytest.raises(UserError, match=rf"^{own} says .* extension own, .* for 180 minutes: .* Remove the file\.$"):
+        build(pytest.fail)
+    assert own.exists()
+    source.touch()  # it lives: something is being written
+    threading.Timer(0.5, own.unlink).start()
+    seen = []
+    build(lambda: seen.append(own.exists()))
+    assert seen == [False]
 
 
 def test_what_swaps_parameters_to_a_disk_is_built_before_deepspeed_does(monkeypatch):

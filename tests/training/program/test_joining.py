@@ -70,6 +70,19 @@ def test_of_two_that_fail_one_is_printed(ranks, beside):
     assert others.result() is True
 
 
+def test_what_failed_before_torchrun_started_the_ranks_anew_is_over(ranks, beside):
+    served = distributed.key_value_store(
+        "127.0.0.1", int(ranks[0]._environment["MASTER_PORT"]), serve=True
+    )  # torchrun's
+    announced = beside(ranks[1].announce, *ERROR)
+    assert heard(ranks[0]) == ERROR
+    anew = MeetingPoint({**ranks[0]._environment, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert heard(anew, 1.0) is None
+    ranks[0].let_others_hear()
+    assert announced.result() is True
+    del served
+
+
 def test_where_nobody_is(ranks, monkeypatch):
     monkeypatch.setattr(joining, "PATIENCE", 0.5)
     assert ranks[1].failure() is None

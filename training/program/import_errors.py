@@ -1,0 +1,59 @@
+"""What this host cannot import, said to the ranks of other hosts, which wait for it where all ranks are to meet.
+
+A program imports this module for what that does: it has an error that no one handles end the other ranks, too, with one
+message that names the host. `training.program.startup.run` sees to errors that come later. Of what may be broken on
+this host nothing is needed but torch, without which the launchers end by themselves.
+"""
+
+import os
+import socket
+import sys
+import traceback
+from types import TracebackType
+
+from engine.errors import UserError
+from training.program import slurm
+from training.program.error_file import write_error_file
+from training.program.hosts import on_several_hosts
+
+
+def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End this process with code 2 and tell those that wait for it; where the run has one host, print the trace.
+
+    For sys.excepthook.
+    """
+    try:
+        environment = {**os.environ, **slurm.as_launched(os.environ)}
+    except UserError:
+        environment = dict(os.environ)
+    if not on_several_hosts(environment) or not issubclass(kind, Exception):
+        sys.__excepthook__(kind, error, trace)
+        return
+    place = traceback.extract_tb(trace)[-1]
+    text = f"{kind.__name__}: {' '.join(str(error).split())} ({place.filename}, line {place.lineno})"
+    _tell(
+        f"error: on {socket.gethostname()}: the program cannot begin: {text}. All hosts need the same environment and "
+        "the same version of this project: install them there anew.",
+        environment,
+    )
+    sys.stdout.flush()
+    os._exit(2)
+
+
+def _tell(message: str, environment: dict[str, str]) -> None:
+    """Have the message printed once, by rank 0 where it is reached."""
+    write_error_file(message)
+    first = environment["RANK"] == "0"
+    if first:
+        print(message, file=sys.stderr, flush=True)
+    try:
+        from training.program.joining import MeetingPoint  # which needs torch
+
+        printed = MeetingPoint(environment).announce(message, 2)
+    except ImportError:
+        printed = False
+    if not first and not printed:
+        print(message, file=sys.stderr, flush=True)
+
+
+sys.excepthook = tell_all_hosts
