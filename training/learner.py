@@ -45,6 +45,8 @@ class Learner:
 
     pretraining: what the actor learns from beside the experience; nothing if None.
     padded: whether padding counts among a pass's tokens, as it does where a model computes for it.
+    overlap_gather: whether in the last update of a step the actor steps before the critic's passes, beside which its
+        copy is filled for the next generation. Weights are the same bit for bit, unless dropout draws numbers.
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class Learner:
         micro_batch_size: int,
         pretraining: MixedPretraining | None = None,
         padded: bool = True,
+        overlap_gather: bool = False,
     ):
         self.models, self.algorithm, self.micro_batch_size = models, algorithm, micro_batch_size
-        self.pretraining, self.padded = pretraining, padded
+        self.pretraining, self.padded, self.overlap_gather = pretraining, padded, overlap_gather
 
     def optimizer_step(
         self,
@@ -68,6 +71,7 @@ class Learner:
         optimizer_step: int,
         lr_factor: float,
         train_actor: bool,
+        last: bool = False,
     ) -> Tensor:
         """One update of the critic, and of the actor if it is to learn, from the same rows (all ranks call this).
 
@@ -78,32 +82,56 @@ class Learner:
             rows: (N,) int64, of this rank's batch.
             step: the PPO step, counted from 1, for messages. optimizer_step: the run's, counted from 0, by which
                 mixed pretraining chooses its texts.
-            lr_factor: what peak learning rates are multiplied by.
+            lr_factor: what peak learning rates are multiplied by. last: whether the actor is to generate next.
 
         Returns: (3,) float64, sums of the policy's ratios and approxkl over this rank's rows, and what they are over.
         Raises: RunStopped on all ranks where a loss, or outside fp16 a gradient, is not finite on any.
         """
-        models, ratios = self.models, torch.zeros(3, dtype=torch.float64, device=distributed.device())
+        ratios = torch.zeros(3, dtype=torch.float64, device=distributed.device())
         parts = self._micro_batches(batch, rows)
-        weights, losses, passes = self._loss_weights(parts), {}, distributed.largest(len(parts))
+        weights, passes = self._loss_weights(parts), distributed.largest(len(parts))
         parts = parts or [batch.select(slice(0, 1))]
         objectives = self._objectives(train_actor, ratios)
-        for index, objective in enumerate(objectives):
-            padded, shares = weighted_passes(objective.loss, parts, weights[objective.name], passes, metrics)
-            if objective.model is models.actor and self.pretraining is not None:
-                shares = self.pretraining.mixed(shares, optimizer_step, metrics)
-            last = all(other.model.host is not objective.model.host for other in objectives[index + 1 :])
-            losses[f"{objective.name} loss"] = accumulate_gradients(objective.model, shares, last), padded
-        exploded = self._exploded(ratios, metrics)
-        overflows = [False] * len(objectives)
-        if not exploded:
-            stop_unless_losses_finite(step, losses, models.tokenizer)
-            overflows = [objective.model.overflowed() for objective in objectives]
+        for together in self._stepping_together(objectives, last):
+            losses = {}
+            for index, objective in enumerate(together):
+                padded, shares = weighted_passes(objective.loss, parts, weights[objective.name], passes, metrics)
+                if objective.model is self.models.actor and self.pretraining is not None:
+                    shares = self.pretraining.mixed(shares, optimizer_step, metrics)
+                closes = all(other.model.host is not objective.model.host for other in together[index + 1 :])
+                losses[f"{objective.name} loss"] = accumulate_gradients(objective.model, shares, closes), padded
+            exploded = self._exploded(ratios, metrics)
+            overflows = [False] * len(together)
+            if not exploded:
+                overflows = self._overflows(together, losses, step, batch)
+            self._step(together, overflows, exploded, lr_factor, metrics)
+            if together is not objectives and together[0].model is self.models.actor:
+                self._fill_copy()
+        return ratios
+
+    def _stepping_together(self, objectives: list[Objective], last: bool) -> list[list[Objective]]:
+        """Those whose passes all come before their steps: all, as they may be skipped together; or the actor by itself
+        and then the critic, where its copy can be filled meanwhile."""
+        bound = self.models.actor.scales_loss or self.algorithm.dialect.ratio_limit is not None
+        hosts = {id(objective.model.host) for objective in objectives}
+        if not (last and self.overlap_gather) or bound or len(hosts) < 2:
+            return [objectives]
+        return [[objective] for objective in reversed(objectives)]
+
+    def _fill_copy(self) -> None:
+        host = self.models.actor.host
+        if host.copies is not None and host.stage == 3:
+            host.copies.begin(host)
+
+    def _overflows(self, objectives: list[Objective], losses: dict, step: int, batch: TrainingBatch) -> list[bool]:
+        """Whether each model's gradients overflowed. Raises: RunStopped for what is not finite, as `optimizer_step`."""
+        models = self.models
+        stop_unless_losses_finite(step, losses, models.tokenizer)
+        overflows = [objective.model.overflowed() for objective in objectives]
         bad = [f"{objective.name} gradient" for objective, over in zip(objectives, overflows, strict=True) if over]
         if bad and not models.actor.scales_loss:
             stop_for_gradients(step, bad, batch, models.tokenizer)
-        self._step(objectives, overflows, exploded, lr_factor, metrics)
-        return ratios
+        return overflows
 
     def _step(
         self,

@@ -49,6 +49,7 @@ class PPOConfig:
     exact_sampler: whether rollouts' log-probs are the actor's own within rounding, as they are in fp32 where a backend
         `computes_as_actor`: `old_logprobs` "auto" takes them then.
     padded: whether padding counts among a pass's tokens; False where all models leave it out (`RLHFEngine.packs`).
+    overlap_gather: as in Learner.
     """
 
     total_steps: int
@@ -60,6 +61,7 @@ class PPOConfig:
     first_kl_bound: float | None = None
     exact_sampler: bool = True
     padded: bool = True
+    overlap_gather: bool = False
 
 
 class PromptFeed(Protocol):
@@ -127,7 +129,9 @@ class PPOTrainer:
         pretraining = None
         if unsupervised is not None:
             pretraining = MixedPretraining(models.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
-        self.learner = Learner(models, self.algorithm, config.micro_batch_size, pretraining, config.padded)
+        self.learner = Learner(
+            models, self.algorithm, config.micro_batch_size, pretraining, config.padded, config.overlap_gather
+        )
         self.step_metrics = metrics
         self.arithmetic = Arithmetic(models)
         self.steps_done = self.optimizer_steps = self.samples = 0
@@ -217,6 +221,7 @@ class PPOTrainer:
 
     def optimizer_step(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator) -> Tensor:
         """One update of the critic, and of the actor once the critic is warm, from these rows; as in `Learner`."""
+        updates = self.algorithm.dialect.ppo_epochs * self.algorithm.dialect.mini_batches
         return self.learner.optimizer_step(
             batch,
             rows,
@@ -225,6 +230,7 @@ class PPOTrainer:
             optimizer_step=self.optimizer_steps,
             lr_factor=self._lr_factor(),
             train_actor=self._trains_actor,
+            last=(self.optimizer_steps + 1) % updates == 0,
         )
 
     @property

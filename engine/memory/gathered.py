@@ -7,6 +7,8 @@ Source: DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py (fetch_s
 from collections.abc import Sequence
 from typing import Any
 
+from engine.zero.gathering import GATHER_BUCKET
+
 
 def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
     """The most numbers that are whole at once.
@@ -37,6 +39,16 @@ def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
         if unit not in order[place + 1 : ahead] and not _soon(unit, order[place + 1 :], units, zero):
             held.discard(unit)
     return most
+
+
+def bucket_numbers(numbers: int, largest: int, gpus: int, nodes: int) -> float:
+    """What a gather of a model's weights, so many numbers, holds at a time: what a rank sends and what it receives, and
+    on several nodes of several GPUs each what came from the ranks of its place first (`engine.by_node`).
+
+    largest: numbers of the largest weight.
+    """
+    first = 1 / gpus if nodes > 1 and gpus > 1 else 0.0
+    return min(numbers, GATHER_BUCKET + largest) * (1 + 1 / (gpus * nodes) + first)
 
 
 def _soon(unit: int, following: Sequence[int], units: Sequence[int], zero: Any) -> bool:

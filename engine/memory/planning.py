@@ -8,6 +8,7 @@ from engine.engine_spec import EngineSpec
 from engine.memory.blueprint import blueprints
 from engine.memory.bytes_by_role import Bytes
 from engine.memory.copies import Copies, CopyNeed, copies_bytes, place_copies
+from engine.memory.gathered import bucket_numbers
 from engine.memory.memory_plan import MemoryPlan, Moment
 from engine.memory.passes import decoding_passes, scoring_pass, training_pass
 from engine.memory.workload import Cluster, Workload
@@ -17,7 +18,6 @@ from engine.rollout.decode import slots_of_a_row
 from engine.tensor_parallel_copies import divided_bytes, group_sizes, why_no_group
 from engine.zero.config import build_ds_config, zero_settings
 from engine.zero.fitting import with_fitting_sizes
-from engine.zero.gathering import GATHER_BUCKET
 from engine.zero.long_batch import Kept
 
 
@@ -40,8 +40,7 @@ class _Planner:
         self.engines = {role: self._engine(role) for role in self.models}
         actor, load = self.models["actor"], self.workload
         most = max(load.responses, -(-load.evaluated // self.cluster.world))
-        slots = slots_of_a_row(load.prompt + load.response, waiting=load.generated < most)
-        self.slots = slots
+        self.slots = slots = slots_of_a_row(load.prompt + load.response, waiting=load.generated < most)
         self.cache = Bytes().add(
             "actor", "keys and values", cache_bytes(actor.module.model, slots * load.decoded.count)
         )
@@ -188,12 +187,12 @@ class _Planner:
         return copies if self.cluster.on_gpu else copies + self.vllm
 
     def _bucket(self, role: str, numbers: int) -> Bytes:
-        """While so many numbers are gathered a bucket at a time: what ranks send, and what they receive."""
+        """While so many numbers are gathered a bucket at a time."""
         model = self.models[role]
         if self.engines[role].stage < 3:
             return Bytes()
-        numbers = min(numbers, GATHER_BUCKET + model.largest)
-        return Bytes().add("copies", "gathered", model.width * numbers * (1 + 1 / self.cluster.world))
+        numbers = bucket_numbers(numbers, model.largest, self.cluster.gpus, self.cluster.nodes)
+        return Bytes().add("copies", "gathered", model.width * numbers)
 
     # Phases
 
@@ -255,7 +254,8 @@ class _Planner:
 
     def _train(self) -> None:
         moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
-        always, host_bytes = [self.rest, self._kept], [self.host_rest, moved]
+        beside = self._bucket("actor", self.models["actor"].numbers) if self.workload.overlap_gather else Bytes()
+        always, host_bytes = [self.rest, self._kept, beside], [self.host_rest, moved]
         held, passes = Bytes(), self.workload.passes
         trained = {role: host for role in ("critic", "actor") if (host := self._host(role)) is not None}
         for role, host in trained.items():

@@ -14,7 +14,8 @@ class Workload:
     that a rank makes in a step. micro_batch: rows of one forward and backward pass. mini_batches: optimizer steps of
     each of the ppo_epochs. texts: whether the actor learns from texts too, as long as prompt and response. backend,
     between_steps: as `build_rollouts` has them. evaluated: held-out prompts, over all ranks. parts: ranks over which
-    vLLM spreads the actor. group: ranks that are to hold a copy together, as `build_rollouts` has it.
+    vLLM spreads the actor. group: ranks that are to hold a copy together, as `build_rollouts` has it. overlap_gather:
+    whether the actor's copy is filled while the critic trains.
     """
 
     prompt: int
@@ -30,6 +31,7 @@ class Workload:
     parts: int = 1
     group: int | None = None
     evaluated: int = 0
+    overlap_gather: bool = False
 
     @property
     def rows(self) -> Rows:

@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine import distributed
 from engine.errors import RunStopped
 from engine.trace import traced
+from engine.zero.copies import Copies
 from engine.zero.fitting import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.long_batch import LongBatch
 from engine.zero.shards import Shard, ShardSource, TrainingState
@@ -22,16 +23,6 @@ from engine.zero.stages import stage_of
 FLOOR_OVERFLOWS = 16
 """So many overflows in a row that leave the fp16 loss scale where it is end the run. One may be an odd batch, and with
 DeepSpeed's hysteresis the first few lower nothing; after these the model does not fit into fp16."""
-
-
-class Copies(Protocol):
-    """Plain modules that compute what models do; `engine.plain_copies.PlainCopies`."""
-
-    def inferred(self, model: "TrainedModel | FrozenModel", *args, **kwargs) -> Any:
-        """The forward pass without gradients or hooks; None for lack of memory. All ranks call this together."""
-
-    def holding(self, model: "TrainedModel | FrozenModel") -> nn.Module | None:
-        """The module that holds the model's own weights as they are now, if one does."""
 
 
 class TrainedModel:

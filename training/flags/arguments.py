@@ -87,6 +87,14 @@ class RunFlags:
         "attention), or padded to one length",
         choices=PACKING,
     )
+    by_node: str = flag(
+        "gathers",
+        "which collective calls go in two stages where a run has several nodes with as many ranks each, first among "
+        "ranks of one place on all nodes, then within each node: gathers of whole weights, on CPUs ZeRO's own too, by "
+        "which no bit changes (gathers); on CPUs sums of gradients too, which changes them by rounding (all); or none "
+        "(nothing)",
+        choices=("gathers", "all", "nothing"),
+    )
     enable_tensorboard: bool = flag(True, "write curves, tables and histograms for TensorBoard")
     tensorboard_path: str | None = flag(
         None,

@@ -93,7 +93,7 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
 
     try:
         with phase(JOINING):
-            init(COLLECTIVES)
+            init(COLLECTIVES, args.by_node)
             watch.join()
         main(args)
         return _left_together(0, watch)

@@ -1,0 +1,18 @@
+"""What an engine knows of the plain modules that compute in its model's place."""
+
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Copies(Protocol):
+    """Plain modules that compute what models (a TrainedModel, a FrozenModel) do; `engine.plain_copies.PlainCopies`."""
+
+    def inferred(self, model: Any, *args, **kwargs) -> Any:
+        """The forward pass without gradients or hooks; None for lack of memory. All ranks call this together."""
+
+    def holding(self, model: Any) -> nn.Module | None:
+        """The module that holds the model's own weights as they are now, if one does."""
+
+    def begin(self, model: Any) -> None:
+        """The weights stay as they are until the model is used: a copy may be filled from now on."""
