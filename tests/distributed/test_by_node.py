@@ -1,10 +1,14 @@
 """Gathers in two stages give what those in one do, and are made where nodes have equally many ranks."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from engine.by_node import WHAT
 from tests.distributed import plain
 from tests.distributed.harness import run_ranks
+from training.flags.arguments import RunFlags
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +39,8 @@ def test_parts_come_in_the_order_of_ranks(ranks):
 def test_each_rank_is_given_its_sums(ranks):
     """Rank r has r + 1 times 0 to 7: ten times these in all."""
     assert [rank["sums"].tolist() for rank in ranks] == [[0, 10], [20, 30], [40, 50], [60, 70]]
+
+
+def test_the_flag_has_the_same_choices():
+    (flag,) = (field for field in dataclasses.fields(RunFlags) if field.name == "by_node")
+    assert flag.metadata["choices"] == WHAT and flag.default in WHAT
