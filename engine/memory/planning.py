@@ -191,8 +191,8 @@ class _Planner:
         model = self.models[role]
         if self.engines[role].stage < 3:
             return Bytes()
-        numbers = bucket_numbers(numbers, model.largest, self.cluster.gpus, self.cluster.nodes)
-        return Bytes().add("copies", "gathered", model.width * numbers)
+        gathered = bucket_numbers(numbers, model.largest, self.cluster.gpus, self.cluster.nodes)
+        return Bytes().add("copies", "gathered", model.width * gathered)
 
     # Phases
 
