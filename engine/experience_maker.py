@@ -10,8 +10,10 @@ from torch import Tensor
 from engine.algorithms import Algorithm
 from engine.experience import Experience, Rollout
 from engine.packing import micro_batches
+from engine.plain_copies import together
 from engine.reference import Reference
 from engine.reward.base import RewardSource
+from engine.reward.model import RewardModel
 from engine.zero.engines import TrainedModel
 
 # Responses of each rank whose log-probs by the sampler are compared with a forward pass's where it makes none of all.
@@ -95,11 +97,14 @@ class ExperienceMaker:
             compared = pieces[-1].select(slice(-COMPARED_ROWS, None))
             log_ratios = _log_ratios(self._policy(compared)[0], compared)
         else:
-            by_piece, entropies = zip(*map(self._policy, asked), strict=True)
+            by_piece, entropies = zip(*together(self.actor, lambda: list(map(self._policy, asked))), strict=True)
             logprobs, entropy = of_responses(by_piece), of_responses(entropies)
             log_ratios = _log_ratios(logprobs, learned)
         with self.reference.on_device():
-            references = [self.reference.ref_logprobs(piece, self.temperature) for piece in asked]
+            references = together(
+                getattr(self.reference, "model", None),
+                lambda: [self.reference.ref_logprobs(piece, self.temperature) for piece in asked],
+            )
         prompt_kl = torch.zeros(len(learned), device=logprobs.device)
         if algorithm.kl_of_prompts is not None:
             prompt_kl = joined([self._prompt_kl(*part) for part in zip(pieces, by_piece, references, strict=True)])
@@ -130,15 +135,19 @@ class ExperienceMaker:
 
     def _values(self, pieces: list[Rollout], joined: Join) -> Tensor | None:
         """The value of the state before each response token."""
-        if self.critic is None:
+        critic = self.critic
+        if critic is None:
             return None
-        by_token = (self.critic(piece.sequences, piece.attention_mask, piece.position_ids) for piece in pieces)
+        by_token = together(
+            critic, lambda: [critic(piece.sequences, piece.attention_mask, piece.position_ids) for piece in pieces]
+        )
         return joined([values[:, piece.prompt_length - 1 : -1] for values, piece in zip(by_token, pieces, strict=True)])
 
     def _scores(self, pieces: list[Rollout], joined: Join) -> tuple[Tensor, dict[str, Tensor]]:
         """The scores (B,), and their parts where there is more than one."""
+        model = self.reward.model if isinstance(self.reward, RewardModel) else None  # others may exchange more
         with self.reward.on_device():
-            by_piece = [self.reward.parts(piece) for piece in pieces]
+            by_piece = together(model, lambda: [self.reward.parts(piece) for piece in pieces])
         parts = {name: joined([part[name] for part in by_piece]) for name in by_piece[0]}
         return torch.stack(list(parts.values())).sum(0), parts if len(parts) > 1 else {}
 

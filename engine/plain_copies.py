@@ -20,6 +20,7 @@ from engine.zero.engines import FrozenModel, TrainedModel
 
 Model = TrainedModel | FrozenModel
 Result = TypeVar("Result")
+EXPERIENCE = "experience was made with it"
 
 
 class PlainCopies(ABC):
@@ -36,6 +37,7 @@ class PlainCopies(ABC):
         self.between_steps, self._away = between_steps, False
         self.let_go: Callable[[], None] = lambda: None
         """Is called before modules are freed: whoever else holds one lets go of it."""
+        self._together: Model | None = None  # whose passes are made, with one agreement for all
 
     @abstractmethod
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
@@ -80,12 +82,35 @@ class PlainCopies(ABC):
     def inferred(self, model: Model, *args, **kwargs) -> Any:
         """The forward pass by the model's copy, without autograd's bookkeeping; None where there is no memory for one
         (all ranks call this)."""
+        if self._together is model:
+            copy = self.of(model)
+            assert copy is not None, "copies are given up where ranks agree, and here they do later"
+            return _inferred(copy, *args, **kwargs)
         while (copy := self.of(model)) is not None:
-            result = self.attempt(model, "experience was made with it", partial(_inferred, copy, *args, **kwargs))
+            result = self.attempt(model, EXPERIENCE, partial(_inferred, copy, *args, **kwargs))
             if result is not None:
                 return result
             del copy  # before another one is made
         return None
+
+    def together(self, model: Model, make: Callable[[], Result]) -> Result:
+        """What several passes of one model's give, with one agreement of all ranks on memory, and not one for each of
+        them, at which each would wait for the slowest (all ranks call this).
+
+        make: makes passes of this model by `inferred`, exchanges nothing else with other ranks, and can be made again.
+        """
+        while self.of(model) is not None:
+            made = self.attempt(model, EXPERIENCE, partial(self._made_together, model, make))
+            if made is not None:
+                return made
+        return make()
+
+    def _made_together(self, model: Model, make: Callable[[], Result]) -> Result:
+        self._together = model
+        try:
+            return make()
+        finally:
+            self._together = None
 
     def release_memory(self) -> None:
         """Nothing is computed with the modules for a while."""
@@ -121,6 +146,14 @@ def unless_out_of_memory(make: Callable[[], Result]) -> tuple[Result | None, str
         return made, ""
     del made
     return None, next(text for text in distributed.all_gather_objects(message) if text)
+
+
+def together(model: Any, make: Callable[[], Result]) -> Result:
+    """`PlainCopies.together`, where a model computes by copies, or in the engine of one that does; else what `make`
+    makes."""
+    host = getattr(model, "host", model)
+    copies = getattr(host, "copies", None)
+    return make() if copies is None else copies.together(host, make)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
 """What an engine knows of the plain modules that compute in its model's place."""
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
+
+Result = TypeVar("Result")
 
 
 class Copies(Protocol):
@@ -16,3 +19,6 @@ class Copies(Protocol):
 
     def begin(self, model: Any) -> None:
         """The weights stay as they are until the model is used: a copy may be filled from now on."""
+
+    def together(self, model: Any, make: Callable[[], Result]) -> Result:
+        """What several passes of the model give; ranks agree on memory once."""

@@ -31,3 +31,9 @@ def test_what_was_begun_is_what_generates(ranks):
     for rank in ranks:
         assert (rank[False]["begun"], rank[True]["begun"]) == (False, True)
         assert (rank[False]["fills"], rank[True]["fills"]) == (1, 1)
+
+
+def test_ranks_agree_on_memory_once_a_fill_and_once_a_model(ranks):
+    """The actor's copy, which has just generated, makes one pass to compare; reference, critic and reward model are
+    gathered first."""
+    assert [rank[True]["agreements"] for rank in ranks] == [1 + 3 * 2] * 2

@@ -1,11 +1,14 @@
-"""Run by ranks: steps whose last update fills the actor's copy while the critic trains, and steps that do not."""
+"""Run by ranks: steps whose last update fills the actor's copy while the critic trains, and steps that do not; and how
+often ranks agree on memory."""
 
 from dataclasses import replace
+from unittest import mock
 
+from engine import distributed
 from engine.beside import Beside
 from engine.whole_copies import WholeCopies
 from tests.distributed.fills import counted_fills
-from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec
+from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, build_trainer, engine_spec
 from tests.engine.zero.inspecting import masters
 
 
@@ -36,8 +39,22 @@ def _run(folder: str, overlap: bool) -> dict:
         "losses": [report.metrics["value/loss"] for report in reports],
         "begun": begun,
         "fills": len(fills),
+        "agreements": _agreements(trainer, feed) if overlap else None,
         "events": events[: len(events) // 3],
     }
+
+
+def _agreements(trainer, feed: TinyPrompts) -> int:
+    """How often ranks agree while experience is made by copies, in four passes of each frozen model and the critic."""
+    for model in trainer.models.engines:
+        model.copies = trainer.rollouts.copies
+    trainer.experience_maker.micro_batch_size = 1
+    rollout = trainer.rollouts.generate(feed.prompts(3), SAMPLING)
+    assert len(rollout) == 4
+    events: list[str] = []
+    with mock.patch("engine.distributed.any_rank", _noted(events, "asked", distributed.any_rank)):
+        trainer.experience_maker.make_experience(rollout)
+    return len(events)
 
 
 def _noted(events: list, event: str, call):

@@ -1,0 +1,174 @@
+"""PPO steps over a slow link, with and without each option that spares it: seconds and bytes by phase.
+
+    python scripts/trial_links.py                          # all options; a quarter of an hour on two cores
+    python scripts/trial_links.py --options flat auto --rounds 1 --json FILE
+
+Two hosts with networks of their own on this machine (scripts/two_hosts), two ranks each, and a link of 1 Gb/s and 5 ms
+one way between them; actor, critic, reference and reward model at ZeRO-3, on CPUs. Options take turns, `--rounds`
+times, each in processes of its own; medians over all steps of an option count. Bytes are those that the busier host
+received, headers included. With --json everything that was counted is kept: of each step and phase seconds, bytes in
+both directions, and collective calls with their bytes.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # before imports from this repository, when run as a script
+
+from scripts.two_hosts.hosts import Link, TwoHosts  # noqa: E402
+
+RANKS_PER_HOST = 2
+PHASES = ("step", "generate", "make_experience", "train", "gather")
+PATIENCE = 900.0  # seconds of one run
+OPTIONS: dict[str, dict] = {
+    "plain": {"by_node": "nothing"},
+    "gathers by node": {},
+    "all by node": {"by_node": "all"},
+    "overlapped gather": {"overlap_gather": True},
+    "hpZ": {"zero": {"zero_hpz_partition_size": RANKS_PER_HOST}},
+    "bf16": {"dtype": "bf16"},
+}
+"""What is changed, by the option's name, of the settings that scripts/trial_links_rank.py runs with."""
+
+
+def main() -> int:
+    """Run all options by turns and print the table; returns the exit code."""
+    args = parse()
+    if reason := TwoHosts.refusal():
+        print(f"two hosts cannot be had here: {reason}", file=sys.stderr)
+        return 2
+    import torch
+
+    from scripts.benchmark_models import make_models
+
+    counted: dict[str, list[list]] = {name: [] for name in args.options}
+    with tempfile.TemporaryDirectory() as folder:
+        actor, critic = make_models(Path(folder) / "models", args.size, args.critic_size or args.size, torch.float32)
+        settings = vars(args) | {"actor": actor, "critic": critic}
+        link = Link(args.bits_per_s, args.delay_s)
+        with TwoHosts(link=link) as hosts:
+            for turn in range(args.rounds):
+                for number, name in enumerate(args.options if turn % 2 == 0 else reversed(args.options)):
+                    port = args.master_port + (turn * len(args.options) + number) % 90
+                    steps = run(hosts, settings | OPTIONS[name], Path(folder), port)
+                    counted[name].append(steps)
+                    print(f"turn {turn + 1}, {name}: {seconds_of(steps, 'step'):.2f} s a step", flush=True)
+    report = {"settings": vars(args), "ranks_per_host": RANKS_PER_HOST, "hosts": 2, "options": counted}
+    if args.json:
+        Path(args.json).write_text(json.dumps(report))
+    print(table(report))
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="the first is the base")
+    parser.add_argument("--bits_per_s", type=float, default=1e9, help="of the link, in each direction (1e9)")
+    parser.add_argument("--delay_s", type=float, default=0.005, help="of the link, one way (0.005)")
+    parser.add_argument("--size", default="9m", help="of actor and reference (9m)")
+    parser.add_argument("--critic_size", help="of critic and reward model (as the actor)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(fp32)")
+    parser.add_argument("--rollout_backend", choices=("auto", "replica"), default="auto", help="(auto)")
+    parser.add_argument("--prompts", type=int, default=8, help="of a step, over all ranks (8)")
+    parser.add_argument("--prompt_length", type=int, default=8, help="tokens (8)")
+    parser.add_argument("--response_length", type=int, default=8, help="tokens (8)")
+    parser.add_argument("--micro_batch", type=int, default=2, help="responses of a rank in one pass (2)")
+    parser.add_argument("--ppo_epochs", type=int, default=2, help="passes over a step's responses (2)")
+    parser.add_argument("--steps", type=int, default=3, help="that count, in each turn of an option (3)")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them (1)")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each option (2)")
+    parser.add_argument("--master_port", type=int, default=29500, help="the first of 90 (29500)")
+    parser.add_argument("--json", help="a file for all that was counted")
+    return parser.parse_args()
+
+
+def run(hosts: TwoHosts, settings: Mapping, folder: Path, port: int) -> list[list[dict]]:
+    """What the first rank of each host counted in each step of one run, by step.
+
+    Raises: RuntimeError where a rank failed, with the end of what it printed.
+    """
+    output = Path(tempfile.mkdtemp(dir=folder))
+    files = {}
+    if "zero" in settings:
+        files = dict.fromkeys(("actor", "critic"), str(output / "zero.json"))
+        zero = json.loads((ROOT / "configs" / "ds" / "zero3.json").read_text())
+        zero["zero_optimization"] |= settings["zero"]
+        (output / "zero.json").write_text(json.dumps(zero))
+    world = RANKS_PER_HOST * len(hosts.names)
+    common = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": hosts.address(hosts.names[0]),
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(RANKS_PER_HOST),
+    }
+    argv = [sys.executable, str(ROOT / "scripts" / "trial_links_rank.py")]
+    argv.append(json.dumps({**settings, "output": str(output), "files": files}))
+    processes = []
+    for rank in range(world):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % RANKS_PER_HOST)}
+        with (output / f"log_{rank}.txt").open("wb") as log:
+            host = hosts.names[rank // RANKS_PER_HOST]
+            processes.append(hosts.start(host, argv, env={**common, **own}, cwd=ROOT, stdout=log))
+    wait(processes, output)
+    by_host = [json.loads((output / f"host_{rank}.json").read_text()) for rank in range(0, world, RANKS_PER_HOST)]
+    return [list(step) for step in zip(*by_host, strict=True)]
+
+
+def wait(processes: list[subprocess.Popen], output: Path) -> None:
+    """Wait for all ranks to end well; where one does not, end the others. Raises: RuntimeError."""
+    deadline = time.monotonic() + PATIENCE
+    while any(process.poll() is None for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+        if failed or time.monotonic() > deadline:
+            for process in processes:
+                process.kill()
+            break
+        time.sleep(0.1)
+    failed = [rank for rank, process in enumerate(processes) if process.wait() != 0]
+    if failed:
+        tails = [f"--- rank {rank}\n{(output / f'log_{rank}.txt').read_text()[-3000:]}" for rank in failed]
+        raise RuntimeError("\n".join(tails))
+
+
+def seconds_of(steps: list[list[dict]], phase: str) -> float:
+    """The median over steps of what the slower host took."""
+    return median(max(host["phases"].get(phase, {"seconds": 0.0})["seconds"] for host in step) for step in steps)
+
+
+def megabytes_of(steps: list[list[dict]], phase: str) -> float:
+    """The median over steps of what the busier host received, in 10^6 bytes."""
+    return median(max(host["phases"].get(phase, {"received": 0})["received"] for host in step) for step in steps) / 1e6
+
+
+def table(report: Mapping) -> str:
+    """Seconds and megabytes of each option, and the ratio of its steps to the first option's."""
+    head = ["option", *(f"{phase}, s" for phase in PHASES), *(f"{phase}, MB" for phase in PHASES), "step / first"]
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    base = None
+    for name, turns in report["options"].items():
+        steps = [step for turn in turns for step in turn]
+        seconds = [seconds_of(steps, phase) for phase in PHASES]
+        base = base or seconds[0]
+        cells = [name, *(f"{value:.2f}" for value in seconds)]
+        cells += [f"{megabytes_of(steps, phase):.1f}" for phase in PHASES] + [f"{seconds[0] / base:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
