@@ -1,9 +1,11 @@
 """What a run of PPO takes, by phase, role and kind, on one GPU and on its host; and whether that fits."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from engine.memory.bytes_by_role import Bytes
+from engine.memory.engine_plan import EnginePlan
 from engine.memory.gpus import FRAGMENTS, reserved
 from engine.memory.workload import Cluster
 
@@ -30,6 +32,7 @@ class MemoryPlan:
 
     copies: which models compute through whole copies, in words. between: bytes that stay between two steps, of a rank's
     GPU and host. adam: bytes on the device of Adam's moments, which a run that begins does not have before it trains.
+    engines: by role, how each comes by its weights.
     """
 
     moments: tuple[Moment, ...]
@@ -37,6 +40,7 @@ class MemoryPlan:
     copies: str
     between: int = 0
     adam: int = 0
+    engines: Mapping[str, EnginePlan] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:

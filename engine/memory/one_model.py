@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from engine.engine_spec import OptimizerSpec
 from engine.memory.blueprint import built
 from engine.memory.bytes_by_role import Bytes
+from engine.memory.engine_plan import EnginePlan
 from engine.memory.memory_plan import MemoryPlan, Moment
 from engine.memory.passes import Rows, training_pass
 from engine.memory.workload import Cluster
@@ -79,4 +80,4 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
         Moment("train", "the optimizer's step", rest + engine.held + step, host + step_host, NONE),
         Moment("save", "the model is written", rest + saved, host, tensor),
     )
-    return MemoryPlan(moments, cluster, "")
+    return MemoryPlan(moments, cluster, "", engines={"model": EnginePlan.of(engine, kept=kept)})

@@ -8,6 +8,7 @@ from engine.engine_spec import EngineSpec
 from engine.memory.blueprint import blueprints
 from engine.memory.bytes_by_role import Bytes
 from engine.memory.copies import Copies, CopyNeed, copies_bytes, place_copies
+from engine.memory.engine_plan import engine_plans
 from engine.memory.gathered import bucket_numbers
 from engine.memory.memory_plan import MemoryPlan, Moment
 from engine.memory.passes import decoding_passes, scoring_pass, training_pass
@@ -50,6 +51,7 @@ class _Planner:
             self.vllm = Bytes({"vLLM": {"weights": actor.width * actor.numbers // load.parts, "keys and values": held}})
             self.cache = Bytes()
         self.moments: list[Moment] = []
+        self.kept: dict[str, Kept] = {}
         self._divided: dict[int, tuple[Mapping[int, int], str | None]] = {}
         self.copies = self._copies()
         self.rest, self.host_rest = self._at_rest()
@@ -82,7 +84,8 @@ class _Planner:
         moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
         between = self.rest + self.host_rest + self._kept + moved
         adam = self.rest.total - self._at_rest(stepped=False)[0].total
-        return MemoryPlan(tuple(self.moments), self.cluster, self.copies.why, between.total, adam)
+        engines = engine_plans(self.engines, self._needs, self.copies, self.kept, self._copied, self._lent)
+        return MemoryPlan(tuple(self.moments), self.cluster, self.copies.why, between.total, adam, engines)
 
     def _moment(
         self, phase: str, name: str, device: Iterable[Bytes], host: Iterable[Bytes] = (), once: Iterable[Bytes] = ()
@@ -105,8 +108,6 @@ class _Planner:
     def _average(self) -> Bytes:
         kept = self.spec.ema_decay is not None
         return Bytes().add("ema", "average", FLOAT * self.engines["actor"].trained_share if kept else 0)
-
-    # Copies
 
     @cached_property
     def _needs(self) -> list[CopyNeed]:
@@ -194,8 +195,6 @@ class _Planner:
         gathered = bucket_numbers(numbers, model.largest, self.cluster.gpus, self.cluster.nodes)
         return Bytes().add("copies", "gathered", model.width * gathered)
 
-    # Phases
-
     def _load(self) -> None:
         device, host = Bytes(), Bytes()
         for role, engine in self.engines.items():
@@ -263,7 +262,7 @@ class _Planner:
             needed = _kinds(role, training_pass(engine.model, self.workload.rows, None if role == host else role))
             # Gradients of the role before, in the same engine, are those of earlier passes.
             made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
-            kept = self._kept_whole(engine, needed, held)
+            kept = self.kept[host] = self._kept_whole(engine, needed, held)
             whole = Bytes() if self._lent(host) else engine.gathered(backward=True, kept=kept)
             if kept.weights and not self._lent(host):  # and fetched in the first pass, as at other times
                 first = [*always, held, needed, engine.in_backward(1), engine.gathered(backward=True)]

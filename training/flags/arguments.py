@@ -66,6 +66,12 @@ class RunFlags:
         "check everything that needs no GPU and no download, print the command, some rows as the model sees them, "
         "each engine's configuration and the memory that the run takes, and end",
     )
+    preflight: bool = flag(
+        False,
+        "look at all nodes of the run, start it with the run's own command: versions, GPUs, memory, disks, models and "
+        "data, clocks, bandwidth and the seconds that a step will communicate for; print a table and which node is at "
+        "fault, and end, with code 0 where none is and 2 where one is",
+    )
     trust_remote_code: bool = flag(
         False, "run the code that a model's folder brings along (`auto_map`), where transformers lacks its class"
     )
@@ -121,6 +127,8 @@ class RunFlags:
         for spec in dataclasses.fields(self):
             for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
                 check_name(spec.name, value)
+        if self.preflight and self.dry_run:
+            raise UserError("--preflight looks at the nodes of a run, and --dry_run at its flags: give one of them.")
         if self.wandb_project is not None and not self.enable_tensorboard:
             raise UserError("--wandb_project needs --enable_tensorboard true: it sends what TensorBoard is given.")
 

@@ -66,6 +66,12 @@ def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
 
 def memory_of_one_model(args: SupervisedFlags) -> list[str]:
     """The table of step 1 or 2, or why there is none."""
+    planned = _planned(args, (args.model_name_or_path,), lambda: planned_model(args))
+    return [planned if isinstance(planned, str) else table(planned, f"{distributed.ranks_in_words()}, {args.dtype}")]
+
+
+def planned_model(args: SupervisedFlags) -> MemoryPlan:
+    """The plan of step 1 or 2 on machines like this one; raises UserError as `plan_one_model` does."""
     scorer = isinstance(args, RewardFlags)
     one = OneModel(
         path=args.model_name_or_path,
@@ -81,8 +87,7 @@ def memory_of_one_model(args: SupervisedFlags) -> list[str]:
         trust_remote_code=args.trust_remote_code,
         attention=args.attention,
     )
-    planned = _planned(args, (args.model_name_or_path,), lambda: plan_one_model(one, this_cluster()))
-    return [planned if isinstance(planned, str) else table(planned, f"{distributed.ranks_in_words()}, {args.dtype}")]
+    return plan_one_model(one, this_cluster())
 
 
 def _planned(args: RunFlags, models: Sequence[str | None], make: Callable[[], MemoryPlan]) -> MemoryPlan | str:

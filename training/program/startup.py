@@ -68,6 +68,10 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         check_meeting_point()
     except UserError as error:
         return _told(error)
+    if args.preflight:
+        from training.preflight import preflight
+
+        return preflight.run(args)
     try:
         with watching(args.grace_seconds, args.timeout_minutes) as watch:
             return _in_group(main, args, watch)
@@ -90,11 +94,14 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     """Join the process group and call `main(args)`; no end but the run's own passes for success."""
     from engine import distributed
     from engine.zero.communication import init
+    from training.preflight import in_short
 
     try:
         with phase(JOINING):
+            meeting = in_short.briefly(args)
             init(COLLECTIVES, args.by_node)
             watch.join()
+            del meeting  # which served the others until all have joined
         main(args)
         return _left_together(0, watch)
     except EndedEarly as end:

@@ -1,0 +1,71 @@
+"""What ranks tell rank 0 of themselves, and what rank 0 does with their letters."""
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from engine import distributed
+from training.flags.arguments import RunFlags
+from training.preflight import gathering
+from training.preflight.mailbox import BETWEEN, Mailbox
+from training.preflight.node import Card, Clock, Node
+
+LINGER = 5.0  # seconds that rank 0 serves answers for at the end
+
+
+def letter(args: RunFlags, thorough: bool = True) -> dict:
+    """What this rank tells of itself, and the first one of each node of the node."""
+    local = distributed.local_rank()
+    card = gathering.card(local, thorough)
+    told = {"rank": distributed.rank(), "host": socket.gethostname(), "card": card and _as_json(card)}
+    return told | ({"node": gathering.node(args, thorough).as_json()} if local == 0 else {})
+
+
+def _as_json(card: Card) -> dict:
+    return Node(host="", cards=(card,)).as_json()["cards"][0]
+
+
+def nodes_of(letters: Mapping[int, dict]) -> list[Node]:
+    """The nodes that have told of themselves, in the order of their ranks. letters: by rank."""
+    found = []
+    for rank in sorted(letters):
+        if "node" in letters[rank]:
+            node = Node.of_json(letters[rank]["node"])
+            own = [number for number in sorted(letters) if letters[number]["host"] == node.host]
+            cards = tuple(Card(**letters[number]["card"]) for number in own if letters[number]["card"])
+            clock = letters[rank].get("clock")
+            found.append(replace(node, ranks=tuple(own), cards=cards, clock=Clock(**clock) if clock else None))
+    return found
+
+
+def collect(box: Mailbox, own: dict, world: int, seconds: float) -> dict[int, dict]:
+    """The letters of all ranks, by rank, or of those that have come when for so many seconds no other has.
+
+    Clocks are answered meanwhile.
+    """
+    letters, deadline = {0: own}, time.monotonic() + seconds
+    while len(letters) < world and time.monotonic() < deadline:
+        for found in box.letters():
+            if "ask" in found:
+                box.answer(found["rank"], {"time": time.time()})
+            else:
+                letters[found["rank"]] = found
+            deadline = time.monotonic() + seconds
+        time.sleep(BETWEEN)
+    return letters
+
+
+def answer_all(box: Mailbox, letters: Mapping[int, dict], answer: dict) -> None:
+    """Tell all other ranks that have written the same."""
+    for rank in letters:
+        if rank:
+            box.answer(rank, answer)
+
+
+def linger(box: Mailbox, ranks: int) -> None:
+    """Serve the store until all have heard the last answer."""
+    deadline, heard = time.monotonic() + LINGER, 0
+    while heard < ranks and time.monotonic() < deadline:
+        heard += sum("heard" in one for one in box.letters())
+        time.sleep(BETWEEN)

@@ -1,0 +1,207 @@
+"""--preflight: each rank tells of itself, rank 0 compares and prints, and healthy nodes measure their bandwidth.
+
+Facts travel through the store where ranks are to meet (mailbox.py), before there is a process group and before anything
+that can fail on one node alone.
+"""
+
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from engine import distributed
+from engine.errors import UserError
+from training.flags.arguments import RunFlags
+from training.preflight import bandwidth, communication, comparison, gathering
+from training.preflight.comparison import Finding, Weight
+from training.preflight.launched import hosts_by_rank
+from training.preflight.letters import answer_all, collect, letter, linger, nodes_of
+from training.preflight.mailbox import BETWEEN, Mailbox, NoAnswer
+from training.preflight.node import Node
+from training.preflight.table import table, told, verdict
+from training.program.phases import phase
+from training.program.roll_call import USER_ERROR
+from training.program.watch import JOINING, Watch, watching
+
+REPORTS = 45.0  # seconds without a further report, after which those that are missing are missed
+LOOKS = 3.0  # seconds that a node looks for what rank 0 has written
+SAMPLES = 3  # of clocks
+STUCK = 3.0  # minutes in which no rank moves while bandwidth is measured
+HEALTHY = 0
+
+
+def run(args: RunFlags) -> int:
+    """Look at all nodes; returns the exit code, 0 where they are healthy and 2 where one is at fault."""
+    try:
+        if distributed.rank() == 0:
+            return _lead(args)
+        return _follow(args)
+    except (UserError, NoAnswer) as error:
+        print(f"error: on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+
+
+# Rank 0
+
+
+def _lead(args: RunFlags) -> int:
+    world, own = distributed.world_size(), letter(args)
+    try:
+        box = Mailbox.served("preflight") if world > 1 else None
+    except RuntimeError as error:
+        raise UserError(
+            f"MASTER_PORT {os.environ['MASTER_PORT']} cannot be listened at ({str(error).splitlines()[0]}). Give "
+            "another port (--master_port)."
+        ) from None
+    letters = collect(box, own, world, REPORTS) if box else {0: own}
+    nodes = nodes_of(letters)
+    if box:
+        nodes = _seeing(box, nodes, Path(args.output_dir))
+    planned = communication.planned_or_why(args)
+    room = 0 if isinstance(planned, str) else communication.written(planned)
+    found = [*comparison.absent(hosts_by_rank(world), letters, REPORTS), *comparison.findings(nodes, room)]
+    print("\n".join([*table(nodes, found), "", *told(found)]), flush=True)
+    code = USER_ERROR if any(one.weight is Weight.FAULT for one in found) else HEALTHY
+    measured = code == HEALTHY and world > 1
+    if box:
+        answer_all(box, letters, {"measure": measured, "code": code})
+    if measured:
+        found = [*found, *_with_group(args, nodes, planned)]
+    elif world > 1:
+        print("bandwidth: not measured, since a node is at fault", flush=True)
+        linger(box, len(letters) - 1)
+    print(verdict(len(nodes), found), flush=True)
+    return code
+
+
+def _seeing(box: Mailbox, nodes: Sequence[Node], output_dir: Path) -> list[Node]:
+    """The nodes with whether they see what rank 0 writes beside its output folder, where it can write there."""
+    others = {node.ranks[0]: None for node in nodes[1:]}
+    try:
+        with tempfile.NamedTemporaryFile(dir=gathering.nearest(output_dir.absolute()), prefix=".preflight_") as file:
+            for rank in others:
+                box.answer(rank, {"look": file.name})
+            deadline = time.monotonic() + 2 * LOOKS
+            while None in others.values() and time.monotonic() < deadline:
+                for letter in box.letters():
+                    if "sees" in letter:
+                        others[letter["rank"]] = letter["sees"]
+                time.sleep(BETWEEN)
+    except OSError:  # which the table has already
+        return list(nodes)
+    return [nodes[0], *(replace(node, sees_output=others[node.ranks[0]]) for node in nodes[1:])]
+
+
+# The others
+
+
+def _follow(args: RunFlags) -> int:
+    own = letter(args)
+    box = Mailbox.reached("preflight", REPORTS)
+    with _Patience(REPORTS) as patience:
+        if "node" in own:
+            own["clock"] = _clock(box, patience)
+        box.post(own)
+        while "measure" not in (answer := box.wait(float("inf"), patience.renew)):
+            box.post({"sees": _sees(Path(answer["look"]))})
+        box.post({"heard": True})
+    if answer["measure"]:
+        _with_group(args, [], "")
+    return answer["code"]
+
+
+class _Patience:
+    """Ends this process where rank 0 has not answered for so many seconds: torch's store waits for ever for a host that
+    is cut off."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._over = seconds, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> "_Patience":
+        self.renew()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def renew(self) -> None:
+        """Rank 0 has answered."""
+        self._since = time.monotonic()
+
+    def _look(self) -> None:
+        while not self._over.wait(1.0):
+            if time.monotonic() > self._since + self._seconds:
+                where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                told = f"no answer from rank 0 at {where} within {self._seconds:.0f} s"
+                print(f"error: on {socket.gethostname()}: {told}", file=sys.stderr, flush=True)
+                os._exit(USER_ERROR)
+
+
+def _clock(box: Mailbox, patience: _Patience) -> dict[str, float]:
+    """This clock against rank 0's, by the fastest of several questions: rank 0 answers in the middle of the time that a
+    question takes, within half of it (Cristian 1989, Probabilistic clock synchronization)."""
+    samples = []
+    for _ in range(SAMPLES):
+        began, asked = time.monotonic(), time.time()
+        box.post({"ask": True})
+        told = box.wait(float("inf"), patience.renew)["time"]
+        half = (time.monotonic() - began) / 2
+        samples.append((half, asked + half - told))
+    within, ahead = min(samples)
+    return {"ahead": ahead, "within": within}
+
+
+def _sees(file: Path) -> bool:
+    deadline = time.monotonic() + LOOKS
+    while not file.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+# All, where nothing is at fault
+
+
+def _with_group(args: RunFlags, nodes: Sequence[Node], planned) -> list[Finding]:
+    """Join the process group and measure; rank 0 prints, and gets the nodes that are slow (all ranks call this).
+
+    A host that is cut off meanwhile is named by the watch, which then ends this process with code 1.
+    """
+    from engine.zero.communication import init
+
+    with watching(args.grace_seconds, STUCK) as watch:
+        with phase(JOINING):
+            init(STUCK * 10)
+            watch.join()
+        with phase("measuring bandwidth"):
+            everywhere, within = bandwidth.measure()
+        found = []
+        if distributed.is_main():
+            said = bandwidth.lines(nodes, everywhere, within)
+            if isinstance(planned, str):
+                said.append(f"communication of a step: not known. {planned}")
+            else:
+                said += communication.lines(communication.traffic(args, planned), everywhere)
+            found = [
+                Finding(
+                    (host,), "bandwidth", "its ranks exchange at less than half of the others' rate", Weight.WARNING
+                )
+                for host in bandwidth.slower(nodes, within)
+            ]
+            print(*said, *told(found), sep="\n", flush=True)
+        _leave(watch)
+    return found
+
+
+def _leave(watch: Watch) -> None:
+    distributed.barrier()
+    watch.leave(HEALTHY)
+    distributed.shutdown()
