@@ -48,7 +48,7 @@ def findings(nodes: Sequence[Node], room: int = 0) -> list[Finding]:
     return sorted(found, key=lambda finding: -finding.weight)
 
 
-def briefly(nodes: Sequence[Node]) -> list[Finding]:
+def in_short(nodes: Sequence[Node]) -> list[Finding]:
     """Of these, what differs between nodes and is known without a measurement."""
     return sorted([*different_versions(nodes), *cards(nodes), *environment(nodes)], key=lambda finding: -finding.weight)
 

@@ -11,11 +11,11 @@ from training.preflight.table import told, told_hosts
 from training.program.hosts import on_several_hosts
 
 
-def briefly(args: RunFlags) -> Mailbox | None:
+def agree(args: RunFlags) -> Mailbox | None:
     """At the start of a run on several hosts (all ranks call this, before they join): compare what is known without
     measuring, print what differs, and raise SharedError on all ranks where they cannot work together.
 
-    Returns what is to be kept until the process group stands. Ranks that do not come are missed by the watch.
+    Returns: what is to be kept until the process group stands. Ranks that do not come are missed by the watch.
     """
     if not on_several_hosts():
         return None
@@ -32,7 +32,7 @@ def briefly(args: RunFlags) -> Mailbox | None:
         box = Mailbox.served("start")
         letters = collect(box, own, distributed.world_size(), float("inf"))
         nodes = nodes_of(letters)
-        found = comparison.briefly(nodes)
+        found = comparison.in_short(nodes)
         refusal = "\n".join(told([one for one in found if one.weight is Weight.FAULT]))
         versions = ", ".join(f"{name} {nodes[0].versions[name]}" for name in ("torch", "deepspeed"))
         print(f"{len(nodes)} nodes ({told_hosts([node.host for node in nodes])}): {versions}", flush=True)

@@ -98,7 +98,7 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
 
     try:
         with phase(JOINING):
-            meeting = in_short.briefly(args)
+            meeting = in_short.agree(args)
             init(COLLECTIVES, args.by_node)
             watch.join()
             del meeting  # which served the others until all have joined

@@ -1,0 +1,44 @@
+"""Run by ranks, each of which stands for a host of its own: --preflight, and what is compared at a run's start."""
+
+import contextlib
+import io
+import os
+import socket
+from unittest import mock
+
+from engine import distributed
+from engine.errors import UserError
+from training.flags.parsing import parse_flags
+from training.flags.rlhf_arguments import RLHFFlags
+from training.preflight import bandwidth, gathering, in_short, preflight
+
+
+def looked(words: list[str], broken: list[str]) -> dict[str, tuple[int | str | None, str]]:
+    """(exit code or message, what was printed) by case; `broken`: words with a model that is not there, of rank 1."""
+    rank, found = distributed.rank(), {}
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    preflight.REPORTS = 60.0
+    bandwidth.SIZES_CPU, bandwidth.A_SIZE = (1 << 10, 1 << 16), 0.01
+
+    def case(name: str, call, words: list[str], **changes) -> None:
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(found))  # the store is the same each time
+        args = parse_flags(RLHFFlags, words, "")
+        args.dtype = "fp32"
+        code, versions = None, gathering.all_versions()
+        with contextlib.ExitStack() as held:
+            said = held.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            held.enter_context(contextlib.redirect_stderr(said))
+            held.enter_context(mock.patch.object(socket, "gethostname", lambda: f"node-{'ab'[rank]}"))
+            held.enter_context(mock.patch.object(gathering, "all_versions", lambda: versions | changes))
+            try:
+                code = call(args)
+            except UserError as error:
+                code = str(error)
+        found[name] = code if isinstance(code, int | str) else None, said.getvalue()
+
+    other = {"deepspeed": "0.18.0"} if rank else {}
+    case("started alike", in_short.agree, words)
+    case("started with another version", in_short.agree, words, **other)
+    case("without the model", preflight.run, broken if rank else words)
+    case("healthy", preflight.run, words)
+    return found
