@@ -91,6 +91,14 @@ def other_deepspeed(hosts: TwoHosts, place: Place) -> None:
         inside(hosts, "mount", "--bind", changed, file)
 
 
+def no_transformers(hosts: TwoHosts, place: Place) -> None:
+    """The program's imports fail."""
+    empty = place.folder / "empty"
+    empty.mkdir()
+    package = importlib.metadata.distribution("transformers").locate_file("transformers")
+    inside(hosts, "mount", "--bind", empty, package)
+
+
 def cut(hosts: TwoHosts, place: Place) -> None:
     """No packet goes from host to host."""
     hosts.cut()
@@ -101,6 +109,7 @@ FAULTS = {
     "no ninja": Fault(no_ninja, (f"fault: {B}: no ninja", f"preflight: at fault: {B}")),
     "no model": Fault(no_model, (f"fault: {B}: --actor_model_name_or_path", f"preflight: at fault: {B}")),
     "other deepspeed": Fault(other_deepspeed, (f"fault: {B}: has deepspeed {OLDER}", f"preflight: at fault: {B}")),
+    "no transformers": Fault(no_transformers, (f"fault: {B}: the program cannot begin: ", f"preflight: at fault: {B}")),
     "full disk": Fault(full_disk, (f"fault: {B}: nothing can be written to", f"preflight: at fault: {B}")),
     "link cut": Fault(cut, (f"fault: {B}: no answer from rank 1 within", f"preflight: at fault: {B}")),
 }

@@ -1,6 +1,7 @@
 """What is wrong with nodes, or differs between them; no node is asked anything here."""
 
 import enum
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -226,6 +227,13 @@ def absent(expected: Mapping[int, str], heard: Iterable[int], seconds: float) ->
         )
         for host, ranks in missing.items()
     ]
+
+
+def cannot_begin(message: str) -> Finding:
+    """Of a rank that has said why its program does not come so far: "error: on gpu02: the program cannot begin ..."."""
+    match = re.fullmatch(r"error: (?:on (\S+): )?(.*)", message, re.DOTALL)
+    host, text = (match[1], match[2]) if match else (None, message)
+    return Finding((host or "a host",), "report", text)
 
 
 def told_ranks(ranks: Sequence[int]) -> str:

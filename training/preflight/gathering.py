@@ -132,6 +132,11 @@ def disk(folder: Path, thorough: bool = True) -> Disk:
     return Disk(path=str(folder), free=free)
 
 
+def tools() -> dict[str, str]:
+    """The versions of what builds and loads extensions."""
+    return {"ninja": version_of("ninja"), "c++": version_of(os.environ.get("CXX", "c++")), "nvcc": version_of(nvcc())}
+
+
 def nvcc() -> str:
     """CUDA's compiler, in CUDA_HOME or in PATH."""
     home = os.environ.get("CUDA_HOME")

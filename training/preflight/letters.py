@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from engine import distributed
@@ -39,13 +39,14 @@ def nodes_of(letters: Mapping[int, dict]) -> list[Node]:
     return found
 
 
-def collect(box: Mailbox, own: dict, world: int, seconds: float) -> dict[int, dict]:
-    """The letters of all ranks, by rank, or of those that have come when for so many seconds no other has.
+def collect(box: Mailbox, own: dict, world: int, seconds: float, over: Callable[[], bool] = lambda: False) -> dict:
+    """The letters of all ranks, by rank; or of those that have come when for so many seconds no other has, or when
+    `over` says that the others need not be waited for.
 
     Clocks are answered meanwhile.
     """
     letters, deadline = {0: own}, time.monotonic() + seconds
-    while len(letters) < world and time.monotonic() < deadline:
+    while len(letters) < world and time.monotonic() < deadline and not over():
         for found in box.letters():
             if "ask" in found:
                 box.answer(found["rank"], {"time": time.time()})

@@ -24,11 +24,13 @@ from training.preflight.letters import answer_all, collect, letter, linger, node
 from training.preflight.mailbox import BETWEEN, Mailbox, NoAnswer
 from training.preflight.node import Node
 from training.preflight.table import table, told, verdict
+from training.program.joining import MeetingPoint
 from training.program.phases import phase
 from training.program.roll_call import USER_ERROR
 from training.program.watch import JOINING, Watch, watching
 
 REPORTS = 45.0  # seconds without a further report, after which those that are missing are missed
+OTHERS = 15.0  # seconds that others are waited for when one cannot begin
 LOOKS = 3.0  # seconds that a node looks for what rank 0 has written
 SAMPLES = 3  # of clocks
 STUCK = 3.0  # minutes in which no rank moves while bandwidth is measured
@@ -58,13 +60,17 @@ def _lead(args: RunFlags) -> int:
             f"MASTER_PORT {os.environ['MASTER_PORT']} cannot be listened at ({str(error).splitlines()[0]}). Give "
             "another port (--master_port)."
         ) from None
-    letters = collect(box, own, world, REPORTS) if box else {0: own}
+    failed = _Failure()
+    letters = collect(box, own, world, REPORTS, failed.settled) if box else {0: own}
     nodes = nodes_of(letters)
     if box:
         nodes = _seeing(box, nodes, Path(args.output_dir))
     planned = communication.planned_or_why(args)
     room = 0 if isinstance(planned, str) else communication.written(planned)
-    found = [*comparison.absent(hosts_by_rank(world), letters, REPORTS), *comparison.findings(nodes, room)]
+    silent = comparison.absent(hosts_by_rank(world), letters, REPORTS)
+    told_of = {host for one in failed.findings for host in one.hosts}
+    silent = [*failed.findings, *(one for one in silent if not told_of.intersection(one.hosts))]
+    found = [*silent, *comparison.findings(nodes, room)]
     print("\n".join([*table(nodes, found), "", *told(found)]), flush=True)
     code = USER_ERROR if any(one.weight is Weight.FAULT for one in found) else HEALTHY
     measured = code == HEALTHY and world > 1
@@ -75,8 +81,28 @@ def _lead(args: RunFlags) -> int:
     elif world > 1:
         print("bandwidth: not measured, since a node is at fault", flush=True)
         linger(box, len(letters) - 1)
+        failed.let_others_hear()
     print(verdict(len(nodes), found), flush=True)
     return code
+
+
+class _Failure:
+    """What a rank has said that cannot begin (training/program/joining.py), and whether others need be waited for."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self._meeting_point, self._since = MeetingPoint(), float("inf")
+
+    def settled(self) -> bool:
+        """Whether it is known for a while, in which others may have come."""
+        if not self.findings and (failure := self._meeting_point.failure()) is not None:
+            self.findings, self._since = [comparison.cannot_begin(failure[0])], time.monotonic()
+        return time.monotonic() > self._since + OTHERS
+
+    def let_others_hear(self) -> None:
+        """The rank need not print it."""
+        if self.findings:
+            self._meeting_point.let_others_hear()
 
 
 def _seeing(box: Mailbox, nodes: Sequence[Node], output_dir: Path) -> list[Node]:

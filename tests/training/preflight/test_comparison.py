@@ -9,6 +9,7 @@ from training.preflight.comparison import (
     Finding,
     Weight,
     absent,
+    cannot_begin,
     findings,
     in_short,
     told_bytes,
@@ -106,6 +107,13 @@ def test_ranks_that_have_not_answered_are_named_by_their_hosts_where_these_are_k
     assert known.text.startswith("no answer from rank 2 within 45 s")
     assert unknown == Finding(("ranks 4 to 5",), "report", unknown.text)
     assert unknown.text.startswith("no answer within 45 s")
+
+
+def test_a_rank_that_cannot_begin_is_told_of_its_host():
+    assert cannot_begin("error: on gpu02: the program cannot begin: ImportError: no peft (a.py, line 3).") == Finding(
+        ("gpu02",), "report", "the program cannot begin: ImportError: no peft (a.py, line 3)."
+    )
+    assert cannot_begin("rank 1 sees no GPU").hosts == ("a host",)
 
 
 def test_numbers_in_words():

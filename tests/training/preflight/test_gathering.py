@@ -101,3 +101,9 @@ def test_hosts_of_ranks_are_those_that_deepspeed_tells_its_launchers():
     assert launched.hosts_by_rank(4, [["bash"], words]) == {0: "gpu01", 1: "gpu01", 2: "gpu02", 3: "gpu02"}
     assert launched.hosts_by_rank(2, [["bash"]]) == {0: "", 1: ""}
     assert launched.hosts_by_rank(1, [["--world_info=?"]]) == {0: ""}
+
+
+def test_looking_at_nodes_and_at_flags_are_two_things(tmp_path):
+    words = [f"--{name}={value}" for name, value in Tiny(tmp_path).flags(3, output_dir=tmp_path / "out").items()]
+    with pytest.raises(UserError, match="--preflight looks at the nodes of a run, and --dry_run at its flags"):
+        parse_flags(RLHFFlags, [*words, "--preflight", "--dry_run"], "")
