@@ -17,7 +17,11 @@ def test_two_hosts_are_compared_and_measured(tmp_path):
     assert second["started alike"] == (None, "")
 
     raised, _ = first["started with another version"]
-    assert re.search(r"^fault: node-b: has deepspeed 0.18.0, the others \d", raised, re.MULTILINE)
+    assert re.fullmatch(
+        r"the nodes of this run do not fit together: node-b: has deepspeed 0.18.0, the others \d\S*. Install the same "
+        "on all nodes.",
+        raised,
+    )
     assert second["started with another version"] == (raised, "")
 
     code, said = first["without the model"]

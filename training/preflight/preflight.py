@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from training.preflight.launched import hosts_by_rank
 from training.preflight.letters import answer_all, collect, letter, linger, nodes_of
 from training.preflight.mailbox import BETWEEN, Mailbox, NoAnswer
 from training.preflight.node import Node
+from training.preflight.patience import Patience
 from training.preflight.table import table, told, verdict
 from training.program.joining import MeetingPoint
 from training.program.phases import phase
@@ -129,7 +129,7 @@ def _seeing(box: Mailbox, nodes: Sequence[Node], output_dir: Path) -> list[Node]
 def _follow(args: RunFlags) -> int:
     own = letter(args)
     box = Mailbox.reached("preflight", REPORTS)
-    with _Patience(REPORTS) as patience:
+    with Patience(REPORTS) as patience:
         if "node" in own:
             own["clock"] = _clock(box, patience)
         box.post(own)
@@ -141,36 +141,7 @@ def _follow(args: RunFlags) -> int:
     return answer["code"]
 
 
-class _Patience:
-    """Ends this process where rank 0 has not answered for so many seconds: torch's store waits for ever for a host that
-    is cut off."""
-
-    def __init__(self, seconds: float):
-        self._seconds, self._over = seconds, threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-
-    def __enter__(self) -> "_Patience":
-        self.renew()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-
-    def renew(self) -> None:
-        """Rank 0 has answered."""
-        self._since = time.monotonic()
-
-    def _look(self) -> None:
-        while not self._over.wait(1.0):
-            if time.monotonic() > self._since + self._seconds:
-                where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-                told = f"no answer from rank 0 at {where} within {self._seconds:.0f} s"
-                print(f"error: on {socket.gethostname()}: {told}", file=sys.stderr, flush=True)
-                os._exit(USER_ERROR)
-
-
-def _clock(box: Mailbox, patience: _Patience) -> dict[str, float]:
+def _clock(box: Mailbox, patience: Patience) -> dict[str, float]:
     """This clock against rank 0's, by the fastest of several questions: rank 0 answers in the middle of the time that a
     question takes, within half of it (Cristian 1989, Probabilistic clock synchronization)."""
     samples = []

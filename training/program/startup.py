@@ -109,6 +109,7 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
             print_line(str(end))
         return _left_together(ENDED_EARLY, watch)
     except SharedError as error:
+        stopping.let_through()  # a launcher that ends the ranks behind the first to go does not change why they end
         watch.leave(USER_ERROR)
         return _told(error)
     except UserError as error:
