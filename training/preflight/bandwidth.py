@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine import distributed
+from engine import by_node, distributed
 from engine.distributed import RankGroup
 from engine.memory.data_sheets import Link, data_sheet
 from engine.speed.machines import Machines
@@ -21,6 +21,8 @@ MOST = 20  # calls
 ENOUGH = 2.0  # seconds of one call, after which no larger size is tried
 NETWORK = 4e-6  # seconds of a step between nodes, as of ETHERNET_100G
 SLOW = 0.5  # of what the hardware should give
+
+Call = Callable[[torch.Tensor, torch.Tensor], object]  # of a tensor of all ranks' numbers, and this one's part
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,42 +54,43 @@ def measure() -> tuple[list[Measured], list[list[Measured]]]:
     """(between all ranks, within each node in the order of nodes); nothing within nodes that have one rank, or not all
     the same number (all ranks call this)."""
     world, local = distributed.world_size(), ranks_of_this_machine()
-    sizes = SIZES_GPU if on_gpu() else SIZES_CPU
     within: list[list[Measured]] = []
     even = len(set(distributed.all_gather_objects(local))) == 1
     if even and 1 < local < world:
         group = RankGroup(local)
         own = [
-            _timed(ALL_REDUCE, local, sizes, group.sum_),
-            _timed(ALL_GATHER, local, sizes, lambda tensor: group.joined(tensor[: len(tensor) // local])),
+            _timed(ALL_REDUCE, local, lambda whole, _: group.sum_(whole)),
+            _timed(ALL_GATHER, local, group.gather_into),
         ]
         within = distributed.all_gather_objects(own)[::local]
+    everyone = RankGroup(world)
     everywhere = [
-        _timed(ALL_REDUCE, world, sizes, distributed.all_reduce_sum),
-        _timed(ALL_GATHER, world, sizes, lambda tensor: distributed.all_gather(tensor[: len(tensor) // world])),
+        _timed(ALL_REDUCE, world, lambda whole, _: everyone.sum_(whole)),
+        _timed(ALL_GATHER, world, by_node.gathers().gather_into),
     ]
     return everywhere, within
 
 
-def _timed(kind: str, ranks: int, sizes: Sequence[int], call: Callable[[torch.Tensor], object]) -> Measured:
+def _timed(kind: str, ranks: int, call: Call) -> Measured:
     seconds: dict[int, float] = {}
-    for size in sizes:
-        tensor = torch.zeros(size // 4, device=distributed.device())
+    for size in SIZES_GPU if on_gpu() else SIZES_CPU:
+        own = torch.zeros(size // 4 // ranks, device=distributed.device())
+        whole = own.new_zeros(len(own) * ranks)
         for _ in range(2):  # the first call makes connections
-            once = _slowest(call, tensor, 1)
-        seconds[size] = _slowest(call, tensor, max(1, min(MOST, int(A_SIZE / once))))
+            once = _slowest(call, whole, own, 1)
+        seconds[size] = _slowest(call, whole, own, max(1, min(MOST, int(A_SIZE / once))))
         if once > ENOUGH:
             break
     return Measured(kind, ranks, seconds)
 
 
-def _slowest(call: Callable[[torch.Tensor], object], tensor: torch.Tensor, times: int) -> float:
+def _slowest(call: Call, whole: torch.Tensor, own: torch.Tensor, times: int) -> float:
     """Seconds of a call, of the rank that took longest."""
     _finish()
     distributed.barrier()
     began = time.perf_counter()
     for _ in range(times):
-        call(tensor)
+        call(whole, own)
     _finish()
     taken = torch.tensor((time.perf_counter() - began) / times, device=distributed.device(), dtype=torch.float64)
     return max(1e-9, float(distributed.all_reduce_max(taken)))

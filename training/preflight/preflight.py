@@ -176,7 +176,7 @@ def _with_group(args: RunFlags, nodes: Sequence[Node], planned) -> list[Finding]
 
     with watching(args.grace_seconds, STUCK) as watch:
         with phase(JOINING):
-            init(STUCK * 10)
+            init(STUCK * 10, args.by_node)
             watch.join()
         with phase("measuring bandwidth"):
             everywhere, within = bandwidth.measure()
