@@ -43,6 +43,10 @@ class PromptBatch:
     def to(self, device) -> "PromptBatch":
         return PromptBatch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
+    def select(self, rows: list[int]) -> "PromptBatch":
+        """These rows, in this order."""
+        return PromptBatch(*(getattr(self, field.name)[rows] for field in fields(self)))
+
     def repeat(self, k: int) -> "PromptBatch":
         """k rows of each prompt, side by side, with samples k * s + 0 .. k * s + k - 1."""
         if k == 1:

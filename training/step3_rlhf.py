@@ -103,12 +103,15 @@ def exact_sampler(args: RLHFFlags, rollouts: RolloutBackend) -> bool:
 
 def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: RolloutBackend) -> PPOTrainer:
     """The trainer at step 0."""
+    reward = build_reward(args, plan, models)
+    if args.overlap_rewards:
+        rollouts.finished = reward.begin
     return PPOTrainer(
         models=models,
         rollouts=rollouts,
         dialect=plan.dialect,
         sampling=plan.sampling,
-        reward=build_reward(args, plan, models),
+        reward=reward,
         unsupervised=plan.texts
         and ShuffledTexts(plan.texts, per_rank=args.rows_per_rank // args.mini_batches, seed=args.seed),
         config=PPOConfig(

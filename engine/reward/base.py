@@ -46,6 +46,11 @@ class RewardSource(Protocol):
         """
         return {"scores": self.score(rollout).float()}
 
+    def begin(self, rollout: Rollout) -> None:
+        """These responses are done, and others are still drawn: what can be scored beside that may be. `score` follows
+        for all of them, in whatever order, and this is called by each rank for itself. By default nothing is done."""
+        return
+
     def on_device(self) -> contextlib.AbstractContextManager:
         """Context in which whatever is needed is on the device; by default nothing is."""
         return contextlib.nullcontext()

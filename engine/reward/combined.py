@@ -44,6 +44,11 @@ class CombinedReward(RewardSource):
             parts["length_penalty"] = -self.length_penalty * rollout.response_mask.sum(-1).float()
         return parts
 
+    def begin(self, rollout: Rollout) -> None:
+        """As in RewardSource, by each source."""
+        for source, _ in self.sources.values():
+            source.begin(rollout)
+
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """Context in which every source is on the device."""

@@ -9,6 +9,7 @@ reward = FunctionReward(exact_answer, tokenizer, rows=ConcatDataset([training_ro
 import inspect
 import numbers
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from engine.errors import shortened
 from engine.experience import Rollout
 from engine.reward.agreed import described, stop_together
 from engine.reward.base import RewardSource
+from engine.reward.early import EarlyCalls, Numbers
 from engine.reward.texts import decoded
 from engine.trace import traced
 
@@ -40,6 +42,7 @@ class FunctionReward(RewardSource):
         wants_rows = "rows" in inspect.signature(function).parameters
         assert not wants_rows or rows is not None, f"{self.name} asks for rows, and none were given"
         self.rows = rows if wants_rows else None
+        self._early = EarlyCalls()
 
     @traced("reward function")
     def score(self, rollout: Rollout) -> Tensor:
@@ -47,22 +50,40 @@ class FunctionReward(RewardSource):
 
         Raises: RunStopped on all ranks where the function fails on one.
         """
-        prompts, responses = decoded(rollout, self.tokenizer)
-        named = {} if self.rows is None else {"rows": [self.rows[index] for index in rollout.indices.tolist()]}
-        values: list[float] = []
-        problem, dtype = None, torch.get_default_dtype()
-        try:
-            values, problem = _numbers(self.function(prompts, responses, **named), len(responses))
-        except BaseException as error:  # whatever the user's code raises, sys.exit too
-            problem = f"raised {described(error)}"
-        finally:
-            torch.set_default_dtype(dtype)  # which belongs to the whole process
+        indices, texts = rollout.indices.tolist(), list(zip(*decoded(rollout, self.tokenizer), strict=True))
+        values, problem = self._early.taken(_keys(rollout), texts)
+        left = [place for place in range(len(texts)) if place not in values]
+        if left and not problem:
+            called, problem = self._called([texts[place] for place in left], [indices[place] for place in left])
+            values |= dict(zip(left, called))
         contract = "It is called with lists of texts and returns one number a response. Mend it."
         stop_together(problem, f"the reward function {self.name}", contract)
-        return torch.tensor(values, dtype=torch.float32, device=rollout.sequences.device)
+        scores = [values[place] for place in range(len(texts))]
+        return torch.tensor(scores, dtype=torch.float32, device=rollout.sequences.device)
+
+    def begin(self, rollout: Rollout) -> None:
+        """As in RewardSource: the function is called in a thread of its own. Texts that `score` is then asked for may
+        be others, where a dialect cuts responses: for those it is called again."""
+        texts = list(zip(*decoded(rollout, self.tokenizer), strict=True))
+        self._early.begin(_keys(rollout), texts, partial(self._called, texts, rollout.indices.tolist()))
+
+    def _called(self, texts: list[tuple[str, str]], indices: list[int]) -> Numbers:
+        prompts, responses = [prompt for prompt, _ in texts], [response for _, response in texts]
+        named = {} if self.rows is None else {"rows": [self.rows[index] for index in indices]}
+        dtype = torch.get_default_dtype()
+        try:
+            return _numbers(self.function(prompts, responses, **named), len(responses))
+        except BaseException as error:  # whatever the user's code raises, sys.exit too
+            return [], f"raised {described(error)}"
+        finally:
+            torch.set_default_dtype(dtype)  # which belongs to the whole process
 
 
-def _numbers(returned, count: int) -> tuple[list[float], str | None]:
+def _keys(rollout: Rollout) -> list[tuple[int, int]]:
+    return list(zip(rollout.indices.tolist(), rollout.samples.tolist(), strict=True))
+
+
+def _numbers(returned, count: int) -> Numbers:
     """The returned numbers, or what is wrong with them."""
     values = returned.tolist() if hasattr(returned, "tolist") else returned  # arrays and tensors
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):

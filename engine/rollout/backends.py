@@ -28,7 +28,7 @@ class _SampledRollouts(RolloutBackend):
 
     def _responses(self, policy: Backbone, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         policy.take_role(None)  # whichever it computed as last
-        return self.sampler.responses(policy.model, prompts, sampling)
+        return self.sampler.responses(policy.model, prompts, sampling, self.finished)
 
     def _let_go(self) -> None:
         self.sampler.release_memory()

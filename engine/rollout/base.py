@@ -1,6 +1,6 @@
 """What every rollout backend offers, and how samples are to be drawn."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,10 +64,12 @@ class RolloutBackend(Protocol):
     why: what a run says of the choice.
     computes_as_actor: whether its log-probs are computed by the actor's own code and weights, so that in fp32 they are
         a forward pass's within rounding. `old_logprobs` "auto" takes those of no other sampler for the actor's.
+    finished: is called with responses that are done while others are still drawn, if a backend does so at all.
     """
 
     why: str = ""
     computes_as_actor: bool = False
+    finished: Callable[[Rollout], None] | None = None
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row. All ranks call this together, each with its own prompts."""

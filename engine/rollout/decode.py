@@ -22,6 +22,7 @@ from engine.rollout.request import Request, requests_of
 from engine.rollout.schedule import Schedule
 from engine.rollout.stops import Ends
 
+Finished = Callable[[Rollout], None] | None
 CHECK_EVERY = 8  # tokens between two looks of the host at what was drawn
 HALVINGS = 3  # of the rows decoded at once, where memory runs out; with less than an eighth of them little is won
 
@@ -61,25 +62,30 @@ class Sampler:
         self._slot_masks: bool | None = None
         self._passes: Passes | None = None
 
-    def responses(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+    def responses(
+        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, finished: Finished = None
+    ) -> Rollout:
         """One response for each row, in the rows' order.
 
         model: a Hugging Face causal language model, with or without ZeRO's hooks; it is in eval mode meanwhile.
+        finished: is called with this rank's responses that are done, as soon as that is seen, without log-probs.
         """
         training = model.training
         model.eval()
         try:
-            while (rollout := self._or_fewer_rows(model, prompts, sampling)) is None:
+            while (rollout := self._or_fewer_rows(model, prompts, sampling, finished)) is None:
                 pass
             return rollout
         finally:
             model.train(training)
 
-    def _or_fewer_rows(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout | None:
+    def _or_fewer_rows(
+        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, finished: Finished
+    ) -> Rollout | None:
         """One response for each row; None where memory ran out and half as many rows at once are to be tried."""
         rows = min(self.rows_at_once or len(prompts), len(prompts))
         try:
-            return self._responses(model, prompts, sampling)
+            return self._responses(model, prompts, sampling, finished)
         except torch.OutOfMemoryError as error:
             if not self._halvings_left or rows == 1:
                 raise
@@ -93,7 +99,9 @@ class Sampler:
         )
         return None
 
-    def _responses(self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+    def _responses(
+        self, model: nn.Module, prompts: PromptBatch, sampling: SamplingConfig, finished: Finished
+    ) -> Rollout:
         with self.context():
             if self._slot_masks is None:
                 self._slot_masks = takes_slot_masks(model)
@@ -102,7 +110,13 @@ class Sampler:
             whole, own = prompts_of_group(prompts, self.group)
             requests = requests_of(whole, sampling.max_new_tokens)
             loop = _Loop(self, self._passes, whole, requests, sampling)
-            loop.run()
+
+            def tell(done: list[Request]) -> None:
+                mine = [request for request in done if own.start <= request.row < own.stop]
+                if finished is not None and mine:
+                    finished(rollout_of(whole.select([request.row for request in mine]), mine, sampling.pad_token_id))
+
+            loop.run(tell)
         self.row_steps = loop.row_steps
         recorded = {name: column[own] for name, column in loop.draws.recorded.items()}
         return rollout_of(prompts, requests[own], sampling.pad_token_id, recorded)
@@ -142,8 +156,8 @@ class _Loop:
         self.batch = Batch(sampler.cache, rows, slots, longest, self.device)
         self.row_steps = 0
 
-    def run(self) -> None:
-        """Draw all responses."""
+    def run(self, tell: Callable[[list[Request]], None]) -> None:
+        """Draw all responses. tell: is called with those that are done."""
         schedule = self.schedule
         while self.agree(schedule.open):
             joining = schedule.join()
@@ -151,6 +165,8 @@ class _Loop:
                 self._join(joining)
             left = max((self.most - request.drawn for request in schedule.living), default=0)
             self._draw(self.agree(min(CHECK_EVERY, left)))
+            if done := [request for request in schedule.living if request.finished]:
+                tell(done)
             sources, targets = schedule.leave()
             self.batch.move(sources, targets, len(schedule.living), self._longest())
 
@@ -204,7 +220,7 @@ class _Loop:
 
 
 def rollout_of(
-    prompts: PromptBatch, requests: Sequence[Request], pad_token_id: int, recorded: Mapping[str, Tensor]
+    prompts: PromptBatch, requests: Sequence[Request], pad_token_id: int, recorded: Mapping[str, Tensor] | None = None
 ) -> Rollout:
     """The rollout of requests that are finished, one for each row of the prompts, in their order.
 
@@ -221,7 +237,7 @@ def rollout_of(
         ended=torch.tensor([request.ended for request in requests], device=device),
         indices=prompts.indices,
         samples=prompts.samples,
-        **{name: torch.where(response_mask, column[:, :width], 0.0) for name, column in recorded.items()},
+        **{name: torch.where(response_mask, column[:, :width], 0.0) for name, column in (recorded or {}).items()},
     )
 
 

@@ -39,6 +39,11 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
         group="rewards",
     )
     reward_function_weight: float = flag(1.0, "its weight in the score")
+    overlap_rewards: bool = flag(
+        False,
+        "call the function, from a thread of its own, for responses that are done while others are still drawn; what "
+        "it says of a response must not depend on the others, nor on the thread",
+    )
     reward_model_weight: float = flag(1.0, "the reward model's weight in the score")
     length_penalty: float = flag(0.0, "subtracted from the score for each token of the response")
 
@@ -95,6 +100,8 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
             )
         if self.reward_function is None and self.reward_function_weight != 1.0:
             raise UserError(f"--reward_function_weight {self.reward_function_weight} needs --reward_function.")
+        if self.reward_function is None and self.overlap_rewards:
+            raise UserError("--overlap_rewards needs --reward_function: it is for functions alone.")
         if self.reward_path is None:
             for name in ("reward_ds_config", "offload_reward_model"):
                 if getattr(self, name):

@@ -14,6 +14,7 @@ _OF_COPIES = ("auto", "replica", "zero3")
 _OWN = {
     "decoding": ("auto", _OF_COPIES),
     "replicas_between_steps": ("keep", _OF_COPIES),
+    "overlap_rewards": (False, _OF_COPIES),
     "overlap_gather": (False, ("auto", "replica")),
     "inference_tp_size": (None, ("auto", "replica")),
     "vllm_tensor_parallel_size": (1, ("vllm",)),

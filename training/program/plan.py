@@ -15,7 +15,7 @@ from training.data.forms import PROMPTS, TEXTS
 from training.data.prompts import Prompts, prompt_fit
 from training.data.rows import load_rows
 from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.user_function import load_function
+from training.flags.user_function import is_source, load_function
 from training.program.model_files import generation_stops
 from training.restarts.conditions import Conditions
 from training.restarts.resume_point import AUTO, ResumePoint
@@ -63,6 +63,11 @@ def make_plan(
     total_steps = count_steps(args, len(prompts))
     last_step = min(total_steps, args.test_stop_step or total_steps)
     function = load_function(args.reward_function) if args.reward_function else None
+    if args.overlap_rewards and is_source(function):
+        raise UserError(
+            f"--overlap_rewards with --reward_function {args.reward_function}: that is a class, and only functions "
+            "are called early. Leave the flag out, or give a function."
+        )
     texts, texts_fingerprints = read_texts(args, tokenizer)
     conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps, inputs)
     if point:

@@ -147,6 +147,7 @@ def test_offload_needs_something_to_offload():
         (("--test_stop_step", "3"), "--enable_test_mode and --test_stop_step N (1 or more) go together"),
         (("--unsupervised_dataset_config_name", "x"), "--unsupervised_dataset_config_name x needs"),
         (("--reward_function_weight", "2"), "--reward_function_weight 2.0 needs --reward_function."),
+        (("--overlap_rewards",), "--overlap_rewards needs --reward_function"),
         (
             ("--reward_function", "m:f", "--reward_model_weight", "2"),
             "--reward_model_weight 2.0: there is no reward model",
