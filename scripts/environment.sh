@@ -2,6 +2,8 @@
 #
 #   PYTHON=/path/to/python3.12   which Python to use; by default the newest on the PATH that is 3.11 or newer
 #   VENV=/path/to/folder         where the environment is; by default .venv in the repository
+#   TORCH=2.10.0                 which torch, in place of the pinned one: V100 wants another (docs/gpus.md)
+#   TORCH_INDEX=https://download.pytorch.org/whl/cu126    where torch is fetched from; by default PyPI
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${VENV:-$root/.venv}"
@@ -26,12 +28,16 @@ python="$(find_python)"
 [ -n "${CXX:-}" ] || command -v g++ >/dev/null || command -v c++ >/dev/null || command -v clang++ >/dev/null ||
     fail "no C++ compiler found, and DeepSpeed builds a small extension. Install one (Debian, Ubuntu: apt install g++) or name it: CXX=/path/to/c++ $0"
 
-# Installed anew whenever what is pinned changes.
-wanted="$(cat "$root/setup.py" "$root/constraints.txt" | cksum)"
+# Installed anew whenever what is pinned changes, or another torch is asked for.
+wanted="$(cat "$root/setup.py" "$root/constraints.txt" | cksum)${TORCH:+ torch $TORCH}${TORCH_INDEX:+ from $TORCH_INDEX}"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     echo "making the environment in $venv (once, about two minutes)"
     "$python" -m venv "$venv" || fail "$python cannot make virtual environments. Install its venv module (Debian, Ubuntu: apt install python3.11-venv)"
-    "$venv/bin/python" -m pip install -qq --disable-pip-version-check -e "$root[dev]" -c "$root/constraints.txt" ||
+    sed "s/^torch==.*/torch==${TORCH:-$(sed -n 's/^torch==//p' "$root/constraints.txt")}/" "$root/constraints.txt" \
+        > "$venv/constraints.txt"
+    pip=("$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$venv/constraints.txt")
+    { [ -z "${TORCH_INDEX:-}" ] || "${pip[@]}" --upgrade torch --index-url "$TORCH_INDEX"; } &&
+        "${pip[@]}" -e "$root[dev]" ||
         fail "the installation failed; what pip says stands above"
     echo "$wanted" > "$venv/.installed"
 fi
@@ -39,10 +45,6 @@ export PATH="$venv/bin:$PATH"
 
 # Ranks share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# GPUs that torch can use: one that nvidia-smi lists may be hidden, or too old for the pinned torch.
-gpus="$(python -c '
-import torch
-n = torch.cuda.device_count()
-n and torch.ones(1, device="cuda").add(1).item()
-print(n)' 2>/dev/null || echo 0)"
+# GPUs that torch can use; ends with a message where it cannot, rather than computing on the CPU.
+gpus="$(PYTHONPATH="$root" python -m engine.zero.gpu_support)" || exit 2
 [ "$gpus" -gt 0 ] || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"

@@ -35,7 +35,8 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     echo "$wanted" > "$venv/.installed"
 fi
 export PATH="$venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-python -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
+gpus="$(PYTHONPATH="$root" python -m engine.zero.gpu_support)"
+[ "$gpus" -gt 0 ] || export DS_ACCELERATOR="${DS_ACCELERATOR:-cpu}"
 cd "$root"
 python -m pip list --disable-pip-version-check 2>/dev/null | grep -E '^(torch|deepspeed|transformers) '
 exec python -m pytest "$@"

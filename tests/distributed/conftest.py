@@ -35,6 +35,12 @@ def folder(tmp_path_factory) -> str:
     make_causal_lm(folder / "actor", "llama", seed=0)
     make_causal_lm(folder / "tied", "llama", seed=2, tied=True)
     make_scorer(folder / "reward", "llama", seed=1, offset=-0.3)
+    write_stage_files(folder)
+    return str(folder)
+
+
+def write_stage_files(folder) -> None:
+    """The DeepSpeed JSON files of `folder`."""
     for stage in range(4):
         shipped = json.loads((CONFIG_DIR / f"zero{stage}.json").read_text())
         thresholds = ALWAYS_PARTITIONED if stage == 3 else {}
@@ -42,7 +48,6 @@ def folder(tmp_path_factory) -> str:
         _write(folder / f"stage{stage}_growing.json", shipped, thresholds, GROWING_FP16)
         _write(folder / f"stage{stage}_bf16.json", shipped | {"bf16": BF16_MASTERS}, thresholds, STEADY_FP16)
     _write(folder / "stage3_persistent.json", shipped, VECTORS_PERSIST, STEADY_FP16)
-    return str(folder)
 
 
 def _write(path, shipped: dict, zero: dict, fp16: dict) -> None:

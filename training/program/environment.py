@@ -42,3 +42,15 @@ def check_meeting_point() -> None:
             "meet. Start by deepspeed, torchrun or srun, which need nothing to be set; or set MASTER_ADDR to the host "
             "of rank 0, and MASTER_PORT to a port that is free there, the same for all processes."
         )
+
+
+def check_gpus() -> None:
+    """Raise UserError where this host has GPUs that torch cannot use; only the first of its ranks tells it."""
+    from engine.zero.gpu_support import usable_gpus  # imports torch, which flags are not to wait for
+
+    try:
+        usable_gpus()
+    except UserError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            raise
+        raise SharedError(str(error)) from None

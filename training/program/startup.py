@@ -25,7 +25,7 @@ from training.flags.absolute_paths import make_paths_absolute
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
 from training.program import output_lock, slurm, stopping, unwritten
-from training.program.environment import check_launch, check_meeting_point, own_programs_first
+from training.program.environment import check_gpus, check_launch, check_meeting_point, own_programs_first
 from training.program.error_file import write_error_file
 from training.program.hosts import from_here
 from training.program.member import print_line
@@ -66,6 +66,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         return _dry_run(main, args)
     try:
         check_meeting_point()
+        check_gpus()
     except UserError as error:
         return _told(error)
     if args.preflight:
