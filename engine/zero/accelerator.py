@@ -20,6 +20,11 @@ def on_gpu() -> bool:
     return get_accelerator().device_name() == "cuda"
 
 
+def capability() -> tuple[int, int] | None:
+    """The compute capability of this rank's NVIDIA GPU, (7, 0) of a V100; None without one."""
+    return torch.cuda.get_device_capability() if on_gpu() and torch.version.cuda is not None else None
+
+
 def ranks_of_this_machine() -> int:
     """How many processes of the run share this machine, as the launcher says (deepspeed, torchrun); all without one."""
     names = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")

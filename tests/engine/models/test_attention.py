@@ -77,6 +77,19 @@ def test_flash_attention_is_refused_where_it_is_not_installed_or_the_dtype_is_no
     Attention("flash_attention_2").check(path, LANGUAGE_MODEL, "bf16", "--actor")
 
 
+def test_flash_attention_is_refused_on_gpus_that_it_has_no_kernels_for(tmp_path, monkeypatch):
+    path = make_causal_lm(tmp_path / "sft", "llama")
+    monkeypatch.setattr(module, "on_gpu", lambda: True)
+    monkeypatch.setattr(module.import_utils, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(module, "capability", lambda: (7, 0))  # V100
+    with pytest.raises(UserError, match="of compute capability 8.0 and newer, and this one has 7.0. Leave it out"):
+        Attention("flash_attention_2").check(path, LANGUAGE_MODEL, "fp16", "--actor")
+    for usual in ("auto", "sdpa", "eager"):
+        Attention(usual).check(path, LANGUAGE_MODEL, "fp16", "--actor")
+    monkeypatch.setattr(module, "capability", lambda: (8, 0))
+    Attention("flash_attention_2").check(path, LANGUAGE_MODEL, "fp16", "--actor")
+
+
 def test_a_family_without_an_implementation_is_refused_with_those_that_it_has(tmp_path):
     path = make_causal_lm(tmp_path / "sft", "bloom")
     with pytest.raises(UserError, match="--actor .*of type 'bloom', of which .* no such attention.* or give eager\\."):

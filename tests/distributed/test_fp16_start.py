@@ -1,0 +1,35 @@
+"""fp16 from a loss scale that is far too large, of one of two engines: both keep their weights, its scale is halved."""
+
+import pytest
+import torch
+
+from tests.distributed.harness import run_ranks
+
+POWER, UPDATES, RESPONSES = 40, 4, 8
+
+
+def test_a_step_of_overflows_in_the_actor_alone(folder, output):
+    found = run_ranks(
+        "tests.distributed.work_fp16_start:first_step", folder=folder, output=output, stage=2, power=POWER
+    )
+    for rank in found:
+        before, after, metrics = rank["before"], rank["after"], rank["metrics"]
+        for model in ("actor", "critic"):
+            for kind in ("weights", "masters"):
+                for name, tensor in before[model][kind].items():
+                    assert torch.equal(after[model][kind][name], tensor), f"{model}: {name}"
+            assert after[model]["version"] == before[model]["version"]
+        assert all(torch.equal(one, other) for one, other in zip(before["ema"], after["ema"], strict=True))
+        # Four updates, each an overflow that halves the actor's scale; the critic's gradients are as they should be.
+        assert before["actor"]["loss_scale"] == 2.0**POWER
+        assert after["actor"]["loss_scale"] == 2.0 ** (POWER - UPDATES)
+        assert after["critic"]["loss_scale"] == before["critic"]["loss_scale"] == 2.0**8
+        assert metrics["policy/skipped"] == 1 and metrics["value/skipped"] == 0
+        assert metrics["policy/loss_scale"] == 2.0 ** (POWER - 1) and metrics["value/loss_scale"] == 2.0**8
+        assert not {"policy/grad_norm", "value/grad_norm"} & metrics.keys()
+        # Every mini-batch is computed with the weights that drew it, and the actor is the reference: a KL of 0, so that
+        # the coefficient falls by the most that it may, 0.2 for each 1000 responses.
+        assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+        assert metrics["objective/kl"] == 0
+        assert rank["state"]["kl"]["value"] == pytest.approx(0.1 * (1 - 0.2 * RESPONSES / 1000), rel=1e-12)
+        assert (rank["state"]["steps_done"], rank["state"]["optimizer_steps"]) == (1, UPDATES)
