@@ -14,7 +14,7 @@ from engine.errors import RunStopped
 from engine.host_memory import give_back_at
 from engine.optim import lr_factor
 from engine.zero.engines import TrainedModel
-from training.data.order import epoch_batches
+from training.data.order import EpochBatches, epoch_batches
 from training.dropout import seed_dropout
 from training.flags.supervised_arguments import SupervisedFlags
 from training.gradients import accumulate_gradients
@@ -235,7 +235,7 @@ class SupervisedTrainer:
         indices = self._epoch_batches(epoch)[number * accumulation : (number + 1) * accumulation]
         return [self._batch(self.examples, part) for part in indices]
 
-    def _batches_of_epoch(self, epoch: int) -> list[list[int]]:
+    def _batches_of_epoch(self, epoch: int) -> EpochBatches:
         size, ranks = self.args.per_device_train_batch_size, (distributed.rank(), distributed.world_size())
         return epoch_batches(len(self.examples), size, epoch, self.args.seed, *ranks)
 

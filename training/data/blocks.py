@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from training.data.cache import cached_table, ids_at, table_of
+from training.data.build_lock import note
+from training.data.cache import cached_table, ids_at
+from training.data.lengths import together
+from training.data.progress import Progress
+from training.data.table_files import MadeTable
 from training.data.tokens import TextEncoder
 
 
@@ -26,16 +30,19 @@ class TextBlocks(Sequence):
     def __init__(self, rows: Sequence[dict], tokenizer, block_length: int, cache: Path | None = None):
         def blocks(counts):
             encoder, ids = TextEncoder(tokenizer), []
-            for row in rows:
-                if row["text"].strip():
-                    ids.extend(encoder.prompt(row["text"]))
-                cut = len(ids) - len(ids) % block_length
-                yield from ((ids[start : start + block_length],) for start in range(0, cut, block_length))
-                del ids[:cut]
+            progress = Progress(len(rows), "tokenising texts", told=note)
+            for some, texts in together(progress.over(rows), lambda row: [row["text"]]):
+                encoder.ahead(texts)
+                for row in some:
+                    if row["text"].strip():
+                        ids.extend(encoder.prompt(row["text"]))
+                    cut = len(ids) - len(ids) % block_length
+                    yield from ((ids[start : start + block_length],) for start in range(0, cut, block_length))
+                    del ids[:cut]
 
         schema = pyarrow.schema({"ids": pyarrow.list_(pyarrow.int32(), block_length)})
         settings = {"kind": "blocks", "block_length": block_length}
-        self.table = cached_table(lambda: table_of(schema, blocks), cache, rows, tokenizer, **settings)
+        self.table = cached_table(MadeTable(schema, blocks), cache, rows, tokenizer, **settings)
         if not len(self):
             raise UserError(
                 f"the {len(rows)} texts for pretraining make no block of {block_length} tokens; give more "

@@ -1,36 +1,33 @@
-"""Tokenised examples as Arrow tables, in memory or kept in a folder from one run to the next.
+"""Tokenised examples as Arrow tables, kept in a folder from one run to the next.
 
-    table = cached_table(build, cache_folder(None), rows, tokenizer, kind="sft", max_length=512)
+    table = cached_table(MadeTable(schema, examples), cache_folder(None), rows, tokenizer, kind="sft", max_length=512)
 
-A file is named by a hash of all that it was made from and begins with a hash of all that it holds. It is written under
-another name and then renamed, so that processes that build the same table at once never read an unfinished file. Files
-are mapped into memory: the ranks of a machine share one copy. The folder may be deleted at any time.
+A file is named by a hash of all that it was made from. Tables are mapped into memory: the ranks of a machine share one
+copy, and what is not looked at takes no memory. The folder may be deleted at any time.
 """
 
 import contextlib
 import hashlib
 import json
 import os
-import sys
 import tempfile
 import time
-import uuid
-from collections import Counter
-from collections.abc import Callable, Iterable
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 
 import pyarrow
 
 from engine.errors import UserError
 from engine.files import os_errors
+from training.data.build_lock import alone
+from training.data.handover import KnownRows, NotHandedOver, note_unkept
+from training.data.progress import say
+from training.data.table_files import MadeTable, Unwritten, read_table, unnamed_table, write_table
 
 IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
-FORMAT = 3  # to be raised when the same rows are to become other tables
-DIGEST = 64  # bytes of the hash at the beginning of a file; a multiple of 8 keeps Arrow's columns aligned
+FORMAT = 4  # to be raised when the same rows are to become other tables, or these other files
 DAY = 86_400  # seconds
-BATCH = 10_000  # examples that are put into Arrow's format at once
+LARGE = 2**28  # bytes; a table that found no room is not made again elsewhere if so much of it was there
 
 
 def cache_folder(given: str | None) -> Path:
@@ -69,89 +66,56 @@ def tokenizer_hash(tokenizer) -> str:
     return total.hexdigest()
 
 
-def cached_table(build: Callable[[], pyarrow.Table], folder: Path | None, rows, tokenizer, **settings) -> pyarrow.Table:
-    """The table that was built from the same rows, tokenizer and settings before, or else a new one, which is kept.
+def cached_table(made: MadeTable, folder: Path | None, rows, tokenizer, **settings) -> pyarrow.Table:
+    """The table that was made from the same rows, tokenizer and settings before, or else a new one, which is kept.
 
-    Without a folder, or where it cannot be written (one line says so), the table stays in memory.
+    One process makes it; others that want the same one at the same time wait for that. Without a folder, or where it
+    cannot be written (one line says so), the table is in a temporary file of this process alone.
+
+    Raises: UserError where a large table finds no room.
     """
     if folder is None:
-        return build()
+        return _unkept(made, rows)
     path = folder / f"{cache_key(rows, tokenizer, **settings)}.arrow"
     table = read_table(path)
     if table is not None:
         return table
-    table = build()
+    if isinstance(rows, KnownRows):
+        raise NotHandedOver
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished(folder)
-        write_table(table, path)
-    except OSError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(
-                f"warning: tokenised data are not kept: {folder} cannot be written ({error.strerror}); give another "
-                "--data_output_path",
-                file=sys.stderr,
-                flush=True,
-            )
-        return table
-    return read_table(path) or table
+        with alone(path.with_suffix(".lock")) as held:
+            table = read_table(path)  # another process may have made it meanwhile
+            if table is None:
+                older = folder / f"{cache_key(rows, tokenizer, format=FORMAT - 1, **settings)}.arrow"
+                if older.exists():
+                    say(f"the same data were tokenised by an earlier version ({older}), and are tokenised anew")
+                _remove_unfinished(path, held)
+                write_table(made, path)
+                table = read_table(path)
+    except Unwritten as problem:
+        told = f"{folder} cannot be written ({problem.error.strerror})"
+        if problem.size > LARGE:
+            raise UserError(
+                f"tokenised data are not kept: {told}, behind {problem.size / 1e9:.2f} GB of {path.name}. Make room "
+                "there, or give another --data_output_path."
+            ) from None
+        say(f"warning: tokenised data are not kept: {told}; give another --data_output_path")
+    return _unkept(made, rows) if table is None else table
 
 
-def read_table(path: Path) -> pyarrow.Table | None:
-    """The table of a file, mapped into memory; None if there is no such file, or if it is damaged."""
-    try:
-        with pyarrow.memory_map(str(path)) as file:
-            content = file.read_buffer()
-    except (OSError, pyarrow.ArrowInvalid):  # ArrowInvalid: the file is empty
-        return None
-    if len(content) < DIGEST:
-        return None
-    body = content.slice(DIGEST)
-    if content.slice(0, DIGEST).to_pybytes() != _digest(body):
-        return None
-    return pyarrow.ipc.open_file(body).read_all()
+def _unkept(made: MadeTable, rows) -> pyarrow.Table:
+    if isinstance(rows, KnownRows):
+        raise NotHandedOver
+    note_unkept()
+    return unnamed_table(made)
 
 
-def write_table(table: pyarrow.Table, path: Path) -> None:
-    """Write the table at the path, unless another process has just done it; raises OSError."""
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    body = sink.getvalue()
-    temporary = path.with_suffix(f".{uuid.uuid4().hex}.tmp")  # not tempfile's, which nobody else may read
-    try:
-        with temporary.open("xb") as file:
-            file.write(_digest(body))
-            file.write(body)
-            file.flush()
-            os.fsync(file.fileno())
-        if read_table(path) is None:
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what runs that were killed left half written, a day ago or more."""
-    for file in folder.glob("*.tmp"):
+def _remove_unfinished(path: Path, held: bool) -> None:
+    """Remove what killed runs left half written: of this file at once, if its lock is held; of others a day later."""
+    for file in path.parent.glob("*.tmp"):
         with contextlib.suppress(OSError):  # another process was quicker
-            if file.stat().st_mtime < time.time() - DAY:
+            if (held and file.name.startswith(path.stem)) or file.stat().st_mtime < time.time() - DAY:
                 file.unlink()
-
-
-def _digest(body) -> bytes:
-    return hashlib.sha256(body).hexdigest().encode()
-
-
-def table_of(schema: pyarrow.Schema, examples: Callable[[Counter], Iterable[tuple]]) -> pyarrow.Table:
-    """What `examples(counts)` yields, tuples of one value a column, as a table; `counts` becomes its metadata."""
-    counts, batches = Counter(), []
-    remaining = iter(examples(counts))
-    while some := list(islice(remaining, BATCH)):
-        columns = [pyarrow.array(column, field.type) for column, field in zip(zip(*some), schema)]
-        batches.append(pyarrow.record_batch(columns, schema=schema))
-    metadata = {name: str(count) for name, count in counts.items()}
-    return pyarrow.Table.from_batches(batches, schema).replace_schema_metadata(metadata)
 
 
 def ids_at(table: pyarrow.Table, column: str, index: int) -> list[int]:

@@ -1,7 +1,7 @@
 """One data file, of which all that is read belongs to the same content.
 
     file = DataFile(path)
-    for line in file.lines(): ...
+    for part in file.chunks(): ...
     file.read(start, end)                                    # bytes; UserError if the file was changed since
 
 The file is read where a record is asked for and is not mapped into memory: reading behind the end of a mapped file that
@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.errors import UserError
 from engine.files import open_file
 from engine.git_lfs import lfs_problem
-from training.data.compressed import decompressed
+from training.data.compressed import CHUNK, decompressed
 
 
 class DataFile:
@@ -46,10 +46,11 @@ class DataFile:
         self.file = content
         self.state = self._state()
 
-    def lines(self) -> Iterator[bytes]:
-        """The lines from the first, each with its newline."""
+    def chunks(self) -> Iterator[bytes]:
+        """The content from the first byte on, some of it at a time."""
         self.file.seek(0)
-        yield from self.file
+        while part := self.file.read(CHUNK):
+            yield part
         self.check()
 
     def read(self, start: int = 0, end: int | None = None) -> bytes:

@@ -2,17 +2,18 @@
 
 import json
 import math
-from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 
 from engine.errors import UserError
-from training.data.cache import cached_table, count_of, table_of
-from training.data.lengths import CUT, DROPPED, EMPTY, EQUAL, Fit
+from training.data.build_lock import note
+from training.data.cache import cached_table, count_of
+from training.data.lengths import CUT, DROPPED, EMPTY, EQUAL, Fit, RowFit
+from training.data.progress import Progress
+from training.data.table_files import MadeTable
 
 NOTED = 3  # rows of each kind whose numbers are kept, so that they can be shown
 ENOUGH = 0.95  # where a smaller share of the rows fits, that is warned of
@@ -30,7 +31,7 @@ class FittedRows(Sequence):
     def __init__(
         self,
         rows: Sequence[dict],
-        fit: Callable[[dict], Fit],
+        fit: RowFit,
         schema: pyarrow.Schema,
         columns: Callable[[Fit, dict], tuple],
         tokenizer,
@@ -43,12 +44,12 @@ class FittedRows(Sequence):
         """
 
         def examples(counts: Counter) -> Iterator[tuple]:
-            lengths, noted = array("q"), defaultdict(list)
-            for number, row in enumerate(rows):
-                found = fit(row)
+            lengths, noted = Counter(), defaultdict(list)
+            progress = Progress(len(rows), "tokenising", told=note)
+            for number, (row, found) in enumerate(progress.over(fit.each(rows))):
                 counts[found.kind] += 1
                 if found.kind not in (EQUAL, EMPTY):  # which would be left out at any length
-                    lengths.append(found.needed)
+                    lengths[found.needed] += 1
                 if len(noted[found.kind]) < NOTED:
                     noted[found.kind].append(number)
                 if not found.reason:
@@ -57,7 +58,7 @@ class FittedRows(Sequence):
             counts["noted"] = json.dumps(noted)
 
         self.source, self.fit = rows, fit
-        self.table = cached_table(lambda: table_of(schema, examples), cache, rows, tokenizer, **settings)
+        self.table = cached_table(MadeTable(schema, examples), cache, rows, tokenizer, **settings)
         self.cut, self.dropped, self.equal = (count_of(self.table, kind) for kind in (CUT, DROPPED, EQUAL))
         self.empty = count_of(self.table, EMPTY)
         self.needed = count_of(self.table, "needed")
@@ -109,12 +110,14 @@ def place_of(rows: Sequence[dict], number: int) -> str:
     return rows.where(number) if hasattr(rows, "where") else f"row {number + 1}"
 
 
-def _enough(lengths: array) -> int:
-    """The length that a share ENOUGH of these do not exceed; 0 for none."""
-    if not lengths:
-        return 0
-    place = math.ceil(ENOUGH * len(lengths)) - 1
-    return int(np.partition(np.frombuffer(lengths, np.int64), place)[place])  # a list of ten million takes 400 MB
+def _enough(lengths: Mapping[int, int]) -> int:
+    """The length that a share ENOUGH of the rows do not exceed, of how many rows have each length; 0 for none."""
+    place, seen = math.ceil(ENOUGH * sum(lengths.values())), 0
+    for length in sorted(lengths):
+        seen += lengths[length]
+        if seen >= place:
+            return length
+    return 0
 
 
 def _remedy(flag: str, limit: int, needed: int, most: int | None) -> str:

@@ -3,12 +3,13 @@
 A row is asked for only as far as the drawn order is gone through, so that few are tokenised twice.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 
 import numpy as np
 
 from engine.errors import UserError
+from training.data.progress import Progress
 
 LIMIT = 3  # what the seed is used for, beside DIVIDE and DRAW of rows.py
 
@@ -27,58 +28,51 @@ def hold_out(
     kept: whether the row at a place is not dropped. The others as split_held_out has them.
     """
     candidates = np.concatenate([parts[number] for number in own])
-    owners = np.concatenate([np.full(len(parts[number]), number) for number in own])
-    stay, taken = (
-        np.array(part, dtype=int)
-        for part in split_held_out(
-            range(len(candidates)), held_out, seed, what, advice, lambda number: kept(candidates[number])
-        )
-    )
-    for number in own:
-        parts[number] = candidates[stay[owners[stay] == number]]
-    return candidates[taken]
+    stays = split_held_out(len(candidates), held_out, seed, what, advice, lambda number: kept(candidates[number]))
+    ends = np.cumsum([len(parts[number]) for number in own])
+    for number, end in zip(own, ends):
+        piece = slice(end - len(parts[number]), end)
+        parts[number] = candidates[piece][stays[piece]]
+    return candidates[~stays]
 
 
 def split_held_out(
-    rows: Sequence,
+    size: int,
     held_out: float,
     seed: int,
     what: str = "held-out rows",
     advice: str = "Give a fraction between 0 and 1, or a whole number smaller than the number of rows.",
-    kept: Callable = lambda row: True,
-) -> tuple[list, list]:
-    """(training rows, held-out rows), drawn by `seed` alone, both in the order of `rows`.
+    kept: Callable[[int], bool] = lambda number: True,
+) -> np.ndarray:
+    """(size,) bool: which rows are trained on; the others, drawn by `seed` alone, are held out.
 
-    held_out: a fraction of the rows when below 1, otherwise a number of rows. kept: whether a row is not dropped; of
-    the others none is held out. A fraction is held out of the drawn order: of that part of it those that are kept, at
-    least one, which are the same fraction of all that are kept but for the luck of the draw. what: for the message,
-    where the number and the rows come from. advice: what to do then. Raises UserError if either part would have no row
-    that is kept.
+    held_out: a fraction of the rows when below 1, otherwise a number of rows. kept: whether the row of a number is not
+    dropped; of the others none is held out. A fraction is held out of the drawn order: of that part of it those that
+    are kept, at least one, which are the same fraction of all that are kept but for the luck of the draw. what: for the
+    message, where the number and the rows come from. advice: what to do then. Raises UserError if either part would
+    have no row that is kept.
     """
-    count = round(held_out * len(rows)) if held_out < 1 else held_out
-    if count != int(count) or not 0 < count < len(rows):
+    count = round(held_out * size) if held_out < 1 else held_out
+    if count != int(count) or not 0 < count < size:
         raise UserError(
-            f"{what}: cannot hold out {held_out:g} of {len(rows)} rows: both parts need at least one row. {advice}"
+            f"{what}: cannot hold out {held_out:g} of {size} rows: both parts need at least one row. {advice}"
         )
-    order = np.random.default_rng(seed).permutation(len(rows)).tolist()
-    found = []
-    for place, index in enumerate(order):
-        if not kept(rows[index]):
+    stays, found = np.ones(size, bool), 0
+    progress = Progress(int(count), "drawing held-out rows")
+    for place, number in enumerate(progress.over(np.random.default_rng(seed).permutation(size))):
+        if not kept(number):
             continue
-        if len(found) == count or (held_out < 1 and found and place >= count):
+        if found == count or (held_out < 1 and found and place >= count):
             break  # this one is left to train on
-        found.append(index)
+        stays[number] = False
+        found += 1
     else:
         raise UserError(
-            f"{what}: cannot hold out {held_out:g} of {len(found)} rows, which are all that are not dropped for their "
-            f"length (of {len(rows)}): both parts need at least one row. {advice} Or raise the length, or give "
+            f"{what}: cannot hold out {held_out:g} of {found} rows, which are all that are not left out, for their "
+            f"length say (of {size}): both parts need at least one row. {advice} Or raise the length, or give "
             "--overlong cut_prompt."
         )
-    drawn = set(found)
-    return (
-        [row for index, row in enumerate(rows) if index not in drawn],
-        [row for index, row in enumerate(rows) if index in drawn],
-    )
+    return stays
 
 
 def limited(places: np.ndarray, limit: int | None, seed: int, kept: Callable[[np.ndarray], bool]) -> np.ndarray:

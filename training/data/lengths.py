@@ -17,7 +17,7 @@ Both answers of a pair keep the same prompt: the longer one decides. A text with
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.errors import UserError
@@ -26,6 +26,7 @@ from training.data.turns import Turns
 
 OVERLONG = ("cut_prompt", "cut_answer", "drop")
 WHOLE, CUT, DROPPED, EQUAL, EMPTY = "whole", "cut", "dropped", "equal", "empty"  # kinds of rows
+ROWS, CHARACTERS = 1000, 2**20  # which a tokenizer is given at once, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,49 @@ class Fit:
     def sequences(self) -> list[list[int]]:
         """The ids of prompt + answer, for each answer."""
         return [self.prompt + answer for answer in self.answers]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFit:
+    """What of a row is shown to the model: `fit(row)`.
+
+    texts: those of a row that `of` has the encoder encode, so that it can be given those of many rows at once.
+    """
+
+    encoder: TextEncoder
+    texts: Callable[[dict], list[str]]
+    of: Callable[[dict], Fit]
+
+    def __call__(self, row: dict) -> Fit:
+        return self.of(row)
+
+    def each(self, rows: Iterable[dict]) -> Iterator[tuple[dict, Fit]]:
+        """Each row, and what of it is shown."""
+        for some, texts in together(rows, self.texts):
+            self.encoder.ahead(texts)
+            yield from ((row, self.of(row)) for row in some)
+        self.encoder.ahead([])
+
+
+def together(rows: Iterable[dict], texts: Callable[[dict], list[str]]) -> Iterator[tuple[list[dict], list[str]]]:
+    """Rows, and their texts, as many at once as a tokenizer is to be given."""
+    some: list[dict] = []
+    many: list[str] = []
+    size = 0
+    for row in rows:
+        some.append(row)
+        many.extend(own := texts(row))
+        size += sum(map(len, own))
+        if len(some) >= ROWS or size >= CHARACTERS:
+            yield some, many
+            some, many, size = [], [], 0
+    if some:
+        yield some, many
+
+
+def answered_texts(prompt: str, *answers: str) -> list[str]:
+    """What `Lengths.answered` has encoded, where nothing needs to be cut."""
+    return [prompt, *(prompt + answer for answer in answers)]
 
 
 class Lengths:

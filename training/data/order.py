@@ -7,6 +7,8 @@ An epoch's permutation is drawn from (seed, epoch) alone. There is nothing to sa
 however many ranks, asks for batch n.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,17 +42,40 @@ class PromptOrder:
         positions = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         visits, places = np.divmod(positions, self.size)
         self._orders = {epoch: self._order(epoch) for epoch in np.unique(visits).tolist()}
-        indices = [self._orders[epoch][place] for epoch, place in zip(visits.tolist(), places.tolist())]
-        return torch.tensor(np.array(indices)), torch.tensor(visits)
+        indices = [int(self._orders[epoch][place]) for epoch, place in zip(visits.tolist(), places.tolist())]
+        return torch.tensor(indices), torch.tensor(visits)
 
     def _order(self, epoch: int) -> np.ndarray:
         kept = self._orders.get(epoch)
-        return epoch_permutation(self.size, self.seed, epoch) if kept is None else kept
+        return _small(epoch_permutation(self.size, self.seed, epoch)) if kept is None else kept
+
+
+def _small(order: np.ndarray) -> np.ndarray:
+    """The same numbers in half as many bytes: each rank has one for each example."""
+    return order.astype(np.int32) if len(order) < 2**31 else order
+
+
+class EpochBatches(Sequence):
+    """This rank's batches of one epoch, lists of indices that are made when they are asked for."""
+
+    def __init__(self, order: np.ndarray, global_size: int, end: int, rank: int, world: int):
+        self._order, self._size, self._rank = _small(order), global_size, (rank, world)
+        self._starts = range(0, end, global_size)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        start = self._starts[index]
+        batch = self._order[start : start + self._size]
+        return batch[rank_share(len(batch), of=self._rank)].tolist()
 
 
 def epoch_batches(
     size: int, batch_size: int, epoch: int, seed: int, rank: int, world: int, drop_last: bool = True
-) -> list[list[int]]:
+) -> EpochBatches:
     """The indices of each of this rank's batches in one epoch of step 1 or 2.
 
     Global batch b is the b-th run of batch_size * world places of the epoch's permutation, of which each rank takes its
@@ -64,7 +89,5 @@ def epoch_batches(
             f"{size} examples are fewer than one batch of {batch_size} on each of {world} ranks; lower the "
             "batch size or add data."
         )
-    permutation = epoch_permutation(size, seed, epoch)
     end = size - size % global_size if drop_last else size
-    batches = (permutation[start : start + global_size] for start in range(0, end, global_size))
-    return [batch[rank_share(len(batch), of=(rank, world))].tolist() for batch in batches]
+    return EpochBatches(epoch_permutation(size, seed, epoch), global_size, end, rank, world)

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.errors import UserError
 from training.data.cache import IDS, ids_at
 from training.data.fitted_rows import FittedRows
-from training.data.lengths import EQUAL, Fit, Lengths
+from training.data.lengths import EQUAL, Fit, Lengths, RowFit, answered_texts
 from training.data.tokens import padded
 
 
@@ -28,8 +28,8 @@ class Pair(NamedTuple):
     rejected: list[int]
 
 
-def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt"):
-    """The function that says what of a pair is shown to the reward model, a `Fit`; arguments as of PairExamples."""
+def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt") -> RowFit:
+    """What of a pair is shown to the reward model; arguments as of PairExamples."""
     lengths = Lengths(tokenizer, max_length, overlong)
 
     def fit(row: dict) -> Fit:
@@ -41,7 +41,7 @@ def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt"):
             return replace(found, reason=f"chosen and rejected are the same within {max_length:,} tokens")
         return found
 
-    return fit
+    return RowFit(lengths.encoder, lambda row: answered_texts(row["prompt"], row["chosen"], row["rejected"]), fit)
 
 
 class PairExamples(FittedRows):

@@ -19,7 +19,7 @@ from engine.errors import UserError
 from engine.experience import PromptBatch
 from training.data.cache import IDS, ids_at
 from training.data.fitted_rows import FittedRows
-from training.data.lengths import Fit, Lengths
+from training.data.lengths import Fit, Lengths, RowFit
 from training.data.records import shortened
 from training.data.tokens import TextEncoder, padded
 
@@ -30,8 +30,8 @@ def prompt_fit(
     overlong: str = "cut_prompt",
     query_start: int | None = None,
     query_end: int | None = None,
-):
-    """The function that says what of a prompt the actor is shown, a `Fit`; arguments as of Prompts."""
+) -> RowFit:
+    """What of a prompt the actor is shown; arguments as of Prompts."""
     lengths = Lengths(tokenizer, max_prompt_length, overlong)
     opening = lengths.encoder.opening
     room = max_prompt_length - len(opening)
@@ -51,7 +51,9 @@ def prompt_fit(
         return Fit(opening + found, [], len(opening) + len(found))
 
     trimmed = query_start is not None or query_end is not None
-    return query if trimmed else lambda row: lengths.prompt(row["prompt"])
+    return RowFit(
+        lengths.encoder, lambda row: [row["prompt"]], query if trimmed else lambda row: lengths.prompt(row["prompt"])
+    )
 
 
 class Prompts(FittedRows):

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import pyarrow
 
 from engine.errors import UserError
 from training.data.compressed import COMPRESSIONS, compression, data_ending, refuse_compressed
 from training.data.data_file import DataFile
+from training.data.line_index import LineIndex
+from training.data.table_files import mapped_parquet
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters; the csv module's own limit is 131,072
@@ -56,21 +57,14 @@ class JsonLines:
     """One JSON value a line; blank lines are passed over. A line ends at a newline only: strings may hold U+2028."""
 
     def __init__(self, file: DataFile):
-        self.path, self.file = file.path, file
-        places, start, content = [], 0, hashlib.sha256()
-        for number, line in enumerate(file.lines(), start=1):
-            content.update(line)
-            if not line.isspace():
-                places.append((start, start + len(line), number))
-            start += len(line)
-        self.fingerprint = content.hexdigest()
-        self.places = np.array(places, np.int64).reshape(-1, 3)
+        self.path, self.file, self.lines = file.path, file, LineIndex(file)
+        self.fingerprint = self.lines.fingerprint
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.lines)
 
     def __getitem__(self, index: int) -> tuple[str, object]:
-        start, end, number = self.places[index].tolist()
+        start, end, number = self.lines[index]
         line = _decoded(self.path, self.file.read(start, end), number)
         try:
             return f"{self.path}, line {number}", json.loads(line)
@@ -203,11 +197,10 @@ def _csv_header(where: str, cells: list[str]) -> list[str]:
 
 def _parquet(file: DataFile) -> ArrowRecords:
     from datasets import Dataset
-    from pyarrow import parquet
 
     fingerprint = file.hash()
     try:
-        table = parquet.read_table(file.file)  # not Dataset.from_parquet, which keeps a copy by the file's time stamp
+        table = mapped_parquet(file.file)  # not Dataset.from_parquet, which keeps a copy by the file's time stamp
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file.path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
     file.check()  # what was hashed is what was read

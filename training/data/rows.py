@@ -17,11 +17,15 @@ import numpy as np
 
 from engine.errors import UserError
 from training.data.forms import Form, alternatives
+from training.data.handover import handed_over
 from training.data.held_out import hold_out, limited
 from training.data.records import Records
 from training.data.sources import Source, open_source
 
-EMPTY = np.empty((0, 2), np.int64)  # no places
+PLACE = np.int32  # eight bytes a row: of tens of millions each rank has a list
+EMPTY = np.empty((0, 2), PLACE)  # no places
+MOST = 2**31 - 1  # records of one file
+HASHED = 100_000  # rows at once
 DIVIDE, DRAW = 1, 2  # what the seed is used for, so that no two draws are the same; LIMIT of held_out.py is 3
 
 
@@ -29,7 +33,7 @@ DIVIDE, DRAW = 1, 2  # what the seed is used for, so that no two draws are the s
 class Rows(Sequence):
     """Rows of one form, each a dict of texts.
 
-    places (n, 2) int64 says for each row which of the `records` it is made of: the file or split, and the number there.
+    places (n, 2) int32 says for each row which of the `records` it is made of: the file or split, and the number there.
     """
 
     records: list[Records]
@@ -60,9 +64,13 @@ class Rows(Sequence):
     def fingerprint(self) -> str:
         """A hash of the records, the form and the choice of rows; not of the tokenizer."""
         parts = [self.form.name, *(records.fingerprint for records in self.records)]
-        return hashlib.sha256("\n".join(parts).encode() + b"\n" + self.places.tobytes()).hexdigest()
+        total = hashlib.sha256("\n".join(parts).encode() + b"\n")
+        for start in range(0, len(self.places), HASHED):
+            total.update(self.places[start : start + HASHED].astype(np.int64).tobytes())
+        return total.hexdigest()
 
 
+@handed_over
 def load_rows(
     data_path: str | Sequence[str],
     form: Form,
@@ -128,7 +136,7 @@ def load_rows(
     else:
         apart = []
     training = [weighted(part, factor, seed, path) for part, factor, path in zip(parts, factors, paths)]
-    return mixture.rows(training), mixture.rows([limited(np.concatenate([EMPTY, *apart]), eval_limit, seed, kept)])
+    return mixture.rows(training), mixture.rows([limited(_joined(apart), eval_limit, seed, kept)])
 
 
 class _Mixture:
@@ -143,8 +151,7 @@ class _Mixture:
         first = len(self.records)
         self.records.extend(records)
         numbered = enumerate(map(len, records), start=first)
-        columns = [np.stack([np.full(count, number), np.arange(count)], axis=1) for number, count in numbered]
-        places = np.concatenate([EMPTY, *columns])
+        places = _joined([_numbered(number, count) for number, count in numbered])
         if not divide or self.proportions is None:
             return places
         part = places[split_part(len(places), self.proportions, self.phase, self.seed)]
@@ -158,7 +165,18 @@ class _Mixture:
 
     def rows(self, parts: list[np.ndarray]) -> Rows:
         """The rows at these places."""
-        return Rows(self.records, np.concatenate([EMPTY, *parts]), self.form, self.tokenizer)
+        return Rows(self.records, _joined(parts), self.form, self.tokenizer)
+
+
+def _numbered(part: int, count: int) -> np.ndarray:
+    """The places of all records of one part."""
+    places = np.empty((count, 2), PLACE)
+    places[:, 0], places[:, 1] = part, np.arange(count, dtype=PLACE)
+    return places
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate([EMPTY, *parts])
 
 
 def parse_split(split: str | None) -> list[float] | None:
@@ -186,9 +204,11 @@ def split_part(size: int, shares: list[float], phase: int, seed: int) -> np.ndar
 
 def weighted(places: np.ndarray, weight: float, seed: int, name: str) -> np.ndarray:
     """The places, each as often as the weight says; 1.5 is each once, and half of them, drawn by the seed, twice."""
-    drawn = round(weight % 1 * len(places))
-    order = np.random.default_rng((seed, DRAW)).permutation(len(places))
-    result = np.concatenate([*[places] * int(weight), places[np.sort(order[:drawn])]])
+    parts, drawn = [places] * int(weight), round(weight % 1 * len(places))
+    if drawn:
+        order = np.random.default_rng((seed, DRAW)).permutation(len(places))
+        parts.append(places[np.sort(order[:drawn])])
+    result = _joined(parts)
     if not len(result):
         raise UserError(
             f"--data_weights {weight:g}: of the {len(places)} rows of {name} none is left. Give it a "
@@ -217,6 +237,11 @@ def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> li
 
 def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
     source = open_source(path, config_name)
+    for records in (*source.training, *source.held_out):
+        if len(records) > MOST:
+            raise UserError(
+                f"{path}: found {len(records):,} records in one file or split; at most {MOST:,} can be read."
+            )
     if not sum(map(len, source.training)):
         raise UserError(f"{path}: found no records; it needs at least one with {alternatives(form.columns)}.")
     return source

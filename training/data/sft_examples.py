@@ -23,7 +23,7 @@ from torch import Tensor
 from engine.errors import UserError
 from training.data.cache import IDS, ids_at
 from training.data.fitted_rows import FittedRows
-from training.data.lengths import EMPTY, WHOLE, Fit, Lengths
+from training.data.lengths import EMPTY, WHOLE, Fit, Lengths, RowFit, answered_texts
 from training.data.tokens import padded
 
 
@@ -34,8 +34,8 @@ class SFTExample(NamedTuple):
     first_target: int
 
 
-def sft_fit(tokenizer, max_length: int, loss_on: str = "response", overlong: str = "cut_prompt"):
-    """The function that says what of a row step 1 learns, a `Fit`; arguments as of SFTExamples."""
+def sft_fit(tokenizer, max_length: int, loss_on: str = "response", overlong: str = "cut_prompt") -> RowFit:
+    """What of a row step 1 learns; arguments as of SFTExamples."""
     if loss_on not in ("response", "all"):
         raise UserError(f"loss_on is {loss_on!r}; choose 'response' or 'all'.")
     lengths = Lengths(tokenizer, max_length, overlong)
@@ -53,7 +53,10 @@ def sft_fit(tokenizer, max_length: int, loss_on: str = "response", overlong: str
             return replace(found, reason=f"nothing that is to be learned is left within {max_length:,} tokens")
         return found
 
-    return fit
+    def texts(row: dict) -> list[str]:
+        return [row["text"]] if "text" in row else answered_texts(row["prompt"], row["response"])
+
+    return RowFit(lengths.encoder, texts, fit)
 
 
 class SFTExamples(FittedRows):

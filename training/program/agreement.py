@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from engine.errors import SharedError, UserError
+from training.data.handover import Found, recorded, repeated
 from training.program.hosts import first_of, from_here
 
 Result = TypeVar("Result")
@@ -34,20 +35,28 @@ def agreed(load: Callable[[], Result]) -> Result:
     """This rank's own `load()`; where it raises UserError on any rank, all ranks raise the first one's.
 
     For what every rank reads for itself: a file that one node lacks ends the run on all, with its message and its
-    name. One rank of each node goes first, so that the others find what it has put into the cache.
+    name. One rank of each node goes first; the others take over what it has found of data sets, with the tables that it
+    has put into the cache. They wait for as long as it takes: a rank that dies meanwhile ends the run (roll_call.py).
     """
     from engine import distributed
 
-    result = None
+    host, result = socket.gethostname(), None
+    found: dict[str, Found | None] = {}
     for turn in (True, False):
-        message = None
+        message = noted = None
         if (distributed.local_rank() == 0) == turn:
             try:
-                result = load()
+                if turn:
+                    with recorded() as noted:
+                        result = load()
+                else:
+                    result = repeated(load, found.get(host))
             except UserError as error:
                 message = str(error)
-        messages, hosts = zip(*distributed.all_gather_objects((message, socket.gethostname())), strict=True)
+        messages, hosts = zip(*distributed.all_gather_objects((message, host)), strict=True)
         first = first_of(messages, hosts)
         if first is not None:
             raise SharedError(first)
+        if turn:
+            found = {name: one for one, name in distributed.all_gather_objects((noted, host)) if one is not None}
     return result

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pyarrow
 
-from training.data.cache import cached_table, table_of
+from training.data.cache import cached_table
+from training.data.table_files import MadeTable
 
 
 class Tokenizer:
@@ -23,7 +24,7 @@ def main(folder: Path, start: Path) -> None:
         time.sleep(0.001)
     schema = pyarrow.schema({"n": pyarrow.int32()})
     numbers = ((n,) for n in range(20_000))
-    table = cached_table(lambda: table_of(schema, lambda counts: numbers), folder, [], Tokenizer())
+    table = cached_table(MadeTable(schema, lambda counts: numbers), folder, [], Tokenizer())
     assert table["n"].to_pylist() == list(range(20_000))
     print(f"{len(table)} rows")
 

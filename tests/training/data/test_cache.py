@@ -15,23 +15,29 @@ from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import EOS, chat_tokenizer, word_tokenizer
 from training.data import cache
 from training.data.blocks import TextBlocks
-from training.data.cache import cache_folder, cache_key, cached_table, read_table, table_of, write_table
+from training.data.cache import cache_folder, cache_key, cached_table
 from training.data.forms import SFT
 from training.data.pair_examples import PairExamples
 from training.data.prompts import Prompts
 from training.data.rows import load_rows
 from training.data.sft_examples import SFTExamples
+from training.data.table_files import MadeTable, read_table, write_table
 
 SCHEMA = pyarrow.schema({"ids": pyarrow.large_list(pyarrow.int32()), "n": pyarrow.int32()})
 
 
-def table(count: int = 3) -> pyarrow.Table:
+def made(count: int = 3) -> MadeTable:
     def examples(counts: Counter):
         for number in range(count):
             counts["truncated"] += number % 2
             yield list(range(number % 9)), number
 
-    return table_of(SCHEMA, examples)
+    return MadeTable(SCHEMA, examples)
+
+
+def table(count: int = 3) -> pyarrow.Table:
+    """The same, made by hand."""
+    return pyarrow.table([[list(range(n % 9)) for n in range(count)], list(range(count))], schema=SCHEMA)
 
 
 def only_file(folder) -> Path:
@@ -107,25 +113,25 @@ def test_whatever_matters_makes_another_file(tmp_path):
     [
         (
             lambda folder: SFTExamples([{"prompt": "a b", "response": " c"}], word_tokenizer(), 8, cache=folder),
-            "b8c9440c8056f6ccf95af5589d6cf8c2c1295cd8170c69a48bde88553fd33a0b",
+            "3dee6d1414cdc853ed5d296314a2209d6f8cf6f67a077b2f4803f3c62ace3820",
         ),
         (
             lambda folder: PairExamples(
                 [{"prompt": "a b", "chosen": " b", "rejected": " c"}], word_tokenizer(), 8, cache=folder
             ),
-            "01f556e5ba4591d042a75d573b4a52d271a2edce4811466f6d9d569edc6fac35",
+            "4dfdd94f0363408ef1931a266390fb90a52c7622b3d5f836e1f6e536a57e8bfc",
         ),
         (
             lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, cache=folder),
-            "4ba36301bb1dc11f581f798538dda4dbd24be4692f5659aa8a27dc881b3468b6",
+            "d50b011d682233e23f3fd39f0a5caf2008ff036c7ee4eaa0076fd859163d6788",
         ),
         (
             lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, "drop", folder, query_start=10),
-            "857c20fb42eb425ed64d9b2ec7f086d6402dea1666b41582511828392d3a0f0f",
+            "b738540c0c4dc0df7d654777550dae2ce1d95331e7370d75cbcb659a2172db26",
         ),
         (
             lambda folder: TextBlocks([{"text": "a b"}], word_tokenizer(), 2, cache=folder),
-            "1a75f165fb02ccb644435a9da1c879022602c7ff4afaf2cd0a5b44a216398702",
+            "c46d0b23769dd62be0beb6360016c13613704e092c19882b35fccdbc93b34ee0",
         ),
     ],
 )
@@ -159,7 +165,7 @@ def test_an_edited_file_is_never_served_stale(tmp_path):
 
 
 def test_a_table_is_the_same_on_disk(tmp_path):
-    write_table(table(25_000), tmp_path / "kept.arrow")  # several batches
+    write_table(made(25_000), tmp_path / "kept.arrow")  # several batches
     found = read_table(tmp_path / "kept.arrow")
     assert found.equals(table(25_000)) and found.schema.metadata == {b"truncated": b"12500"}
     assert found["ids"][24_999].values.to_pylist() == [0, 1, 2, 3, 4, 5]  # 24,999 is 9 * 2,777 + 6
@@ -169,7 +175,7 @@ def test_a_table_is_the_same_on_disk(tmp_path):
 @pytest.mark.parametrize("damage", ["empty", "header", "half", "last byte", "one bit", "text", "longer"])
 def test_a_damaged_file_is_made_again(tmp_path, damage):
     def kept():
-        return cached_table(table, tmp_path, [], word_tokenizer())
+        return cached_table(made(), tmp_path, [], word_tokenizer())
 
     kept()
     path = only_file(tmp_path)
@@ -190,21 +196,23 @@ def test_a_damaged_file_is_made_again(tmp_path, damage):
 
 
 def test_one_that_was_quicker_is_kept(tmp_path):
-    """While a table is being built, another process puts the same one in its place."""
-    others = {}
+    """While a table is being built, another process, which sees no locks, puts the same one in its place."""
+    path, others = tmp_path / f"{cache_key([], word_tokenizer())}.arrow", {}
 
-    def build():
-        others["table"] = cached_table(table, tmp_path, [], word_tokenizer())
-        others["written"] = only_file(tmp_path).stat().st_ino
-        return table()
+    def examples(counts):
+        if not others:
+            others["writing"] = True
+            write_table(made(), path)
+            others["written"] = path.stat().st_ino
+        return made().examples(counts)
 
-    assert cached_table(build, tmp_path, [], word_tokenizer()).equals(others["table"])
+    assert cached_table(MadeTable(SCHEMA, examples), tmp_path, [], word_tokenizer()).equals(table())
     assert only_file(tmp_path).stat().st_ino == others["written"]
 
 
 def test_many_writers_at_once(tmp_path):
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: write_table(table(2_000), tmp_path / "kept.arrow"), range(24)))
+        list(pool.map(lambda _: write_table(made(2_000), tmp_path / "kept.arrow"), range(24)))
     assert read_table(only_file(tmp_path)).equals(table(2_000))
 
 
@@ -244,7 +252,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, capsys, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert cached_table(table, tmp_path, [], word_tokenizer()).equals(table())
+    assert cached_table(made(), tmp_path, [], word_tokenizer()).equals(table())
     assert "No space left on device" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
@@ -253,7 +261,7 @@ def test_what_killed_runs_left_half_written_is_removed_after_a_day(tmp_path):
     for file in (old, young):
         file.write_bytes(b"half")
     os.utime(old, (0, 0))
-    cached_table(table, tmp_path, [], word_tokenizer(), kind="x")
+    cached_table(made(), tmp_path, [], word_tokenizer(), kind="x")
     assert not old.exists() and young.exists()
 
 
@@ -263,7 +271,7 @@ def test_what_killed_runs_left_half_written_is_removed_after_a_day(tmp_path):
 def test_what_stands_in_the_place_of_a_file(tmp_path, capsys, make):
     make(tmp_path / f"{cache_key([], word_tokenizer(), kind='x')}.arrow")
     for _ in range(2):
-        assert cached_table(table, tmp_path, [], word_tokenizer(), kind="x").equals(table())
+        assert cached_table(made(), tmp_path, [], word_tokenizer(), kind="x").equals(table())
     assert "Traceback" not in capsys.readouterr().err
 
 
@@ -274,7 +282,7 @@ def test_no_room_for_temporary_files(tmp_path, monkeypatch):
     tokenizer = word_tokenizer()
     monkeypatch.setattr(tokenizer, "save_pretrained", full)
     with pytest.raises(UserError, match=r"temporary folder \(No space left on device\)\. Set TMPDIR"):
-        cached_table(table, tmp_path, [], tokenizer, kind="x")
+        cached_table(made(), tmp_path, [], tokenizer, kind="x")
 
 
 def test_the_folder(monkeypatch, tmp_path):

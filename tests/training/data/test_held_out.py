@@ -80,7 +80,7 @@ def test_a_fraction_of_few_that_stay_is_at_least_one(data, tmp_path):
         if len(short) == 2:
             assert lines(load(str(path), held_out=0.05)[1]) == short[:1]
         else:  # it would be held out, and nothing left
-            with pytest.raises(UserError, match="cannot hold out 0.05 of 1 rows, which are all that are not dropped"):
+            with pytest.raises(UserError, match="cannot hold out 0.05 of 1 rows, which are all that are not left out,"):
                 load(str(path), held_out=0.05)
 
 
@@ -101,7 +101,7 @@ def test_without_lengths_the_same_rows_are_held_out_as_ever(data):
 
 
 def test_too_few_that_stay_are_told(data):
-    with pytest.raises(UserError, match=r"cannot hold out 10 of 10 rows, which are all that are not dropped .*of 30"):
+    with pytest.raises(UserError, match=r"cannot hold out 10 of 10 rows, which are all that are not left out, .*of 30"):
         load(data("rows.jsonl", 30), held_out=10)
     assert len(load(data("rows.jsonl", 30), held_out=9)[1]) == 9
 

@@ -88,7 +88,7 @@ def test_a_file_that_is_replaced_is_read_to_its_end_as_it_was(tmp_path):
 def test_parts_of_a_file(tmp_path):
     (tmp_path / "rows.csv").write_bytes(b"abc\ndef")
     file = DataFile(tmp_path / "rows.csv")
-    assert list(file.lines()) == [b"abc\n", b"def"]
+    assert list(file.chunks()) == [b"abc\ndef"]
     assert (file.read(), file.read(2, 5), file.read(5), file.read(9, 12)) == (b"abc\ndef", b"c\nd", b"ef", b"")
     assert file.hash() == hashlib.sha256(b"abc\ndef").hexdigest()
 
