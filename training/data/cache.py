@@ -96,7 +96,7 @@ def cached_table(made: MadeTable, folder: Path | None, rows, tokenizer, **settin
         told = f"{folder} cannot be written ({problem.error.strerror})"
         if problem.size > LARGE:
             raise UserError(
-                f"tokenised data are not kept: {told}, behind {problem.size / 1e9:.2f} GB of {path.name}. Make room "
+                f"tokenised data are not kept: {told}, behind {problem.size / 1e6:,.0f} MB of {path.name}. Make room "
                 "there, or give another --data_output_path."
             ) from None
         say(f"warning: tokenised data are not kept: {told}; give another --data_output_path")

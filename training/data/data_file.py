@@ -49,9 +49,17 @@ class DataFile:
     def chunks(self) -> Iterator[bytes]:
         """The content from the first byte on, some of it at a time."""
         self.file.seek(0)
-        while part := self.file.read(CHUNK):
+        while part := self._next():
             yield part
         self.check()
+
+    def _next(self) -> bytes:
+        try:
+            return self.file.read(CHUNK)
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be read ({error.strerror}). Look at its disk, or give a copy."
+            ) from None
 
     def read(self, start: int = 0, end: int | None = None) -> bytes:
         """The bytes from `start` up to `end`, or up to the end of the file."""

@@ -27,17 +27,17 @@ class LineIndex:
 
     def __init__(self, file: DataFile):
         self._content, self._doubtful = hashlib.sha256(), array("q")
-        with tempfile.TemporaryFile() as kept:
-            for starts in self._starts(file):
-                try:
+        try:
+            with tempfile.TemporaryFile() as kept:
+                for starts in self._starts(file):
                     kept.write(starts.astype(np.int64).tobytes())
-                    kept.flush()
-                except OSError as error:
-                    raise UserError(
-                        f"{file.path}: its lines cannot be noted in a temporary file ({error.strerror or error}). Set "
-                        "TMPDIR to a folder where there is room: 8 bytes a line are needed."
-                    ) from None
-            self._borders = np.asarray(np.memmap(kept, np.int64, "r"))  # the last one is the end of the last line
+                kept.flush()
+                self._borders = np.asarray(np.memmap(kept, np.int64, "r"))  # the last one is the end of the last line
+        except OSError as error:
+            raise UserError(
+                f"{file.path}: its lines cannot be noted in a temporary file ({error.strerror or error}). Set TMPDIR "
+                "to a folder where there is room: 8 bytes a line are needed."
+            ) from None
         self.fingerprint = self._content.hexdigest()
         blank = [line for line in self._doubtful if file.read(*self._borders[line : line + 2].tolist()).isspace()]
         lines = len(self._borders) - 1

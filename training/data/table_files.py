@@ -14,6 +14,7 @@ import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from io import RawIOBase
 from itertools import islice
 from pathlib import Path
 from typing import IO
@@ -60,20 +61,22 @@ class MadeTable:
 
 
 class _Hashed:
-    """A file that is written through, hashed as it is written."""
+    """A file that is hashed as it is written; without a buffer, in which what found no room would wait and fail again."""
 
     closed = False
 
-    def __init__(self, file: IO[bytes]):
+    def __init__(self, file: RawIOBase):
         self.file, self.hash, self.size = file, hashlib.sha256(), 0
 
     def write(self, content: bytes) -> int:
-        try:
-            self.file.write(content)
-        except OSError as error:
-            raise Unwritten(error, self.size) from None
         self.hash.update(content)
-        self.size += len(content)
+        rest = memoryview(content)
+        while rest:
+            try:
+                written = self.file.write(rest)
+            except OSError as error:
+                raise Unwritten(error, self.size) from None
+            self.size, rest = self.size + written, rest[written:]
         return len(content)
 
     def flush(self) -> None:
@@ -87,7 +90,7 @@ def write_table(made: MadeTable, path: Path) -> None:
     temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")  # not tempfile's, which nobody else may read
     size = 0
     try:
-        with temporary.open("xb") as file:
+        with temporary.open("xb", buffering=0) as file:
             size = _write(made, file)
             os.fsync(file.fileno())
         if read_table(path) is None:
@@ -99,7 +102,7 @@ def write_table(made: MadeTable, path: Path) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _write(made: MadeTable, file: IO[bytes]) -> int:
+def _write(made: MadeTable, file: RawIOBase) -> int:
     """Write the hash and the table, its counts beside a last batch that is empty; returns the size."""
     file.write(bytes(DIGEST))
     body = _Hashed(file)
@@ -111,7 +114,6 @@ def _write(made: MadeTable, file: IO[bytes]) -> int:
     try:
         file.seek(0)
         file.write(body.hash.hexdigest().encode())
-        file.flush()
     except OSError as error:
         raise Unwritten(error, body.size) from None
     return DIGEST + body.size
@@ -141,7 +143,7 @@ def _table(content: pyarrow.Buffer) -> pyarrow.Table:
 def unnamed_table(made: MadeTable) -> pyarrow.Table:
     """The table in a temporary file without a name, which is gone with the process; raises UserError without room."""
     try:
-        with tempfile.TemporaryFile() as file:
+        with tempfile.TemporaryFile(buffering=0) as file:
             _write(made, file)
             return _table(_mapped(file))
     except (OSError, Unwritten) as problem:
@@ -154,7 +156,7 @@ def mapped_parquet(file: IO[bytes]) -> pyarrow.Table:
     Raises: UserError without room; pyarrow.ArrowException and OSError for what cannot be read.
     """
     source = parquet.ParquetFile(file)
-    with tempfile.TemporaryFile() as copy:
+    with tempfile.TemporaryFile(buffering=0) as copy:
         body = _Hashed(copy)
         try:  # a stream: a file of Arrow's may not change a column's dictionary
             with pyarrow.ipc.new_stream(pyarrow.PythonFile(body, "w"), source.schema_arrow) as writer:
@@ -166,8 +168,7 @@ def mapped_parquet(file: IO[bytes]) -> pyarrow.Table:
         return pyarrow.ipc.open_stream(content).read_all()
 
 
-def _mapped(file: IO[bytes]) -> pyarrow.Buffer:
-    file.flush()
+def _mapped(file: RawIOBase) -> pyarrow.Buffer:
     return pyarrow.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
@@ -175,5 +176,5 @@ def _no_room(problem: OSError | Unwritten) -> UserError:
     error, size = (problem.error, problem.size) if isinstance(problem, Unwritten) else (problem, 0)
     return UserError(
         f"{tempfile.gettempdir()}: a temporary file of data cannot be written ({error.strerror or error}), behind "
-        f"{size / 1e9:.2f} GB of it. Set TMPDIR to a folder where there is room."
+        f"{size / 1e6:,.0f} MB of it. Set TMPDIR to a folder where there is room."
     )

@@ -2,11 +2,13 @@
 
 import socket
 from collections.abc import Callable
+from itertools import chain, repeat
 
 import pytest
 
 from engine import distributed
 from engine.errors import SharedError, UserError
+from training.data.handover import Found, KnownRows, handed_over
 from training.program.agreement import agreed, checked
 from training.program.hosts import on_several_hosts
 
@@ -21,7 +23,7 @@ def launched(monkeypatch) -> Callable:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(socket, "gethostname", lambda: "gpu1")
-        said = iter([list(others), [(None, host) for _, host in others]])  # in the second turn they have nothing to say
+        said = chain([list(others)], repeat([(None, host) for _, host in others]))  # later they have nothing to say
         monkeypatch.setattr(distributed, "all_gather_objects", lambda own: [own, *next(said)])
 
     return launch
@@ -75,3 +77,11 @@ def test_what_each_rank_looks_at(load, others, told, launched):
 def test_what_none_finds_wrong(launched):
     launched([(None, "gpu2")])
     assert agreed(lambda: 1) == 1
+
+
+def test_a_rank_takes_over_what_the_first_one_of_its_own_node_has_read(launched, monkeypatch):
+    launched([], LOCAL_RANK="1")
+    here, there = (Found([(KnownRows(rows, host),)]) for rows, host in ((3, "gpu1"), (5, "gpu2")))
+    others = iter([[(None, "gpu1"), (None, "gpu2")], [(here, "gpu1"), (there, "gpu2")], [(None, "gpu1")]])
+    monkeypatch.setattr(distributed, "all_gather_objects", lambda own: [own, *next(others)])
+    assert agreed(handed_over(missing)) == (KnownRows(3, "gpu1"),)
