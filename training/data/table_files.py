@@ -61,7 +61,7 @@ class MadeTable:
 
 
 class _Hashed:
-    """A file that is hashed as it is written; without a buffer, in which what found no room would wait and fail again."""
+    """A file, hashed as it is written; without a buffer, in which what found no room would wait and fail again."""
 
     closed = False
 
