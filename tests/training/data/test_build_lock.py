@@ -89,9 +89,7 @@ def test_a_large_table_without_room_ends_the_run(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=told):
             cached_table(numbers(400_000), tmp_path, [], word_tokenizer())  # 1.6 MB
         assert not list(tmp_path.iterdir())
-        with pytest.raises(
-            UserError, match=r"a temporary file .* \(File too large\), behind 1 MB of it\. Set TMPDIR"
-        ):
+        with pytest.raises(UserError, match=r"a temporary file .* \(File too large\), behind 1 MB of it\. Set TMPDIR"):
             cached_table(numbers(400_000), None, [], word_tokenizer())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
