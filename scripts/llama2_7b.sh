@@ -17,7 +17,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 hardware 8xa100-80g 8xa100-40g 16xv100-32g 1xa100-80g 1xv100-32g
 out="${OUT:-out/llama2-7b}"
-common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "$DTYPE" --seed 1234)
+common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "$DTYPE" --seed 1234 --save_steps 50 --keep_checkpoints 2)
 
 case "$HARDWARE" in  # what differs from the flags below
 8xa100-80g)
@@ -65,6 +65,6 @@ case "$step" in
     --per_device_generation_batch_size 8 --generation_batches 2 --per_device_training_batch_size 4 \
     --actor_learning_rate 9.65e-6 --critic_learning_rate 5e-6 \
     --actor_zero_stage 3 --critic_zero_stage 3 --actor_gradient_checkpointing --critic_gradient_checkpointing \
-    --eval_steps 50 --save_steps 100 "${ppo[@]}" "$@" ;;
+    --eval_steps 50 "${ppo[@]}" "$@" ;;
 *) usage ;;
 esac

@@ -15,7 +15,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 hardware 8xv100-32g 8xa100-40g 1xa100-80g
 out="${OUT:-out/opt-1.3b}"
-common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "$DTYPE" --seed 1234)
+common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "$DTYPE" --seed 1234 --save_steps 50 --keep_checkpoints 2)
 
 case "$HARDWARE" in  # what differs from the flags below
 1xa100-80g)
@@ -41,6 +41,6 @@ case "$step" in
     --per_device_generation_batch_size 16 --generation_batches 1 --per_device_training_batch_size 8 \
     --actor_learning_rate 9.65e-6 --critic_learning_rate 5e-6 \
     --actor_zero_stage 2 --critic_zero_stage 2 --actor_gradient_checkpointing --enable_ema \
-    --eval_steps 50 --save_steps 100 "${ppo[@]}" "$@" ;;
+    --eval_steps 50 "${ppo[@]}" "$@" ;;
 *) usage ;;
 esac

@@ -14,7 +14,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 hardware 64xa100-80g 8xa100-80g
 out="${OUT:-out/opt-66b}"
-common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "$DTYPE" --seed 1234)
+common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "$DTYPE" --seed 1234 --save_steps 50 --keep_checkpoints 2)
 
 case "$HARDWARE" in  # what differs from the flags below
 64xa100-80g)
@@ -43,6 +43,6 @@ case "$step" in
     --per_device_generation_batch_size 8 --generation_batches 1 --per_device_training_batch_size 4 \
     --actor_learning_rate 9.65e-6 --critic_learning_rate 5e-6 \
     --actor_zero_stage 3 --critic_zero_stage 2 --actor_gradient_checkpointing \
-    --eval_steps 20 --save_steps 20 "${ppo[@]}" "$@" ;;
+    --eval_steps 20 --save_steps 10 "${ppo[@]}" "$@" ;;
 *) usage ;;
 esac

@@ -218,8 +218,7 @@ class SupervisedTrainer:
 
     def evaluates(self) -> bool:
         """Whether the held-out examples are looked at after this step."""
-        step, interval = self.steps_done, self.args.eval_interval
-        return step % self.steps_per_epoch == 0 or step == self.total_steps or bool(interval and step % interval == 0)
+        return self.args.evaluates(self.steps_done, len(self.examples))
 
     def end_early(self, reason: stopping.Reason) -> NoReturn:
         """Save a restart point and end; an evaluation that is due is left to the run that goes on, with its line."""

@@ -91,14 +91,21 @@ def planned(launcher: str, hardware: str, folder: Path) -> MemoryPlan:
     base |= {"r": 64, "target_modules": LINEAR}
     (folder / "reward" / "adapter").mkdir(exist_ok=True)
     (folder / "reward" / "adapter" / "adapter_config.json").write_text(json.dumps(base))
+    return plan_of(words_of(launcher, 3, hardware, folder), hardware)
+
+
+def words_of(launcher: str, step: int, hardware: str, folder: Path) -> list[str]:
+    """The flags that a launcher gives to a step's program."""
     (folder / "deepspeed").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     (folder / "deepspeed").chmod(0o755)
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "HARDWARE": hardware, "OUT": str(folder)}
-    script = str(ROOT / "scripts" / f"{launcher}.sh")
-    ended = subprocess.run([script, "3"], env=environment, text=True, capture_output=True, timeout=60, check=True)
+    script = [str(ROOT / "scripts" / f"{launcher}.sh"), str(step)]
+    ended = subprocess.run(script, env=environment, text=True, capture_output=True, timeout=60, check=True)
     words = ended.stdout.split("\0")[:-1]
-    program = words.index(str(ROOT / "training" / "step3_rlhf.py"))
-    return plan_of(words[program + 1 :], hardware)
+    program = next(
+        place for place, word in enumerate(words) if word.startswith(str(ROOT / "training" / f"step{step}_"))
+    )
+    return words[program + 1 :]
 
 
 def plan_of(words: list[str], hardware: str) -> MemoryPlan:

@@ -107,6 +107,12 @@ class SupervisedFlags(RestartFlags, ModelLoraFlags, DataFlags):
         an_epoch = self.steps_per_epoch(examples)
         return self.max_steps or an_epoch * self.num_train_epochs
 
+    def evaluates(self, step: int, examples: int) -> bool:
+        """Whether the held-out examples are looked at after a step of a run over so many examples."""
+        if step % self.steps_per_epoch(examples) == 0 or step == self.total_steps(examples):
+            return True
+        return bool(self.eval_interval and step % self.eval_interval == 0)
+
 
 @dataclass(kw_only=True)
 class SFTFlags(SupervisedFlags):

@@ -7,6 +7,7 @@ from training.data.fitted_rows import NOTED, FittedRows
 from training.data.lengths import CUT, DROPPED, EMPTY
 from training.flags.data_arguments import DataFlags
 from training.flags.supervised_arguments import SupervisedFlags
+from training.program.course import Course
 from training.program.model_files import most_tokens
 from training.reporting.shown_rows import shown_rows
 
@@ -64,5 +65,12 @@ def supervised_lines(
     return [
         f"{counted(examples, noun, held_out)}; {args.total_steps(len(examples))} steps on "
         f"{distributed.ranks_in_words()}",
+        *course(args, len(examples)).lines(),
         *too_long(examples, noun, "--max_seq_len", args, tokenizer, [args.model_name_or_path]),
     ]
+
+
+def course(args: SupervisedFlags, examples: int) -> Course:
+    """The steps of a whole run over so many examples, also of one that goes on."""
+    total, an_epoch = args.total_steps(examples), args.steps_per_epoch(examples)
+    return Course(total, total / an_epoch, args.schedule(), lambda step: args.evaluates(step, examples))

@@ -4,6 +4,7 @@ from engine import distributed
 from engine.algorithms import NOTES, Dialect
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.adapted_models import adapted_lines, adapted_roles
+from training.program.course import Course
 from training.program.data_lines import counted, too_long
 from training.program.plan import Plan
 from training.restarts.conditions import Conditions
@@ -38,6 +39,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
     return [
         f"{counted(plan.prompts, 'prompts', plan.held_out, args.num_eval_prompts)}{blocks}; {plan.total_steps} steps "
         f"of {args.rows_per_rank * distributed.world_size()} responses on {distributed.ranks_in_words()}",
+        *course(args, plan).lines(),
         *too_long(
             plan.prompts, "prompts", "--max_prompt_seq_len", args, plan.tokenizer, models, args.max_answer_seq_len
         ),
@@ -45,6 +47,17 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
         *adapted_lines(adapted_roles(args, plan.dialect)),
         *(f"{what}: no second copy" for what in plan.spec.shared.values()),
     ]
+
+
+def course(args: RLHFFlags, plan: Plan) -> Course:
+    """The steps of the whole run, also of one that goes on."""
+
+    def evaluates(step: int) -> bool:
+        return step == plan.last_step or bool(args.eval_steps and step % args.eval_steps == 0)
+
+    drawn = args.per_device_generation_batch_size * args.generation_batches * distributed.world_size()
+    epochs = plan.last_step * drawn / len(plan.prompts)
+    return Course(plan.last_step, epochs, args.schedule(), evaluates if plan.held_out is not None else None)
 
 
 def changes_since(plan: Plan) -> list[str]:
