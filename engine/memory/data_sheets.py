@@ -47,6 +47,7 @@ DATA_SHEETS = {
     ("A100", "80GB"): DataSheet(312e12, 2039e9, _nvlink(600e9)),  # SXM
     ("A100", "PCIE"): DataSheet(312e12, 1555e9, _pcie(4)),  # 40 GB
     ("A100",): DataSheet(312e12, 1555e9, _nvlink(600e9)),  # SXM, 40 GB
+    ("A800",): DataSheet(312e12, 2039e9, _nvlink(400e9)),  # SXM, 80 GB: an A100 with slower links
     ("V100", "PCIE"): DataSheet(112e12, 900e9, _pcie(3)),
     ("V100",): DataSheet(125e12, 900e9, _nvlink(300e9)),  # SXM2
     ("L40S",): DataSheet(362e12, 864e9, _pcie(4)),

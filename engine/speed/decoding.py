@@ -1,8 +1,35 @@
 """How long a token takes: through ZeRO-3's partitions, or by a copy that several ranks hold together."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from engine.speed.machines import Machines
+from engine.memory.data_sheets import DataSheet
+
+
+class Ranks(Protocol):
+    """Ranks of one kind, and how long they take to exchange so many bytes; `Machines` has it by data sheets."""
+
+    @property
+    def sheet(self) -> DataSheet:
+        """Of each rank's GPU."""
+        ...
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        ...
+
+    def all_gather(self, size: float, ranks: int | None = None) -> float:
+        """Seconds until each of so many ranks, by default all, has `size` bytes, of which each had an equal part."""
+        ...
+
+    def all_reduce(self, size: float, ranks: int | None = None) -> float:
+        """Seconds until each of the ranks has the sum of all tensors of `size` bytes."""
+        ...
+
+    def reduce_scatter(self, size: float) -> float:
+        """Seconds until each rank has its part of the sum of all tensors of `size` bytes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +85,7 @@ class TokenTime:
         return max(compute, self.exchange) if self.overlaps else compute + self.exchange
 
 
-def partitioned_token(decoder: Decoder, machines: Machines, rows: int, length: float) -> TokenTime:
+def partitioned_token(decoder: Decoder, machines: Ranks, rows: float, length: float) -> TokenTime:
     """A token with `--rollout_backend zero3`: every rank gathers all weights, a call for each layer, the embedding and
     the output layer, while it computes its own rows with what has come before.
 
@@ -73,7 +100,7 @@ def partitioned_token(decoder: Decoder, machines: Machines, rows: int, length: f
     )
 
 
-def divided_token(decoder: Decoder, machines: Machines, rows: int, length: float, ranks: int) -> TokenTime:
+def divided_token(decoder: Decoder, machines: Ranks, rows: float, length: float, ranks: int) -> TokenTime:
     """A token with `--inference_tp_size`: so many ranks decode the rows of all of them, and each reads and multiplies
     its part of weights, keys and values (Shoeybi et al. 2019, Megatron-LM).
 

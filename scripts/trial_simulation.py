@@ -1,0 +1,242 @@
+"""The simulation of engine/speed against measured steps on two hosts with a slow link between them.
+
+    python scripts/trial_simulation.py                       # measures first (scripts/trial_links.py), and calibrates
+    python scripts/trial_simulation.py --measured FILE       # a report of scripts/trial_links.py --json
+
+Three things are measured apart, none of them on the step that is predicted: what a rank computes in a phase, of as many
+ranks at once, each a world of its own, on hosts that exchange nothing; seconds of ZeRO-3's two collective calls alone
+over the shaped link, by their size; and, for the table, the step on two hosts. How many calls a step makes, of which
+sizes, is what engine/speed/step.py says. Bytes are predicted from gloo's trees and rings (engine/speed/measured.py) and
+counted on the network card.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from engine.memory.blueprint import built
+from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
+from engine.speed.decoding import Decoder
+from engine.speed.measured import UNTIMED, MeasuredRanks, ring_crossings, tree_crossings
+from engine.speed.rates import Rates
+from engine.speed.step import Part, Step
+from scripts import trial_links
+from scripts.two_hosts.hosts import Link, TwoHosts
+
+ROLES = ("actor", "critic", "reference", "reward")
+PHASES = {
+    "generate": ("gather actor", "agree on rollouts"),
+    "make_experience": ("gather reference", "gather critic", "gather reward", "agree on experience"),
+    "train": ("train critic", "train actor", "agree on updates"),
+}
+"""By the phase that is measured, the parts of a step in which ranks exchange."""
+WITHIN = 0.15
+
+
+def main() -> int:
+    """Print the table; 1 if a step is further from its prediction than WITHIN, else 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measured", help="a report of scripts/trial_links.py --json; made anew without it")
+    parser.add_argument("--options", nargs="+", choices=trial_links.OPTIONS, help="of the report; all of them")
+    parser.add_argument("--master_port", type=int, default=29600, help="the first of 300 (29600)")
+    parser.add_argument("--json", help="a file for what was calibrated and predicted")
+    args = parser.parse_args()
+    if reason := TwoHosts.refusal():
+        print(f"two hosts cannot be had here: {reason}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        report = json.loads(Path(args.measured or measure(args, Path(folder))).read_text())
+        names = [name for name in args.options or report["options"] if name in report["options"]]
+        found = calibrated(report, names, Path(folder), args.master_port)
+    if args.json:
+        Path(args.json).write_text(json.dumps(found))
+    rows, worst = compared(report, found, names)
+    print(link_words(found))
+    print("\n".join(rows))
+    print(f"\nfurthest from a measured step: {worst:.0%} (wanted: {WITHIN:.0%})")
+    return int(worst > WITHIN)
+
+
+def measure(args: argparse.Namespace, folder: Path) -> Path:
+    """Run scripts/trial_links.py and give its report."""
+    path = folder / "links.json"
+    argv = [sys.executable, str(ROOT / "scripts" / "trial_links.py"), "--json", str(path)]
+    argv += ["--master_port", str(args.master_port + 200), *(["--options", *args.options] if args.options else [])]
+    subprocess.run(argv, check=True)
+    return path
+
+
+def calibrated(report: Mapping, names: list[str], folder: Path, port: int) -> dict:
+    """What ranks take for themselves by phase, and the curves of their collective calls under each option.
+
+    Raises: RuntimeError where a rank failed.
+    """
+    import torch
+
+    from scripts.benchmark_models import make_models
+
+    given = report["settings"]
+    ranks, world = report["ranks_per_host"], report["ranks_per_host"] * report["hosts"]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[given["dtype"]]
+    actor, critic = make_models(folder / "models", given["size"], given["critic_size"] or given["size"], dtype)
+    settings = {**given, "actor": str(actor), "critic": str(critic)}
+    found: dict = {"decoders": decoders(settings), "curves": {}}
+    with TwoHosts(link=Link(given["bits_per_s"], given["delay_s"])) as hosts:
+        found["compute"] = computed(hosts, settings, folder, port, ranks)
+        for number, name in enumerate(names):
+            options = trial_links.OPTIONS[name]
+            output = folder / f"curves_{number}.json"
+            program = [sys.executable, str(ROOT / "scripts" / "trial_simulation_rank.py")]
+            started(
+                hosts, [*program, json.dumps({**options, "output": str(output)})], folder, world, port + 20 + number
+            )
+            found["curves"][name] = json.loads(output.read_text())
+    return found
+
+
+def computed(hosts: TwoHosts, settings: Mapping, folder: Path, port: int, ranks: int) -> dict[str, float]:
+    """Seconds by phase of ranks that are alone in the world, as many at once on each host as in the measured run."""
+    world = ranks * len(hosts.names)
+    outputs = [folder / f"alone_{rank}" for rank in range(world)]
+    alone = {**settings, "prompts": settings["prompts"] // world}
+    program = [sys.executable, str(ROOT / "scripts" / "trial_links_rank.py")]
+    processes = []
+    for rank, output in enumerate(outputs):
+        output.mkdir()
+        argv = [*program, json.dumps({**alone, "output": str(output)})]
+        log = (output / "log_0.txt").open("wb")
+        environment = environment_of(hosts.address(hosts.names[rank // ranks]), port + rank, 1, 0, 1)
+        processes.append(hosts.start(hosts.names[rank // ranks], argv, env=environment, cwd=ROOT, stdout=log))
+    for process, output in zip(processes, outputs, strict=True):
+        trial_links.wait([process], output)
+    steps = [step for output in outputs for step in json.loads((output / "host_0.json").read_text())]
+    return {name: statistics.median(step["phases"][name]["seconds"] for step in steps) for name in (*PHASES, "step")}
+
+
+def started(hosts: TwoHosts, argv: list[str], folder: Path, world: int, port: int) -> None:
+    """Run a program on all ranks of both hosts."""
+    ranks = world // len(hosts.names)
+    processes = []
+    for rank in range(world):
+        environment = environment_of(hosts.address(hosts.names[0]), port, world, rank, ranks)
+        log = (folder / f"log_{rank}.txt").open("wb")
+        processes.append(hosts.start(hosts.names[rank // ranks], argv, env=environment, cwd=ROOT, stdout=log))
+    trial_links.wait(processes, folder)
+
+
+def environment_of(address: str, port: int, world: int, rank: int, ranks: int) -> dict[str, str]:
+    """A rank's."""
+    return {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % ranks),
+    }
+
+
+def decoders(settings: Mapping) -> dict[str, dict]:
+    """The shapes of the models, by role, as keywords of Decoder."""
+    shapes = {}
+    for role, path, kind in (("actor", "actor", LANGUAGE_MODEL), ("critic", "critic", CLASSIFIER)):
+        model = built(role, settings[path], kind, True, dtype=settings["dtype"], trust_remote_code=False)
+        config = model.module.model.config
+        kept = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+        shapes[role] = {
+            "parameters": model.numbers,
+            "layers": config.num_hidden_layers,
+            "width": config.hidden_size,
+            "kept": kept,
+            "vocabulary": config.vocab_size,
+            "number": model.width,
+        }
+    return {
+        "actor": shapes["actor"],
+        "critic": shapes["critic"],
+        "reference": shapes["actor"],
+        "reward": shapes["critic"],
+    }
+
+
+def exchanged(report: Mapping, found: Mapping, name: str) -> dict[str, Part]:
+    """The parts of a step under an option, their arithmetic left out."""
+    given = report["settings"]
+    world = report["ranks_per_host"] * report["hosts"]
+    curves = {kind: [tuple(point) for point in curve] for kind, curve in found["curves"][name].items()}
+    rows = given["prompts"] // world
+    step = Step(
+        decoders={role: Decoder(**shape) for role, shape in found["decoders"].items()},
+        rows=rows,
+        decoded=rows,
+        prompt=given["prompt_length"],
+        response=given["response_length"],
+        micro_batch=given["micro_batch"],
+        updates=given["ppo_epochs"],
+        whole=frozenset(ROLES),
+        shared=True,
+        stays=True,
+        scored=False,
+    )
+    nothing = Rates(sheet=UNTIMED, layer_start=0.0, token_start=0.0, adam=float("inf"), overlaps=False)
+    return step.parts(nothing, MeasuredRanks(world, curves["gathers"], curves["reductions"]))
+
+
+def compared(report: Mapping, found: Mapping, names: list[str]) -> tuple[list[str], float]:
+    """The table's lines, and how far the furthest step is from its prediction, as a share of what was measured."""
+    crossings = tree_crossings(report["hosts"], report["ranks_per_host"])
+    around = ring_crossings(report["hosts"], report["ranks_per_host"])
+    lines = [
+        "| option | phase | computed | exchanged | predicted, s | measured, s | ratio | predicted, MB | counted, MB |",
+        "| --- " * 9 + "|",
+    ]
+    worst = 0.0
+    for name in names:
+        steps = [step for turn in report["options"][name] for step in turn]
+        parts, total = exchanged(report, found, name), 0.0
+        rest = max(0.0, found["compute"]["step"] - sum(found["compute"][phase] for phase in PHASES))
+        for phase in (*PHASES, "step"):
+            own, exchange = found["compute"].get(phase, 0.0), 0.0
+            chosen = [parts[part] for part in PHASES.get(phase, ())]
+            size = sum(part.gathered * crossings + part.reduced * around for part in chosen) / 1e6
+            exchange = sum(part.exchange for part in chosen)
+            if phase == "step":
+                own, exchange = rest, parts["metrics"].exchange
+            total += own + exchange
+            predicted = total if phase == "step" else own + exchange
+            measured = trial_links.seconds_of(steps, phase)
+            # Bytes are those of gloo's calls over all ranks at once.
+            told = f"{size:.1f}" if phase != "step" and not trial_links.OPTIONS[name] else ""
+            cells = [name, phase, f"{own:.2f}", f"{exchange:.2f}", f"{predicted:.2f}", f"{measured:.2f}"]
+            cells += [f"{predicted / measured:.2f}", told, f"{trial_links.megabytes_of(steps, phase):.1f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+        worst = max(worst, abs(predicted - measured) / measured)
+    return lines, worst
+
+
+def link_words(found: Mapping) -> str:
+    """The curves, in words."""
+    lines = []
+    for name, curves in found["curves"].items():
+        for kind, curve in curves.items():
+            told = ", ".join(f"{size / 1e6:.3g} MB {1e3 * seconds:.1f} ms" for size, seconds in curve)
+            lines.append(f"{name}, {kind}: {told}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""One rank of scripts/trial_simulation.py: times the collective calls of ZeRO-3 on CPUs, alone, by their size."""
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+SIZES = (8, 4_096, 65_536, 1 << 20, 1 << 23, 1 << 25, 1 << 26)
+"""Bytes."""
+
+
+def main(options: dict) -> None:
+    """Time both calls at all sizes, and write the medians of the slowest rank's times."""
+    from scripts.two_hosts.link import DEVICE
+
+    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+    import deepspeed
+    import torch
+
+    from engine import distributed
+    from engine.zero.communication import init
+
+    torch.set_num_threads(1)
+    init(timeout_minutes=10)
+    if "by_node" in options:
+        from engine import by_node
+
+        by_node.begin(options["by_node"])
+    backend, world = deepspeed.comm.comm.cdb, distributed.world_size()
+
+    def gather(size: int) -> None:
+        own = torch.zeros(max(1, size // 4 // world))
+        backend.all_gather_function(own.new_empty(world * len(own)), own)
+
+    def reduce(size: int) -> None:
+        if size <= 4_096:  # what ranks agree on and count is summed as it is
+            distributed.all_reduce_sum(torch.zeros(max(1, size // 4)))
+            return
+        parts = torch.zeros(size // 4)
+        backend.reduce_scatter_function(parts.new_empty(len(parts) // world), parts)
+
+    found = {}
+    for name, call in (("gathers", gather), ("reductions", reduce)):
+        found[name] = [(size, median_of(call, size, 4 + (12 if size <= 65_536 else 0))) for size in SIZES]
+    if distributed.is_main():
+        Path(options["output"]).write_text(json.dumps(found))
+    distributed.barrier()
+    distributed.shutdown()
+    os._exit(0)  # in an orderly exit gloo's threads may abort
+
+
+def median_of(call, size: int, times: int) -> float:
+    """Seconds of a call on the slowest rank, the median of so many."""
+    import torch
+
+    from engine import distributed
+
+    call(size)
+    seconds = []
+    for _ in range(times):
+        distributed.barrier()
+        started = time.perf_counter()
+        call(size)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(distributed.all_reduce_max(torch.tensor(seconds)).tolist())
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
