@@ -4,8 +4,8 @@
     python scripts/trial_simulation.py --measured FILE       # a report of scripts/trial_links.py --json
 
 Three things are measured apart, none of them on the step that is predicted: what a rank computes in a phase, of as many
-ranks at once, each a world of its own, on hosts that exchange nothing; seconds of ZeRO-3's two collective calls alone
-over the shaped link, by their size; and, for the table, the step on two hosts. How many calls a step makes, of which
+ranks at once, each a world of its own, on hosts that exchange nothing, where it steps all numbers and not its share;
+seconds of ZeRO-3's two collective calls alone over the shaped link, by their size, and of Adam's step; and, for the table, the step on two hosts. How many calls a step makes, of which
 sizes, is what engine/speed/step.py says. Bytes are predicted from gloo's trees and rings (engine/speed/measured.py) and
 counted on the network card.
 """
@@ -28,7 +28,7 @@ from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.speed.decoding import Decoder
 from engine.speed.measured import UNTIMED, MeasuredRanks, ring_crossings, tree_crossings
 from engine.speed.rates import Rates
-from engine.speed.step import Part, Step
+from engine.speed.step import ADAM, Part, Step
 from scripts import trial_links
 from scripts.two_hosts.hosts import Link, TwoHosts
 
@@ -89,15 +89,17 @@ def calibrated(report: Mapping, names: list[str], folder: Path, port: int) -> di
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[given["dtype"]]
     actor, critic = make_models(folder / "models", given["size"], given["critic_size"] or given["size"], dtype)
     settings = {**given, "actor": str(actor), "critic": str(critic)}
-    found: dict = {"decoders": decoders(settings), "curves": {}}
+    found: dict = {"decoders": decoders(settings), "curves": {}, "compute": {}}
     with TwoHosts(link=Link(given["bits_per_s"], given["delay_s"])) as hosts:
-        found["compute"] = computed(hosts, settings, folder, port, ranks)
         for number, name in enumerate(names):
             options = trial_links.OPTIONS[name]
+            if dtype_of(report, name) not in found["compute"]:
+                alone = {**settings, "dtype": dtype_of(report, name)}
+                found["compute"][alone["dtype"]] = computed(hosts, alone, folder, port + 4 * number, ranks)
             output = folder / f"curves_{number}.json"
             program = [sys.executable, str(ROOT / "scripts" / "trial_simulation_rank.py")]
             started(
-                hosts, [*program, json.dumps({**options, "output": str(output)})], folder, world, port + 20 + number
+                hosts, [*program, json.dumps({**options, "output": str(output)})], folder, world, port + 50 + number
             )
             found["curves"][name] = json.loads(output.read_text())
     return found
@@ -106,12 +108,11 @@ def calibrated(report: Mapping, names: list[str], folder: Path, port: int) -> di
 def computed(hosts: TwoHosts, settings: Mapping, folder: Path, port: int, ranks: int) -> dict[str, float]:
     """Seconds by phase of ranks that are alone in the world, as many at once on each host as in the measured run."""
     world = ranks * len(hosts.names)
-    outputs = [folder / f"alone_{rank}" for rank in range(world)]
+    outputs = [Path(tempfile.mkdtemp(dir=folder)) for _ in range(world)]
     alone = {**settings, "prompts": settings["prompts"] // world}
     program = [sys.executable, str(ROOT / "scripts" / "trial_links_rank.py")]
     processes = []
     for rank, output in enumerate(outputs):
-        output.mkdir()
         argv = [*program, json.dumps({**alone, "output": str(output)})]
         log = (output / "log_0.txt").open("wb")
         environment = environment_of(hosts.address(hosts.names[rank // ranks]), port + rank, 1, 0, 1)
@@ -174,13 +175,14 @@ def decoders(settings: Mapping) -> dict[str, dict]:
 
 
 def exchanged(report: Mapping, found: Mapping, name: str) -> dict[str, Part]:
-    """The parts of a step under an option, their arithmetic left out."""
+    """The parts of a step under an option; of arithmetic Adam's alone."""
     given = report["settings"]
     world = report["ranks_per_host"] * report["hosts"]
-    curves = {kind: [tuple(point) for point in curve] for kind, curve in found["curves"][name].items()}
+    curves = found["curves"][name]
     rows = given["prompts"] // world
+    number = {"fp32": 4, "bf16": 2}[dtype_of(report, name)]
     step = Step(
-        decoders={role: Decoder(**shape) for role, shape in found["decoders"].items()},
+        decoders={role: Decoder(**{**shape, "number": number}) for role, shape in found["decoders"].items()},
         rows=rows,
         decoded=rows,
         prompt=given["prompt_length"],
@@ -188,18 +190,16 @@ def exchanged(report: Mapping, found: Mapping, name: str) -> dict[str, Part]:
         micro_batch=given["micro_batch"],
         updates=given["ppo_epochs"],
         whole=frozenset(ROLES),
-        shared=True,
+        shared=False,
         stays=True,
-        scored=False,
+        scored=False,  # as far as ranks exchange anything
     )
-    nothing = Rates(sheet=UNTIMED, layer_start=0.0, token_start=0.0, adam=float("inf"), overlaps=False)
+    nothing = Rates(sheet=UNTIMED, layer_start=0.0, token_start=0.0, adam=ADAM / curves["adam"], overlaps=False)
     return step.parts(nothing, MeasuredRanks(world, curves["gathers"], curves["reductions"]))
 
 
 def compared(report: Mapping, found: Mapping, names: list[str]) -> tuple[list[str], float]:
     """The table's lines, and how far the furthest step is from its prediction, as a share of what was measured."""
-    crossings = tree_crossings(report["hosts"], report["ranks_per_host"])
-    around = ring_crossings(report["hosts"], report["ranks_per_host"])
     lines = [
         "| option | phase | computed | exchanged | predicted, s | measured, s | ratio | predicted, MB | counted, MB |",
         "| --- " * 9 + "|",
@@ -208,9 +208,15 @@ def compared(report: Mapping, found: Mapping, names: list[str]) -> tuple[list[st
     for name in names:
         steps = [step for turn in report["options"][name] for step in turn]
         parts, total = exchanged(report, found, name), 0.0
-        rest = max(0.0, found["compute"]["step"] - sum(found["compute"][phase] for phase in PHASES))
+        compute = found["compute"][dtype_of(report, name)]
+        rest = max(0.0, compute["step"] - sum(compute[phase] for phase in PHASES))
+        crossings, around = crossings_of(report, name)
         for phase in (*PHASES, "step"):
-            own, exchange = found["compute"].get(phase, 0.0), 0.0
+            own = compute[phase]
+            if phase == "train":  # alone, a rank steps all numbers
+                share = sum(part.compute for key, part in parts.items() if key.startswith("step "))
+                world = report["hosts"] * report["ranks_per_host"]
+                own -= (world - 1) * share
             chosen = [parts[part] for part in PHASES.get(phase, ())]
             size = sum(part.gathered * crossings + part.reduced * around for part in chosen) / 1e6
             exchange = sum(part.exchange for part in chosen)
@@ -219,8 +225,7 @@ def compared(report: Mapping, found: Mapping, names: list[str]) -> tuple[list[st
             total += own + exchange
             predicted = total if phase == "step" else own + exchange
             measured = trial_links.seconds_of(steps, phase)
-            # Bytes are those of gloo's calls over all ranks at once.
-            told = f"{size:.1f}" if phase != "step" and not trial_links.OPTIONS[name] else ""
+            told = f"{size:.1f}" if phase != "step" else ""
             cells = [name, phase, f"{own:.2f}", f"{exchange:.2f}", f"{predicted:.2f}", f"{measured:.2f}"]
             cells += [f"{predicted / measured:.2f}", told, f"{trial_links.megabytes_of(steps, phase):.1f}"]
             lines.append(f"| {' | '.join(cells)} |")
@@ -228,11 +233,25 @@ def compared(report: Mapping, found: Mapping, names: list[str]) -> tuple[list[st
     return lines, worst
 
 
+def dtype_of(report: Mapping, name: str) -> str:
+    """That an option computes in."""
+    return trial_links.OPTIONS[name].get("dtype", report["settings"]["dtype"])
+
+
+def crossings_of(report: Mapping, name: str) -> tuple[float, float]:
+    """How many times as many bytes as are gathered, and as are reduced, go to a host under an option."""
+    hosts, ranks = report["hosts"], report["ranks_per_host"]
+    what, share = trial_links.OPTIONS[name].get("by_node", "gathers"), (hosts - 1) / hosts
+    gathered = tree_crossings(hosts, ranks) if what == "nothing" else share  # what a node lacks, once
+    return gathered, share if what == "all" else ring_crossings(hosts, ranks)
+
+
 def link_words(found: Mapping) -> str:
     """The curves, in words."""
     lines = []
     for name, curves in found["curves"].items():
-        for kind, curve in curves.items():
+        for kind in ("gathers", "reductions"):
+            curve = curves[kind]
             told = ", ".join(f"{size / 1e6:.3g} MB {1e3 * seconds:.1f} ms" for size, seconds in curve)
             lines.append(f"{name}, {kind}: {told}")
     return "\n".join(lines) + "\n"

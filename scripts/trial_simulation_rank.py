@@ -26,11 +26,7 @@ def main(options: dict) -> None:
     from engine.zero.communication import init
 
     torch.set_num_threads(1)
-    init(timeout_minutes=10)
-    if "by_node" in options:
-        from engine import by_node
-
-        by_node.begin(options["by_node"])
+    init(timeout_minutes=10, what_by_node=options.get("by_node", "gathers"))
     backend, world = deepspeed.comm.comm.cdb, distributed.world_size()
 
     def gather(size: int) -> None:
@@ -47,11 +43,26 @@ def main(options: dict) -> None:
     found = {}
     for name, call in (("gathers", gather), ("reductions", reduce)):
         found[name] = [(size, median_of(call, size, 4 + (12 if size <= 65_536 else 0))) for size in SIZES]
+    found["adam"] = adam_seconds()
     if distributed.is_main():
         Path(options["output"]).write_text(json.dumps(found))
     distributed.barrier()
     distributed.shutdown()
     os._exit(0)  # in an orderly exit gloo's threads may abort
+
+
+def adam_seconds(numbers: int = 1 << 22) -> float:
+    """Seconds that an AdamW step of this rank takes for each number, the median; all ranks step at once."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.ones(numbers))
+    weight.grad = torch.ones(numbers)
+    optimizer, seconds = torch.optim.AdamW([weight], fused=True), []
+    for _ in range(12):
+        started = time.perf_counter()
+        optimizer.step()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[2:]) / numbers
 
 
 def median_of(call, size: int, times: int) -> float:

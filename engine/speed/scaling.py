@@ -155,9 +155,7 @@ def main() -> None:
     parser.add_argument("--gpu", default="a100-80g", help="as training/memory_plan.py has them (a100-80g)")
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS, help="powers of two, 8 a node")
     network = INFINIBAND_8X200G.bandwidth
-    parser.add_argument(
-        "--network", type=float, default=network, help="bytes/s of a node (eight cards of 200 Gb/s)"
-    )
+    parser.add_argument("--network", type=float, default=network, help="bytes/s of a node (eight cards of 200 Gb/s)")
     parser.add_argument("--latency", type=float, default=INFINIBAND_8X200G.latency, help="seconds from node to node")
     parser.add_argument("--prompt", type=int, default=256, help="tokens (256)")
     parser.add_argument("--response", type=int, default=256, help="tokens (256)")

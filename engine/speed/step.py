@@ -14,8 +14,9 @@ REDUCED = 50_000_000
 ADAM = 28
 """Bytes that Adam reads and writes of a number: master and moments in float32 both ways, gradient and weight in 16
 bits."""
-GENERATE, EXPERIENCE, TRAIN, ELSE = 2, 10, 17, 5
-"""Small collective calls of a rank in a step, by phase: agreements, counts, norms and metrics. ELSE: between phases."""
+GENERATE, EXPERIENCE, UPDATE, ELSE = 2, 8, 10, 5
+"""Small collective calls of a rank in a step: agreements, counts, norms and metrics; UPDATE: of each optimizer step of
+both models, ELSE: between phases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Step:
             if role in self.decoders:
                 found[f"train {role}"] = self._trained(role, rates, ranks)
                 found[f"step {role}"] = self._stepped(role, rates, ranks.world)
-        return found | {"agree on updates": _agreed(TRAIN, ranks), "metrics": _agreed(ELSE, ranks)}
+        return found | {"agree on updates": _agreed(self.updates * UPDATE, ranks), "metrics": _agreed(ELSE, ranks)}
 
     def _copied(self, role: str) -> bool:
         return role in self.whole or role in self.divided
@@ -153,9 +154,9 @@ class Step:
         if ranks.world == 1:
             return Part(compute)
         passes, kept = self._passes(rows), self.kept.get(role, NOTHING_KEPT)
-        lent = role in self.whole and self.stays and not self.shared and self.updates == 1
+        lent = role in self.whole and self.stays and not self.shared  # until the first update has changed them
         again = 2 if decoder.parameters > LIVE else 1  # smaller models stay whole from forward to backward pass
-        gathers = self.updates * (0 if lent else 1 if kept.weights else again * passes)
+        gathers = (self.updates - lent) * (1 if kept.weights else again * passes)
         fetched = gathers * self._fetched(role, rates, ranks)
         gathered = _gathered(gathers * decoder.size, gathers * fetches(decoder), ranks, fetched)
         reductions = self.updates * (1 if kept.gradients else passes)
