@@ -5,9 +5,9 @@
 
 Three things are measured apart, none of them on the step that is predicted: what a rank computes in a phase, of as many
 ranks at once, each a world of its own, on hosts that exchange nothing, where it steps all numbers and not its share;
-seconds of ZeRO-3's two collective calls alone over the shaped link, by their size, and of Adam's step; and, for the table, the step on two hosts. How many calls a step makes, of which
-sizes, is what engine/speed/step.py says. Bytes are predicted from gloo's trees and rings (engine/speed/measured.py) and
-counted on the network card.
+seconds of ZeRO-3's two collective calls alone over the shaped link, by their size, and of Adam's step; and, for the
+table, the step on two hosts. How many calls a step makes, of which sizes, is what engine/speed/step.py says. Bytes are
+predicted from gloo's trees and rings (engine/speed/measured.py) and counted on the network card.
 """
 
 import argparse

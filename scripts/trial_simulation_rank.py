@@ -19,26 +19,25 @@ def main(options: dict) -> None:
     from scripts.two_hosts.link import DEVICE
 
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
-    import deepspeed
     import torch
 
-    from engine import distributed
+    from engine import by_node, distributed
     from engine.zero.communication import init
 
     torch.set_num_threads(1)
     init(timeout_minutes=10, what_by_node=options.get("by_node", "gathers"))
-    backend, world = deepspeed.comm.comm.cdb, distributed.world_size()
+    world = distributed.world_size()
 
     def gather(size: int) -> None:
         own = torch.zeros(max(1, size // 4 // world))
-        backend.all_gather_function(own.new_empty(world * len(own)), own)
+        by_node.zero_gather(own.new_empty(world * len(own)), own)
 
     def reduce(size: int) -> None:
         if size <= 4_096:  # what ranks agree on and count is summed as it is
             distributed.all_reduce_sum(torch.zeros(max(1, size // 4)))
             return
         parts = torch.zeros(size // 4)
-        backend.reduce_scatter_function(parts.new_empty(len(parts) // world), parts)
+        by_node.zero_reduce_scatter(parts.new_empty(len(parts) // world), parts)
 
     found = {}
     for name, call in (("gathers", gather), ("reductions", reduce)):

@@ -106,7 +106,7 @@ def table(points: Sequence[tuple[int, Point | None]]) -> str:
     lines = [
         "| GPUs | rows a GPU | setting | "
         + " | ".join(PHASES)
-        + " | step, s | rows/s | of ideal | what doubling loses |",
+        + " | step, s | rows/s | of ideal | lost since the row before, and why |",
         "| --- " * (len(PHASES) + 7) + "|",
     ]
     first = previous = None

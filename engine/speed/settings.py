@@ -86,7 +86,10 @@ def _planned(task: Task, decoded: int, micro_batch: int, offloaded: tuple[str, .
         micro_batch_size=micro_batch,
         actor_gradient_checkpointing=True,
         critic_gradient_checkpointing=True,
-        **configs,
+        actor=configs["actor"],
+        critic=configs["critic"],
+        reference=configs["reference"],
+        reward=configs["reward"],
     )
     load = Workload(
         prompt=task.prompt,
