@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from engine.memory.bytes_by_role import Bytes
+from engine.memory.copies import Copies
 from engine.memory.engine_plan import EnginePlan
 from engine.memory.gpus import FRAGMENTS, reserved
 from engine.memory.workload import Cluster
@@ -32,7 +33,7 @@ class MemoryPlan:
 
     copies: which models compute through whole copies, in words. between: bytes that stay between two steps, of a rank's
     GPU and host. adam: bytes on the device of Adam's moments, which a run that begins does not have before it trains.
-    engines: by role, how each comes by its weights.
+    engines: by role, how each comes by its weights. placed: the copies themselves, by the engines' places.
     """
 
     moments: tuple[Moment, ...]
@@ -41,6 +42,7 @@ class MemoryPlan:
     between: int = 0
     adam: int = 0
     engines: Mapping[str, EnginePlan] = field(default_factory=dict)
+    placed: Copies = field(default_factory=lambda: Copies((), ""))
 
     @property
     def names(self) -> list[str]:

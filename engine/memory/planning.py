@@ -85,7 +85,7 @@ class _Planner:
         between = self.rest + self.host_rest + self._kept + moved
         adam = self.rest.total - self._at_rest(stepped=False)[0].total
         engines = engine_plans(self.engines, self._needs, self.copies, self.kept, self._copied, self._lent)
-        return MemoryPlan(tuple(self.moments), self.cluster, self.copies.why, between.total, adam, engines)
+        return MemoryPlan(tuple(self.moments), self.cluster, self.copies.why, between.total, adam, engines, self.copies)
 
     def _moment(
         self, phase: str, name: str, device: Iterable[Bytes], host: Iterable[Bytes] = (), once: Iterable[Bytes] = ()

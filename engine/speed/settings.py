@@ -126,7 +126,7 @@ def _step(task: Task, decoded: int, micro_batch: int, offloaded: tuple[str, ...]
         group=placed.ranks,
         shared=placed.shared,
         stays=placed.between_steps == "keep",
-        kept=dict(planned.kept),
+        kept={role: engine.kept for role, engine in planned.engines.items()},
     )
 
 

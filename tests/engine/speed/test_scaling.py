@@ -37,7 +37,7 @@ def planned(monkeypatch):
             asked.append((load.generated, load.micro_batch, offloaded))
             placed = Copies((0, 2) if copies(offloaded) else (), "", between_steps="free", divided=(1,), ranks=4)
             placed = placed if copies(offloaded) else Copies((), "")
-            return SimpleNamespace(fits=fits(*asked[-1]), placed=placed, kept={})
+            return SimpleNamespace(fits=fits(*asked[-1]), placed=placed, engines={})
 
         monkeypatch.setattr(settings, "plan", plan)
         return asked
