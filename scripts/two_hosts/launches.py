@@ -15,13 +15,8 @@ from scripts.two_hosts.hosts import TwoHosts
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT, JOB = 29500, 4711
-BY_PDSH = (
-    "OMP_NUM_THREADS",
-    "DS_ACCELERATOR",
-    "HF_HUB_OFFLINE",
-    "XDG_CACHE_HOME",
-    "TMPDIR",
-)  # deepspeed passes none of these
+# What the ranks need of this environment, and deepspeed does not pass on by itself.
+BY_PDSH = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "TMPDIR")
 INTERVAL = 0.1  # seconds between looks
 TORCHRUN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 

@@ -23,7 +23,8 @@ def test_a_write_that_fails_on_one_rank_leaves_the_run_going_and_the_older_point
         assert rank["there"] == {1: points[:1], 2: points[:1], 3: points[:2], 4: points}
         assert rank["newest"].endswith("step_000004")
     failed = [line for line in written[0]["said"] if "NOT WRITTEN" in line]
-    assert len(failed) == 1 and "of step 2: rank 1: [Errno 28] No space left on device" in failed[0]
+    assert len(failed) == 1
+    assert f"of step 2: on {socket.gethostname()}: rank 1: [Errno 28] No space left on device" in failed[0]
     assert written[1]["said"] == []
 
 

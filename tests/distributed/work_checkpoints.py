@@ -1,6 +1,7 @@
 """Run by ranks: restart points of a tiny state, a write that fails on rank 1, and looks at points that are damaged."""
 
 import errno
+import os
 from pathlib import Path
 
 from engine import distributed
@@ -12,6 +13,7 @@ from training.restarts.resume_point import ResumePoint
 
 def failed_and_tried_again(folder: str) -> dict:
     """Steps 1 to 4, each with a point; rank 1's disk is full at step 2, and the next try is due at once."""
+    os.environ["LOCAL_SIZE"] = "1"  # each rank on a host of its own
     write, run = pending_point.write_shards, TinyRun(Path(folder), steps=1)
     checkpoints.RETRY_AFTER = 0.0
 

@@ -91,13 +91,16 @@ class Watch:
                 self._roll_call.pass_on(beat)
 
     def leave(self, code: int) -> None:
-        """Say that this rank ends by itself, and how."""
+        """Say that this rank ends by itself, and how; a request to end changes that no more."""
+        self.request.followed = Followed.NOT_ANY_MORE
         if self.member is not None:
             self.member.say(left=code)
 
     def tell(self, trouble: str, code: int = STOPPED) -> None:
         """Have one rank print what befell this one, and all of them end with the code, those that wait for it to join
-        as well; where none does, this one prints it."""
+        as well; where none does, this one prints it. A request to end does not change the code any more: launchers ask
+        the others to end where one has."""
+        self.request.followed = Followed.NOT_ANY_MORE
         message = ("error: " if code == USER_ERROR else "") + from_here(trouble)
         write_error_file(message)
         if self.member is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from engine import distributed
 from engine.whole_files import sync
 from engine.zero.shards import Shard
+from training.program.hosts import from_here
 from training.restarts.layout import MANIFEST, PARTIAL
 from training.restarts.manifest import Manifest
 from training.restarts.shard_files import FileRecord, write_bytes, write_shards
@@ -79,7 +80,7 @@ class PendingPoint:
             else:
                 self._announce(files)
         except Exception as error:  # of the disk above all; whatever it is, the run goes on
-            self.outcome = Outcome(problem=f"rank {self._rank}: {error or type(error).__name__}")
+            self.outcome = Outcome(problem=from_here(f"rank {self._rank}: {error or type(error).__name__}"))
 
     def _announce(self, files: Mapping[str, FileRecord]) -> None:
         for folder in {(self.partial / name).parent for name in files}:

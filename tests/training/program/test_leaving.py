@@ -5,6 +5,10 @@ import sys
 
 import pytest
 
+from training.program import watch
+from training.program.stopping import Reason, StopRequest
+from training.program.watch import Watch
+
 # abort() stands in the place of a library's destructor, as gloo's threads have been seen to end runs that were done.
 PROGRAM = """
 import atexit, ctypes, sys
@@ -22,3 +26,17 @@ leave(int(sys.argv[1]))
 def test_no_destructor_changes_the_exit_code(code, said):
     ended = subprocess.run([sys.executable, "-c", PROGRAM, str(code)], capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
+
+
+@pytest.mark.parametrize("say", [lambda own: own.leave(2), lambda own: own.tell("no such folder", 2)])
+def test_a_rank_that_ends_by_itself_keeps_its_code_where_the_launcher_then_asks_it_to_end(say, monkeypatch):
+    ended = []
+    monkeypatch.setattr(watch, "end", lambda code, message: ended.append(code))
+    monkeypatch.setattr(watch, "LAST_LOOK", 0.0)
+    own = Watch(StopRequest(), 30.0)
+    say(own)
+    own.request.ask(
+        Reason.SIGTERM
+    )  # srun's, which takes the largest code: 75 would have the job put back and run again
+    own._follow()
+    assert ended == []
