@@ -50,7 +50,11 @@ hardware() {
 launch() {
     local program="$root/training/$1" word command=(deepspeed)
     shift
-    [ -z "${HOSTFILE:-}" ] || command+=(--hostfile "$HOSTFILE")
+    if [ -n "${HOSTFILE:-}" ]; then
+        command+=(--hostfile "$HOSTFILE")
+        # ssh alone would wait for hours for a node that is cut off, and with it the launcher, when the ranks have ended.
+        export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:--o ServerAliveInterval=10 -o ServerAliveCountMax=3}"
+    fi
     [ -z "${NUM_NODES:-}" ] || command+=(--num_nodes "$NUM_NODES")
     [ -z "${NUM_GPUS:-}" ] || command+=(--num_gpus "$NUM_GPUS")
     for word in "$@"; do

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PORT, JOB = 29500, 4711
 # What the ranks need of this environment, and deepspeed does not pass on by itself.
 BY_PDSH = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "TMPDIR")
+BY_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 INTERVAL = 0.1  # seconds between looks
 TORCHRUN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 
@@ -91,7 +92,9 @@ class Launched:
 def launch(launcher: str, hosts: TwoHosts, program: Path, words: Sequence[str], folder: Path) -> Launched:
     """Start a program by "deepspeed", "torchrun" or "slurm"; what it prints goes into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SLURM_") and name not in BY_LAUNCHERS
+    }
     commands = {"deepspeed": _deepspeed, "torchrun": _torchrun, "slurm": _slurm}[launcher](
         hosts, program, list(words), folder, environment
     )
@@ -121,8 +124,6 @@ def _torchrun(hosts, program, words, folder, environment) -> dict[str, list[str]
 def _slurm(hosts, program, words, folder, environment) -> dict[str, list[str]]:
     if not (folder / "bin").exists():
         slurm_stand_in.install(folder / "bin")
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        environment.pop(name, None)
     environment |= slurm_stand_in.batch_environment(hosts.names, JOB)
     environment["TWO_HOSTS"] = json.dumps({name: hosts.inside(name, []) for name in hosts.names})
     environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"

@@ -1,4 +1,6 @@
-"""Two network hosts on this machine (scripts/two_hosts): their link carries, is silent when cut, and nothing stays."""
+"""Two network hosts on this machine (scripts/two_hosts): their link carries, is silent when cut, and nothing stays; and
+step 3 on both has the numbers of one host. scripts/trial_two_hosts.sh tries more.
+"""
 
 import signal
 import subprocess
@@ -8,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from scripts.two_hosts.healthy import PROGRAM
 from scripts.two_hosts.hosts import Link, TwoHosts
+from scripts.two_hosts.launches import launch
+from tests.distributed.harness import ENVIRONMENT, run_ranks
+from tests.e2e.faults import differences
+from tests.e2e.programs import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 REFUSAL = TwoHosts.refusal()
@@ -84,3 +91,15 @@ def test_hosts_end_with_the_program_that_made_them_even_when_it_is_killed():
     while Path(folder).exists():
         assert time.monotonic() < deadline, "the keys of its ssh are still there"
         time.sleep(0.05)
+
+
+def test_two_hosts_give_the_numbers_and_models_of_one(tiny, tmp_path, monkeypatch):
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    short = {"max_steps": 1, "actor_zero_stage": 3, "critic_zero_stage": 3}
+    words = {name: command_line(tiny.flags(3, output_dir=tmp_path / name, **short)) for name in ("one", "two")}
+    assert run_ranks("tests.e2e.programs:run_words", step=3, words=words["one"]) == [0, 0]
+    with TwoHosts() as hosts:
+        ended = launch("torchrun", hosts, PROGRAM, words["two"], tmp_path / "printed").end(within=600.0)
+    assert (ended.code, ended.left) == (0, ()), ended.text
+    assert differences(tmp_path / "one", tmp_path / "two") == []
