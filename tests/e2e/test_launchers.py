@@ -244,6 +244,16 @@ def test_settings_from_outside(stand_ins):
     assert words[place : place + 4] == ["--data_path", "a.jsonl", "b/c", "--data_split"]
 
 
+@pytest.mark.parametrize(
+    "hostfile, options", [("hosts", "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"), ("", "")]
+)
+def test_ssh_gives_up_a_node_that_is_cut_off(hostfile, options, tmp_path):
+    for name in ("python", "deepspeed"):
+        (tmp_path / name).write_text("#!/bin/sh\nprintf '%s\\0' \"$PDSH_SSH_ARGS_APPEND\"\n")
+        (tmp_path / name).chmod(0o755)
+    assert words_of(tmp_path, "opt_1.3b", "3", HOSTFILE=hostfile) == [options]
+
+
 def test_hosts_count_in_a_dry_run(stand_ins, in_dry_run, tmp_path_factory, capfd):
     hosts = tmp_path_factory.mktemp("hosts") / "hosts"
     hosts.write_text("".join(f"node{number} slots=8\n" for number in range(4)))
