@@ -1,14 +1,14 @@
 """Step 3 on two hosts of which one has a fault, from the start or from the middle of a step on."""
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import deepspeed
 
 from scripts.two_hosts.healthy import LIMIT, last_of, words
 from scripts.two_hosts.hosts import TwoHosts
@@ -128,10 +128,13 @@ def without_model(case: Case) -> contextlib.AbstractContextManager:
 
 def other_deepspeed(case: Case) -> contextlib.AbstractContextManager:
     """The faulty host has another version of deepspeed, by its own word and by the package's."""
-    package = Path(deepspeed.__file__).parent
+    package, version = (
+        Path(importlib.util.find_spec("deepspeed").origin).parent,
+        importlib.metadata.version("deepspeed"),
+    )
     metadata = next(package.parent.glob("deepspeed-*.dist-info")) / "METADATA"
     told = (package / "git_version_info_installed.py", metadata)
-    return replaced(case, {path: path.read_text().replace(deepspeed.__version__, OTHER) for path in told})
+    return replaced(case, {path: path.read_text().replace(version, OTHER) for path in told})
 
 
 def broken_import(case: Case) -> contextlib.AbstractContextManager:

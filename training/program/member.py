@@ -7,6 +7,7 @@ import sys
 import time
 
 from engine import trace
+from training.program.error_file import write_error_file
 from training.program.lines import Lines
 from training.program.phases import place
 from training.program.processes import state_of, this_machine
@@ -121,6 +122,7 @@ class Member:
         told = self.rank == 1 or int(os.environ.get("LOCAL_RANK", 0)) == 0
         if told:
             print_line(message)
+        write_error_file(message)
         self.verdict = Verdict("", stuck=stuck)
 
     def _place_of_first(self) -> str:

@@ -211,6 +211,7 @@ def conclude(verdict: Verdict, member: Member) -> None:
     """End this process as the roll call says: rank 0 with the message, those it names with their stacks."""
     if verdict.message:
         say(verdict.message)
+        write_error_file(verdict.message)  # in the place of what the other rank's end has brought about here
     if member.rank in verdict.stacks:
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
     for machine, pid in verdict.stuck:
