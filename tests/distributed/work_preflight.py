@@ -4,9 +4,11 @@ import contextlib
 import io
 import os
 import socket
+import time
 from unittest import mock
 
 from engine import distributed
+from engine.distributed import RankGroup
 from engine.errors import UserError
 from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
@@ -14,7 +16,10 @@ from training.preflight import bandwidth, gathering, in_short, preflight
 
 
 def looked(words: list[str], broken: list[str]) -> dict[str, tuple[int | str | None, str]]:
-    """(exit code or message, what was printed) by case; `broken`: words with a model that is not there, of rank 1."""
+    """(exit code or message, what was printed) by case; `broken`: words with a model that is not there, of rank 1.
+
+    "apart": of this rank alone, what a call is timed at that takes rank 1 a fifth of a second.
+    """
     rank, found = distributed.rank(), {}
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
     preflight.REPORTS = 60.0
@@ -37,6 +42,9 @@ def looked(words: list[str], broken: list[str]) -> dict[str, tuple[int | str | N
         found[name] = code if isinstance(code, int | str) else None, said.getvalue()
 
     other = {"deepspeed": "0.18.0"} if rank else {}
+    with mock.patch.object(bandwidth, "SIZES_CPU", (1 << 10,)):
+        apart = bandwidth.timed("", RankGroup(1), lambda whole, own: time.sleep(0.2 * rank))
+    found["apart"] = None, str(apart.seconds[1 << 10])
     case("started alike", in_short.agree, words)
     case("started with another version", in_short.agree, words, **other)
     case("without the model", preflight.run, broken if rank else words)

@@ -59,41 +59,41 @@ def measure() -> tuple[list[Measured], list[list[Measured]]]:
     if even and 1 < local < world:
         group = RankGroup(local)
         own = [
-            _timed(ALL_REDUCE, local, lambda whole, _: group.sum_(whole)),
-            _timed(ALL_GATHER, local, group.gather_into),
+            timed(ALL_REDUCE, group, lambda whole, _: group.sum_(whole)),
+            timed(ALL_GATHER, group, group.gather_into),
         ]
         within = distributed.all_gather_objects(own)[::local]
     everyone = RankGroup(world)
     everywhere = [
-        _timed(ALL_REDUCE, world, lambda whole, _: everyone.sum_(whole)),
-        _timed(ALL_GATHER, world, by_node.gathers().gather_into),
+        timed(ALL_REDUCE, everyone, lambda whole, _: everyone.sum_(whole)),
+        timed(ALL_GATHER, everyone, by_node.gathers().gather_into),
     ]
     return everywhere, within
 
 
-def _timed(kind: str, ranks: int, call: Call) -> Measured:
+def timed(kind: str, group: RankGroup, call: Call) -> Measured:
+    """How long a call takes, by the rank of the group that takes longest (all ranks of the group call this)."""
     seconds: dict[int, float] = {}
     for size in SIZES_GPU if on_gpu() else SIZES_CPU:
-        own = torch.zeros(size // 4 // ranks, device=distributed.device())
-        whole = own.new_zeros(len(own) * ranks)
+        own = torch.zeros(size // 4 // group.size, device=distributed.device())
+        whole = own.new_zeros(len(own) * group.size)
         for _ in range(2):  # the first call makes connections
-            once = _slowest(call, whole, own, 1)
-        seconds[size] = _slowest(call, whole, own, max(1, min(MOST, int(A_SIZE / once))))
+            once = _slowest(group, call, whole, own, 1)
+        seconds[size] = _slowest(group, call, whole, own, max(1, min(MOST, int(A_SIZE / once))))
         if once > ENOUGH:
             break
-    return Measured(kind, ranks, seconds)
+    return Measured(kind, group.size, seconds)
 
 
-def _slowest(call: Call, whole: torch.Tensor, own: torch.Tensor, times: int) -> float:
+def _slowest(group: RankGroup, call: Call, whole: torch.Tensor, own: torch.Tensor, times: int) -> float:
     """Seconds of a call, of the rank that took longest."""
     _finish()
-    distributed.barrier()
+    group.all_objects(None)  # all are here
     began = time.perf_counter()
     for _ in range(times):
         call(whole, own)
     _finish()
-    taken = torch.tensor((time.perf_counter() - began) / times, device=distributed.device(), dtype=torch.float64)
-    return max(1e-9, float(distributed.all_reduce_max(taken)))
+    return max(1e-9, *group.all_objects((time.perf_counter() - began) / times))
 
 
 def _finish() -> None:
