@@ -36,7 +36,7 @@ OLDER = "0.18.0"
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with the second host. make: does it, in the host. words: all stand in what rank 0 prints."""
+    """What is wrong with the second host. make: does it, in the host. words: all stand in what the hosts print."""
 
     make: Callable[[TwoHosts, "Place"], None]
     words: tuple[str, ...]
@@ -51,7 +51,13 @@ class Place:
 
     @property
     def cache(self) -> Path:
+        """Of tokenised data."""
         return self.folder / "cache"
+
+    @property
+    def settings(self) -> Path:
+        """Of DeepSpeed's files."""
+        return self.folder / "settings"
 
 
 def healthy(hosts: TwoHosts, place: Place) -> None:
@@ -99,6 +105,11 @@ def no_transformers(hosts: TwoHosts, place: Place) -> None:
     inside(hosts, "mount", "--bind", empty, package)
 
 
+def no_configuration(hosts: TwoHosts, place: Place) -> None:
+    """The DeepSpeed file that a flag names is not there."""
+    inside(hosts, "mount", "-t", "tmpfs", "-o", "size=1M", "tmpfs", place.settings)
+
+
 def cut(hosts: TwoHosts, place: Place) -> None:
     """No packet goes from host to host."""
     hosts.cut()
@@ -110,6 +121,7 @@ FAULTS = {
     "no model": Fault(no_model, (f"fault: {B}: --actor_model_name_or_path", f"preflight: at fault: {B}")),
     "other deepspeed": Fault(other_deepspeed, (f"fault: {B}: has deepspeed {OLDER}", f"preflight: at fault: {B}")),
     "no transformers": Fault(no_transformers, (f"fault: {B}: the program cannot begin: ", f"preflight: at fault: {B}")),
+    "no configuration": Fault(no_configuration, (f"fault: {B}: --actor_ds_config", f"preflight: at fault: {B}")),
     "full disk": Fault(full_disk, (f"fault: {B}: nothing can be written to", f"preflight: at fault: {B}")),
     "link cut": Fault(cut, (f"fault: {B}: no answer from rank 1 within", f"preflight: at fault: {B}")),
 }
@@ -126,7 +138,8 @@ def inside(hosts: TwoHosts, *argv: object) -> None:
 def preflight(hosts: TwoHosts, place: Place) -> dict[str, tuple[int, str]]:
     """The exit code and what was printed, by host. The hosts' launchers are started as DeepSpeed's runner does by ssh,
     for which a link that is cut is no use."""
-    flags = {"actor_zero_stage": 3, "critic_zero_stage": 3, "output_dir": place.folder / "out", "preflight": True}
+    settings = place.settings / "zero3.json"
+    flags = {"actor_ds_config": settings, "critic_zero_stage": 3, "output_dir": place.folder / "out", "preflight": True}
     words = command_line(place.tiny.flags(3, **flags, data_output_path=place.cache))
     world = base64.urlsafe_b64encode(json.dumps({name: [0] for name in hosts.names}).encode()).decode()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
@@ -160,7 +173,8 @@ def trial(name: str, place: Place) -> list[str]:
         if told.strip():
             print(f"--- {name}: printed on {host}, exit code {code}\n{told}\n", flush=True)
     first, wanted = outcome[A], 0 if name == "healthy" else 2
-    wrong = [f"not said: {words}" for words in fault.words if words not in first[1]]
+    printed = "\n".join(told for _, told in outcome.values())
+    wrong = [f"not said: {words}" for words in fault.words if words not in printed]
     wrong += [f"fault: {line}" for line in first[1].splitlines() if wanted == 0 and line.startswith("fault")]
     wrong += [f"exit code {code} on {host}, not {wanted}" for host, (code, _) in outcome.items() if code != wanted]
     return wrong + [f"a stack trace on {host}" for host, (_, told) in outcome.items() if "Traceback" in told]
@@ -187,8 +201,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = {}
     for name in names:
         with places() as folder:
-            (folder / "cache").mkdir()
-            wrong[name] = trial(name, Place(Tiny(folder / "models"), folder))
+            place = Place(Tiny(folder / "models"), folder)
+            for made in (place.cache, place.settings):
+                made.mkdir()
+            shutil.copy(ROOT / "configs" / "ds" / "zero3.json", place.settings)
+            wrong[name] = trial(name, place)
     for name, found in wrong.items():
         print(f"{name:<16} {'; '.join(found) or 'as it should be'}")
     return int(any(wrong.values()))

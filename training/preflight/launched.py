@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import psutil
 
+from training.program import slurm
+
 WORLD_INFO = "--world_info="  # a flag of DeepSpeed's launcher on each node
 
 
@@ -20,7 +22,8 @@ def hosts_by_rank(world: int, lines: Iterable[list[str]] | None = None) -> dict[
         for word in words:
             if word.startswith(WORLD_INFO):
                 return found | dict(enumerate(_hosts(word.removeprefix(WORLD_INFO))))
-    return found
+    tasks = slurm.hosts_by_rank(os.environ)
+    return found | tasks if len(tasks) == world else found  # of another launcher, which srun has started
 
 
 def _hosts(told: str) -> list[str]:

@@ -27,7 +27,7 @@ from training.flags.parsing import parse_flags
 from training.program import output_lock, slurm, stopping, unwritten
 from training.program.environment import check_gpus, check_launch, check_meeting_point, own_programs_first
 from training.program.error_file import write_error_file
-from training.program.hosts import from_here
+from training.program.hosts import from_here, on_several_hosts
 from training.program.member import print_line
 from training.program.output_folder import check_output_dirs
 from training.program.phases import phase
@@ -54,10 +54,13 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         own_programs_first()
         os.environ.update(slurm.as_launched(os.environ))
         check_launch()
+    except UserError as error:
+        return _told(error)
+    try:
         args = _parse(arguments_class, sys.argv[1:] if argv is None else argv, description)
         make_paths_absolute(args)
     except UserError as error:
-        return _told(error)
+        return _told_to_all(error)
     from engine.zero.accelerator import natural_dtype  # seconds of imports: a mistyped flag is reported before them
 
     _quiet_transformers()
@@ -166,6 +169,22 @@ def _told(error: UserError) -> int:
         write_error_file(message)
     else:
         time.sleep(5)  # the launcher kills all ranks once one has gone: let the main one print first
+    return USER_ERROR
+
+
+def _told_to_all(error: UserError) -> int:
+    """Print a mistake in flags; of a run on several hosts the ranks that do not have it, since a file that a flag names
+    is on their host, hear of it where all are to meet. Returns the exit code."""
+    if not on_several_hosts() or not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
+        return _told(error)
+    from training.program.joining import MeetingPoint
+
+    text = visible(str(error))
+    if os.environ["RANK"] == "0":
+        _told(error)
+        MeetingPoint().announce(f"error: {text}", USER_ERROR)
+    elif not MeetingPoint().announce(f"error: {from_here(text)}", USER_ERROR):
+        print_line(f"error: {from_here(text)}")
     return USER_ERROR
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import UserError
-from training.program.slurm import as_launched, first_host
+from training.program.slurm import as_launched, first_host, hosts_by_rank
 
 STEP = {  # srun --nodes 3 --ntasks 10: tasks 0 to 3, 4 to 7, 8 and 9; this is the last
     "SLURM_JOB_ID": "4000123",
@@ -84,3 +84,12 @@ def test_the_first_host(nodes, first):
 def test_what_cannot_be_is_refused(environment, told):
     with pytest.raises(UserError, match=told.replace("(", r"\(")):
         as_launched(environment)
+
+
+def test_the_node_of_each_task_is_told_where_they_fill_one_after_the_other():
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "gpu[07-08,12],big-1-ib"}
+    tasks = {**step, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1(x2)"}
+    assert hosts_by_rank(tasks) == {0: "gpu07", 1: "gpu07", 2: "gpu08", 3: "gpu08", 4: "gpu12", 5: "big-1-ib"}
+    assert hosts_by_rank({**tasks, "SLURM_DISTRIBUTION": "cyclic"}) == {}
+    assert hosts_by_rank(step) == {}
+    assert hosts_by_rank({"SLURM_STEP_NODELIST": "gpu07"}) == {}
