@@ -1,4 +1,4 @@
-"""Where the lines of a data file stand: eight bytes a line, in an unnamed temporary file that is mapped into memory.
+"""Where the lines of a data file stand: eight bytes a line, of many in a temporary file that is mapped into memory.
 
 lines = LineIndex(file)
 start, end, number = lines[0]                            # bytes of the first line that is not blank, and its number
@@ -15,6 +15,7 @@ from engine.errors import UserError
 from training.data.data_file import DataFile
 
 NEWLINE = ord("\n")
+SMALL = 2**20  # bytes of an index that is kept in memory
 IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c"))  # by byte, as bytes.isspace has it
 
 
@@ -31,13 +32,16 @@ class LineIndex:
             with tempfile.TemporaryFile() as kept:
                 for starts in self._starts(file):
                     kept.write(starts.astype(np.int64).tobytes())
-                kept.flush()
-                self._borders = np.asarray(np.memmap(kept, np.int64, "r"))  # the last one is the end of the last line
+                # A map keeps a descriptor, of which a process has a thousand, and a folder may have as many files.
+                small = kept.tell() <= SMALL
+                kept.seek(0)  # which also writes what is in its buffer
+                borders = np.frombuffer(kept.read(), np.int64) if small else np.memmap(kept, np.int64, "r")
         except OSError as error:
             raise UserError(
                 f"{file.path}: its lines cannot be noted in a temporary file ({error.strerror or error}). Set TMPDIR "
                 "to a folder where there is room: 8 bytes a line are needed."
             ) from None
+        self._borders = np.asarray(borders)  # where each line begins, and the last one ends
         self.fingerprint = self._content.hexdigest()
         blank = [line for line in self._doubtful if file.read(*self._borders[line : line + 2].tolist()).isspace()]
         lines = len(self._borders) - 1

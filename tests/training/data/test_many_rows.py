@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, merging_tokenizer, word_tokenizer
-from training.data import data_file, lengths, table_files
+from training.data import data_file, lengths, line_index, table_files
 from training.data.data_file import DataFile
 from training.data.fitted_rows import _enough
 from training.data.forms import PROMPTS
@@ -37,6 +37,7 @@ from training.data.sft_examples import SFTExamples
 )
 def test_lines_are_found_whatever_pieces_a_file_is_read_in(tmp_path, monkeypatch, chunk, content, lines):
     monkeypatch.setattr(data_file, "CHUNK", chunk)
+    monkeypatch.setattr(line_index, "SMALL", 2**20 if chunk == 1 else 0)
     (tmp_path / "rows.jsonl").write_bytes(content)
     index = LineIndex(DataFile(tmp_path / "rows.jsonl"))
     assert [index[number] for number in range(len(index))] == lines
