@@ -27,7 +27,7 @@ def hold_out(
 
     kept: whether the row at a place is not dropped. The others as split_held_out has them.
     """
-    candidates = np.concatenate([parts[number] for number in own])
+    candidates = parts[own[0]] if len(own) == 1 else np.concatenate([parts[number] for number in own])
     stays = split_held_out(len(candidates), held_out, seed, what, advice, lambda number: kept(candidates[number]))
     ends = np.cumsum([len(parts[number]) for number in own])
     for number, end in zip(own, ends):
