@@ -198,6 +198,31 @@ def exchanged(report: Mapping, found: Mapping, name: str) -> dict[str, Part]:
     return step.parts(nothing, MeasuredRanks(world, curves["gathers"], curves["reductions"]))
 
 
+def predicted(report: Mapping, found: Mapping, name: str) -> dict[str, tuple[float, float, float]]:
+    """By phase: seconds that a rank computes, seconds in which ranks exchange, and 10^6 bytes that a host receives."""
+    parts, compute = exchanged(report, found, name), dict(found["compute"][dtype_of(report, name)])
+    crossings, around = crossings_of(report, name)
+    # Alone in its world, a rank steps all numbers.
+    others = report["hosts"] * report["ranks_per_host"] - 1
+    compute["train"] -= others * sum(part.compute for key, part in parts.items() if key.startswith("step "))
+    phases = {phase: list(chosen) for phase, chosen in PHASES.items()}
+    hidden = 0.0
+    if trial_links.OPTIONS[name].get("overlap_gather"):  # the copy is filled while the critic trains for the last time
+        phases["generate"].remove("gather actor")
+        phases["train"].append("gather actor")
+        numbers = {role: shape["parameters"] for role, shape in found["decoders"].items()}
+        share = numbers["critic"] / (numbers["critic"] + numbers["actor"]) / report["settings"]["ppo_epochs"]
+        hidden = min(parts["gather actor"].exchange, compute["train"] * share)
+    rows = {}
+    for phase, chosen in phases.items():
+        size = sum(parts[part].gathered * crossings + parts[part].reduced * around for part in chosen) / 1e6
+        exchange = sum(parts[part].exchange for part in chosen) - (hidden if phase == "train" else 0.0)
+        rows[phase] = compute[phase], exchange, size
+    rest = max(0.0, compute["step"] - sum(found["compute"][dtype_of(report, name)][phase] for phase in PHASES))
+    own, exchange, size = (sum(column) for column in zip(*rows.values(), strict=True))
+    return rows | {"step": (own + rest, exchange + parts["metrics"].exchange, size)}
+
+
 def compared(report: Mapping, found: Mapping, names: list[str]) -> tuple[list[str], float]:
     """The table's lines, and how far the furthest step is from its prediction, as a share of what was measured."""
     lines = [
@@ -207,29 +232,13 @@ def compared(report: Mapping, found: Mapping, names: list[str]) -> tuple[list[st
     worst = 0.0
     for name in names:
         steps = [step for turn in report["options"][name] for step in turn]
-        parts, total = exchanged(report, found, name), 0.0
-        compute = found["compute"][dtype_of(report, name)]
-        rest = max(0.0, compute["step"] - sum(compute[phase] for phase in PHASES))
-        crossings, around = crossings_of(report, name)
-        for phase in (*PHASES, "step"):
-            own = compute[phase]
-            if phase == "train":  # alone, a rank steps all numbers
-                share = sum(part.compute for key, part in parts.items() if key.startswith("step "))
-                world = report["hosts"] * report["ranks_per_host"]
-                own -= (world - 1) * share
-            chosen = [parts[part] for part in PHASES.get(phase, ())]
-            size = sum(part.gathered * crossings + part.reduced * around for part in chosen) / 1e6
-            exchange = sum(part.exchange for part in chosen)
-            if phase == "step":
-                own, exchange = rest, parts["metrics"].exchange
-            total += own + exchange
-            predicted = total if phase == "step" else own + exchange
+        for phase, (own, exchange, size) in predicted(report, found, name).items():
             measured = trial_links.seconds_of(steps, phase)
-            told = f"{size:.1f}" if phase != "step" else ""
-            cells = [name, phase, f"{own:.2f}", f"{exchange:.2f}", f"{predicted:.2f}", f"{measured:.2f}"]
-            cells += [f"{predicted / measured:.2f}", told, f"{trial_links.megabytes_of(steps, phase):.1f}"]
+            ratio = (own + exchange) / measured
+            cells = [name, phase, f"{own:.2f}", f"{exchange:.2f}", f"{own + exchange:.2f}", f"{measured:.2f}"]
+            cells += [f"{ratio:.2f}", f"{size:.1f}", f"{trial_links.megabytes_of(steps, phase):.1f}"]
             lines.append(f"| {' | '.join(cells)} |")
-        worst = max(worst, abs(predicted - measured) / measured)
+        worst = max(worst, abs(ratio - 1))  # of the step, which comes last
     return lines, worst
 
 
