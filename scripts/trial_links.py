@@ -29,6 +29,7 @@ from scripts.two_hosts.hosts import Link, TwoHosts  # noqa: E402
 RANKS_PER_HOST = 2
 PHASES = ("step", "generate", "make_experience", "train", "gather")
 PATIENCE = 900.0  # seconds of one run
+SLOW: dict = {"reward_seconds": 0.25, "turns": 2}  # of each response; a rank's responses are drawn in two turns
 OPTIONS: dict[str, dict] = {
     "plain": {"by_node": "nothing"},
     "gathers by node": {},
@@ -36,12 +37,14 @@ OPTIONS: dict[str, dict] = {
     "overlapped gather": {"overlap_gather": True},
     "hpZ": {"zero": {"zero_hpz_partition_size": RANKS_PER_HOST}},
     "bf16": {"dtype": "bf16"},
+    "slow rewards": SLOW,
+    "slow rewards, overlapped": SLOW | {"overlap_rewards": True},
 }
 """What is changed, by the option's name, of the settings that scripts/trial_links_rank.py runs with."""
 
 
 def main() -> int:
-    """Run all options by turns and print the table; returns the exit code."""
+    """Run all options by turns and print the table of those that ran; returns the exit code."""
     args = parse()
     if reason := TwoHosts.refusal():
         print(f"two hosts cannot be had here: {reason}", file=sys.stderr)
@@ -51,6 +54,7 @@ def main() -> int:
     from scripts.benchmark_models import make_models
 
     counted: dict[str, list[list]] = {name: [] for name in args.options}
+    failed = 0
     with tempfile.TemporaryDirectory() as folder:
         actor, critic = make_models(Path(folder) / "models", args.size, args.critic_size or args.size, torch.float32)
         settings = vars(args) | {"actor": actor, "critic": critic}
@@ -59,14 +63,20 @@ def main() -> int:
             for turn in range(args.rounds):
                 for number, name in enumerate(args.options if turn % 2 == 0 else reversed(args.options)):
                     port = args.master_port + (turn * len(args.options) + number) % 90
-                    steps = run(hosts, settings | OPTIONS[name], Path(folder), port)
+                    try:
+                        steps = run(hosts, settings | OPTIONS[name], Path(folder), port)
+                    except RuntimeError as error:
+                        print(f"turn {turn + 1}, {name}: {error}", file=sys.stderr, flush=True)
+                        failed = 1
+                        continue
                     counted[name].append(steps)
                     print(f"turn {turn + 1}, {name}: {seconds_of(steps, 'step'):.2f} s a step", flush=True)
+    counted = {name: turns for name, turns in counted.items() if turns}
     report = {"settings": vars(args), "ranks_per_host": RANKS_PER_HOST, "hosts": 2, "options": counted}
     if args.json:
         Path(args.json).write_text(json.dumps(report))
     print(table(report))
-    return 0
+    return failed
 
 
 def parse() -> argparse.Namespace:
@@ -167,6 +177,8 @@ def table(report: Mapping) -> str:
         cells = [name, *(f"{value:.2f}" for value in seconds)]
         cells += [f"{megabytes_of(steps, phase):.1f}" for phase in PHASES] + [f"{seconds[0] / base:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
+    agreement = median(host["agreement"] for turns in report["options"].values() for host in turns[0][0])
+    lines.append(f"\nAn agreement of all ranks takes {1e3 * agreement:.0f} ms.")
     return "\n".join(lines)
 
 

@@ -7,8 +7,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,6 +33,9 @@ def counters() -> dict[str, tuple[int, int]]:
     """Bytes that each interface of this process's network has received and sent; proc(5)."""
     lines = [line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
     return {name.strip(): (int(numbers.split()[0]), int(numbers.split()[8])) for name, numbers in lines}
+
+
+AGREEMENTS = 20  # of all ranks on nothing, to tell what one takes
 
 
 class Ledger:
@@ -108,6 +112,13 @@ def main(options: dict) -> None:
             report = trainer.step(prompts)
             distributed.barrier()
         steps.append({"phases": ledger.taken(), "entropy": report.metrics["objective/entropy"]})
+    agreements = []
+    for _ in range(AGREEMENTS):
+        started = time.perf_counter()
+        distributed.any_rank(False)
+        agreements.append(time.perf_counter() - started)
+    for step in steps:
+        step["agreement"] = median(agreements)
     if distributed.local_rank() == 0:
         path = Path(options["output"]) / f"host_{distributed.rank()}.json"
         path.write_text(json.dumps(steps[options["warmup"] :]))
@@ -122,6 +133,7 @@ def build(options: dict, ledger: Ledger):
     import engine.whole_copies
     import training.ppo_trainer
     from engine.algorithms import get_dialect
+    from engine.reward.function import FunctionReward
     from engine.rlhf_engine import EngineSpec, RLHFEngine
     from engine.rollout import SamplingConfig, build_rollouts
     from engine.zero.config import EngineConfig
@@ -137,7 +149,7 @@ def build(options: dict, ledger: Ledger):
     )
     models = RLHFEngine.from_pretrained(spec)
     length = options["prompt_length"] + options["response_length"]
-    rows = options["prompts"] // int(os.environ["WORLD_SIZE"])
+    rows = options["prompts"] // int(os.environ["WORLD_SIZE"]) // options.get("turns", 1)
     rollouts = build_rollouts(
         options["rollout_backend"],
         models.actor,
@@ -179,7 +191,24 @@ def build(options: dict, ledger: Ledger):
         exact_sampler=exact,
         overlap_gather=options.get("overlap_gather", False),
     )
-    return PPOTrainer(models=models, rollouts=rollouts, dialect=dialect, config=config, sampling=sampling)
+    reward = None
+    if "reward_seconds" in options:
+        reward = FunctionReward(slow(options["reward_seconds"]), models.tokenizer)
+        if options.get("overlap_rewards"):
+            rollouts.finished = reward.begin
+    return PPOTrainer(
+        models=models, rollouts=rollouts, dialect=dialect, config=config, sampling=sampling, reward=reward
+    )
+
+
+def slow(seconds: float) -> Callable[[list[str], list[str]], list[float]]:
+    """A reward function that waits so long for each response, as for a server."""
+
+    def scores(prompts: list[str], responses: list[str]) -> list[float]:
+        time.sleep(seconds * len(responses))
+        return [float(len(response) % 7) for response in responses]
+
+    return scores
 
 
 def make_prompts(options: dict, step: int):
