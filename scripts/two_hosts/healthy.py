@@ -3,17 +3,17 @@
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.two_hosts.hosts import TwoHosts
 from scripts.two_hosts.launches import ROOT, Launched, launch
 from tests.e2e.faults import STEPS, differences
 from tests.e2e.programs import Tiny, command_line
+from tests.ports import free_port
 
 PROGRAM = ROOT / "training" / "step3_rlhf.py"
-LIMIT = 900.0  # seconds of a whole run
-REFUSED_WITHIN = 400.0  # seconds, 35 of which a rank looks for rank 0's file
+LIMIT = 900.0  # seconds of a whole run, on a machine that may be slow
+REFUSED_WITHIN = 400.0  # seconds, 35 of them a rank looks for rank 0's file
 POINT = f"step_{STEPS:06d}"
 
 
@@ -25,7 +25,13 @@ def words(tiny: Tiny, out: Path, **changes) -> list[str]:
 
 def on_one_host(tiny: Tiny, out: Path) -> None:
     """The same run with both ranks on this machine; raises RuntimeError where it does not come to its end."""
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2", "--master_port", "31007"]
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
     ended = subprocess.run([*torchrun, str(PROGRAM), *words(tiny, out)], cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(f"the run on one host has failed:\n{ended.stdout}{ended.stderr}")
@@ -89,6 +95,6 @@ def _come_to_its_end(launched: Launched) -> list[str]:
     return [f"exit code {ended.code}, it said: {last_of(ended.text)}"] * bool(ended.code)
 
 
-def last_of(text: str, lines: Sequence[int] = range(3)) -> str:
-    """The last lines of what was printed, as one."""
-    return " / ".join(text.strip().splitlines()[-len(lines) :])
+def last_of(text: str) -> str:
+    """The last three lines of what was printed, as one."""
+    return " / ".join(text.strip().splitlines()[-3:])

@@ -68,17 +68,19 @@ class TwoHosts:
         for program, package in PROGRAMS.items():
             if shutil.which(program) is None:
                 return f"there is no {program} ({package} is needed)"
-        trial = "ip link set lo up && hostname a && mount -t tmpfs tmpfs /dev/shm"
+        trial = "ip link add cable0 type veth peer name cable1 && hostname a && mount -t tmpfs tmpfs /dev/shm"
         argv = [*([] if _is_root() else USER), "unshare", *NAMESPACES, "sh", "-c", trial]
         outcome = subprocess.run(argv, capture_output=True, text=True)
         if outcome.returncode:
-            return f"network namespaces are not permitted here ({outcome.stderr.strip().splitlines()[-1:]})"
+            return f"network namespaces are not permitted here ({' '.join(outcome.stderr.split())})"
         return None
 
     @staticmethod
     def ssh_refusal() -> str | None:
         """Why no sshd can stand in the hosts; None if one can."""
-        return ssh.refusal() if _is_root() else "sshd needs root to let anyone in"
+        if not _is_root() or Path("/proc/self/setgroups").read_text().strip() != "allow":
+            return "sshd needs root to let anyone in, and not that of a user namespace"
+        return ssh.refusal()
 
     def __enter__(self) -> "TwoHosts":
         if reason := self.refusal():

@@ -9,10 +9,10 @@ PORT = 22  # of each host's own network
 
 
 def refusal() -> str | None:
-    """Why there can be no sshd here; None if there can."""
-    for program in ("ssh", "ssh-keygen", "sshd"):
+    """Why `deepspeed --hostfile` cannot be tried here; None if it can."""
+    for program in ("ssh", "ssh-keygen", "sshd", "pdsh"):
         if _which(program) is None:
-            return f"there is no {program} (openssh-server and openssh-client are needed)"
+            return f"there is no {program} (openssh-server, openssh-client and pdsh are needed)"
     return None if Path(CLIENT).is_file() else f"there is no {CLIENT}"
 
 
