@@ -75,7 +75,8 @@ def main() -> int:
     report = {"settings": vars(args), "ranks_per_host": RANKS_PER_HOST, "hosts": 2, "options": counted}
     if args.json:
         Path(args.json).write_text(json.dumps(report))
-    print(table(report))
+    if counted:
+        print(table(report))
     return failed
 
 
