@@ -16,6 +16,7 @@ from engine.errors import RunStopped
 from engine.trace import traced
 from engine.zero.copies import Copies
 from engine.zero.fitting import decoder_layers, with_fitting_bucket, with_fitting_sizes
+from engine.zero.hpz import own_hpz_groups
 from engine.zero.long_batch import LongBatch
 from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
@@ -40,7 +41,7 @@ class TrainedModel:
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer, role: str = "model"):
         _gather_by_layer(module, ds_config)
         ds_config = with_fitting_bucket(module, with_fitting_sizes(module, ds_config))
-        with _nothing_compiled():
+        with _nothing_compiled(), own_hpz_groups(ds_config):
             self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
         self.role = role  # for messages and traces
@@ -220,7 +221,8 @@ class FrozenModel:
     def __init__(self, module: nn.Module, ds_config: dict, offload: bool = False, role: str = "model"):
         module.requires_grad_(False)
         _gather_by_layer(module, ds_config)
-        self.ds_engine, *_ = deepspeed.initialize(model=module, config=with_fitting_sizes(module, ds_config))
+        with own_hpz_groups(ds_config):
+            self.ds_engine, *_ = deepspeed.initialize(model=module, config=with_fitting_sizes(module, ds_config))
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
         self.role = role  # for messages and traces
         self.copies: Copies | None = None

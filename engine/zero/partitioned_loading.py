@@ -10,6 +10,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from engine.zero.extensions import load_for
 from engine.zero.gathering import is_partitioned
+from engine.zero.hpz import own_hpz_groups
 
 _TORCH_LINEAR = nn.functional.linear
 
@@ -27,7 +28,8 @@ def partitioned_loading(ds_config: dict | None) -> Iterator[None]:
     load_for(ds_config)
     switch = HfDeepSpeedConfig(ds_config)
     try:
-        yield
+        with own_hpz_groups(ds_config):
+            yield
     finally:
         unset_hf_deepspeed_config()
         del switch

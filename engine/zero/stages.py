@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine import distributed
 from engine.zero.gathering import own_run
+from engine.zero.hpz import forget_second_copies
 from engine.zero.shards import Master, Span
 from engine.zero.step_gradients import without_gradients
 
@@ -261,6 +262,7 @@ class Stage3(Stage1And2):
         self.optimizer.checkpoint_event_prologue()  # some may still stand gathered, with what they held before
         for index in range(len(self.optimizer.fp32_partitioned_groups_flat)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        forget_second_copies(self.ds_engine.module.parameters())
         self.optimizer.checkpoint_event_epilogue()  # gathers what is never partitioned between uses
 
 

@@ -8,7 +8,7 @@ from engine.errors import UserError
 from engine.models.adapter_folders import read_adapter
 from engine.models.lora import LoraSpec
 from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
-from engine.zero.limits import refuse_offload_of_roles, refuse_together
+from engine.zero.limits import refuse_offload_of_roles
 from training.flags.algorithm_flags import AlgorithmFlags
 from training.flags.arguments import REQUIRED, flag
 from training.flags.lora_flags import LEARNING_RATE, RoleLoraFlags
@@ -199,7 +199,6 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
             )
         if self.share_trunk:
             refuse_offload_of_roles(configs["actor"])
-        refuse_together(configs, {choice.role: choice.path for choice in choices})
         return configs
 
     def _check(self, dialect: Dialect) -> None:

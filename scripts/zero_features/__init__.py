@@ -1,0 +1,1 @@
+"""What scripts/trial_zero_features.py tries, and how it starts ranks."""
