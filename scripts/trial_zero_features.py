@@ -185,7 +185,11 @@ def numbers(feature, ended, folder: Path, found: dict[str, Outcome]) -> tuple[st
     ]
     far, name = max(distances, key=lambda pair: (pair[0] != pair[0], pair[0]))
     said = f"runs; farthest from {feature.like}: {name} by {far:.1e}" if far else f"runs; all equal to {feature.like}"
-    return said, "" if far <= feature.tolerance else f"{name} is {far:.1e} from {feature.like}, more than {feature.tolerance:g}", own
+    return (
+        said,
+        "" if far <= feature.tolerance else f"{name} is {far:.1e} from {feature.like}, more than {feature.tolerance:g}",
+        own,
+    )
 
 
 def last_line(ended) -> str:

@@ -78,7 +78,11 @@ class ZeroMemory:
     def weights(self) -> int:
         """Bytes of the module's weights on this rank."""
         sizes = [parameter.numel() for parameter in self.model.module.parameters()]
-        return self.model.width * (self._share(sizes) if self.stage == 3 else sum(sizes))
+        if self.stage < 3:
+            return self.model.width * sum(sizes)
+        group = min(int(self.zero.zero_hpz_partition_size), self.world)
+        second = sum(-(-size // group) for size in sizes) if group > 1 else 0  # what hpZ's groups hold once more
+        return self.model.width * (self._share(sizes) + second)
 
     @property
     def masters(self) -> int:

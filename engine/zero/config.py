@@ -9,40 +9,19 @@ from pydantic import BaseModel, ValidationError
 
 from engine.errors import UserError, nearest
 from engine.files import read_text
-from engine.zero.limits import refuse_low_precision, refuse_out_of_reach, refuse_what_cannot_be, use_own_swap_folder
+from engine.zero.limits import (
+    refuse_at_stage,
+    refuse_low_precision,
+    refuse_of_zero,
+    refuse_out_of_reach,
+    refuse_what_cannot_be,
+    use_own_swap_folder,
+)
+from engine.zero.sections import OWNED, TAKEN, refuse_scaled_gradients, refuse_sections
 
 # A wheel has the folder configs/ds beside this file; a checkout has it at its top level.
 _INSTALLED = Path(__file__).with_name("configs")
 CONFIG_DIR = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "configs" / "ds"
-
-# What the program decides; a file may leave these out, say "auto", or say the same.
-_OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-_KNOWN = {
-    *_OWNED,
-    "zero_optimization",
-    "fp16",
-    "bf16",
-    "data_types",
-    "communication_data_type",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "sparse_gradients",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "dump_state",
-    "memory_breakdown",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "aio",
-    "comms_logger",
-    "flops_profiler",
-    "activation_checkpointing",
-    "checkpoint",
-    "seq_parallel_communication_data_type",
-    "comment",
-    "tensor_parallel",
-    "torch_autocast",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +85,7 @@ def build_ds_config(
         "gradient_accumulation_steps": 1,
         "gradient_clipping": gradient_clipping,
     }
-    for name in _OWNED:
+    for name in OWNED:
         if config.get(name, "auto") not in ("auto", owned.get(name, "auto")):
             raise UserError(
                 f"{choice.path}: {name} is {config[name]!r}, but the program sets it from its flags"
@@ -134,7 +113,6 @@ def build_ds_config(
             f"{choice.path}: zero_optimization.compute_grad_norm is false, but the gradient norm is one of "
             "the metrics. Leave it out of the file."
         )
-    refuse_what_cannot_be(config, choice.path)
     if trained:
         refuse_out_of_reach(config["zero_optimization"], choice.path)
     else:
@@ -184,7 +162,9 @@ def read_ds_file(choice: EngineConfig) -> dict:
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} is not valid JSON ({error}).") from None
     if not isinstance(config, dict):
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} holds no JSON object.")
-    _refuse_unknown(config, _KNOWN, path)
+    refuse_sections(config, path)
+    refuse_what_cannot_be(config, str(path))
+    _refuse_unknown(config, TAKEN, path)
     sections = _sections()
     for name in sections:
         if not isinstance(config.setdefault(name, {}), dict):
@@ -195,8 +175,11 @@ def read_ds_file(choice: EngineConfig) -> dict:
             f"{path}: zero_optimization.stage is {zero['stage']!r}, but {choice.flag('zero_stage')} is "
             f"{choice.stage}. Give the same in both places."
         )
+    refuse_of_zero(zero, str(path))
     for name, model in sections.items():
         _check_section(config[name], model, path, name)
+    refuse_at_stage(zero, str(path))
+    refuse_scaled_gradients(config, path)
     return config
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from engine import distributed
 from engine.errors import RunStopped
 from engine.trace import traced
 from engine.zero.copies import Copies
+from engine.zero.extensions import nothing_compiled
 from engine.zero.fitting import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.hpz import own_hpz_groups
 from engine.zero.long_batch import LongBatch
@@ -41,7 +41,7 @@ class TrainedModel:
     def __init__(self, module: nn.Module, ds_config: dict, optimizer: torch.optim.Optimizer, role: str = "model"):
         _gather_by_layer(module, ds_config)
         ds_config = with_fitting_bucket(module, with_fitting_sizes(module, ds_config))
-        with _nothing_compiled(), own_hpz_groups(ds_config):
+        with nothing_compiled(), own_hpz_groups(ds_config):
             self.ds_engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=ds_config)
         self.module: Any = self.ds_engine.module  # a Policy or a Scorer, classes that stand above this folder
         self.role = role  # for messages and traces
@@ -274,20 +274,3 @@ def _gather_by_layer(module: nn.Module, ds_config: dict) -> None:
     layers = {type(layer) for layer in decoder_layers(module)}
     if zero.get("stage") == 3 and "leaf_module" not in zero and layers:
         set_z3_leaf_modules(module, list(layers))
-
-
-@contextlib.contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """Within the block torch.compile leaves functions as they are.
-
-    DeepSpeed has it compile the kernels of an optimizer that is none of ours, for which torch imports its compiler:
-    more than a second of each rank's start.
-    """
-    name, before = "TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before

@@ -1,11 +1,12 @@
-"""DeepSpeed's extensions in C++: built where they are first used, one process at a time."""
+"""DeepSpeed's extensions in C++: built where they are first used, one process at a time; what torch would compile for
+it is not."""
 
 import contextlib
 import fcntl
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -106,3 +107,20 @@ def offloaded_adamw(groups: list[dict], **settings) -> torch.optim.Optimizer:
 
     load_extension("CPUAdamBuilder")
     return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
+
+
+@contextlib.contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Within the block torch.compile leaves functions as they are.
+
+    DeepSpeed has it compile the kernels of an optimizer that is none of ours, for which torch imports its compiler:
+    more than a second of each rank's start.
+    """
+    name, before = "TORCHDYNAMO_DISABLE", os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

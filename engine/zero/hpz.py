@@ -42,7 +42,7 @@ def _group(size: int) -> Any:
 
 @contextlib.contextmanager
 def _deepspeed_has(group: Any) -> Iterator[Callable[[int], None]]:
-    """Within this context DeepSpeed's group is this one, and stays it where DeepSpeed would make one; gives what does."""
+    """Within this context DeepSpeed's group is this one, also where DeepSpeed would make one; gives what makes it."""
     before, make = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, groups._create_zero_param_parallel_group
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP, groups._create_zero_param_parallel_group = group, lambda size: None
     try:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from engine import distributed
 from engine.errors import UserError
 
 # Settings of ZeRO's under which numbers of the training state are on a disk, in another optimizer or another process,
@@ -19,7 +20,13 @@ _OUT_OF_REACH: dict[str, Callable[[Any], bool]] = {
 
 
 def refuse_out_of_reach(zero: Mapping, path: str | None) -> None:
-    """Raise UserError for a file that keeps numbers of the training state where no restart point finds them."""
+    """Raise UserError for a file that keeps numbers of the training state where no restart point finds them, or that
+    offloads what stage 0 does not."""
+    if zero["stage"] == 0 and zero.get("offload_optimizer"):
+        raise UserError(
+            f"{path}: zero_optimization.offload_optimizer is {zero['offload_optimizer']!r}, but the stage is 0, which "
+            "offloads nothing. Use stage 1, 2 or 3, or leave it out of the file."
+        )
     for name, elsewhere in _OUT_OF_REACH.items():
         section, _, key = name.partition(".")
         value = (zero.get(section) or {}).get(key) if key else zero.get(section)
@@ -92,20 +99,74 @@ def use_own_swap_folder(zero: dict, role: str) -> None:
         zero["offload_param"] = {**section, "nvme_path": str(Path(section["nvme_path"]) / role)}
 
 
-def refuse_together(configs: Mapping[str, Mapping], paths: Mapping[str, str | None]) -> None:
-    """Raise UserError for engines, by role, that DeepSpeed cannot have in one process.
+_ROUNDED = (
+    "its numbers are rounded to {bits} bits, so that a step learns another thing than old log-probs and rewards were "
+    "computed of, and DeepSpeed's kernels for it are for GPUs alone: zero_hpz_partition_size sends less and changes no "
+    "number"
+)
+_OTHER_POINTS = "it is about checkpoints of DeepSpeed's, and restart points are the program's own (--save_steps)"
+_MICS = "DeepSpeed itself has it no longer: zero_hpz_partition_size keeps gathers within a node, too"
+_LAYERS = (
+    "decoder layers are fetched as one here already, and a leaf within a leaf is freed twice: leaf_module names others"
+)
 
-    configs: the engines' whole configurations; paths: the users' files that they come from.
-    """
-    zeros = {role: config["zero_optimization"] for role, config in configs.items()}
-    sizes = {role: zero.get("zero_hpz_partition_size", 1) for role, zero in zeros.items() if zero["stage"] == 3}
-    role, size = max(sizes.items(), key=lambda item: item[1], default=("", 1))
-    if size > 1 and len(sizes) > 1:
-        others = ", ".join(f"{other} {own}" for other, own in sizes.items() if other != role)
+REFUSED_OF_ZERO = {
+    "zero_quantized_weights": _ROUNDED.format(bits=8),
+    "zero_quantized_gradients": _ROUNDED.format(bits="8 and 4"),
+    "zeropp_loco_param": "DeepSpeed itself has it no longer",
+    "mics_shard_size": _MICS,
+    "mics_hierarchical_params_gather": _MICS,
+    "legacy_stage1": "DeepSpeed itself has it no longer",
+    "stage3_module_granularity_threshold": _LAYERS,
+    "module_granularity_threshold": _LAYERS,
+    "elastic_checkpoint": _OTHER_POINTS,
+    "pipeline_loading_checkpoint": _OTHER_POINTS,
+    "save_muon_momentum_buffer_in_memory": "the optimizer is Adam",
+    "cpu_offload": 'it is an old name: write "offload_optimizer": {"device": "cpu"}',
+    "cpu_offload_param": 'it is an old name: write "offload_param": {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": 'it is an old name: write "pin_memory" in offload_optimizer and offload_param',
+}
+"""Of engines that train and of frozen ones, at every stage: why there is no such thing here, and what does its work."""
+
+
+def refuse_of_zero(zero: dict, path: str | None) -> None:
+    """Raise UserError for a setting of ZeRO's that is REFUSED_OF_ZERO; those that are off are taken out, and sections
+    that offload nothing."""
+    for name in ("offload_optimizer", "offload_param"):
+        section = zero.get(name, {})
+        if section in (None, {}) or (isinstance(section, dict) and section.get("device") == "none"):
+            zero.pop(name, None)
+    for name in [name for name in zero if name in REFUSED_OF_ZERO]:
+        if value := zero.pop(name):
+            raise UserError(
+                f"{path}: zero_optimization.{name} is {value!r}, but {REFUSED_OF_ZERO[name]}. Leave it out of the file."
+            )
+
+
+def refuse_at_stage(zero: Mapping, path: str | None) -> None:
+    """Raise UserError for what ZeRO has at stage 3 alone, and would ignore at another one."""
+    stage, size = zero["stage"], int(zero.get("zero_hpz_partition_size", 1))
+    asked = {
+        "zero_hpz_partition_size": size if size > 1 else None,
+        "offload_param": zero.get("offload_param"),
+        "zero_quantized_nontrainable_weights": zero.get("zero_quantized_nontrainable_weights"),
+    }
+    for name, value in asked.items():
+        if value and stage != 3:
+            raise UserError(
+                f"{path}: zero_optimization.{name} is {value!r}, but the stage is {stage}: weights are partitioned at "
+                "stage 3 alone. Change the stage, or leave it out of the file."
+            )
+    world = distributed.world_size()
+    if size > 1 and world % min(size, world):
         raise UserError(
-            f"{paths[role]}: zero_optimization.zero_hpz_partition_size is {size} for the {role}, but there are other "
-            f"engines at stage 3 ({others}), and DeepSpeed makes its groups once in a process. Leave it out of the "
-            "file."
+            f"{path}: zero_optimization.zero_hpz_partition_size is {size}, but {distributed.ranks_in_words()} cannot "
+            f"be divided into groups of {size}. Give the number of a node's GPUs, or another that divides the ranks."
+        )
+    if size > 1 and (zero.get("offload_param") or {}).get("device") == "nvme":
+        raise UserError(
+            f"{path}: zero_optimization.zero_hpz_partition_size is {size} with offload_param.device 'nvme', but the "
+            "second copy that hpZ keeps would be in memory. Leave one of the two out of the file."
         )
 
 

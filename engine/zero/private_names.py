@@ -48,6 +48,25 @@ PRIVATE_NAMES = (
         "GatheredParameters, which has all ranks compare notes on each parameter first",
     ),
     PrivateName(f"{_PARTITIONS}.ZeroParamStatus", "AVAILABLE", "the status of what is gathered", "as for ds_status"),
+    # engine/zero/hpz.py
+    PrivateName(
+        "deepspeed.utils.groups",
+        "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+        "groups of each engine's own for hpZ",
+        "zero_param_parallel_group of zero.Init, which transformers does not give, and initialize does not have",
+    ),
+    PrivateName(
+        "deepspeed.utils.groups",
+        "_create_zero_param_parallel_group",
+        "making these groups once in a process",
+        "none: zero.Init makes them by this function whenever its configuration has hpZ",
+    ),
+    PrivateName(
+        _PARTITIONS,
+        "ds_secondary_tensor",
+        "gathering anew what a restart point has put into frozen weights",
+        "none: it is taken for what never changes",
+    ),
     # engine/zero/long_batch.py
     PrivateName(
         _PARTITIONS,

@@ -91,7 +91,10 @@ def _stages() -> list[Feature]:
         Feature("EMA, stage 0", "flag", stages(0, 0, **ema)),
         *(Feature(f"EMA, stage {stage}", "file", ema, zero(stage), like="EMA, stage 0") for stage in (1, 2, 3)),
         Feature(
-            "EMA in host memory, offload", "flag", stages(3, 3, offload=True, ema_device="cpu", **ema), like="EMA, stage 0"
+            "EMA in host memory, offload",
+            "flag",
+            stages(3, 3, offload=True, ema_device="cpu", **ema),
+            like="EMA, stage 0",
         ),
         Feature("LoRA", "flag", stages(0, 0, **LORA), like="LoRA"),
         Feature("LoRA, stage 3", "file", LORA, zero(roles=ALL), like="LoRA"),
@@ -110,9 +113,13 @@ def _offload(nvme: dict) -> list[Feature]:
         Feature("offload_param, stage 2", "file", files=zero(2, offload_param=CPU), refused="offload_param"),
         Feature("offload and a file", "flag", {"offload": True}, zero(), refused="--offload"),
         Feature("offload_optimizer.ratio", "file", files=zero(offload_optimizer=CPU | {"ratio": 0.5}), refused="ratio"),
-        Feature("NVMe for frozen parameters", "file", stages(3, 3), zero(roles=ALL[2:], offload_param=nvme | elsewhere)),
+        Feature(
+            "NVMe for frozen parameters", "file", stages(3, 3), zero(roles=ALL[2:], offload_param=nvme | elsewhere)
+        ),
         Feature("NVMe for trained parameters", "file", files=zero(offload_param=nvme), refused="offload_param.device"),
-        Feature("NVMe for the optimizer", "file", files=zero(offload_optimizer=nvme), refused="offload_optimizer.device"),
+        Feature(
+            "NVMe for the optimizer", "file", files=zero(offload_optimizer=nvme), refused="offload_optimizer.device"
+        ),
         Feature(
             "SuperOffload", "file", files=zero(offload_optimizer=CPU | {"super_offload": True}), refused="super_offload"
         ),
@@ -192,7 +199,12 @@ def _zero_settings() -> list[Feature]:
         *(Feature(f"{name}, stage 2", "file", files=zero(2, **{name: value})) for name, value in at2.items()),
         *(Feature(f"{name}, stage 3", "file", files=zero(**{name: value})) for name, value in at3.items()),
         *(Feature(name, "file", files=zero(1, **{name: True}), refused=name) for name in unused),
-        Feature("stage3_gather_16bit_weights_on_model_save", "file", files=zero(stage3_gather_16bit_weights_on_model_save=True), refused="stage3_gather_16bit_weights_on_model_save"),
+        Feature(
+            "stage3_gather_16bit_weights_on_model_save",
+            "file",
+            files=zero(stage3_gather_16bit_weights_on_model_save=True),
+            refused="stage3_gather_16bit_weights_on_model_save",
+        ),
     ]
 
 
@@ -208,37 +220,110 @@ def _precision() -> list[Feature]:
         Feature("fp16, stage 0", "flag", stages(0, 0, dtype="fp16"), like="fp16, stage 0"),
         Feature("fp16, stage 3", "file", {"dtype": "fp16"}, zero(), like="fp16, stage 0", tolerance=0.1),
         Feature(
-            "bf16 masters", "file", {"dtype": "bf16"}, {r: f | {"bf16": low} for r, f in zero().items()}, like="bf16, stage 0", tolerance=0.1,
+            "bf16 masters",
+            "file",
+            {"dtype": "bf16"},
+            {r: f | {"bf16": low} for r, f in zero().items()},
+            like="bf16, stage 0",
+            tolerance=0.1,
         ),
-        Feature("gradients summed in fp32", "file", {"dtype": "bf16"}, top(**sums), like="bf16, stage 0", tolerance=0.1),
-        Feature("one engine in bf16", "file", {"dtype": "fp32"}, {"critic": {"bf16": {"enabled": True}}}, refused="bf16.enabled"),
-        Feature("one engine in fp16", "file", {"dtype": "fp32"}, {"actor": {"fp16": {"enabled": True}}}, refused="fp16.enabled"),
-        Feature("torch_autocast", "file", files=top(torch_autocast={"enabled": True, "dtype": "bfloat16"}), refused="torch_autocast"),
-        Feature("torch_autocast of one engine", "file", stages(0, 2), {"critic": top(torch_autocast={"enabled": True})["critic"]}, refused="torch_autocast"),
+        Feature(
+            "gradients summed in fp32", "file", {"dtype": "bf16"}, top(**sums), like="bf16, stage 0", tolerance=0.1
+        ),
+        Feature(
+            "one engine in bf16",
+            "file",
+            {"dtype": "fp32"},
+            {"critic": {"bf16": {"enabled": True}}},
+            refused="bf16.enabled",
+        ),
+        Feature(
+            "one engine in fp16",
+            "file",
+            {"dtype": "fp32"},
+            {"actor": {"fp16": {"enabled": True}}},
+            refused="fp16.enabled",
+        ),
+        Feature(
+            "torch_autocast",
+            "file",
+            files=top(torch_autocast={"enabled": True, "dtype": "bfloat16"}),
+            refused="torch_autocast",
+        ),
+        Feature(
+            "torch_autocast of one engine",
+            "file",
+            stages(0, 2),
+            {"critic": top(torch_autocast={"enabled": True})["critic"]},
+            refused="torch_autocast",
+        ),
         Feature("torch_autocast off", "file", files=top(torch_autocast={"enabled": False})),
-        *(Feature(f"communication_data_type {name}", "file", files=top(communication_data_type=name), tolerance=tol) for name, tol in (("fp32", 1e-4), ("bf16", 0.1), ("fp16", 0.02))),
+        *(
+            Feature(f"communication_data_type {name}", "file", files=top(communication_data_type=name), tolerance=tol)
+            for name, tol in (("fp32", 1e-4), ("bf16", 0.1), ("fp16", 0.02))
+        ),
         Feature("data_types.param_dtype", "file", files=top(data_types={"param_dtype": "bf16"}), refused="param_dtype"),
-        Feature("data_types.buffer_dtype", "file", files=top(data_types={"buffer_dtype": "bf16"}), refused="buffer_dtype"),
+        Feature(
+            "data_types.buffer_dtype", "file", files=top(data_types={"buffer_dtype": "bf16"}), refused="buffer_dtype"
+        ),
     ]
 
 
 def _sections() -> list[Feature]:
     return [
-        Feature("gradient checkpointing, stage 0", "flag", {"actor_gradient_checkpointing": True, "critic_gradient_checkpointing": True}),
-        Feature("gradient checkpointing, stage 3", "file", {"actor_gradient_checkpointing": True, "critic_gradient_checkpointing": True}, zero()),
-        Feature("activation_checkpointing", "file", files=top(activation_checkpointing={"partition_activations": True}), refused="activation_checkpointing"),
-        Feature("activation_checkpointing, all off", "file", files=top(activation_checkpointing={"partition_activations": False, "cpu_checkpointing": False})),
+        Feature(
+            "gradient checkpointing, stage 0",
+            "flag",
+            {"actor_gradient_checkpointing": True, "critic_gradient_checkpointing": True},
+        ),
+        Feature(
+            "gradient checkpointing, stage 3",
+            "file",
+            {"actor_gradient_checkpointing": True, "critic_gradient_checkpointing": True},
+            zero(),
+        ),
+        Feature(
+            "activation_checkpointing",
+            "file",
+            files=top(activation_checkpointing={"partition_activations": True}),
+            refused="activation_checkpointing",
+        ),
+        Feature(
+            "activation_checkpointing, all off",
+            "file",
+            files=top(activation_checkpointing={"partition_activations": False, "cpu_checkpointing": False}),
+        ),
         Feature("AutoTP", "file", files=top(tensor_parallel={"autotp_size": 2}), refused="tensor_parallel.autotp_size"),
-        Feature("AutoTP of one engine", "file", stages(0, 2), {"critic": top(tensor_parallel={"autotp_size": 2})["critic"]}, refused="tensor_parallel.autotp_size"),
-        Feature("sequence_parallel_size", "file", files=top(sequence_parallel_size=2), refused="sequence_parallel_size"),
+        Feature(
+            "AutoTP of one engine",
+            "file",
+            stages(0, 2),
+            {"critic": top(tensor_parallel={"autotp_size": 2})["critic"]},
+            refused="tensor_parallel.autotp_size",
+        ),
+        Feature(
+            "sequence_parallel_size", "file", files=top(sequence_parallel_size=2), refused="sequence_parallel_size"
+        ),
         Feature("pipeline", "file", files=top(pipeline={"stages": 2}), refused="pipeline"),
         Feature("expert_parallel", "file", files=top(expert_parallel={"enabled": True}), refused="expert_parallel"),
-        Feature("DeepCompile", "file", files={r: f | {"compile": {"deepcompile": True}} for r, f in zero().items()}, refused="compile"),
+        Feature(
+            "DeepCompile",
+            "file",
+            files={r: f | {"compile": {"deepcompile": True}} for r, f in zero().items()},
+            refused="compile",
+        ),
         Feature("hybrid_engine", "file", files=top(hybrid_engine={"enabled": True}), refused="hybrid_engine"),
-        Feature("optimizer", "file", files=top(optimizer={"type": "Adam", "params": {"lr": 1e-3}}), refused="optimizer"),
+        Feature(
+            "optimizer", "file", files=top(optimizer={"type": "Adam", "params": {"lr": 1e-3}}), refused="optimizer"
+        ),
         Feature("scheduler", "file", files=top(scheduler={"type": "WarmupLR"}), refused="scheduler"),
         Feature("data_efficiency", "file", files=top(data_efficiency={"enabled": True}), refused="data_efficiency"),
-        Feature("flops_profiler", "file", files=top(flops_profiler={"enabled": True, "profile_step": 1}), refused="flops_profiler"),
+        Feature(
+            "flops_profiler",
+            "file",
+            files=top(flops_profiler={"enabled": True, "profile_step": 1}),
+            refused="flops_profiler",
+        ),
         Feature("autotuning", "file", files=top(autotuning={"enabled": True}), refused="autotuning"),
         Feature("tensorboard", "file", files=top(tensorboard={"enabled": True}), refused="tensorboard"),
         Feature("wandb", "file", files=top(wandb={"enabled": True}), refused="wandb"),
@@ -253,19 +338,50 @@ def _sections() -> list[Feature]:
         Feature("steps_per_print", "file", files=top(steps_per_print=1)),
         Feature("prescale_gradients", "file", files=top(prescale_gradients=True)),
         Feature("gradient_predivide_factor", "file", files=top(gradient_predivide_factor=2.0)),
-        Feature("gradient_predivide_factor, prescaled, stage 0", "file", files={r: {"prescale_gradients": True, "gradient_predivide_factor": 2.0} for r in TRAINED}),
-        Feature("gradient_allreduce_op", "file", files=top(gradient_allreduce_op="sum"), refused="gradient_allreduce_op"),
-        Feature("managed_gradient_accumulation", "file", files=top(managed_gradient_accumulation=False), refused="managed_gradient_accumulation"),
+        Feature(
+            "gradient_predivide_factor, prescaled, stage 0",
+            "file",
+            files={r: {"prescale_gradients": True, "gradient_predivide_factor": 2.0} for r in TRAINED},
+        ),
+        Feature(
+            "gradient_allreduce_op", "file", files=top(gradient_allreduce_op="sum"), refused="gradient_allreduce_op"
+        ),
+        Feature(
+            "managed_gradient_accumulation",
+            "file",
+            files=top(managed_gradient_accumulation=False),
+            refused="managed_gradient_accumulation",
+        ),
         Feature("zero_allow_untested_optimizer", "file", files=top(zero_allow_untested_optimizer=False)),
-        Feature("zero_force_ds_cpu_optimizer", "file", files={r: f | {"zero_force_ds_cpu_optimizer": True} for r, f in zero(2, offload_optimizer=CPU).items()}),
+        Feature(
+            "zero_force_ds_cpu_optimizer",
+            "file",
+            files={r: f | {"zero_force_ds_cpu_optimizer": True} for r, f in zero(2, offload_optimizer=CPU).items()},
+        ),
         Feature("aio", "file", files=top(aio={"block_size": 1048576})),
-        Feature("seq_parallel_communication_data_type", "file", files=top(seq_parallel_communication_data_type="bf16"), refused="seq_parallel_communication_data_type"),
+        Feature(
+            "seq_parallel_communication_data_type",
+            "file",
+            files=top(seq_parallel_communication_data_type="bf16"),
+            refused="seq_parallel_communication_data_type",
+        ),
     ]
 
 
 def _removed() -> list[Feature]:
     """What DeepSpeed had, and has no longer."""
-    names = ("elasticity", "compression_training", "curriculum_learning", "progressive_layer_drop", "amp", "quantize_training", "eigenvalue", "sparse_attention", "nebula", "graph_harvesting")
+    names = (
+        "elasticity",
+        "compression_training",
+        "curriculum_learning",
+        "progressive_layer_drop",
+        "amp",
+        "quantize_training",
+        "eigenvalue",
+        "sparse_attention",
+        "nebula",
+        "graph_harvesting",
+    )
     return [
         *(Feature(name, "file", files=top(**{name: {"enabled": True}}), refused=name) for name in names),
         Feature("sparse_gradients", "file", files=top(sparse_gradients=True), refused="sparse_gradients"),

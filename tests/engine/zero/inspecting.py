@@ -4,7 +4,8 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-from torch import Tensor
+from torch import Tensor, nn
+from torch import distributed as dist
 
 from engine.zero.engines import FrozenModel, TrainedModel
 
@@ -98,3 +99,14 @@ def partition_away(parameter: Tensor) -> None:
     """Leave a parameter as ZeRO-3 does between uses: without its numbers, and with its full shape beside it."""
     parameter.ds_shape = parameter.shape
     parameter.data = parameter.data.new_empty(0)
+
+
+def hpz_groups(module: nn.Module) -> set[int | None]:
+    """How many ranks share a second copy of the module's weights (hpZ); None for weights that have none."""
+    groups = {parameter.ds_zero_param_process_group for parameter in module.parameters()}
+    return {None if group is None else dist.get_world_size(group) for group in groups}
+
+
+def second_copies(module: nn.Module) -> int:
+    """Of how many parameters this rank holds its share of a second copy."""
+    return sum(parameter.ds_secondary_tensor is not None for parameter in module.parameters())

@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import UserError
 from engine.zero.config import EngineConfig, build_ds_config
-from engine.zero.limits import refuse_together
+from engine.zero.sections import REFUSED
 
 BOTH = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
@@ -82,15 +82,113 @@ def test_each_engine_swaps_its_parameters_in_a_folder_of_its_own(tmp_path):
     assert paths == ["/ssd/reference", "/ssd/reward"]
 
 
-def test_hpz_groups_are_made_once_in_a_process():
-    def configs(**sizes) -> dict:
-        return {
-            role: {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": size}} for role, size in sizes.items()
-        }
+@pytest.mark.parametrize(
+    "ranks, size, refused", [(4, 2, False), (4, 4, False), (2, 8, False), (4, 3, True), (6, 4, True)]
+)
+def test_hpz_groups_divide_the_ranks(tmp_path, monkeypatch, ranks, size, refused):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    content = {"zero_optimization": {"zero_hpz_partition_size": size}}
+    if not refused:
+        assert build(tmp_path, content)["zero_optimization"]["zero_hpz_partition_size"] == size
+        return
+    with pytest.raises(
+        UserError, match=rf"ds\.json: .*hpz_partition_size is {size}, but {ranks} ranks cannot be divided"
+    ):
+        build(tmp_path, content)
 
-    paths = {"actor": "a.json", "critic": None}
-    refuse_together(configs(actor=1, critic=1), paths)
-    refuse_together(configs(actor=4) | {"reward": {"zero_optimization": {"stage": 0}}}, paths)
-    for critic in (1, 4):
-        with pytest.raises(UserError, match=r"a\.json: .*zero_hpz_partition_size is 4 for the actor, .*critic"):
-            refuse_together(configs(actor=4, critic=critic), paths)
+
+@pytest.mark.parametrize(
+    "zero, stage, message",
+    [
+        (
+            {"zero_hpz_partition_size": 2},
+            2,
+            r"zero_hpz_partition_size is 2, but the stage is 2: .*Change the stage, or",
+        ),
+        ({"offload_param": {"device": "cpu"}}, 1, r"offload_param is \{'device': 'cpu'\}, but the stage is 1"),
+        (
+            {"offload_optimizer": {"device": "cpu"}},
+            0,
+            r"offload_optimizer is .*, but the stage is 0.*Use stage 1, 2 or 3",
+        ),
+        (
+            {"zero_quantized_weights": True},
+            3,
+            r"zero_quantized_weights is True, but .*zero_hpz_partition_size sends less",
+        ),
+        ({"zero_quantized_gradients": True}, 3, r"zero_quantized_gradients is True, but its numbers are rounded"),
+        ({"mics_shard_size": 2}, 3, r"mics_shard_size is 2, but DeepSpeed itself has it no longer"),
+        ({"cpu_offload": True}, 2, r'cpu_offload is True, but .*write "offload_optimizer": \{"device": "cpu"\}'),
+        ({"elastic_checkpoint": True}, 1, r"elastic_checkpoint is True, but .*restart points are the program's own"),
+        (
+            {"stage3_module_granularity_threshold": 9},
+            3,
+            r"stage3_module_granularity_threshold is 9, but decoder layers",
+        ),
+        (
+            {"zero_hpz_partition_size": 2, "offload_param": {"device": "nvme", "nvme_path": "/ssd"}},
+            3,
+            r"zero_hpz_partition_size is 2 with offload_param\.device 'nvme'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("trained", [True, False])
+def test_settings_of_zero_that_would_do_nothing_or_harm_are_refused(tmp_path, zero, stage, message, trained):
+    if not trained and (stage in (1, 2) or "offload_optimizer" in zero):
+        return  # frozen engines have no such stage, and nothing to offload at stage 0
+    if trained and zero.get("offload_param", {}).get("device") == "nvme":
+        message = "zero_hpz_partition_size"
+    with pytest.raises(UserError, match=rf"ds\.json: zero_optimization\.{message}"):
+        build(tmp_path, {"zero_optimization": zero}, stage, trained=trained)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_sections_that_would_do_nothing_or_harm_are_refused(tmp_path, name):
+    with pytest.raises(
+        UserError, match=rf"ds\.json: {name} is {{'enabled': True}}, but .*\. Leave it out of the file\."
+    ):
+        build(tmp_path, {name: {"enabled": True}})
+
+
+def test_what_is_off_is_taken_out(tmp_path):
+    off = {
+        "tensorboard": {"enabled": False, "job_name": "x"},
+        "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
+        "elasticity": {"enabled": False},
+        "dump_state": False,
+        "sequence_parallel_size": 1,
+        "gradient_allreduce_op": "mean",
+        "sparse_gradients": False,
+        "checkpoint": {"load_universal": False},
+        "zero_optimization": {
+            "zero_quantized_weights": False,
+            "offload_optimizer": {"device": "none"},
+            "offload_param": None,
+            "legacy_stage1": False,
+        },
+    }
+    config = build(tmp_path, off, stage=2)
+    assert config["zero_optimization"] == {"stage": 2} and not config.keys() & (off.keys() - {"zero_optimization"})
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "buffer_dtype", "keep_in_fp32_modules"])
+def test_weights_and_buffers_have_one_dtype(tmp_path, name):
+    with pytest.raises(UserError, match=rf"ds\.json: data_types\.{name} is 'bf16', but weights and buffers"):
+        build(tmp_path, {"data_types": {name: "bf16"}}, dtype="bf16")
+
+
+@pytest.mark.parametrize("name, value", [("prescale_gradients", True), ("gradient_predivide_factor", 2.0)])
+def test_gradients_are_scaled_before_their_reduction_where_deepspeed_does_so(tmp_path, name, value):
+    assert build(tmp_path, {name: value}, stage=0)[name] == value
+    assert build(tmp_path, {name: value, "zero_optimization": {"reduce_scatter": False}}, stage=2)[name] == value
+    for stage in (1, 2, 3):
+        with pytest.raises(UserError, match=rf"ds\.json: {name} is {value}, .* reduce_scatter false alone\. Say so, or"):
+            build(tmp_path, {name: value}, stage)
+
+
+def test_dtypes_that_deepspeed_does_not_know(tmp_path):
+    with pytest.raises(UserError, match=r"ds\.json: communication_data_type is 'int7'; DeepSpeed knows fp32, fp16, bf16"):
+        build(tmp_path, {"communication_data_type": "int7"})
+    with pytest.raises(UserError, match=r"ds\.json: data_types\.grad_accum_dtype is 8; DeepSpeed knows fp32"):
+        build(tmp_path, {"data_types": {"grad_accum_dtype": 8}})
