@@ -69,8 +69,8 @@ def try_all(root: Path, options: argparse.Namespace) -> int:
     wrong = [feature.name for feature in chosen if found[feature.name].problem]
     ran = sum(feature.refused is None for feature in chosen)
     print(
-        f"{len(chosen)} features in {time.monotonic() - started:.0f} s: {ran} to run, {len(chosen) - ran} to be refused; "
-        f"wrong: {', '.join(wrong) or 'none'}"
+        f"{len(chosen)} features in {time.monotonic() - started:.0f} s: {ran} to run, {len(chosen) - ran} to be refused"
+        f"; wrong: {', '.join(wrong) or 'none'}"
     )
     if options.markdown:
         Path(options.markdown).write_text(table(chosen, found))
@@ -172,6 +172,7 @@ def numbers(feature, ended, folder: Path, found: dict[str, Outcome]) -> tuple[st
     if set(ended.codes) != {0} or "Traceback" in ended.printed:
         return "", f"exit codes {ended.codes}: {last_line(ended)}", None
     own = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+    compared = slice(feature.steps)
     reference = own if feature.like == feature.name else found[feature.like].metrics
     if reference is None:
         return "", f"nothing to compare with: {feature.like} failed", own
@@ -179,7 +180,7 @@ def numbers(feature, ended, folder: Path, found: dict[str, Outcome]) -> tuple[st
         return "", f"other metrics than {feature.like}", own
     distances = [
         (abs(step[name] - other[name]) / max(SMALL, abs(other[name])), name)
-        for step, other in zip(own, reference)
+        for step, other in zip(own[compared], reference[compared])
         for name in step
         if isinstance(step[name], float) and not name.startswith(MEASURED_ANEW)
     ]

@@ -13,6 +13,7 @@ from typing import TextIO
 import torch
 
 from engine.errors import UserError
+from engine.zero.accelerator import on_gpu
 
 LOCK = "four_engine_rlhf.lock"
 TELL_AFTER = 5.0  # seconds of waiting for another program's build
@@ -96,9 +97,33 @@ def _write(file: TextIO, text: str) -> None:
 
 def load_for(ds_config: Mapping) -> None:
     """Load what DeepSpeed would otherwise build by itself, all ranks at once, for an engine of this configuration."""
-    offloaded = ds_config.get("zero_optimization", {}).get("offload_param") or {}
-    if offloaded.get("device") == "nvme":
+    if _swaps(ds_config):
+        load_extension(
+            "PinMemoryBuilder"
+        )  # which the other would build by itself
         load_extension("AsyncIOBuilder")
+
+
+def refuse_missing(ds_config: Mapping, path: str | None) -> None:
+    """Raise UserError for what a file asks for and this machine has no extension of DeepSpeed's for."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder") if _swaps(ds_config) else None
+    if _swaps(ds_config) and (builder is None or not builder.is_compatible()):
+        raise UserError(
+            f"{path}: zero_optimization.offload_param.device is 'nvme', but this machine has no libaio, by which "
+            "DeepSpeed reads and writes disks. Install libaio-dev (libaio-devel), or leave offload_param out of the file."
+        )
+    if ds_config["zero_optimization"].get("zero_quantized_nontrainable_weights") and not on_gpu():
+        raise UserError(
+            f"{path}: zero_optimization.zero_quantized_nontrainable_weights is True, but DeepSpeed's kernels for it "
+            "are for GPUs. Leave it out of the file."
+        )
+
+
+def _swaps(ds_config: Mapping) -> bool:
+    """Whether parameters are swapped to a disk."""
+    return (ds_config.get("zero_optimization", {}).get("offload_param") or {}).get("device") == "nvme"
 
 
 def offloaded_adamw(groups: list[dict], **settings) -> torch.optim.Optimizer:

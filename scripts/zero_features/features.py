@@ -1,6 +1,6 @@
 """The features of ZeRO's and DeepSpeed's that a flag or a file can ask for, and what has to come of each.
 
-A feature runs, and then has the numbers of the run that it is `like`; or it is refused, and then by the name of its key.
+A feature runs, and then has the numbers of the run that it is `like`; or it is refused by the name of its key.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Feature:
 
     by: "flag" or "file", for the table. flags: of the command line, beside those of every run. files: by role, the
     DeepSpeed JSON of its engine. refused: the key that the message has to name; None where the run has to be done.
-    like: the feature whose numbers it has to have, to `tolerance`. ema: whether the averaged weights are compared too.
+    like: the feature whose numbers it has to have, to `tolerance`, in the first so many `steps` (None: in all).
     """
 
     name: str
@@ -35,6 +35,7 @@ class Feature:
     refused: str | None = None
     like: str = PLAIN
     tolerance: float = 1e-4
+    steps: int | None = None
 
 
 def stages(actor: int, critic: int, **others: Any) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def _stages() -> list[Feature]:
 
 
 def _offload(nvme: dict) -> list[Feature]:
-    elsewhere = {"buffer_count": 6}
+    nvme_disk = {name: nvme[name] for name in ("device", "nvme_path")}
     return [
         *(Feature(f"offload, stage {stage}", "flag", stages(stage, stage, offload=True)) for stage in (1, 2, 3)),
         Feature("offload, stage 0", "flag", stages(0, 0, offload=True), refused="--offload"),
@@ -114,11 +115,11 @@ def _offload(nvme: dict) -> list[Feature]:
         Feature("offload and a file", "flag", {"offload": True}, zero(), refused="--offload"),
         Feature("offload_optimizer.ratio", "file", files=zero(offload_optimizer=CPU | {"ratio": 0.5}), refused="ratio"),
         Feature(
-            "NVMe for frozen parameters", "file", stages(3, 3), zero(roles=ALL[2:], offload_param=nvme | elsewhere)
+            "NVMe for frozen parameters", "file", stages(3, 3), zero(roles=ALL[2:], offload_param=nvme)
         ),
         Feature("NVMe for trained parameters", "file", files=zero(offload_param=nvme), refused="offload_param.device"),
         Feature(
-            "NVMe for the optimizer", "file", files=zero(offload_optimizer=nvme), refused="offload_optimizer.device"
+            "NVMe for the optimizer", "file", files=zero(offload_optimizer=nvme_disk), refused="offload_optimizer.device"
         ),
         Feature(
             "SuperOffload", "file", files=zero(offload_optimizer=CPU | {"super_offload": True}), refused="super_offload"

@@ -10,6 +10,7 @@ from engine.rollout.families import check_attention
 from engine.rollout.vllm_engine import check_heads, vllm_version
 from engine.shared_trunk import scoring_roles
 from engine.zero.accelerator import on_gpu
+from engine.zero.extensions import refuse_missing
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function
 from training.program.adapted_models import adapted_roles
@@ -21,7 +22,7 @@ from training.restarts.resume_point import ResumePoint
 def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> None:
     """What can be wrong with files, models and machine, looked at by one process; point: what is gone on from."""
     check_run(args, resumed=point is not None and point.in_output_dir)
-    args.engine_configs(dialect)
+    check_engines(args, dialect)
     check_vllm(args)
     if args.reward_function is not None:
         load_function(args.reward_function)
@@ -29,6 +30,13 @@ def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) ->
     check_models(args, dialect)
     adapted_roles(args, dialect)
     check_trunk_shared(args, dialect)
+
+
+def check_engines(args: RLHFFlags, dialect: Dialect) -> None:
+    """Whether DeepSpeed can make engines of these configurations, all in one process and on this machine."""
+    configs = args.engine_configs(dialect)
+    for choice in args.engine_spec(dialect).engine_configs if not args.dry_run else ():  # which may be for other ones
+        refuse_missing(configs[choice.role], choice.path)
 
 
 def check_vllm(args: RLHFFlags) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import UserError
 from engine.zero import extensions
-from engine.zero.extensions import load_extension, load_for
+from engine.zero.extensions import load_extension, load_for, refuse_missing
 from engine.zero.partitioned_loading import partitioned_loading
 
 
@@ -134,4 +134,32 @@ def test_what_swaps_parameters_to_a_disk_is_built_before_deepspeed_does(monkeypa
     monkeypatch.setattr("engine.zero.partitioned_loading.HfDeepSpeedConfig", lambda config: loaded.append("deepspeed"))
     with partitioned_loading({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}):
         pass
-    assert loaded == ["AsyncIOBuilder", "deepspeed"]
+    assert loaded == ["PinMemoryBuilder", "AsyncIOBuilder", "deepspeed"]
+
+
+NVME = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/ssd"}}}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_swapping_to_a_disk_needs_libaio(monkeypatch, there):
+    from deepspeed.accelerator import get_accelerator
+
+    builder = SimpleNamespace(is_compatible=lambda: there)
+    monkeypatch.setattr(get_accelerator(), "create_op_builder", {"AsyncIOBuilder": builder}.get)
+    refuse_missing({"zero_optimization": {"stage": 3}}, "ds.json")
+    if there:
+        refuse_missing(NVME, "ds.json")
+        return
+    with pytest.raises(
+        UserError, match=r"^ds\.json: .*offload_param\.device is 'nvme', but .* no libaio.*Install libaio-dev"
+    ):
+        refuse_missing(NVME, "ds.json")
+
+
+def test_weights_of_8_bits_need_a_gpu(monkeypatch):
+    config = {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}
+    monkeypatch.setattr(extensions, "on_gpu", lambda: True)
+    refuse_missing(config, "ds.json")
+    monkeypatch.setattr(extensions, "on_gpu", lambda: False)
+    with pytest.raises(UserError, match=r"^ds\.json: .*nontrainable_weights is True, but .* for GPUs\. Leave it out"):
+        refuse_missing(config, "ds.json")

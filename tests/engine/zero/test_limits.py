@@ -183,12 +183,14 @@ def test_gradients_are_scaled_before_their_reduction_where_deepspeed_does_so(tmp
     assert build(tmp_path, {name: value}, stage=0)[name] == value
     assert build(tmp_path, {name: value, "zero_optimization": {"reduce_scatter": False}}, stage=2)[name] == value
     for stage in (1, 2, 3):
-        with pytest.raises(UserError, match=rf"ds\.json: {name} is {value}, .* reduce_scatter false alone\. Say so, or"):
+        with pytest.raises(UserError, match=rf"ds\.json: {name} is {value}, .*reduce_scatter false alone\. Say so, or"):
             build(tmp_path, {name: value}, stage)
 
 
 def test_dtypes_that_deepspeed_does_not_know(tmp_path):
-    with pytest.raises(UserError, match=r"ds\.json: communication_data_type is 'int7'; DeepSpeed knows fp32, fp16, bf16"):
+    with pytest.raises(
+        UserError, match=r"ds\.json: communication_data_type is 'int7'; DeepSpeed knows fp32, fp16, bf16"
+    ):
         build(tmp_path, {"communication_data_type": "int7"})
     with pytest.raises(UserError, match=r"ds\.json: data_types\.grad_accum_dtype is 8; DeepSpeed knows fp32"):
         build(tmp_path, {"data_types": {"grad_accum_dtype": 8}})
