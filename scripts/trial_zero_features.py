@@ -58,9 +58,13 @@ def main() -> int:
 
 def try_all(root: Path, options: argparse.Namespace) -> int:
     """Run every feature and print its line; returns the exit code."""
-    from scripts.zero_features.features import features
+    from engine.zero.extensions import can_swap
+    from scripts.zero_features.features import running
+    from scripts.zero_features.refused import refused
 
-    flags, wanted = plain_flags(root, options), features(str(root / "disk"))
+    nvme = {"device": "nvme", "nvme_path": str(root / "disk"), "pin_memory": False, "buffer_size": 20_000}
+    wanted = running(nvme if can_swap() else None) + refused(nvme, can_swap())
+    flags = plain_flags(root, options)
     chosen = [feature for feature in wanted if not options.only or any(part in feature.name for part in options.only)]
     likes = {feature.like for feature in chosen if feature.refused is None}
     chosen = [feature for feature in wanted if feature in chosen or feature.name in likes]

@@ -98,21 +98,24 @@ def _write(file: TextIO, text: str) -> None:
 def load_for(ds_config: Mapping) -> None:
     """Load what DeepSpeed would otherwise build by itself, all ranks at once, for an engine of this configuration."""
     if _swaps(ds_config):
-        load_extension(
-            "PinMemoryBuilder"
-        )  # which the other would build by itself
+        load_extension("PinMemoryBuilder")  # which the other would build by itself
         load_extension("AsyncIOBuilder")
+
+
+def can_swap() -> bool:
+    """Whether this machine has libaio, by which DeepSpeed reads and writes disks."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+    return builder is not None and builder.is_compatible()
 
 
 def refuse_missing(ds_config: Mapping, path: str | None) -> None:
     """Raise UserError for what a file asks for and this machine has no extension of DeepSpeed's for."""
-    from deepspeed.accelerator import get_accelerator
-
-    builder = get_accelerator().create_op_builder("AsyncIOBuilder") if _swaps(ds_config) else None
-    if _swaps(ds_config) and (builder is None or not builder.is_compatible()):
+    if _swaps(ds_config) and not can_swap():
         raise UserError(
             f"{path}: zero_optimization.offload_param.device is 'nvme', but this machine has no libaio, by which "
-            "DeepSpeed reads and writes disks. Install libaio-dev (libaio-devel), or leave offload_param out of the file."
+            "DeepSpeed reads and writes disks. Install libaio-dev (libaio-devel), or leave offload_param out."
         )
     if ds_config["zero_optimization"].get("zero_quantized_nontrainable_weights") and not on_gpu():
         raise UserError(
