@@ -14,6 +14,7 @@ names its key, with exit code 2, before a model is loaded. Exit code 1 where one
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -208,7 +209,8 @@ def table(chosen: list, found: dict[str, Outcome]) -> str:
     rows = ["| feature | by | ranks | result |", "| --- | --- | --- | --- |"]
     for feature in chosen:
         outcome = found[feature.name]
-        said = (f"**WRONG**: {outcome.problem}" if outcome.problem else outcome.said).replace("|", "\\|")
+        said = f"**WRONG**: {outcome.problem}" if outcome.problem else outcome.said
+        said = re.sub(r"\S*/(\w+\.json)", r"\1", said).replace("|", "\\|")  # files without their folders
         rows.append(f"| {feature.name} | {feature.by} | {feature.ranks} | {said} |")
     return "\n".join(rows) + "\n"
 
