@@ -34,6 +34,7 @@ class Mailbox:
     def __init__(self, store, rank: int, name: str):
         self.rank = rank
         self._store, self._name = store, name
+        self._number = f"{name}/letter"  # how many there are, and where each stands
         self._taken: set[int] = set()
         self._answers: dict[int, int] = {}
 
@@ -61,16 +62,16 @@ class Mailbox:
     def post(self, letter: dict) -> None:
         """Send rank 0 a letter; raises NoAnswer where it has gone."""
         try:
-            number = self._store.add(f"{self._name}/letters", 1)
-            self._store.set(f"{self._name}/letter/{number}", json.dumps({**letter, "rank": self.rank}))
+            number = self._store.add(self._number, 1)
+            self._store.set(f"{self._number}/{number}", json.dumps({**letter, "rank": self.rank}))
         except RuntimeError as error:
             raise NoAnswer(f"rank 0 has gone ({str(error).splitlines()[0]})") from None
 
     def letters(self) -> list[dict]:
         """Those that rank 0 has not read yet, each with its "rank"."""
         found = []
-        for number in range(1, self._store.add(f"{self._name}/letters", 0) + 1):
-            key = f"{self._name}/letter/{number}"
+        for number in range(1, self._store.add(self._number, 0) + 1):
+            key = f"{self._number}/{number}"
             if number not in self._taken and self._store.check([key]):
                 self._taken.add(number)
                 found.append(json.loads(self._store.get(key)))

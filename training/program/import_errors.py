@@ -2,7 +2,7 @@
 
 A program imports this module for what that does: it has an error that no one handles end the other ranks, too, with one
 message that names the host. `training.program.startup.run` sees to errors that come later. Of what may be broken on
-this host nothing is needed but torch, without which the launchers end by themselves.
+this host nothing is needed but torch and numpy, without which the launchers end by themselves.
 """
 
 import os
@@ -18,7 +18,7 @@ from training.program.hosts import on_several_hosts
 
 
 def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End this process with code 2 and tell those that wait for it; where the run has one host, print the trace.
+    """End this process with code 2 and tell those that wait for it; on one host, do as before.
 
     For sys.excepthook.
     """
@@ -27,7 +27,7 @@ def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: Trace
     except UserError:
         environment = dict(os.environ)
     if not on_several_hosts(environment) or not issubclass(kind, Exception):
-        sys.__excepthook__(kind, error, trace)
+        _before(kind, error, trace)
         return
     place = traceback.extract_tb(trace)[-1]
     text = f"{kind.__name__}: {' '.join(str(error).split())} ({place.filename}, line {place.lineno})"
@@ -56,4 +56,4 @@ def _tell(message: str, environment: dict[str, str]) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-sys.excepthook = tell_all_hosts
+_before, sys.excepthook = sys.excepthook, tell_all_hosts

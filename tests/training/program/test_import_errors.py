@@ -1,12 +1,16 @@
 """An error before a program begins: told to all hosts with one message, or by a stack trace on one host."""
 
+import ast
 import os
+import runpy
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+import training
 from engine import distributed
 from tests.ports import free_port
 from training.program import import_errors, joining
@@ -73,13 +77,26 @@ def test_a_task_of_slurm_knows_its_rank(second_of_two_hosts, capfd, monkeypatch)
     assert capfd.readouterr().err.startswith(EXPECTED)
 
 
-def test_on_one_host_python_prints_its_trace(second_of_two_hosts, capfd, monkeypatch):
+def test_on_one_host_what_stood_there_is_called(second_of_two_hosts, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    called = []
+    monkeypatch.setattr(import_errors, "_before", lambda kind, error, trace: called.append(kind))
     fail()
-    assert "Traceback" in capfd.readouterr().err
+    assert called == [ModuleNotFoundError]
 
 
-def test_the_programs_have_it_called():
-    from training import step3_rlhf  # noqa: F401
+def test_importing_it_has_it_called(monkeypatch):
+    def before(*_): ...
 
-    assert sys.excepthook is import_errors.tell_all_hosts
+    monkeypatch.setattr(sys, "excepthook", before)
+    anew = runpy.run_path(import_errors.__file__)
+    assert sys.excepthook is anew["tell_all_hosts"] and anew["_before"] is before
+
+
+@pytest.mark.parametrize("step", ["step1_sft", "step2_reward", "step3_rlhf"])
+def test_the_programs_import_it_before_anything_but_torch_and_numpy(step):
+    source = Path(training.__file__).with_name(f"{step}.py").read_text(encoding="utf-8")
+    imports = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [node.names[0].name if isinstance(node, ast.Import) else node.module for node in imports]
+    before = {name.partition(".")[0] for name in names[: names.index("training.program.import_errors")]}
+    assert before <= {"torch", "numpy", *sys.stdlib_module_names}, before
