@@ -1,11 +1,14 @@
-# Sourced by the launchers, one for each model size: how a step is started.
+# What the launchers share, one for each model size, and are told from outside. They source it.
 #
 #   HARDWARE=1xv100-32g how many GPUs of which kind, as the launcher's first lines list them; by default the first there
 #   HOSTFILE=hosts      lines `name slots=8`, one for each node; without it, this machine alone
-#   NUM_NODES, NUM_GPUS how many nodes, and GPUs on each; by default as HARDWARE has them, 8 on a node
+#   NUM_NODES           how many nodes; by default all of HOSTFILE's, which are at least as many as HARDWARE has
+#   NUM_GPUS            how many GPUs of each node; by default as HARDWARE has them, 8 where there are more
+#   MASTER_ADDR, MASTER_PORT where the nodes meet, if not at the first one's first address and at 29500
 #   DTYPE=fp16          by default fp16 on V100, and bf16, which A100 and newer have, on others
 #   OUT=out/opt-1.3b    where the three steps write, and step 3 finds what steps 1 and 2 made
 #   DATA=...            data sets, separated by spaces; by default DeepSpeed-Chat's, from the Hub
+#   LAUNCHER=srun       this process is a rank that srun has started; slurm.sh says so, and sbatch how many there are
 #
 # Runs in the environment that is active, or in .venv where scripts/test.sh or scripts/quickstart.sh made it.
 set -euo pipefail
@@ -15,10 +18,26 @@ if ! command -v deepspeed >/dev/null && [ -x "$root/.venv/bin/deepspeed" ]; then
 fi
 read -ra data <<< "${DATA:-Dahoas/rm-static}"
 
-usage() {
-    echo "usage: $0 STEP [flags]     STEP: 1 (SFT), 2 (reward model), 3 (PPO); flags override the script's" >&2
+fail() {
+    echo "error: $1" >&2
     exit 2
 }
+
+# What a script's first lines say.
+first_lines() {
+    sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "$1"
+}
+
+usage() {
+    echo "usage: $0 STEP [flags]     STEP: 1 (SFT), 2 (reward model), 3 (PPO); flags override the script's" \
+        "(all of them: $0 STEP --help)"
+    printf '\n%s\n' "$(first_lines "$0")" "$(first_lines "${BASH_SOURCE[0]}")"
+}
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    first_lines "$0" >&2
+    fail "this is what the launchers share: start one of them (scripts/opt_1.3b.sh, scripts/llama2_7b.sh, ...)"
+fi
 
 # What differs between kinds of hardware, for each step; and adapters in steps 1 and 2, of the actor, and of both.
 sft=() reward=() ppo=()
@@ -29,39 +48,62 @@ both_lora=(--critic_lora_dim 64 "${actor_lora[@]}")
 # hardware NAMES...: what HARDWARE may be; without it, the first. Settles NUM_NODES, NUM_GPUS and DTYPE.
 hardware() {
     HARDWARE="${HARDWARE:-$1}"
-    if [[ " $* " != *" $HARDWARE "* ]]; then
-        echo "error: HARDWARE=$HARDWARE: $0 has settings for $*. For other GPUs take the nearest, with NUM_NODES," \
-            "NUM_GPUS and flags of your own." >&2
-        exit 2
+    [[ " $* " = *" $HARDWARE "* ]] ||
+        fail "HARDWARE=$HARDWARE: $0 has settings for $*. For other GPUs take the nearest, with NUM_NODES, NUM_GPUS and flags of your own."
+    local count="${HARDWARE%%x*}" nodes
+    nodes=$(((count + 7) / 8))
+    NUM_GPUS="${NUM_GPUS:-$((count < 8 ? count : 8))}"
+    if [ -n "${HOSTFILE:-}" ]; then
+        check_hostfile "${NUM_NODES:-$nodes}"
+    elif [ "$nodes" -gt 1 ]; then
+        NUM_NODES="${NUM_NODES:-$nodes}"
     fi
-    local count="${HARDWARE%%x*}"
-    if [ "$count" -gt 8 ]; then
-        NUM_NODES="${NUM_NODES:-$((count / 8))}"
-        count=8
-    fi
-    NUM_GPUS="${NUM_GPUS:-$count}"
     case "$HARDWARE" in
     *v100*) DTYPE="${DTYPE:-fp16}" ;;
     *) DTYPE="${DTYPE:-bf16}" ;;
     esac
 }
 
+# check_hostfile NODES: deepspeed would go on without a file that is not there, and with fewer nodes than it is to take.
+check_hostfile() {
+    [ -f "$HOSTFILE" ] || fail "HOSTFILE=$HOSTFILE: there is no such file. Write lines like \`node1 slots=8\`."
+    local named
+    named="$(grep -cE '^[[:space:]]*[^#[:space:]]+[[:space:]]+slots=' "$HOSTFILE" || true)"
+    [ "$named" -ge "$1" ] ||
+        fail "HOSTFILE=$HOSTFILE names $named nodes, and $1 are asked for (HARDWARE=$HARDWARE${NUM_NODES:+, NUM_NODES=$NUM_NODES}). Name more, take other HARDWARE, or say NUM_NODES=$named and what makes it fit (--dry_run)."
+}
+
 # launch PROGRAM FLAGS...: with --dry_run among the flags nothing is started.
 launch() {
     local program="$root/training/$1" word command=(deepspeed)
     shift
+    if [ "${LAUNCHER:-}" = srun ]; then
+        PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec python -u "$program" "$@"
+    fi
     if [ -n "${HOSTFILE:-}" ]; then
         command+=(--hostfile "$HOSTFILE")
+        [ -z "${MASTER_ADDR:-}" ] || command+=(--master_addr "$MASTER_ADDR")
+        [ -z "${MASTER_PORT:-}" ] || command+=(--master_port "$MASTER_PORT")
         # ssh alone would wait for hours for a node that is cut off, and with it the launcher, when the ranks have ended.
         export PDSH_SSH_ARGS_APPEND="${PDSH_SSH_ARGS_APPEND:--o ServerAliveInterval=10 -o ServerAliveCountMax=3}"
     fi
     [ -z "${NUM_NODES:-}" ] || command+=(--num_nodes "$NUM_NODES")
     [ -z "${NUM_GPUS:-}" ] || command+=(--num_gpus "$NUM_GPUS")
     for word in "$@"; do
-        [ "$word" != --dry_run ] || exec python -m training.program.dry_run "${command[@]}" "$program" "$@"
+        case "$word" in
+        --dry_run) exec python -m training.program.dry_run "${command[@]}" "$program" "$@" ;;
+        -h | --help) exec python "$program" --help ;;
+        esac
     done
+    [ "${NUM_NODES:-1}" -eq 1 ] || [ -n "${HOSTFILE:-}" ] ||
+        fail "HARDWARE=$HARDWARE is $NUM_NODES nodes: name them, HOSTFILE=hosts, in a file with lines like \`node1 slots=8\` (docs/many_nodes.md)."
     exec "${command[@]}" --log_level critical "$program" "$@"  # or it repeats the whole command after a message
 }
 
 step="${1:-}"
 [ $# -eq 0 ] || shift
+case "$step" in
+[123]) ;;
+-h | --help) usage && exit 0 ;;
+*) usage >&2 && exit 2 ;;
+esac

@@ -66,5 +66,4 @@ case "$step" in
     --actor_learning_rate 9.65e-6 --critic_learning_rate 5e-6 \
     --actor_zero_stage 3 --critic_zero_stage 3 --actor_gradient_checkpointing --critic_gradient_checkpointing \
     --eval_steps 50 "${ppo[@]}" "$@" ;;
-*) usage ;;
 esac

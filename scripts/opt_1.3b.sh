@@ -42,5 +42,4 @@ case "$step" in
     --actor_learning_rate 9.65e-6 --critic_learning_rate 5e-6 \
     --actor_zero_stage 2 --critic_zero_stage 2 --actor_gradient_checkpointing --enable_ema \
     --eval_steps 50 "${ppo[@]}" "$@" ;;
-*) usage ;;
 esac

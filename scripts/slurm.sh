@@ -2,14 +2,18 @@
 # A step as a SLURM job that survives the end of its time and pre-emption: two minutes before, SLURM sends USR1 to the
 # ranks, which finish their step, write a restart point and end with code 75; the job is then put back into the queue and
 # goes on from there. One task a GPU, without a launcher between SLURM and the ranks, which read from SLURM's variables who
-# they are and meet on the first node (set MASTER_ADDR and MASTER_PORT to have them meet elsewhere). Nodes, GPUs and hours
-# are given to sbatch, the step and its flags to this script:
+# they are and meet on the first node (set MASTER_ADDR and MASTER_PORT to have them meet elsewhere). Nodes, GPUs, cores
+# and hours are given to sbatch, in the environment that is active; to this script a step and its flags, or a launcher,
+# its step and flags, which then names its hardware only to choose flags:
 #
-#   sbatch --nodes 4 --gpus-per-node 8 --ntasks-per-node 8 --time 12:00:00 scripts/slurm.sh training/step3_rlhf.py \
-#       --output_dir /shared/out --save_steps 50 ...
+#   sbatch --nodes 4 --gpus-per-node 8 --ntasks-per-node 8 --cpus-per-task 8 --mem 0 --time 12:00:00 \
+#       scripts/slurm.sh training/step3_rlhf.py --output_dir /shared/out --save_steps 50 ...
+#   HARDWARE=16xv100-32g OUT=/shared/out sbatch --nodes 4 ... scripts/slurm.sh scripts/llama2_7b.sh 3
 #
-# --output_dir has to be on a file system that all nodes see. --resume auto is added to the flags. If a rank dies, the
-# job begins again from the newest point at most MAX_RESTARTS times (3 by default, counted over the whole job).
+# One core a task, which is SLURM's default, is too few for --offload and for tokenising. The output folder has to be on
+# a file system that all nodes see. --resume auto is added to the flags. If a rank dies, the job begins again from the
+# newest point at most MAX_RESTARTS times (3 by default, counted over the whole job). With --preflight among the flags
+# the nodes are looked at, and the job ends.
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -17,8 +21,13 @@ set -uo pipefail
 program="${1:?give a step: sbatch ... scripts/slurm.sh training/step3_rlhf.py --output_dir DIR ...}"
 shift
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"  # srun takes no other since 22.05
 
-srun --kill-on-bad-exit=1 --wait=60 python -u "$program" --resume auto "$@"
+case "$program" in
+*.sh) command=(env LAUNCHER=srun "$program" "${1:?give the step of $program: 1, 2 or 3}") && shift ;;
+*) command=(python -u "$program") ;;
+esac
+srun --kill-on-bad-exit=1 --wait=60 "${command[@]}" --resume auto "$@"
 code=$?
 
 if [ "$code" -eq 75 ]; then

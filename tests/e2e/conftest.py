@@ -8,6 +8,7 @@ import pytest
 from engine.zero.communication import init
 from tests.e2e.bad_world import BadWorld
 from tests.e2e.chain import Chain, run_chain
+from tests.e2e.launching import stand_in
 from tests.e2e.programs import Tiny
 
 
@@ -51,3 +52,12 @@ def world(tiny, tmp_path_factory) -> BadWorld:
 def bad(world) -> Path:
     """Where they are."""
     return world.folder
+
+
+@pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory) -> Path:
+    """A folder for the PATH: python and deepspeed print their words, a NUL behind each."""
+    folder = tmp_path_factory.mktemp("stand_ins")
+    for name in ("python", "deepspeed"):
+        stand_in(folder / name, f'{name} "$@"')
+    return folder

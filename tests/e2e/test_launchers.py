@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.launching import flag_of, launched, words_of, write_hostfile
 from tests.e2e.programs import ROOT
 from training.program import dry_run
 
@@ -57,16 +58,6 @@ OFFLOADED = {("opt_6.7b", 3)}  # optimizer states in host memory
 CASES = [pytest.param(size, step, id=f"{size}-{step}") for size in SIZES for step in STEPS]
 
 
-@pytest.fixture(scope="module")
-def stand_ins(tmp_path_factory) -> Path:
-    """A folder for the PATH: python and deepspeed print their words, a NUL behind each."""
-    folder = tmp_path_factory.mktemp("stand_ins")
-    for name in ("python", "deepspeed"):
-        (folder / name).write_text(f"#!/bin/sh\nprintf '%s\\0' {name} \"$@\"\n")
-        (folder / name).chmod(0o755)
-    return folder
-
-
 @pytest.fixture
 def in_dry_run(monkeypatch, tmp_path):
     """A dry run of these words in this process, in an empty folder; gives (exit code, stdout, stderr)."""
@@ -81,25 +72,6 @@ def in_dry_run(monkeypatch, tmp_path):
         return dry_run.main(words), *capfd.readouterr()
 
     return tried
-
-
-def words_of(stand_ins: Path, launcher: str, *arguments: str, **settings: str) -> list[str]:
-    """What the launcher would start."""
-    environment = {"PATH": f"{stand_ins}:/usr/bin:/bin", **settings}
-    ended = subprocess.run(
-        [str(ROOT / "scripts" / f"{launcher}.sh"), *arguments],
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=60,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout.split("\0")[:-1]
-
-
-def flag_of(words: list[str], name: str) -> str:
-    """The value that counts: the last one."""
-    return words[len(words) - words[::-1].index(f"--{name}")]
 
 
 def engines_of(printed: str) -> dict[str, dict]:
@@ -117,10 +89,11 @@ def test_every_launcher_is_here():
 
 
 @pytest.mark.parametrize("size, step", CASES)
-def test_a_launcher_starts_what_it_says(size, step, stand_ins):
+def test_a_launcher_starts_what_it_says(size, step, stand_ins, tmp_path):
     nodes, dtype, _ = SIZES[size]
-    words = words_of(stand_ins, size, str(step))
-    launcher = ["deepspeed", *(["--num_nodes", str(nodes)] if nodes > 1 else []), "--num_gpus", "8"]
+    hosts = write_hostfile(tmp_path / "hosts", nodes) if nodes > 1 else ""
+    words = words_of(stand_ins, size, str(step), HOSTFILE=hosts)
+    launcher = ["deepspeed", *(["--hostfile", hosts] if nodes > 1 else []), "--num_gpus", "8"]
     launcher += ["--log_level", "critical"]
     assert words[: len(launcher) + 1] == [*launcher, str(ROOT / "training" / STEPS[step])]
     assert flag_of(words, "dtype") == dtype and flag_of(words, "data_path") == "Dahoas/rm-static"
@@ -132,18 +105,22 @@ def test_a_launcher_starts_what_it_says(size, step, stand_ins):
         assert flag_of(words, "critic_model_name_or_path") == f"{out}/reward"
 
 
-def test_other_hardware_is_asked_for_by_name(stand_ins):
-    words = words_of(stand_ins, "opt_13b", "3", HARDWARE="16xv100-32g")
-    assert words[:5] == ["deepspeed", "--num_nodes", "2", "--num_gpus", "8"] and flag_of(words, "dtype") == "fp16"
+def test_other_hardware_is_asked_for_by_name(stand_ins, tmp_path):
+    words = words_of(
+        stand_ins,
+        "opt_13b",
+        "3",
+        HARDWARE="16xv100-32g",
+        HOSTFILE=write_hostfile(tmp_path / "hosts", 4),
+        NUM_NODES="2",
+    )
+    assert words[3:7] == ["--num_nodes", "2", "--num_gpus", "8"] and flag_of(words, "dtype") == "fp16"
     words = words_of(stand_ins, "llama2_7b", "3", HARDWARE="1xa100-80g", NUM_GPUS="2", DTYPE="fp32")
     assert words[:3] == ["deepspeed", "--num_gpus", "2"] and flag_of(words, "dtype") == "fp32"
 
 
 def test_hardware_that_a_launcher_has_no_settings_for(stand_ins):
-    command = [str(ROOT / "scripts" / "llama2_70b.sh"), "3", "--dry_run"]
-    ended = subprocess.run(
-        command, env={"PATH": f"{stand_ins}:/usr/bin:/bin", "HARDWARE": "1xt4"}, capture_output=True, text=True
-    )
+    ended = launched(stand_ins, "llama2_70b", "3", "--dry_run", HARDWARE="1xt4")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "error: HARDWARE=1xt4: " in ended.stderr and "has settings for 64xa100-80g 8xa100-80g." in ended.stderr
 
@@ -151,12 +128,12 @@ def test_hardware_that_a_launcher_has_no_settings_for(stand_ins):
 @pytest.mark.parametrize("size", SIZES)
 def test_restart_points_come_before_the_end(size, stand_ins):
     """DeepSpeed-Chat's data, Dahoas/rm-static: 76,256 rows, of which step 3 takes 40 %."""
-    words = words_of(stand_ins, size, "3")
-    launched = {name: int(flag_of(words, name)) for name in ("num_gpus", "generation_batches", "save_steps")}
+    words = words_of(stand_ins, size, "3", "--dry_run")
+    given = {name: int(flag_of(words, name)) for name in ("num_gpus", "generation_batches", "save_steps")}
     nodes = int(flag_of(words, "num_nodes")) if "--num_nodes" in words else 1
-    prompts = launched["num_gpus"] * nodes * launched["generation_batches"]
+    prompts = given["num_gpus"] * nodes * given["generation_batches"]
     steps = 0.4 * 76_256 // (prompts * int(flag_of(words, "per_device_generation_batch_size")))
-    assert launched["save_steps"] <= steps / 2
+    assert given["save_steps"] <= steps / 2
 
 
 @pytest.mark.parametrize("size, step", CASES)
@@ -226,48 +203,49 @@ def test_flags_on_the_command_line_win(stand_ins, in_dry_run, capfd):
     assert "offload_optimizer" not in engines["actor"]["zero_optimization"]
 
 
-def test_settings_from_outside(stand_ins):
+def test_settings_from_outside(stand_ins, tmp_path):
+    hosts = write_hostfile(tmp_path / "my hosts", 3)
     words = words_of(
         stand_ins,
         "opt_1.3b",
         "3",
-        HOSTFILE="my hosts",
+        HOSTFILE=hosts,
         NUM_NODES="2",
         NUM_GPUS="4",
+        MASTER_ADDR="10.0.0.1",
+        MASTER_PORT="29501",
         DTYPE="bf16",
         OUT="o",
         DATA="a.jsonl b/c",
     )
-    assert words[:7] == ["deepspeed", "--hostfile", "my hosts", "--num_nodes", "2", "--num_gpus", "4"]
+    meeting = ["--master_addr", "10.0.0.1", "--master_port", "29501"]
+    assert words[:11] == ["deepspeed", "--hostfile", hosts, *meeting, "--num_nodes", "2", "--num_gpus", "4"]
     assert flag_of(words, "dtype") == "bf16" and flag_of(words, "output_dir") == "o/ppo"
     place = words.index("--data_path")
     assert words[place : place + 4] == ["--data_path", "a.jsonl", "b/c", "--data_split"]
 
 
-@pytest.mark.parametrize(
-    "hostfile, options", [("hosts", "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"), ("", "")]
-)
-def test_ssh_gives_up_a_node_that_is_cut_off(hostfile, options, tmp_path):
-    for name in ("python", "deepspeed"):
-        (tmp_path / name).write_text("#!/bin/sh\nprintf '%s\\0' \"$PDSH_SSH_ARGS_APPEND\"\n")
-        (tmp_path / name).chmod(0o755)
-    assert words_of(tmp_path, "opt_1.3b", "3", HOSTFILE=hostfile) == [options]
-
-
-def test_hosts_count_in_a_dry_run(stand_ins, in_dry_run, tmp_path_factory, capfd):
-    hosts = tmp_path_factory.mktemp("hosts") / "hosts"
-    hosts.write_text("".join(f"node{number} slots=8\n" for number in range(4)))
-    words = words_of(stand_ins, "llama2_70b", "3", "--dry_run", HOSTFILE=str(hosts), NUM_NODES="3")
+@pytest.mark.parametrize("settings, ranks", [({"NUM_NODES": "3"}, 24), ({"HARDWARE": "8xa100-80g"}, 32)])
+def test_hosts_count_in_a_dry_run(settings, ranks, stand_ins, in_dry_run, tmp_path_factory, capfd):
+    hosts = write_hostfile(tmp_path_factory.mktemp("hosts") / "hosts", 4)
+    words = words_of(stand_ins, "llama2_70b", "3", "--dry_run", HOSTFILE=hosts, **settings)
     assert in_dry_run(words[3:], capfd)[0] == 0
-    assert os.environ["WORLD_SIZE"] == "24"
+    assert os.environ["WORLD_SIZE"] == str(ranks)
 
 
-@pytest.mark.parametrize("arguments", [[], ["4"], ["sft"], ["--dry_run"], ["-h"]])
-def test_a_step_that_is_none(arguments):
-    command = [str(ROOT / "scripts" / "opt_13b.sh"), *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("arguments", [[], ["4"], ["sft"], ["--dry_run"]])
+def test_a_step_that_is_none(arguments, stand_ins):
+    ended = launched(stand_ins, "opt_13b", *arguments)
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr.startswith("usage: ") and "STEP: 1 (SFT), 2 (reward model), 3 (PPO)" in ended.stderr
+
+
+def test_help(stand_ins):
+    ended = launched(stand_ins, "opt_13b", "--help")
+    assert ended.returncode == 0 and ended.stdout.startswith("usage: ")
+    assert "16xv100-32g  all weights, states on the host" in ended.stdout and "HOSTFILE=hosts " in ended.stdout
+    flags = words_of(stand_ins, "opt_13b", "2", "--help")
+    assert flags == ["python", str(ROOT / "training" / "step2_reward.py"), "--help"]
 
 
 def test_a_wrong_flag_ends_the_dry_run(stand_ins, in_dry_run, capfd):

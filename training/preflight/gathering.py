@@ -46,11 +46,7 @@ def node(args: RunFlags, thorough: bool = True) -> Node:
         shared_memory=disk(Path("/dev/shm"), thorough),
         disks={what: disk(path, thorough) for what, path in folders(args).items()},
         inputs=inputs_of(args) if thorough else {},
-        tools={
-            "ninja": version_of("ninja"),
-            "c++": version_of(os.environ.get("CXX", "c++")),
-            "nvcc": version_of(nvcc()),
-        },
+        tools=tools(),
         builds=not on_gpu()
         or any(value is True for name, value in args.as_dict().items() if name.startswith("offload")),
         environment=libraries_variables(os.environ),
