@@ -7,6 +7,7 @@ from training.restarts.schedule import Schedule
 
 POINTS = 3
 """Restart points that a run should have before its end: what a warning's advice comes to."""
+NO_POINTS = "no restart points: a run that dies begins anew (--save_steps, --save_minutes)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +34,19 @@ class Course:
         return (self.steps - 1) // self.schedule.steps if self.schedule.steps else 0
 
     def lines(self) -> list[str]:
-        """All of it in one line; and a warning where a run that dies would have nothing to go on from."""
+        """All of it in one line; and a warning where restart points are asked for and none comes before the end."""
         schedule = self.schedule
-        when = [f"{_counted(self.points, 'restart point')} before the end, every {schedule.steps} steps"]
+        when = [f"{_counted(self.points, 'restart point')} before the end, {_every(schedule.steps)}"]
         when = when if schedule.steps else []
         if schedule.minutes:
             when.append(f"a restart point every {schedule.minutes:g} minutes")
         if schedule.keep_best:
             when.append("one wherever an evaluation finds a better score")
-        said = f"{_counted(self.evaluations, 'evaluation')}; {' and '.join(when) or 'no restart points'}"
+        said = f"{_counted(self.evaluations, 'evaluation')}; {' and '.join(when) or NO_POINTS}"
         told = [f"the run: {_counted(self.steps, 'step')}, {_epochs(self.epochs)}; {said}"]
-        if self.points or schedule.minutes or schedule.keep_best:
+        if self.points or schedule.minutes or schedule.keep_best or not schedule.steps:
             return told
-        why = f"--save_steps {schedule.steps}, and the run has {self.steps}" if schedule.steps else "--save_steps 0"
+        why = f"--save_steps {schedule.steps}, and the run has {self.steps}"
         often = max(1, self.steps // (POINTS + 1))
         advice = f"Give --save_steps {often}, or --save_minutes" if self.steps > 1 else "Give --save_minutes"
         return [
@@ -56,6 +57,10 @@ class Course:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
+
+
+def _every(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps} steps"
 
 
 def _epochs(epochs: float) -> str:

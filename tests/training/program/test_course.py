@@ -22,17 +22,18 @@ def test_a_point_of_the_last_step_is_none_before_the_end():
     assert Course(41, 2, Schedule(steps=20)).points == 2
 
 
-@pytest.mark.parametrize(
-    "schedule, why",
-    [({"steps": 100}, "--save_steps 100, and the run has 59"), ({}, "--save_steps 0")],
-)
-def test_a_run_without_points_is_warned_of(schedule, why):
-    _, warning = lines(59, **schedule)
+def test_points_that_are_asked_for_and_never_come_are_warned_of():
+    _, warning = lines(59, steps=100)
     assert warning == (
-        f"warning: no restart point before the last step ({why}): a run that dies begins anew. Give --save_steps 14, "
-        "or --save_minutes."
+        "warning: no restart point before the last step (--save_steps 100, and the run has 59): a run that dies begins "
+        "anew. Give --save_steps 14, or --save_minutes."
     )
     assert Course(59, 1, Schedule(steps=14)).points == 4
+
+
+def test_a_run_without_points_says_so_in_its_line():
+    (line,) = lines(59)
+    assert line.endswith("; no restart points: a run that dies begins anew (--save_steps, --save_minutes)")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_points_by_the_clock_or_by_scores_are_told(schedule, said):
 
 
 def test_one_is_not_a_number_of_many():
-    told = lines(1, 1, lambda step: step == 1)
-    assert told[0] == "the run: 1 step, 1 epoch; 2 evaluations; no restart points"
+    told = lines(1, 1, lambda step: step == 1, steps=1)
+    assert told[0] == "the run: 1 step, 1 epoch; 2 evaluations; no restart points before the end, every step"
     assert told[1].endswith("Give --save_minutes.")
     assert "no evaluations" in lines(3)[0]

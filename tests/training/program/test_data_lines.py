@@ -179,9 +179,8 @@ def test_step_2_tells_of_the_prompts_that_it_normalises_on_too(model):
     prompts = Prompts([ROW, SHORT, SHORT, SHORT], TOKENIZER, 5, "drop")
     assert first_lines(args, TOKENIZER, pairs, pairs, prompts) == [
         "16 pairs (0 cut, 0 dropped), 16 held out; 1 steps on 1 rank",
-        "the run: 1 step, 1 epoch; 2 evaluations; no restart points",
-        "warning: no restart point before the last step (--save_steps 0): a run that dies begins anew. Give "
-        "--save_minutes.",
+        "the run: 1 step, 1 epoch; 2 evaluations; no restart points: a run that dies begins anew "
+        "(--save_steps, --save_minutes)",
         "3 of 4 prompts (0 cut, 1 dropped: 25.0 %) to normalise scores on",
         "warning: 25.0 % of these 4 rows are longer than --max_prompt_seq_len 5, and were dropped; 95 % of them fit "
         "into 9. The model's positions allow --max_prompt_seq_len 6 at most: give that, if memory allows, or "
