@@ -95,10 +95,9 @@ class RunFlags:
     )
     by_node: str = flag(
         "gathers",
-        "which collective calls go in two stages where a run has several nodes with as many ranks each, first among "
-        "ranks of one place on all nodes, then within each node: gathers of whole weights, on CPUs ZeRO's own too, by "
-        "which no bit changes (gathers); on CPUs sums of gradients too, which changes them by rounding (all); or none "
-        "(nothing)",
+        "on several nodes with as many ranks each, what goes by node, across nodes once and then within each: gathers "
+        "of whole weights, on CPUs ZeRO's own too, by which no bit changes (gathers); on CPUs sums of gradients too, "
+        "which changes them by rounding (all); or nothing",
         choices=("gathers", "all", "nothing"),
     )
     enable_tensorboard: bool = flag(True, "write curves, tables and histograms for TensorBoard")

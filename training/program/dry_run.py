@@ -132,14 +132,30 @@ def _processes(launcher: Sequence[str]) -> tuple[int, int]:
             f"{shlex.join(launcher)}: a dry run counts the processes of `deepspeed` with --hostfile, "
             "--num_nodes and --num_gpus. Give those."
         )
-    words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    options = dict(itertools.pairwise(words))
+    options = _options(launcher)
     nodes, local = (_count(name, options.get(name)) for name in ("--num_nodes", "--num_gpus"))
-    hostfile = options.get("--hostfile", options.get("-H"))
+    hostfile = options.get("--hostfile")
     counts = _slots(hostfile)[:nodes] if hostfile is not None else [max(1, torch.cuda.device_count())] * (nodes or 1)
     if local is not None:
         counts = [local] * len(counts)
     return sum(counts), max(counts)
+
+
+def _options(launcher: Sequence[str]) -> dict[str, str]:
+    """What follows each word, among which are the values of flags."""
+    words = [part for word in launcher for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    return dict(itertools.pairwise("--hostfile" if word == "-H" else word for word in words))
+
+
+def _missing(launcher: Sequence[str], several: bool) -> str:
+    """What deepspeed would lack, empty if nothing; several: whether there are several nodes."""
+    options = _options(launcher)
+    if "--hostfile" not in options:
+        return "several nodes need a --hostfile with lines like `node1 slots=8`" if several else ""
+    named, asked = len(_slots(options["--hostfile"])), options.get("--num_nodes", "0")
+    if int(asked) <= named:
+        return ""
+    return f"{options['--hostfile']} names {named} of the {asked} nodes asked for, and deepspeed starts on these alone"
 
 
 def _count(name: str, value: str | None) -> int | None:
@@ -192,8 +208,8 @@ def main(words: Sequence[str]) -> int:
     module = importlib.import_module(f"training.{name}")
     flags = [word for word in words[place + 1 :] if word != "--dry_run"]
     code = run(module.main, getattr(module, PROGRAMS[name]), module.__doc__.splitlines()[0], [*flags, "--dry_run"])
-    if code == 0 and world > local and not any(word.split("=")[0] in ("--hostfile", "-H") for word in words[:place]):
-        print("missing: several nodes need a --hostfile with lines like `node1 slots=8`", flush=True)
+    if code == 0 and (missing := _missing(words[:place], several=world > local)):
+        print(f"missing: {missing}", flush=True)
     return code
 
 

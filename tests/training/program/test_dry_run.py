@@ -39,6 +39,23 @@ def test_counting_processes(launcher, counts, hosts):
 
 
 @pytest.mark.parametrize(
+    "launcher, missing",
+    [
+        ("deepspeed --num_nodes 2", "several nodes need a --hostfile with lines like `node1 slots=8`"),
+        (
+            "deepspeed --hostfile={hosts} --num_nodes 9",
+            "{hosts} names 3 of the 9 nodes asked for, and deepspeed starts on these alone",
+        ),
+        ("deepspeed -H {hosts} --num_nodes 3", ""),
+        ("deepspeed --hostfile {hosts}", ""),
+    ],
+)
+def test_nodes_that_are_missing(launcher, missing, hosts):
+    assert dry_run._missing(launcher.format(hosts=hosts).split(), several=True) == missing.format(hosts=hosts)
+    assert dry_run._missing(["deepspeed"], several=False) == ""
+
+
+@pytest.mark.parametrize(
     "words, told",
     [
         ([], "no program in ''. Put `python -m training.program.dry_run` before a whole command"),
