@@ -42,7 +42,7 @@ class FunctionReward(RewardSource):
         wants_rows = "rows" in inspect.signature(function).parameters
         assert not wants_rows or rows is not None, f"{self.name} asks for rows, and none were given"
         self.rows = rows if wants_rows else None
-        self._early = EarlyCalls()
+        self._early, self._dtype = EarlyCalls(), torch.get_default_dtype()
 
     @traced("reward function")
     def score(self, rollout: Rollout) -> Tensor:
@@ -56,6 +56,7 @@ class FunctionReward(RewardSource):
         if left and not problem:
             called, problem = self._called([texts[place] for place in left], [indices[place] for place in left])
             values |= dict(zip(left, called))
+        torch.set_default_dtype(self._dtype)  # the whole process's, which a function may have changed
         contract = "It is called with lists of texts and returns one number a response. Mend it."
         stop_together(problem, f"the reward function {self.name}", contract)
         scores = [values[place] for place in range(len(texts))]
@@ -70,13 +71,10 @@ class FunctionReward(RewardSource):
     def _called(self, texts: list[tuple[str, str]], indices: list[int]) -> Numbers:
         prompts, responses = [prompt for prompt, _ in texts], [response for _, response in texts]
         named = {} if self.rows is None else {"rows": [self.rows[index] for index in indices]}
-        dtype = torch.get_default_dtype()
         try:
             return _numbers(self.function(prompts, responses, **named), len(responses))
         except BaseException as error:  # whatever the user's code raises, sys.exit too
             return [], f"raised {described(error)}"
-        finally:
-            torch.set_default_dtype(dtype)  # which belongs to the whole process
 
 
 def _keys(rollout: Rollout) -> list[tuple[int, int]]:

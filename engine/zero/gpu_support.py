@@ -106,15 +106,16 @@ def _listed_gpus() -> list[str]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    words = [program, "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    if answer.returncode:
-        return []
-    names = dict.fromkeys(" ".join(line.replace(",", " ").split()) for line in answer.stdout.splitlines())
-    return [name for name in names if name]
+    for asked in ("name,compute_cap", "name"):  # drivers before 510 do not know capabilities, and end with code 2
+        words = [program, f"--query-gpu={asked}", "--format=csv,noheader"]
+        try:
+            answer = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.TimeoutExpired):
+            return []
+        if not answer.returncode:
+            names = dict.fromkeys(" ".join(line.replace(",", " ").split()) for line in answer.stdout.splitlines())
+            return [name for name in names if name]
+    return []
 
 
 def main() -> int:

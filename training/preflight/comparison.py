@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from training.preflight.node import DATA, EXTENSIONS, GB, OUTPUT, Node
 
 SAME_VERSIONS = ("python", "torch", "deepspeed", "transformers", "CUDA", "NCCL")
-SAME_VARIABLES = ("DS_ACCELERATOR",)
 LEAST_SHARED = 1e9  # bytes of /dev/shm, by which ranks of a node with GPUs exchange what does not go over NVLink
 LEAST_CACHE = 1e9
 TAKEN = 0.9  # of a GPU's memory, of which less is free where something else has some
@@ -37,7 +36,7 @@ def findings(nodes: Sequence[Node], room: int = 0) -> list[Finding]:
     """All that is wrong with nodes, faults first. room: bytes that the run writes to its output folder, if known."""
     found = [
         *different_versions(nodes),
-        *different(nodes, "device", "computes on {own}, the others on {usual}", lambda node: node.device),
+        *devices(nodes),
         *cards(nodes),
         *tools(nodes),
         *inputs(nodes),
@@ -51,7 +50,8 @@ def findings(nodes: Sequence[Node], room: int = 0) -> list[Finding]:
 
 def in_short(nodes: Sequence[Node]) -> list[Finding]:
     """Of these, what differs between nodes and is known without a measurement."""
-    return sorted([*different_versions(nodes), *cards(nodes), *environment(nodes)], key=lambda finding: -finding.weight)
+    found = [*different_versions(nodes), *devices(nodes), *cards(nodes), *environment(nodes)]
+    return sorted(found, key=lambda finding: -finding.weight)
 
 
 def usual(values: Iterable[str]) -> str:
@@ -85,6 +85,11 @@ def different_versions(nodes: Sequence[Node]) -> list[Finding]:
         found += different(nodes, name, text, version(name))
     drivers = different(nodes, "driver", "has driver {own}, the others {usual}", version("driver"), Weight.WARNING)
     return found + drivers
+
+
+def devices(nodes: Sequence[Node]) -> list[Finding]:
+    """Nodes that compute on the CPU beside others that compute on GPUs, whatever has brought that about."""
+    return different(nodes, "device", "computes on {own}, the others on {usual}", lambda node: node.device)
 
 
 def cards(nodes: Sequence[Node]) -> list[Finding]:
@@ -196,8 +201,9 @@ def environment(nodes: Sequence[Node]) -> list[Finding]:
     found = []
     for name in dict.fromkeys(name for node in nodes for name in node.environment):
         text = f"{name} is {{own}}, on the others {{usual}}. Have the launcher pass it on (.deepspeed_env), or unset it"
-        weight = Weight.FAULT if name in SAME_VARIABLES else Weight.WARNING
-        found += different(nodes, name, text, lambda node, name=name: node.environment.get(name, "not set"), weight)
+        found += different(
+            nodes, name, text, lambda node, name=name: node.environment.get(name, "not set"), Weight.WARNING
+        )
     return [one for one in found if not one.row.endswith("_IFNAME")]
 
 

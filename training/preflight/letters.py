@@ -27,15 +27,25 @@ def _as_json(card: Card) -> dict:
 
 
 def nodes_of(letters: Mapping[int, dict]) -> list[Node]:
-    """The nodes that have told of themselves, in the order of their ranks. letters: by rank."""
-    found = []
+    """The nodes that have told of themselves, in the order of their ranks. letters: by rank.
+
+    Several may have one name, as containers do, and launchers that share a host: each node's first rank is followed by
+    its others.
+    """
+    ranks: dict[int, list[int]] = {}  # of each node, by its first
+    latest: dict[str, int] = {}  # first rank of a name
     for rank in sorted(letters):
+        host = letters[rank]["host"]
         if "node" in letters[rank]:
-            node = Node.of_json(letters[rank]["node"])
-            own = [number for number in sorted(letters) if letters[number]["host"] == node.host]
-            cards = tuple(Card(**letters[number]["card"]) for number in own if letters[number]["card"])
-            clock = letters[rank].get("clock")
-            found.append(replace(node, ranks=tuple(own), cards=cards, clock=Clock(**clock) if clock else None))
+            latest[host], ranks[rank] = rank, []
+        if host in latest:
+            ranks[latest[host]].append(rank)
+    found = []
+    for first, own in ranks.items():
+        cards = tuple(Card(**letters[number]["card"]) for number in own if letters[number]["card"])
+        clock = letters[first].get("clock")
+        node = Node.of_json(letters[first]["node"])
+        found.append(replace(node, ranks=tuple(own), cards=cards, clock=Clock(**clock) if clock else None))
     return found
 
 

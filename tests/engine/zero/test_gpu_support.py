@@ -65,10 +65,11 @@ def smi(monkeypatch, tmp_path):
     """A stand-in for nvidia-smi, alone on the PATH, that answers so; without an answer it is not there."""
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    def make(answer: str, code: int = 0) -> None:
+    def make(answer: str, code: int = 0, known: str = "name,compute_cap") -> None:
         program = tmp_path / "nvidia-smi"
         program.write_text(
-            f'#!/bin/sh\n[ "$1" = --query-gpu=name,compute_cap ] || exit 9\necho "{answer}"\nexit {code}\n'
+            f'#!/bin/sh\n[ "$1" = --query-gpu={known} ] || {{ echo no valid field; exit 2; }}\n'
+            f'echo "{answer}"\nexit {code}\n'
         )
         program.chmod(0o755)
 
@@ -146,6 +147,13 @@ def test_gpus_that_torch_does_not_see_are_refused(machine, smi, monkeypatch, cud
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     said = refusal()
     assert said.startswith("nvidia-smi lists Tesla V100-SXM2-32GB 7.0, but") and part in said
+
+
+def test_a_driver_that_knows_no_capabilities_is_told_too(machine, smi):
+    """As those before 510, which are the ones that are too old for today's CUDA."""
+    machine([])
+    smi("Tesla V100-SXM2-32GB\nTesla V100-SXM2-32GB", known="name")
+    assert refusal().startswith("nvidia-smi lists Tesla V100-SXM2-32GB, but torch 2.13.0 (CUDA 13.0) sees none of them")
 
 
 def test_no_gpus_or_hidden_ones_are_none(machine, smi, monkeypatch):

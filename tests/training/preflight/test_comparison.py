@@ -63,7 +63,7 @@ def test_a_node_is_the_same_behind_its_journey():
         ({"shared_memory": Disk(path="/dev/shm", free=64_000_000)}, "64 MB free in /dev/shm", "WARNING"),
         ({"environment": {"NCCL_DEBUG": "INFO"}}, "NCCL_DEBUG is INFO, on the others WARN", "WARNING"),
         ({"environment": {}}, "NCCL_DEBUG is not set, on the others WARN", "WARNING"),
-        ({"environment": {"NCCL_DEBUG": "WARN", "DS_ACCELERATOR": "cpu"}}, "DS_ACCELERATOR is cpu, on the", "FAULT"),
+        ({"environment": {"NCCL_DEBUG": "WARN", "DS_ACCELERATOR": "cuda"}}, "DS_ACCELERATOR is cuda, on", "WARNING"),
         ({"clock": Clock(ahead=-1.2, within=0.1)}, "its clock is -1.2 s from rank 0's", "WARNING"),
         ({"device": "cpu", "cards": FIRST.cards}, "computes on cpu, the others on cuda", "FAULT"),
     ],
@@ -98,6 +98,14 @@ def test_a_run_needs_room_for_its_models_and_a_point():
 def test_in_short_only_what_needs_no_measurement_is_compared():
     other = healthy("gpu02", 2, versions={**FIRST.versions, "torch": "2.12.1"}, tools={}, inputs={}, available=1)
     assert [one.row for one in in_short([FIRST, other])] == ["torch"]
+
+
+def test_what_ranks_compute_on_decides_and_not_the_variable_that_chose_it():
+    named = healthy("gpu02", 2, environment={"NCCL_DEBUG": "WARN", "DS_ACCELERATOR": "cuda"})
+    assert [(one.row, one.weight) for one in in_short([FIRST, named])] == [("DS_ACCELERATOR", Weight.WARNING)]
+    other = healthy("gpu02", 2, device="cpu", cards=())
+    found = {one.row: one.weight for one in in_short([FIRST, other])}
+    assert found == {"device": Weight.FAULT, "GPUs": Weight.WARNING}
 
 
 def test_ranks_that_have_not_answered_are_named_by_their_hosts_where_these_are_known():
