@@ -71,6 +71,7 @@ check_hostfile() {
     named="$(grep -cE '^[[:space:]]*[^#[:space:]]+[[:space:]]+slots=' "$HOSTFILE" || true)"
     [ "$named" -ge "$1" ] ||
         fail "HOSTFILE=$HOSTFILE names $named nodes, and $1 are asked for (HARDWARE=$HARDWARE${NUM_NODES:+, NUM_NODES=$NUM_NODES}). Name more, take other HARDWARE, or say NUM_NODES=$named and what makes it fit (--dry_run)."
+    taken="${NUM_NODES:-$named}"
 }
 
 # launch PROGRAM FLAGS...: with --dry_run among the flags nothing is started.
@@ -97,6 +98,8 @@ launch() {
     done
     [ "${NUM_NODES:-1}" -eq 1 ] || [ -n "${HOSTFILE:-}" ] ||
         fail "HARDWARE=$HARDWARE is $NUM_NODES nodes: name them, HOSTFILE=hosts, in a file with lines like \`node1 slots=8\` (docs/many_nodes.md)."
+    [ "${taken:-1}" -eq 1 ] || command -v pdsh >/dev/null ||
+        fail "there is no pdsh here, by which deepspeed reaches other nodes (Debian, Ubuntu: apt install pdsh). Or start by torchrun or SLURM (docs/many_nodes.md)."
     exec "${command[@]}" --log_level critical "$program" "$@"  # or it repeats the whole command after a message
 }
 

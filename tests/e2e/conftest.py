@@ -56,8 +56,8 @@ def bad(world) -> Path:
 
 @pytest.fixture(scope="session")
 def stand_ins(tmp_path_factory) -> Path:
-    """A folder for the PATH: python and deepspeed print their words, a NUL behind each."""
+    """A folder for the PATH: python, deepspeed and pdsh print their words, a NUL behind each."""
     folder = tmp_path_factory.mktemp("stand_ins")
-    for name in ("python", "deepspeed"):
+    for name in ("python", "deepspeed", "pdsh"):
         stand_in(folder / name, f'{name} "$@"')
     return folder

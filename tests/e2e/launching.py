@@ -1,5 +1,6 @@
 """The launchers, one for each model size, with programs on the PATH that stand in for `python` and `deepspeed`."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -25,11 +26,13 @@ def words_of(stand_ins: Path, launcher: str, *arguments: str, **settings: str) -
     return ended.stdout.split("\0")[:-1]
 
 
-def launched(stand_ins: Path, launcher: str, *arguments: str, **settings: str) -> subprocess.CompletedProcess:
-    """The launcher's end."""
+def launched(
+    stand_ins: Path, launcher: str, *arguments: str, path: str = ":/usr/bin:/bin", **settings: str
+) -> subprocess.CompletedProcess:
+    """The launcher's end; path: what comes behind the stand-ins in PATH."""
     return subprocess.run(
-        [str(ROOT / "scripts" / f"{launcher}.sh"), *arguments],
-        env={"PATH": f"{stand_ins}:/usr/bin:/bin", **settings},
+        [shutil.which("bash"), str(ROOT / "scripts" / f"{launcher}.sh"), *arguments],
+        env={"PATH": f"{stand_ins}{path}", **settings},
         text=True,
         capture_output=True,
         timeout=60,

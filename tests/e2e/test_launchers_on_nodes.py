@@ -1,5 +1,6 @@
 """The launchers on several nodes, and as tasks of SLURM's: which they take, and what they ask for."""
 
+import shutil
 import subprocess
 
 import pytest
@@ -26,6 +27,19 @@ def test_nodes_that_are_not_named_are_asked_for(stand_ins, tmp_path):
     nowhere = launched(stand_ins, "opt_1.3b", "3", HOSTFILE="nowhere")
     assert (nowhere.returncode, nowhere.stdout) == (2, "")
     assert "error: HOSTFILE=nowhere: there is no such file." in nowhere.stderr
+
+
+def test_pdsh_is_asked_for(stand_ins, tmp_path):
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "dirname", "grep"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
+    stand_in(tmp_path / "bin" / "deepspeed", '"$@"')
+    hosts = {nodes: write_hostfile(tmp_path / f"hosts{nodes}", nodes) for nodes in (1, 2)}
+    assert launched(tmp_path / "bin", "opt_1.3b", "3", path="", HOSTFILE=hosts[1]).returncode == 0
+    without = launched(tmp_path / "bin", "opt_1.3b", "3", path="", HOSTFILE=hosts[2])
+    assert (without.returncode, without.stdout) == (2, "")
+    assert without.stderr.startswith("error: there is no pdsh here")
+    assert launched(stand_ins, "opt_1.3b", "3", HOSTFILE=hosts[2]).returncode == 0
 
 
 def test_a_task_of_srun_is_a_rank(stand_ins):
