@@ -36,7 +36,8 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     sed "s/^torch==.*/torch==${TORCH:-$(sed -n 's/^torch==//p' "$root/constraints.txt")}/" "$root/constraints.txt" \
         > "$venv/constraints.txt"
     pip=("$venv/bin/python" -m pip install -qq --disable-pip-version-check -c "$venv/constraints.txt")
-    { [ -z "${TORCH_INDEX:-}" ] || "${pip[@]}" --upgrade torch --index-url "$TORCH_INDEX"; } &&
+    # Beside PyPI, which has the pinned versions of what torch needs: 2.13.0+cu126 goes before PyPI's 2.13.0 (PEP 440).
+    { [ -z "${TORCH_INDEX:-}" ] || "${pip[@]}" --upgrade torch --extra-index-url "$TORCH_INDEX"; } &&
         "${pip[@]}" -e "$root[dev]" ||
         fail "the installation failed; what pip says stands above"
     echo "$wanted" > "$venv/.installed"
