@@ -29,7 +29,6 @@ class AgreedReward(RewardSource):
 
     def __init__(self, source: RewardSource, name: str):
         self.source, self.name = source, name
-        self._begun_wrong: str | None = None
 
     @classmethod
     def made(cls, source: Callable[[Any], RewardSource], tokenizer, name: str) -> "AgreedReward":
@@ -54,25 +53,17 @@ class AgreedReward(RewardSource):
         whole = type(self.source).parts is RewardSource.parts
         return self._agreed(self.source.score if whole else self.source.parts, rollout)
 
-    def begin(self, rollout: Rollout) -> None:
-        """As in RewardSource; what the source raises is told when scores are asked for, which all ranks do."""
-        try:
-            self.source.begin(rollout)
-        except BaseException as error:  # whatever the user's code raises, sys.exit too
-            self._begun_wrong = f"raised {described(error)}"
-
     def on_device(self) -> contextlib.AbstractContextManager:
         """The source's own."""
         return self.source.on_device()
 
     def _agreed(self, call: Callable, rollout: Rollout) -> dict[str, Tensor]:
         parts: dict[str, Tensor] = {}
-        problem = self._begun_wrong
+        problem = None
         try:
-            if problem is None:
-                returned = call(rollout)
-                parts = returned if isinstance(returned, dict) else {"scores": returned}
-                problem = _misshapen(parts, len(rollout))
+            returned = call(rollout)
+            parts = returned if isinstance(returned, dict) else {"scores": returned}
+            problem = _misshapen(parts, len(rollout))
         except RunStopped:
             raise  # on all ranks
         except BaseException as error:  # whatever the user's code raises, sys.exit too

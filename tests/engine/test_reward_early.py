@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from engine.errors import RunStopped
-from engine.reward.agreed import AgreedReward
 from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
@@ -78,26 +77,6 @@ def test_each_source_of_a_combined_reward_begins():
 
     CombinedReward({"one": (Source(), 1.0), "two": (Source(), 0.5)}).begin(ROLLOUT)
     assert begun == [ROLLOUT, ROLLOUT]
-
-
-def test_a_source_of_the_users_begins_and_may_fail():
-    begun = []
-
-    class Source(RewardSource):
-        def begin(self, rollout):
-            begun.append(rollout)
-            if len(begun) > 1:
-                raise OSError("no server")
-
-        def score(self, rollout):
-            return torch.ones(len(rollout))
-
-    reward = AgreedReward(Source(), "the reward source rules.py:Source")
-    reward.begin(ROLLOUT)
-    assert begun == [ROLLOUT] and reward.score(ROLLOUT).tolist() == [1.0, 1.0, 1.0]
-    reward.begin(ROLLOUT)
-    with pytest.raises(RunStopped, match="rules.py:Source raised OSError: no server"):
-        reward.score(ROLLOUT)
 
 
 def test_the_default_dtype_of_a_model_that_is_being_made_is_left_alone():

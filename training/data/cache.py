@@ -22,7 +22,7 @@ from engine.files import os_errors
 from training.data.build_lock import alone
 from training.data.handover import KnownRows, NotHandedOver, note_unkept
 from training.data.progress import say
-from training.data.table_files import MadeTable, Unwritten, read_table, unnamed_table, write_table
+from training.data.table_files import MadeTable, Unwritten, begun_here, read_table, unnamed_table, write_table
 
 IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
 FORMAT = 4  # to be raised when the same rows are to become other tables, or these other files
@@ -111,10 +111,11 @@ def _unkept(made: MadeTable, rows) -> pyarrow.Table:
 
 
 def _remove_unfinished(path: Path, held: bool) -> None:
-    """Remove what killed runs left half written: of this file at once, if its lock is held; of others a day later."""
+    """Remove what killed runs left half written: what this host began of this file at once, if its lock is held; all
+    else a day later, since a file system may keep locks on one host from others, where the file is being written."""
     for file in path.parent.glob("*.tmp"):
         with contextlib.suppress(OSError):  # another process was quicker
-            if (held and file.name.startswith(path.stem)) or file.stat().st_mtime < time.time() - DAY:
+            if (held and file.name.startswith(begun_here(path))) or file.stat().st_mtime < time.time() - DAY:
                 file.unlink()
 
 

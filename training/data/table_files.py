@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import mmap
 import os
+import socket
 import tempfile
 import uuid
 from collections import Counter
@@ -87,7 +88,9 @@ class _Hashed:
 
 def write_table(made: MadeTable, path: Path) -> None:
     """Write the table at the path, unless another process has just done it; raises Unwritten."""
-    temporary = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.tmp")  # not tempfile's, which nobody else may read
+    temporary = path.with_name(
+        f"{begun_here(path)}{uuid.uuid4().hex}.tmp"
+    )  # not tempfile's, which are one user's alone
     size = 0
     try:
         with temporary.open("xb", buffering=0) as file:
@@ -100,6 +103,11 @@ def write_table(made: MadeTable, path: Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def begun_here(path: Path) -> str:
+    """How the names of unfinished files begin that processes of this host write for the path."""
+    return f"{path.stem}.{socket.gethostname()}."
 
 
 def _write(made: MadeTable, file: RawIOBase) -> int:

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 
@@ -69,6 +70,24 @@ def test_a_process_that_is_killed_leaves_nothing_half(tmp_path):
     assert left == {".lock", ".tmp"}
     assert cached_table(numbers(5), tmp_path, [], word_tokenizer())["n"].to_pylist() == [0, 1, 2, 3, 4]
     assert [file.name for file in tmp_path.iterdir()] == [f"{key}.arrow"]
+
+
+def test_what_another_host_writes_is_left_to_it(tmp_path, monkeypatch):
+    """Where a file system has locks for each host alone (Lustre's localflock, NFS's nolock), both hold one."""
+    paths: list[list[str]] = []
+
+    def examples(counts):
+        paths.append([file.name for file in tmp_path.glob("*.tmp")])
+        yield from ((number,) for number in range(20_000))  # more than a batch, so that a part is in the file
+        if len(paths) == 1:
+            monkeypatch.setattr(socket, "gethostname", lambda: "gpu02")
+            assert len(cached_table(MadeTable(SCHEMA, examples), tmp_path, [], word_tokenizer())) == 20_000
+
+    monkeypatch.setattr(build_lock.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu01")
+    assert len(cached_table(MadeTable(SCHEMA, examples), tmp_path, [], word_tokenizer())) == 20_000
+    assert len(paths) == 2 and set(paths[0]) < set(paths[1]), "made twice, with the first one's file still there"
+    assert [file.suffix for file in tmp_path.iterdir()] == [".arrow"]
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
