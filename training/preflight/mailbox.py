@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from engine import distributed
+from engine.errors import UserError
 from training.program.joining import AGENTS_STORE
 
 BETWEEN = 0.02  # seconds between looks
@@ -40,8 +41,15 @@ class Mailbox:
 
     @classmethod
     def served(cls, name: str, environment: Mapping[str, str] = os.environ) -> "Mailbox":
-        """Rank 0's side; raises RuntimeError where another process listens at MASTER_PORT."""
-        return cls(_store(environment, serve=environment.get(AGENTS_STORE) != "True"), 0, _of_start(name, environment))
+        """Rank 0's side; raises UserError where another process listens at MASTER_PORT."""
+        try:
+            store = _store(environment, serve=environment.get(AGENTS_STORE) != "True")
+        except RuntimeError as error:
+            raise UserError(
+                f"MASTER_PORT {environment['MASTER_PORT']} cannot be listened at ({str(error).splitlines()[0]}). Give "
+                "another port (--master_port)."
+            ) from None
+        return cls(store, 0, _of_start(name, environment))
 
     @classmethod
     def reached(cls, name: str, seconds: float, environment: Mapping[str, str] = os.environ) -> "Mailbox":

@@ -4,7 +4,6 @@ Facts travel through the store where ranks are to meet (mailbox.py), before ther
 that can fail on one node alone.
 """
 
-import os
 import socket
 import sys
 import tempfile
@@ -53,13 +52,7 @@ def run(args: RunFlags) -> int:
 
 def _lead(args: RunFlags) -> int:
     world, own = distributed.world_size(), letter(args)
-    try:
-        box = Mailbox.served("preflight") if world > 1 else None
-    except RuntimeError as error:
-        raise UserError(
-            f"MASTER_PORT {os.environ['MASTER_PORT']} cannot be listened at ({str(error).splitlines()[0]}). Give "
-            "another port (--master_port)."
-        ) from None
+    box = Mailbox.served("preflight") if world > 1 else None
     failed = _Failure()
     letters = collect(box, own, world, REPORTS, failed.settled) if box else {0: own}
     nodes = nodes_of(letters)

@@ -1,7 +1,10 @@
 """Letters between ranks through the store where they are to meet."""
 
+import socket
+
 import pytest
 
+from engine.errors import UserError
 from tests.ports import free_port
 from training.preflight.mailbox import Mailbox, NoAnswer
 
@@ -39,6 +42,14 @@ def test_a_start_after_another_hears_nothing_of_it(environment):
 def test_nobody_who_answers_is_told_with_the_place(environment):
     with pytest.raises(NoAnswer, match=f"no answer from rank 0 at 127.0.0.1:{environment['MASTER_PORT']} within 0 s"):
         Mailbox.reached("looks", 0.3, environment)
+
+
+def test_a_port_that_another_process_has_is_told(environment):
+    with (
+        socket.create_server(("", int(environment["MASTER_PORT"]))),
+        pytest.raises(UserError, match=rf"^MASTER_PORT {environment['MASTER_PORT']} cannot be listened at \(.+\)\."),
+    ):
+        Mailbox.served("looks", environment)
 
 
 def test_a_rank_0_that_has_gone_is_told(environment):
