@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,13 +27,13 @@ sys.path.insert(0, str(ROOT))
 from engine.memory.blueprint import built
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.speed.decoding import Decoder
-from engine.speed.measured import UNTIMED, MeasuredRanks, ring_crossings, tree_crossings
-from engine.speed.rates import Rates
-from engine.speed.step import ADAM, Part, Step
+from engine.speed.measured import NO_ARITHMETIC, MeasuredRanks, ring_crossings, tree_crossings
+from engine.speed.part import Part
+from engine.speed.settings import ROLES
+from engine.speed.step import ADAM, Step
 from scripts import trial_links
 from scripts.two_hosts.hosts import Link, TwoHosts
 
-ROLES = ("actor", "critic", "reference", "reward")
 PHASES = {
     "generate": ("gather actor", "agree on rollouts"),
     "make_experience": ("gather reference", "gather critic", "gather reward", "agree on experience"),
@@ -154,24 +155,10 @@ def environment_of(address: str, port: int, world: int, rank: int, ranks: int) -
 def decoders(settings: Mapping) -> dict[str, dict]:
     """The shapes of the models, by role, as keywords of Decoder."""
     shapes = {}
-    for role, path, kind in (("actor", "actor", LANGUAGE_MODEL), ("critic", "critic", CLASSIFIER)):
-        model = built(role, settings[path], kind, True, dtype=settings["dtype"], trust_remote_code=False)
-        config = model.module.model.config
-        kept = 2 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads
-        shapes[role] = {
-            "parameters": model.numbers,
-            "layers": config.num_hidden_layers,
-            "width": config.hidden_size,
-            "kept": kept,
-            "vocabulary": config.vocab_size,
-            "number": model.width,
-        }
-    return {
-        "actor": shapes["actor"],
-        "critic": shapes["critic"],
-        "reference": shapes["actor"],
-        "reward": shapes["critic"],
-    }
+    for role, kind in (("actor", LANGUAGE_MODEL), ("critic", CLASSIFIER)):
+        model = built(role, settings[role], kind, True, dtype=settings["dtype"], trust_remote_code=False)
+        shapes[role] = asdict(Decoder.of(model))
+    return shapes | {"reference": shapes["actor"], "reward": shapes["critic"]}
 
 
 def exchanged(report: Mapping, found: Mapping, name: str) -> dict[str, Part]:
@@ -190,12 +177,12 @@ def exchanged(report: Mapping, found: Mapping, name: str) -> dict[str, Part]:
         micro_batch=given["micro_batch"],
         updates=given["ppo_epochs"],
         whole=frozenset(ROLES),
-        shared=False,
+        own=frozenset(ROLES),
         stays=True,
         scored=False,  # as far as ranks exchange anything
     )
-    nothing = Rates(sheet=UNTIMED, layer_start=0.0, token_start=0.0, adam=ADAM / curves["adam"], overlaps=False)
-    return step.parts(nothing, MeasuredRanks(world, curves["gathers"], curves["reductions"]))
+    rates = replace(NO_ARITHMETIC, adam=ADAM / curves["adam"])
+    return step.parts(rates, MeasuredRanks(world, curves["gathers"], curves["reductions"]))
 
 
 def predicted(report: Mapping, found: Mapping, name: str) -> dict[str, tuple[float, float, float]]:

@@ -1,6 +1,6 @@
 """How engines come by their weights, as a memory plan has it: what ranks exchange in a step follows from that."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.memory.copies import Copies, CopyNeed
@@ -12,57 +12,48 @@ from engine.zero.long_batch import NOTHING_KEPT, Kept
 class EnginePlan:
     """One engine.
 
-    stage: of ZeRO. numbers: of all parameters; trains: of those that train; width: bytes of one. units: numbers of what
-    is gathered in one piece. bucket: numbers of gradients that are reduced at once. generates, computes: whether
-    responses are drawn, and experience is made, with whole weights. shared: whether other models fill the same copy.
-    lent: whether training takes a copy's weights. kept: what stays whole over the passes of an optimizer step.
+    stage: of ZeRO. numbers: of all parameters; trains: of those that train; width: bytes of one. bucket: numbers of
+    gradients that are reduced at once. unmerged: numbers that a whole copy gets anew once it has had an adapter merged
+    (`Blueprint.unmerged`); 0 without adapters. hpz: ranks of a group that holds the weights a second time; 1 for none.
+    shared: whether other models fill the same copy. kept: what stays whole over the passes of an optimizer step.
     """
 
     stage: int
     numbers: int
     trains: int
     width: int
-    units: tuple[int, ...]
     bucket: int
-    generates: bool = False
-    computes: bool = False
+    unmerged: int = 0
+    hpz: int = 1
     shared: bool = False
-    lent: bool = False
     kept: Kept = NOTHING_KEPT
 
     @classmethod
-    def of(cls, engine: ZeroMemory, **how) -> "EnginePlan":
-        """That of an engine; how: what it does not decide by itself."""
-        model = engine.model
+    def of(cls, engine: ZeroMemory, shared: bool = False, kept: Kept = NOTHING_KEPT) -> "EnginePlan":
+        """That of an engine; shared, kept: what it does not decide by itself."""
+        model, partitioned = engine.model, engine.stage == 3
         return cls(
             stage=engine.stage,
             numbers=model.numbers,
             trains=model.trains,
             width=model.width,
-            units=tuple(model.units),
             bucket=REDUCED_AT_ONCE if engine.stage == 0 else engine.zero.reduce_bucket_size,
-            **how,
+            unmerged=model.unmerged if model.module.adapters is not None else 0,
+            hpz=min(int(engine.zero.zero_hpz_partition_size), engine.world) if partitioned else 1,
+            shared=shared,
+            kept=kept,
         )
 
 
 def engine_plans(
-    engines: Mapping[str, ZeroMemory],
-    needs: Sequence[CopyNeed],
-    copies: Copies,
-    kept: Mapping[str, Kept],
-    copied: Callable[[str, bool], bool],
-    lent: Callable[[str], bool],
+    engines: Mapping[str, ZeroMemory], needs: Sequence[CopyNeed], copies: Copies, kept: Mapping[str, Kept]
 ) -> dict[str, EnginePlan]:
-    """Those of all engines, by role. needs: of the engines, in their order. copied: whether a role computes with whole
-    weights, or (True) generates so."""
+    """Those of all engines, by role. needs: of the engines, in their order."""
     kinds = [needs[place].kind for place in (*copies.models, *copies.divided)]
     return {
         role: EnginePlan.of(
             engine,
-            generates=role == "actor" and copied(role, True),
-            computes=copied(role, False),
             shared=copies.shared and kinds.count(needs[place].kind) > 1,
-            lent=lent(role),
             kept=kept.get(role, NOTHING_KEPT),
         )
         for place, (role, engine) in enumerate(engines.items())

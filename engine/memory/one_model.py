@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.engine_spec import OptimizerSpec
-from engine.memory.blueprint import built
+from engine.memory.blueprint import Blueprint, built
 from engine.memory.bytes_by_role import Bytes
 from engine.memory.engine_plan import EnginePlan
 from engine.memory.memory_plan import MemoryPlan, Moment
@@ -39,20 +39,25 @@ class OneModel:
     trust_remote_code: bool = False
     attention: Attention = USUAL
 
+    @property
+    def blueprint(self) -> Blueprint:
+        """Of its engine; raises UserError as `engine.memory.blueprint.built` does."""
+        return built(
+            "model",
+            self.path,
+            CLASSIFIER if self.scorer else LANGUAGE_MODEL,
+            True,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+            attention=self.attention,
+            checkpointing=self.checkpointing,
+            lora=self.lora,
+        )
+
 
 def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
     """Its plan, of loading, training and saving; raises UserError as `engine.memory.plan` does."""
-    model = built(
-        "model",
-        one.path,
-        CLASSIFIER if one.scorer else LANGUAGE_MODEL,
-        True,
-        dtype=one.dtype,
-        trust_remote_code=one.trust_remote_code,
-        attention=one.attention,
-        checkpointing=one.checkpointing,
-        lora=one.lora,
-    )
+    model = one.blueprint
     ds_config = build_ds_config(one.engine, dtype=one.dtype, micro_batch_size=one.rows)
     zero = zero_settings(with_fitting_sizes(model.module, ds_config))
     engine = ZeroMemory(

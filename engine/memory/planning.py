@@ -84,7 +84,7 @@ class _Planner:
         moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
         between = self.rest + self.host_rest + self._kept + moved
         adam = self.rest.total - self._at_rest(stepped=False)[0].total
-        engines = engine_plans(self.engines, self._needs, self.copies, self.kept, self._copied, self._lent)
+        engines = engine_plans(self.engines, self._needs, self.copies, self.kept)
         return MemoryPlan(tuple(self.moments), self.cluster, self.copies.why, between.total, adam, engines, self.copies)
 
     def _moment(

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.memory.blueprint import Blueprint
 from engine.memory.data_sheets import DataSheet
+from engine.rollout.cache import cache_bytes
 
 
 class Ranks(Protocol):
@@ -47,6 +49,20 @@ class Decoder:
     vocabulary: int
     number: int = 2
 
+    @classmethod
+    def of(cls, model: Blueprint) -> "Decoder":
+        """The shape of a model on paper, adapters and all."""
+        config = model.module.model.config.get_text_config()
+        layers = config.num_hidden_layers
+        return cls(
+            parameters=model.numbers,
+            layers=layers,
+            width=config.hidden_size,
+            kept=cache_bytes(model.module.model, slots=1) // (layers * model.width),
+            vocabulary=model.vocabulary,
+            number=model.width,
+        )
+
     @property
     def size(self) -> int:
         """Bytes of the weights."""
@@ -85,17 +101,20 @@ class TokenTime:
         return max(compute, self.exchange) if self.overlaps else compute + self.exchange
 
 
-def partitioned_token(decoder: Decoder, machines: Ranks, rows: float, length: float) -> TokenTime:
+def partitioned_token(
+    decoder: Decoder, machines: Ranks, rows: float, length: float, ranks: int | None = None
+) -> TokenTime:
     """A token with `--rollout_backend zero3`: every rank gathers all weights, a call for each layer, the embedding and
     the output layer, while it computes its own rows with what has come before.
 
-    rows: on each rank. length: tokens that a row has, its prompt included.
+    rows: on each rank. length: tokens that a row has, its prompt included. ranks: that gather from each other, by
+    default all; hpZ has groups of some.
     """
     calls = decoder.layers + 2
     return TokenTime(
         memory=(decoder.size + rows * decoder.cached(length)) / machines.sheet.bandwidth,
         arithmetic=rows * decoder.flops(length) / machines.sheet.flops,
-        exchange=calls * machines.all_gather(decoder.size / calls),
+        exchange=calls * machines.all_gather(decoder.size / calls, ranks),
         overlaps=True,
     )
 

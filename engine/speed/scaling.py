@@ -14,11 +14,11 @@ from engine.memory import Cluster
 from engine.memory.data_sheets import DataSheet, Link, data_sheet
 from engine.memory.gpus import gpu_bytes
 from engine.speed.machines import INFINIBAND_8X200G
+from engine.speed.part import Part
 from engine.speed.published import published_table
 from engine.speed.rates import LINKS, Rates, assumed
 from engine.speed.settings import Setting, Task, fitting
 from engine.speed.shapes import SHAPES
-from engine.speed.step import Part
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 A_NODE = 8

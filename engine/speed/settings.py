@@ -9,6 +9,8 @@ from pathlib import Path
 
 from engine.engine_spec import EngineSpec
 from engine.memory import Cluster, MemoryPlan, Workload, plan
+from engine.speed.decoding import Decoder
+from engine.speed.planned_step import step_of
 from engine.speed.shapes import configuration, decoder
 from engine.speed.step import Step
 from engine.zero.config import EngineConfig
@@ -64,20 +66,22 @@ def fitting(task: Task, cluster: Cluster) -> Setting | None:
     decoded = [most >> halvings for halvings in range(most.bit_length()) if most >> halvings >= min(8, most)]
     passes = sorted({min(size, task.rows // task.mini_batches) for size in (8, 4, 2, 1)}, reverse=True)
     for offloaded in OFFLOADS:
-        if not _planned(task, decoded[-1], passes[-1], offloaded, cluster).fits:
+        if not plan(*_asked(task, decoded[-1], passes[-1], offloaded), cluster).fits:
             continue  # nor does anything larger
         for at_once, micro_batch in itertools.product(decoded, passes):
-            planned = _planned(task, at_once, micro_batch, offloaded, cluster)
+            spec, load = _asked(task, at_once, micro_batch, offloaded)
+            planned = plan(spec, load, cluster)
             if not planned.fits:
                 continue
-            setting = Setting(_step(task, at_once, micro_batch, offloaded, planned), planned)
+            setting = Setting(step_of(planned, spec, load, _decoders(task)), planned)
             if setting.step.whole or setting.step.divided:
                 return setting
             without = without or setting
     return without
 
 
-def _planned(task: Task, decoded: int, micro_batch: int, offloaded: tuple[str, ...], cluster: Cluster) -> MemoryPlan:
+def _asked(task: Task, decoded: int, micro_batch: int, offloaded: tuple[str, ...]) -> tuple[EngineSpec, Workload]:
+    """What is to be planned."""
     configs = {role: EngineConfig(role, 3, role in offloaded) for role in ROLES}
     spec = EngineSpec(
         actor_path=_folder(task.actor),
@@ -100,34 +104,12 @@ def _planned(task: Task, decoded: int, micro_batch: int, offloaded: tuple[str, .
         mini_batches=task.mini_batches,
         ppo_epochs=task.epochs,
     )
-    return plan(spec, load, cluster)
+    return spec, load
 
 
-def _step(task: Task, decoded: int, micro_batch: int, offloaded: tuple[str, ...], planned: MemoryPlan) -> Step:
-    placed = planned.placed
-    return Step(
-        decoders={
-            "actor": decoder(task.actor),
-            "critic": decoder(task.scorer, scorer=True),
-            "reference": decoder(task.actor),
-            "reward": decoder(task.scorer, scorer=True),
-        },
-        rows=task.rows,
-        decoded=decoded,
-        prompt=task.prompt,
-        response=task.response,
-        micro_batch=micro_batch,
-        mini_batches=task.mini_batches,
-        updates=task.mini_batches * task.epochs,
-        checkpointed=True,
-        offloaded=frozenset(offloaded),
-        whole=frozenset(ROLES[place] for place in placed.models),
-        divided=frozenset(ROLES[place] for place in placed.divided),
-        group=placed.ranks,
-        shared=placed.shared,
-        stays=placed.between_steps == "keep",
-        kept={role: engine.kept for role, engine in planned.engines.items()},
-    )
+def _decoders(task: Task) -> dict[str, Decoder]:
+    actor, scorer = decoder(task.actor), decoder(task.scorer, scorer=True)
+    return {"actor": actor, "critic": scorer, "reference": actor, "reward": scorer}
 
 
 @cache

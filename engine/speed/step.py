@@ -1,58 +1,36 @@
-"""How long a step of PPO takes on ranks at ZeRO-3: each phase's arithmetic, and what ranks exchange in it."""
+"""How long a step of PPO takes on ranks: each phase's arithmetic, and what ranks exchange in it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from engine.memory.engine_plan import EnginePlan
 from engine.speed.decoding import Decoder, Ranks, divided_token, partitioned_token
+from engine.speed.exchanges import Exchanges, partitioned
+from engine.speed.part import Part
 from engine.speed.rates import Rates
-from engine.zero.fitting import AHEAD, LIVE
-from engine.zero.gathering import GATHER_BUCKET
-from engine.zero.long_batch import NOTHING_KEPT, Kept
 
-REDUCED = 50_000_000
-"""Gradients that are reduced at once (configs/ds/zero3.json)."""
 ADAM = 28
 """Bytes that Adam reads and writes of a number: master and moments in float32 both ways, gradient and weight in 16
 bits."""
 GENERATE, EXPERIENCE, UPDATE, ELSE = 2, 8, 10, 5
 """Small collective calls of a rank in a step: agreements, counts, norms and metrics; UPDATE: of each optimizer step of
 both models, ELSE: between phases."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Seconds of a part of a step. compute: arithmetic and reading. latency, transfer: of what ranks exchange, what it
-    takes whatever its bytes, and what its bytes take. overlaps: whether both go on side by side. gathered, reduced:
-    bytes that each rank has of all ranks in the end, and of which it has its part of the sum."""
-
-    compute: float = 0.0
-    latency: float = 0.0
-    transfer: float = 0.0
-    overlaps: bool = False
-    gathered: float = 0.0
-    reduced: float = 0.0
-
-    @property
-    def exchange(self) -> float:
-        """Seconds in which ranks exchange."""
-        return self.latency + self.transfer
-
-    @property
-    def seconds(self) -> float:
-        """Altogether."""
-        return max(self.compute, self.exchange) if self.overlaps else self.compute + self.exchange
+TRAINED = ("critic", "actor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What each rank does in a step, all models at stage 3.
+    """What each rank does in a step.
 
     decoders: by role, of those that there are; actor and reference, critic and reward model are of one shape each.
-    rows: responses of a rank; decoded: of these side by side. prompt, response: tokens. micro_batch: rows of a pass.
-    updates: optimizer steps, each on rows / mini_batches. whole, divided: roles with a copy, alone or with `group`
-    ranks; shared: models of one shape take turns in one; stays: also while training. kept: over the passes of an
-    optimizer step. checkpointed: whether backward passes compute activations again. offloaded: roles whose weights and
-    states are in host memory. scored: whether the actor's log-probs are those of a forward pass.
+    engines: by role, how they come by their weights; those that are not named are at stage 3, and keep nothing. hosts:
+    roles that the engine of another one plays, by role. rows: responses of a rank; decoded: of these side by side.
+    prompt, response: tokens. micro_batch: rows of a pass. updates: optimizer steps, each on rows / mini_batches; texts:
+    whether the actor learns from as many texts. whole, divided: roles with a copy, alone or with `group` ranks; own:
+    roles whose copy no other model takes turns in; stays: copies do also while training. drawing: ranks that hold a
+    copy of the actor which only draws, as vLLM does; None for none. checkpointed: whether backward passes compute
+    activations again. offloaded: roles whose weights and states are in host memory. scored: whether the actor's
+    log-probs are those of a forward pass.
     """
 
     decoders: Mapping[str, Decoder]
@@ -61,14 +39,17 @@ class Step:
     prompt: int
     response: int
     micro_batch: int
+    engines: Mapping[str, EnginePlan] = field(default_factory=dict)
+    hosts: Mapping[str, str] = field(default_factory=dict)
     mini_batches: int = 1
     updates: int = 1
+    texts: bool = False
     whole: frozenset[str] = frozenset()
     divided: frozenset[str] = frozenset()
     group: int = 1
-    shared: bool = True
+    own: frozenset[str] = frozenset()
     stays: bool = False
-    kept: Mapping[str, Kept] = field(default_factory=dict)
+    drawing: int | None = None
     checkpointed: bool = False
     offloaded: frozenset[str] = frozenset()
     scored: bool = True
@@ -76,8 +57,10 @@ class Step:
     def parts(self, rates: Rates, ranks: Ranks) -> dict[str, Part]:
         """The parts of a step, in their order, by name."""
         found = {"gather actor": self._filled("actor", rates, ranks)}
-        found |= {"prompts": self._prompts(rates), "tokens": self._tokens(rates, ranks)}
+        found |= {"prompts": self._prompts(rates, ranks), "tokens": self._tokens(rates, ranks)}
         found["agree on rollouts"] = _agreed(GENERATE, ranks)
+        if self._engine("actor").unmerged:
+            found["gather actor unmerged"] = self._unmerged(rates, ranks)
         if self.scored:
             found["actor"] = self._scored("actor", rates, ranks)
         for role in ("reference", "critic", "reward"):
@@ -85,50 +68,80 @@ class Step:
                 found[f"gather {role}"] = self._filled(role, rates, ranks)
                 found[role] = self._scored(role, rates, ranks)
         found["agree on experience"] = _agreed(EXPERIENCE, ranks)
-        for role in ("critic", "actor"):
+        for role in TRAINED:
             if role in self.decoders:
                 found[f"train {role}"] = self._trained(role, rates, ranks)
                 found[f"step {role}"] = self._stepped(role, rates, ranks.world)
         return found | {"agree on updates": _agreed(self.updates * UPDATE, ranks), "metrics": _agreed(ELSE, ranks)}
 
+    def _host(self, role: str) -> str:
+        return self.hosts.get(role, role)
+
+    def _engine(self, role: str) -> EnginePlan:
+        host = self._host(role)
+        return self.engines.get(host) or partitioned(self.decoders[host], trains=host in TRAINED)
+
+    def _exchanges(self, role: str, rates: Rates, ranks: Ranks) -> Exchanges:
+        return Exchanges(self.decoders[role], self._engine(role), ranks, self._fetched(role, rates, ranks))
+
     def _copied(self, role: str) -> bool:
-        return role in self.whole or role in self.divided
+        """Whether experience is made with whole weights: a copy's, or at stages 0 to 2 the engine's own."""
+        host = self._host(role)
+        return host in self.whole or host in self.divided or self._engine(role).stage < 3
+
+    def _draws_through_partitions(self) -> bool:
+        return self.drawing is None and not self._copied("actor")
 
     def _filled(self, role: str, rates: Rates, ranks: Ranks) -> Part:
-        """The role's copy gets its weights, where it does not hold them yet: every rank gathers each of them."""
-        fresh = self.stays and not self.shared and role in ("reference", "reward")
-        if not self._copied(role) or fresh or ranks.world == 1:
+        """The role's copy gets its weights, as far as it does not hold them yet."""
+        engine, draws = self._engine(role), role == "actor" and self.drawing is not None
+        copied = role in self.whole or role in self.divided or draws
+        if not copied or self._host(role) != role or (engine.stage < 3 and not draws) or ranks.world == 1:
             return Part()
-        decoder = self.decoders[role]
-        return _gathered(
-            decoder.size, -(-decoder.parameters // GATHER_BUCKET), ranks, self._fetched(role, rates, ranks)
-        )
+        numbers = engine.numbers
+        if role in self.own and self.stays:  # what has changed; of merged weights, which are made anew, that is all
+            numbers = engine.trains if role in self.whole else numbers * bool(engine.trains)
+        return self._exchanges(role, rates, ranks).filling(numbers)
+
+    def _unmerged(self, rates: Rates, ranks: Ranks) -> Part:
+        """The actor's whole copy, which has drawn with the adapter merged, gets the matrices as they are."""
+        engine = self._engine("actor")
+        if "actor" not in self.whole or engine.stage < 3 or ranks.world == 1:
+            return Part()
+        return self._exchanges("actor", rates, ranks).filling(engine.unmerged)
 
     def _fetched(self, role: str, rates: Rates, ranks: Ranks) -> float:
         """Seconds until the role's partition is on its GPU."""
         return self.decoders[role].size / ranks.world / rates.host_link if role in self.offloaded else 0.0
 
-    def _prompts(self, rates: Rates) -> Part:
+    def _prompts(self, rates: Rates, ranks: Ranks) -> Part:
         decoder, turns = self.decoders["actor"], -(-self.rows // self.decoded)
         flops = self.rows * self.prompt * decoder.flops(self.prompt / 2)
-        return Part(compute=flops / rates.sheet.flops + turns * decoder.layers * rates.layer_start)
+        compute = flops / rates.sheet.flops + turns * decoder.layers * rates.layer_start
+        if not self._draws_through_partitions() or ranks.world == 1:
+            return Part(compute)
+        gathered = self._exchanges("actor", rates, ranks).through_partitions(turns, versions=1)
+        return gathered.computing(compute, rates.overlaps)
 
     def _tokens(self, rates: Rates, ranks: Ranks) -> Part:
         """All but the first token of each response: rows take turns where not all are decoded side by side."""
         decoder, turns = self.decoders["actor"], -(-self.rows // self.decoded)
         times, length = turns * (self.response - 1), self.prompt + self.response / 2
-        rows = self.rows / turns
-        if not self._copied("actor") and ranks.world > 1:
-            token = partitioned_token(decoder, ranks, rows, length)
-            latency = (decoder.layers + 2) * ranks.all_gather(0)
+        rows, gathered = self.rows / turns, 0.0
+        if self._draws_through_partitions() and ranks.world > 1:
+            engine = self._engine("actor")
+            together = engine.hpz if engine.hpz > 1 else None
+            token = partitioned_token(decoder, ranks, rows, length, together)
+            latency = (decoder.layers + 2) * ranks.all_gather(0, together)
+            gathered = times * decoder.size
         else:
-            group = self.group if "actor" in self.divided else 1
+            group = self.drawing or (self.group if "actor" in self.divided else 1)
             token = divided_token(decoder, ranks, rows, length, group)
             latency = (2 * decoder.layers + 1) * ranks.all_reduce(0, group) + ranks.all_gather(0, group)
         compute = max(token.memory, token.arithmetic) + decoder.layers * rates.token_start
         exposed = token.exchange if not token.overlaps else max(0.0, token.exchange - compute)
         share = latency / token.exchange if token.exchange else 0.0
-        return Part(times * compute, times * exposed * share, times * exposed * (1 - share))
+        return Part(times * compute, times * exposed * share, times * exposed * (1 - share), False, gathered)
 
     def _passes(self, rows: float) -> int:
         return -(-int(rows) // self.micro_batch)
@@ -142,55 +155,29 @@ class Step:
         compute = self._forward(role, self.rows, rates)
         if self._copied(role) or ranks.world == 1:
             return Part(compute)
-        passes, decoder = self._passes(self.rows), self.decoders[role]
-        fetched = passes * self._fetched(role, rates, ranks)
-        part = _gathered(passes * decoder.size, passes * fetches(decoder), ranks, fetched)
-        return Part(compute, part.latency, part.transfer, rates.overlaps, part.gathered)
+        known = role not in TRAINED or (role == "actor" and self._draws_through_partitions())
+        gathered = self._exchanges(role, rates, ranks).through_partitions(self._passes(self.rows), versions=not known)
+        return gathered.computing(compute, rates.overlaps)
 
     def _trained(self, role: str, rates: Rates, ranks: Ranks) -> Part:
-        """The forward and backward passes of all updates: weights are gathered in both, unless they stay."""
-        decoder, rows = self.decoders[role], self.rows / self.mini_batches
+        rows = self.rows / self.mini_batches * (2 if self.texts and role == "actor" else 1)
         compute = self.updates * self._forward(role, rows, rates) * (4 if self.checkpointed else 3)
         if ranks.world == 1:
             return Part(compute)
-        passes, kept = self._passes(rows), self.kept.get(role, NOTHING_KEPT)
-        lent = role in self.whole and self.stays and not self.shared  # until the first update has changed them
-        again = 2 if decoder.parameters > LIVE else 1  # smaller models stay whole from forward to backward pass
-        gathers = (self.updates - lent) * (1 if kept.weights else again * passes)
-        fetched = gathers * self._fetched(role, rates, ranks)
-        gathered = _gathered(gathers * decoder.size, gathers * fetches(decoder), ranks, fetched)
-        reductions = self.updates * (1 if kept.gradients else passes)
-        calls = -(-decoder.parameters // REDUCED)
-        reduced = reductions * calls * ranks.reduce_scatter(decoder.size / calls)
-        latency = reductions * calls * ranks.reduce_scatter(0)
-        return Part(
-            compute,
-            gathered.latency + latency,
-            gathered.transfer + reduced - latency,
-            rates.overlaps,
-            gathered.gathered,
-            reductions * decoder.size,
+        host = self._host(role)
+        lent = host in self.whole and host in self.own and self.stays  # until the first update has changed them
+        exchanged = self._exchanges(role, rates, ranks).training(
+            self._passes(rows), self.updates, lent, known=not self._copied(role), alone=host == role
         )
+        return exchanged.computing(compute, rates.overlaps)
 
     def _stepped(self, role: str, rates: Rates, world: int) -> Part:
-        share = self.updates * self.decoders[role].parameters / world
+        if self._host(role) != role:
+            return Part()
+        decoder, share = self.decoders[role], self.updates * self._engine(role).trains / world
         if role in self.offloaded:  # gradients go to the host, and weights come back
-            return Part(share * (ADAM / rates.host_adam + 2 * self.decoders[role].number / rates.host_link))
+            return Part(share * (ADAM / rates.host_adam + 2 * decoder.number / rates.host_link))
         return Part(share * ADAM / rates.adam)
-
-
-def fetches(decoder: Decoder) -> int:
-    """Collective calls by which ZeRO-3 gathers a model layer by layer: small layers come several at a time."""
-    layer = (decoder.parameters - 2 * decoder.vocabulary * decoder.width) // decoder.layers
-    return -(-decoder.parameters // max(AHEAD, layer))
-
-
-def _gathered(size: float, calls: int, ranks: Ranks, fetched: float = 0.0) -> Part:
-    """So many bytes, gathered in so many calls of equal size; fetched: seconds in which parts come from host memory."""
-    if not calls:
-        return Part()
-    latency = calls * ranks.all_gather(0)
-    return Part(0.0, latency, calls * ranks.all_gather(size / calls) - latency + fetched, False, size)
 
 
 def _agreed(calls: int, ranks: Ranks) -> Part:

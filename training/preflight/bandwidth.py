@@ -10,12 +10,13 @@ from engine import by_node, distributed
 from engine.distributed import RankGroup
 from engine.memory.data_sheets import Link, data_sheet
 from engine.speed.machines import Machines
-from engine.speed.traffic import ALL_GATHER, ALL_REDUCE
+from engine.speed.measured import Curve
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from training.preflight.node import GB, Node
 
-SIZES_GPU = (1 << 20, 1 << 25, 1 << 28)  # bytes
-SIZES_CPU = (1 << 16, 1 << 20, 1 << 23)
+ALL_GATHER, ALL_REDUCE = "all-gather", "all-reduce"
+SIZES_GPU = (1 << 10, 1 << 20, 1 << 25, 1 << 28)  # bytes
+SIZES_CPU = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 A_SIZE = 0.4  # seconds for one size of one kind
 MOST = 20  # calls
 ENOUGH = 2.0  # seconds of one call, after which no larger size is tried
@@ -41,13 +42,12 @@ class Measured:
         rounds = 2 if self.kind == ALL_REDUCE else 1
         return rounds * (self.ranks - 1) / self.ranks * size / self.seconds[size]
 
-    def time(self, size: float) -> float:
-        """Seconds of a call with so many bytes: a start, and so much a byte, by the smallest and the largest size."""
+    @property
+    def curve(self) -> Curve:
+        """A start, and so much a byte, by the smallest and the largest size: between them a busy link is noise."""
         least, most = min(self.seconds), max(self.seconds)
-        if least == most:
-            return self.seconds[most] * size / most
-        a_byte = max(0.0, (self.seconds[most] - self.seconds[least]) / (most - least))
-        return max(0.0, self.seconds[least] - a_byte * least) + a_byte * size
+        first = (least, self.seconds[least]) if least < most else (0, 0.0)
+        return [first, (most, max(first[1], self.seconds[most]))]
 
 
 def measure() -> tuple[list[Measured], list[list[Measured]]]:
@@ -75,7 +75,7 @@ def timed(kind: str, group: RankGroup, call: Call) -> Measured:
     """How long a call takes, by the rank of the group that takes longest (all ranks of the group call this)."""
     seconds: dict[int, float] = {}
     for size in SIZES_GPU if on_gpu() else SIZES_CPU:
-        own = torch.zeros(size // 4 // group.size, device=distributed.device())
+        own = torch.zeros(max(1, size // 4 // group.size), device=distributed.device())
         whole = own.new_zeros(len(own) * group.size)
         for _ in range(2):  # the first call makes connections
             once = _slowest(group, call, whole, own, 1)

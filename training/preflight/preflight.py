@@ -15,7 +15,7 @@ from pathlib import Path
 from engine import distributed
 from engine.errors import UserError
 from training.flags.arguments import RunFlags
-from training.preflight import bandwidth, communication, comparison, gathering
+from training.preflight import bandwidth, communication, comparison, gathering, run_plan
 from training.preflight.comparison import Finding, Weight
 from training.preflight.launched import hosts_by_rank
 from training.preflight.letters import answer_all, collect, letter, linger, nodes_of
@@ -58,8 +58,8 @@ def _lead(args: RunFlags) -> int:
     nodes = nodes_of(letters)
     if box:
         nodes = _seeing(box, nodes, Path(args.output_dir))
-    planned = communication.planned_or_why(args)
-    room = 0 if isinstance(planned, str) else communication.written(planned)
+    planned = run_plan.planned_or_why(args)
+    room = 0 if isinstance(planned, str) else run_plan.written(planned)
     silent = comparison.absent(hosts_by_rank(world), letters, REPORTS)
     told_of = {host for one in failed.findings for host in one.hosts}
     silent = [*failed.findings, *(one for one in silent if not told_of.intersection(one.hosts))]
@@ -179,7 +179,8 @@ def _with_group(args: RunFlags, nodes: Sequence[Node], planned) -> list[Finding]
             if isinstance(planned, str):
                 said.append(f"communication of a step: not known. {planned}")
             else:
-                said += communication.lines(communication.traffic(args, planned), everywhere)
+                ranks = communication.ranks_as_measured(everywhere, within)
+                said += communication.lines(communication.parts(args, planned, ranks))
             found = [
                 Finding(
                     (host,), "bandwidth", "its ranks exchange at less than half of the others' rate", Weight.WARNING

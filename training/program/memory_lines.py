@@ -72,8 +72,13 @@ def memory_of_one_model(args: SupervisedFlags) -> list[str]:
 
 def planned_model(args: SupervisedFlags) -> MemoryPlan:
     """The plan of step 1 or 2 on machines like this one; raises UserError as `plan_one_model` does."""
+    return plan_one_model(one_model(args), this_cluster())
+
+
+def one_model(args: SupervisedFlags) -> OneModel:
+    """The model of step 1 or 2, and how it trains, of these flags."""
     scorer = isinstance(args, RewardFlags)
-    one = OneModel(
+    return OneModel(
         path=args.model_name_or_path,
         scorer=scorer,
         engine=args.engine_config(),
@@ -87,7 +92,6 @@ def planned_model(args: SupervisedFlags) -> MemoryPlan:
         trust_remote_code=args.trust_remote_code,
         attention=args.attention,
     )
-    return plan_one_model(one, this_cluster())
 
 
 def _planned(args: RunFlags, models: Sequence[str | None], make: Callable[[], MemoryPlan]) -> MemoryPlan | str:

@@ -7,10 +7,10 @@ import pytest
 from engine.memory import Cluster, MemoryPlan
 from engine.memory.copies import Copies
 from engine.speed import settings
+from engine.speed.part import Part
 from engine.speed.published import DEEPSPEED_CHAT, OPENRLHF, ROWS_OF_DEEPSPEED_CHAT, Placement, placed_seconds
 from engine.speed.scaling import Point, sheet_of, table, why
 from engine.speed.settings import ROLES, Task, fitting
-from engine.speed.step import Part
 from tests.engine.memory.configurations import llama
 
 TASK = Task(actor="opt-350m", scorer="opt-350m", prompt=64, response=64, rows=32)

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from engine.memory.data_sheets import DataSheet, Link
 from engine.speed.decoding import Decoder
+from engine.speed.exchanges import partitioned
 from engine.speed.machines import START, Machines
 from engine.speed.measured import MeasuredRanks, ring_crossings, tree_crossings
 from engine.speed.rates import Rates
@@ -60,12 +61,13 @@ def test_partitions_are_gathered_for_every_pass_and_gradients_reduced():
 
 
 def test_what_is_kept_or_lent_is_gathered_less():
-    kept = replace(STEP, kept={"actor": Kept(weights=True, gradients=True)}, updates=2)
+    plan = replace(partitioned(LARGE), kept=Kept(weights=True, gradients=True))
+    kept = replace(STEP, engines={"actor": plan}, updates=2)
     assert kept.parts(RATES, TEN)["train actor"].gathered == 2 * 20e9
     assert kept.parts(RATES, TEN)["train actor"].reduced == 2 * 20e9
-    lent = replace(kept, whole=frozenset(FOUR), shared=False, stays=True)
+    lent = replace(kept, whole=frozenset(FOUR), own=frozenset(FOUR), stays=True)
     assert lent.parts(RATES, TEN)["train actor"].gathered == 20e9  # the first update has the copy's
-    shared = replace(lent, shared=True)
+    shared = replace(lent, own=frozenset())
     assert shared.parts(RATES, TEN)["train actor"].gathered == 2 * 20e9
     small = replace(STEP, decoders={**FOUR, "actor": SMALL})  # stays whole from the forward to the backward pass
     assert small.parts(RATES, TEN)["train actor"].gathered == 4 * 2 * 50e6
@@ -73,7 +75,7 @@ def test_what_is_kept_or_lent_is_gathered_less():
 
 def test_copies_are_filled_when_others_have_taken_their_turn():
     taking_turns = replace(STEP, whole=frozenset(FOUR), stays=True)
-    own = replace(taking_turns, shared=False)
+    own = replace(taking_turns, own=frozenset(FOUR))
     filled = {role: (taking_turns.parts(RATES, TEN), own.parts(RATES, TEN)) for role in FOUR}
     for role, found in filled.items():
         sizes = [parts[f"gather {role}"].gathered for parts in found]
@@ -92,6 +94,70 @@ def test_tokens_are_read_turn_by_turn():
     assert parts["tokens"].compute == pytest.approx(2 * 99 * (20e9 + cached) / 1e12)
     assert parts["tokens"].exchange == 0
     assert parts["prompts"].compute == pytest.approx(16 * 100 * (2 * 10e9 + 4 * 50 * 4000 * 50) / 1e14)
+
+
+def test_partitions_are_gathered_for_prompts_and_each_token():
+    parts = STEP.parts(replace(RATES, overlaps=False), TEN)
+    assert parts["prompts"].gathered == 2 * 20e9 and parts["tokens"].gathered == 2 * 99 * 20e9
+    assert parts["prompts"].latency == pytest.approx(2 * 53 * START)
+    copies = replace(STEP, whole=frozenset(FOUR)).parts(RATES, TEN)
+    assert copies["prompts"].gathered == copies["tokens"].gathered == 0
+
+
+def test_with_hpz_a_step_gathers_over_all_ranks_once():
+    """Nodes of two: what goes between them has its latency, within them there is none."""
+    nodes = Machines(SHEET, gpus=2, nodes=5, network=Link(1e10, 1.0))
+    hpz = replace(partitioned(LARGE), hpz=2)
+    engines = {role: hpz if role in ("actor", "critic") else replace(hpz, trains=0) for role in FOUR}
+    parts = replace(STEP, engines=engines).parts(RATES, nodes)
+    far = {name: round(part.latency) for name, part in parts.items() if part.gathered}
+    # 53 calls of four steps between nodes: the actor's in its first pass over prompts, the critic's where it scores;
+    # gradients, 200 calls in each of four passes, go between them as ever.
+    assert far == {
+        "prompts": 53 * 4,
+        "tokens": 0,
+        "actor": 0,
+        "reference": 0,
+        "critic": 53 * 4,
+        "reward": 0,
+        "train critic": 4 * 200 * 4,
+        "train actor": 4 * 200 * 4,
+    }
+
+
+def test_an_adapters_factors_alone_come_anew_and_its_matrices_after_a_rollout():
+    adapted = replace(partitioned(LARGE), trains=10**8, unmerged=7 * 10**9)
+    step = replace(STEP, decoders={"actor": LARGE, "reference": LARGE}, hosts={"reference": "actor"})
+    step = replace(step, engines={"actor": adapted}, whole=frozenset({"actor"}), own=frozenset({"actor"}), stays=True)
+    parts = step.parts(RATES, TEN)
+    sizes = {name: (part.gathered, part.reduced) for name, part in parts.items() if part.gathered or part.reduced}
+    assert sizes == {
+        "gather actor": (2e8, 0),
+        "gather actor unmerged": (14e9, 0),
+        "train actor": (0, 4 * 2e8),  # its copy lends the weights
+    }
+    assert parts["step actor"].compute == pytest.approx(1e7 * ADAM / 1e12)
+    # A copy that five hold together only draws, with all matrices merged anew; the rest goes through partitions.
+    together = replace(step, whole=frozenset(), drawing=5).parts(RATES, TEN)
+    assert together["gather actor"].gathered == 20e9 and together["gather actor unmerged"].gathered == 0
+    assert together["tokens"].gathered == 0 < together["tokens"].exchange
+    assert together["reference"].gathered == together["actor"].gathered == 4 * 20e9
+
+
+def test_a_trunk_of_several_roles_reduces_once_for_all():
+    trunk = replace(partitioned(LARGE), trains=10**8)
+    step = replace(STEP, hosts=dict.fromkeys(("critic", "reference", "reward"), "actor"), engines={"actor": trunk})
+    parts = step.parts(RATES, TEN)
+    assert [parts[f"train {role}"].reduced for role in ("critic", "actor")] == [0, 4 * 2e8]
+    assert [parts[f"train {role}"].gathered for role in ("critic", "actor")] == [8 * 20e9] * 2
+    assert parts["step critic"].compute == 0 < parts["step actor"].compute
+
+
+def test_texts_are_passes_of_the_actor():
+    plain, mixed = (replace(STEP, texts=texts).parts(RATES, TEN) for texts in (False, True))
+    assert mixed["train actor"].gathered == 2 * plain["train actor"].gathered
+    assert mixed["train actor"].compute == 2 * plain["train actor"].compute
+    assert mixed["train critic"] == plain["train critic"]
 
 
 def test_states_on_the_host_cross_its_link_twice():
@@ -119,6 +185,16 @@ def test_measured_calls_are_read_between_sizes():
     assert ranks.all_gather(2100) == pytest.approx(2.03)  # as the last piece goes on
     assert ranks.reduce_scatter(508) == pytest.approx(0.55)
     assert ranks.all_gather(600, 1) == ranks.all_reduce(600, 1) == 0
+
+
+def test_few_ranks_are_timed_within_their_node():
+    inner = MeasuredRanks(2, gathers=[(0, 0.001), (1000, 0.002)], reductions=[(0, 0.003), (1000, 0.004)])
+    ranks = MeasuredRanks(
+        4, [(0, 1.0), (1000, 2.0)], [(0, 3.0), (1000, 4.0)], scatters=[(0, 5.0), (1000, 6.0)], within=inner
+    )
+    assert (ranks.all_gather(1000, 2), ranks.all_gather(1000, 4), ranks.all_gather(1000)) == (0.002, 2.0, 2.0)
+    assert (ranks.all_reduce(1000, 2), ranks.all_reduce(1000)) == (0.004, 4.0)
+    assert ranks.reduce_scatter(1000) == 6.0
 
 
 def test_gloos_trees_cross_more_often_than_they_have_to():

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.speed.traffic import ALL_GATHER, ALL_REDUCE, COPIES, REDUCE_SCATTER, REDUCTIONS, Exchange
+from engine.speed.measured import read
 from tests.training.preflight.nodes import A100, healthy
-from training.preflight import communication
-from training.preflight.bandwidth import Measured, lines, slower
+from training.preflight.bandwidth import ALL_GATHER, ALL_REDUCE, Measured, lines, slower
 
 MIB = 1 << 20
 
@@ -20,26 +19,12 @@ def test_bandwidth_is_what_goes_through_a_link():
 
 
 def test_a_call_takes_a_start_and_so_much_a_byte():
-    measured = Measured(ALL_GATHER, 2, {100: 3.0, 1100: 5.0})  # 2.8 s, and 2 ms a byte
-    assert measured.time(0) == pytest.approx(2.8)
-    assert measured.time(2100) == pytest.approx(7.0)
-    assert Measured(ALL_GATHER, 2, {100: 3.0}).time(50) == 1.5  # nothing larger was tried
-    assert Measured(ALL_GATHER, 2, {100: 3.0, 200: 2.0}).time(10_000) == 3.0  # noise
-
-
-def test_a_step_takes_its_calls_times():
-    measured = [Measured(ALL_REDUCE, 2, {100: 2.0, 200: 3.0}), Measured(ALL_GATHER, 2, {100: 1.0, 200: 1.5})]
-    exchanges = [
-        Exchange(COPIES, "actor", ALL_GATHER, 2, 300),  # 2 x 2 s
-        Exchange(COPIES, "actor", ALL_GATHER, 1, 100),  # 1 s
-        Exchange(REDUCTIONS, "actor", REDUCE_SCATTER, 1, 200),  # 3 s, as gloo sums all
-    ]
-    assert communication.lines(exchanges, measured) == [
-        "communication of a step, by planned volumes and measured bandwidth: 8 s",
-        "  5 s: copies are filled (actor), 700 B",
-        "  3 s: gradients are reduced (actor), 200 B",
-    ]
-    assert communication.lines([], measured) == ["communication of a step: none but of metrics"]
+    measured = Measured(ALL_GATHER, 2, {100: 3.0, 600: 9.0, 1100: 5.0})
+    assert read(measured.curve, 0) == 3.0  # no fewer than of the smallest size
+    assert read(measured.curve, 600) == pytest.approx(4.0)  # 2 ms a byte; what is between is noise
+    assert read(measured.curve, 2100) == pytest.approx(7.0)
+    assert read(Measured(ALL_GATHER, 2, {100: 3.0}).curve, 50) == 1.5  # nothing larger was tried
+    assert read(Measured(ALL_GATHER, 2, {100: 3.0, 200: 2.0}).curve, 10_000) == 3.0  # noise
 
 
 def test_known_hardware_says_what_it_should_give():
