@@ -17,20 +17,20 @@ WHAT = ("gathers", "all", "nothing")
 change by rounding since they are taken in another order."""
 
 _what = "gathers"
-_shared: "list[Gathers]" = []  # the one that everything uses which has none apart
+_of_the_run: "Gathers | None" = None
 
 
 def begin(what: str = "gathers") -> None:
     """Say what is done by node from now on, one of WHAT (all ranks call this, when they have joined their group)."""
-    global _what
+    global _what, _of_the_run
     assert what in WHAT, what
     _what = what
-    _shared[:] = [Gathers()]
+    _of_the_run = Gathers()
 
 
 def gathers() -> "Gathers":
-    """Those of the run."""
-    return _shared[0] if _shared else Gathers()
+    """Those that everything uses which has none apart."""
+    return _of_the_run or Gathers()
 
 
 class Gathers:

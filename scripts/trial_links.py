@@ -1,7 +1,7 @@
 """PPO steps over a slow link, with and without each option that spares it: seconds and bytes by phase.
 
     python scripts/trial_links.py                          # all options; a quarter of an hour on two cores
-    python scripts/trial_links.py --options flat auto --rounds 1 --json FILE
+    python scripts/trial_links.py --options plain hpZ --rounds 1 --json FILE
 
 Two hosts with networks of their own on this machine (scripts/two_hosts), two ranks each, and a link of 1 Gb/s and 5 ms
 one way between them; actor, critic, reference and reward model at ZeRO-3, on CPUs. Options take turns, `--rounds`
@@ -12,11 +12,8 @@ both directions, and collective calls with their bytes.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -25,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # before imports from this repository, when run as a script
 
 from scripts.two_hosts.hosts import Link, TwoHosts  # noqa: E402
+from scripts.two_hosts.ranks import run_ranks  # noqa: E402
 
 RANKS_PER_HOST = 2
 PHASES = ("step", "generate", "make_experience", "train", "gather")
-PATIENCE = 900.0  # seconds of one run
 SLOW: dict = {"reward_seconds": 0.25, "turns": 2}  # of each response; a rank's responses are drawn in two turns
 OPTIONS: dict[str, dict] = {
     "plain": {"by_node": "nothing"},
@@ -115,45 +112,12 @@ def run(hosts: TwoHosts, settings: Mapping, folder: Path, port: int) -> list[lis
         zero = json.loads((ROOT / "configs" / "ds" / "zero3.json").read_text())
         zero["zero_optimization"] |= settings["zero"]
         (output / "zero.json").write_text(json.dumps(zero))
-    world = RANKS_PER_HOST * len(hosts.names)
-    common = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT),
-        "MASTER_ADDR": hosts.address(hosts.names[0]),
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(RANKS_PER_HOST),
-    }
     argv = [sys.executable, str(ROOT / "scripts" / "trial_links_rank.py")]
     argv.append(json.dumps({**settings, "output": str(output), "files": files}))
-    processes = []
-    for rank in range(world):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % RANKS_PER_HOST)}
-        with (output / f"log_{rank}.txt").open("wb") as log:
-            host = hosts.names[rank // RANKS_PER_HOST]
-            processes.append(hosts.start(host, argv, env={**common, **own}, cwd=ROOT, stdout=log))
-    wait(processes, output)
-    by_host = [json.loads((output / f"host_{rank}.json").read_text()) for rank in range(0, world, RANKS_PER_HOST)]
+    run_ranks(hosts, argv, output, port, RANKS_PER_HOST)
+    firsts = range(0, RANKS_PER_HOST * len(hosts.names), RANKS_PER_HOST)
+    by_host = [json.loads((output / f"host_{rank}.json").read_text()) for rank in firsts]
     return [list(step) for step in zip(*by_host, strict=True)]
-
-
-def wait(processes: list[subprocess.Popen], output: Path) -> None:
-    """Wait for all ranks to end well; where one does not, end the others. Raises: RuntimeError."""
-    deadline = time.monotonic() + PATIENCE
-    while any(process.poll() is None for process in processes):
-        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
-        if failed or time.monotonic() > deadline:
-            for process in processes:
-                process.kill()
-            break
-        time.sleep(0.1)
-    failed = [rank for rank, process in enumerate(processes) if process.wait() != 0]
-    if failed:
-        tails = [f"--- rank {rank}\n{(output / f'log_{rank}.txt').read_text()[-3000:]}" for rank in failed]
-        raise RuntimeError("\n".join(tails))
 
 
 def seconds_of(steps: list[list[dict]], phase: str) -> float:

@@ -27,15 +27,13 @@ COLLECTIVES = {  # by name: the argument whose bytes are counted, None where it 
     "broadcast_object_list": None,
     "barrier": None,
 }
+AGREEMENTS = 20  # of all ranks on nothing, to tell what one takes
 
 
 def counters() -> dict[str, tuple[int, int]]:
     """Bytes that each interface of this process's network has received and sent; proc(5)."""
     lines = [line.split(":") for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
     return {name.strip(): (int(numbers.split()[0]), int(numbers.split()[8])) for name, numbers in lines}
-
-
-AGREEMENTS = 20  # of all ranks on nothing, to tell what one takes
 
 
 class Ledger:

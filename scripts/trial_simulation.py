@@ -7,12 +7,11 @@ Three things are measured apart, none of them on the step that is predicted: wha
 ranks at once, each a world of its own, on hosts that exchange nothing, where it steps all numbers and not its share;
 seconds of ZeRO-3's two collective calls alone over the shaped link, by their size, and of Adam's step; and, for the
 table, the step on two hosts. How many calls a step makes, of which sizes, is what engine/speed/step.py says. Bytes are
-predicted from gloo's trees and rings (engine/speed/measured.py) and counted on the network card.
+predicted from gloo's trees and rings (engine/speed/crossings.py) and counted on the network card.
 """
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -26,13 +25,15 @@ sys.path.insert(0, str(ROOT))
 
 from engine.memory.blueprint import built
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
+from engine.speed.crossings import ring_crossings, tree_crossings
 from engine.speed.decoding import Decoder
-from engine.speed.measured import NO_ARITHMETIC, MeasuredRanks, ring_crossings, tree_crossings
+from engine.speed.measured import NO_ARITHMETIC, MeasuredRanks
 from engine.speed.part import Part
 from engine.speed.settings import ROLES
 from engine.speed.step import ADAM, Step
 from scripts import trial_links
 from scripts.two_hosts.hosts import Link, TwoHosts
+from scripts.two_hosts.ranks import run_ranks, start_alone, wait
 
 PHASES = {
     "generate": ("gather actor", "agree on rollouts"),
@@ -86,7 +87,7 @@ def calibrated(report: Mapping, names: list[str], folder: Path, port: int) -> di
     from scripts.benchmark_models import make_models
 
     given = report["settings"]
-    ranks, world = report["ranks_per_host"], report["ranks_per_host"] * report["hosts"]
+    ranks = report["ranks_per_host"]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[given["dtype"]]
     actor, critic = make_models(folder / "models", given["size"], given["critic_size"] or given["size"], dtype)
     settings = {**given, "actor": str(actor), "critic": str(critic)}
@@ -98,10 +99,9 @@ def calibrated(report: Mapping, names: list[str], folder: Path, port: int) -> di
                 alone = {**settings, "dtype": dtype_of(report, name)}
                 found["compute"][alone["dtype"]] = computed(hosts, alone, folder, port + 4 * number, ranks)
             output = folder / f"curves_{number}.json"
-            program = [sys.executable, str(ROOT / "scripts" / "trial_simulation_rank.py")]
-            started(
-                hosts, [*program, json.dumps({**options, "output": str(output)})], folder, world, port + 50 + number
-            )
+            argv = [sys.executable, str(ROOT / "scripts" / "trial_simulation_rank.py")]
+            argv.append(json.dumps({**options, "output": str(output)}))
+            run_ranks(hosts, argv, folder, port + 50 + number, ranks)
             found["curves"][name] = json.loads(output.read_text())
     return found
 
@@ -115,41 +115,11 @@ def computed(hosts: TwoHosts, settings: Mapping, folder: Path, port: int, ranks:
     processes = []
     for rank, output in enumerate(outputs):
         argv = [*program, json.dumps({**alone, "output": str(output)})]
-        log = (output / "log_0.txt").open("wb")
-        environment = environment_of(hosts.address(hosts.names[rank // ranks]), port + rank, 1, 0, 1)
-        processes.append(hosts.start(hosts.names[rank // ranks], argv, env=environment, cwd=ROOT, stdout=log))
+        processes.append(start_alone(hosts, hosts.names[rank // ranks], argv, output, port + rank))
     for process, output in zip(processes, outputs, strict=True):
-        trial_links.wait([process], output)
+        wait([process], output)
     steps = [step for output in outputs for step in json.loads((output / "host_0.json").read_text())]
     return {name: statistics.median(step["phases"][name]["seconds"] for step in steps) for name in (*PHASES, "step")}
-
-
-def started(hosts: TwoHosts, argv: list[str], folder: Path, world: int, port: int) -> None:
-    """Run a program on all ranks of both hosts."""
-    ranks = world // len(hosts.names)
-    processes = []
-    for rank in range(world):
-        environment = environment_of(hosts.address(hosts.names[0]), port, world, rank, ranks)
-        log = (folder / f"log_{rank}.txt").open("wb")
-        processes.append(hosts.start(hosts.names[rank // ranks], argv, env=environment, cwd=ROOT, stdout=log))
-    trial_links.wait(processes, folder)
-
-
-def environment_of(address: str, port: int, world: int, rank: int, ranks: int) -> dict[str, str]:
-    """A rank's."""
-    return {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank % ranks),
-    }
 
 
 def decoders(settings: Mapping) -> dict[str, dict]:

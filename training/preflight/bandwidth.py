@@ -1,18 +1,15 @@
 """How fast ranks exchange numbers: all-reduce and all-gather, timed within each node and between all ranks."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from engine import by_node, distributed
 from engine.distributed import RankGroup
-from engine.memory.data_sheets import Link, data_sheet
-from engine.speed.machines import Machines
 from engine.speed.measured import Curve
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
-from training.preflight.node import GB, Node
 
 ALL_GATHER, ALL_REDUCE = "all-gather", "all-reduce"
 SIZES_GPU = (1 << 10, 1 << 20, 1 << 25, 1 << 28)  # bytes
@@ -20,8 +17,6 @@ SIZES_CPU = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
 A_SIZE = 0.4  # seconds for one size of one kind
 MOST = 20  # calls
 ENOUGH = 2.0  # seconds of one call, after which no larger size is tried
-NETWORK = 4e-6  # seconds of a step between nodes, as of ETHERNET_100G
-SLOW = 0.5  # of what the hardware should give
 
 Call = Callable[[torch.Tensor, torch.Tensor], object]  # of a tensor of all ranks' numbers, and this one's part
 
@@ -99,55 +94,3 @@ def _slowest(group: RankGroup, call: Call, whole: torch.Tensor, own: torch.Tenso
 def _finish() -> None:
     if on_gpu():
         torch.cuda.synchronize()
-
-
-def machines(nodes: Sequence[Node], within: bool) -> Machines | None:
-    """The hardware by data sheets and by what nodes tell of their network; None where that is not known.
-
-    within: one node alone.
-    """
-    sheets = [data_sheet(card.name) for node in nodes for card in node.cards]
-    if not sheets or any(sheet is None for sheet in sheets):
-        return None
-    slowest = min((sheet for sheet in sheets if sheet), key=lambda sheet: sheet.link.bandwidth)
-    gpus = len(nodes[0].ranks)
-    if within or len(nodes) == 1:
-        return Machines(slowest, gpus)
-    speed = min(node.network_speed for node in nodes)
-    return Machines(slowest, gpus, len(nodes), Link(speed, NETWORK)) if speed else None
-
-
-def lines(nodes: Sequence[Node], everywhere: Sequence[Measured], within: Sequence[Sequence[Measured]]) -> list[str]:
-    """What was measured, beside what the hardware should give where that is known."""
-    said = []
-    for number, kinds in enumerate(within):
-        known = machines(nodes, within=True)
-        said += [f"  within {nodes[number].host}: {_told(one, known)}" for one in kinds]
-    name = f"between {len(nodes)} nodes" if len(nodes) > 1 else f"within {nodes[0].host}"
-    said += [f"  {name}, {one.ranks} ranks: {_told(one, machines(nodes, len(nodes) == 1))}" for one in everywhere]
-    return ["bandwidth (of each rank's link):", *said]
-
-
-def _told(one: Measured, known: Machines | None) -> str:
-    size = max(one.seconds)
-    times = ", ".join(f"{_told_size(size)} {1e3 * seconds:.3g} ms" for size, seconds in one.seconds.items())
-    text = f"{one.kind} {one.bandwidth / GB:.3g} GB/s ({times})"
-    if known is None:
-        return text
-    ideal = (known.all_reduce if one.kind == ALL_REDUCE else known.all_gather)(size, one.ranks)
-    share = ideal / one.seconds[size]
-    slow = ": SLOW, look at topology (nvidia-smi topo -m), NCCL_DEBUG=INFO and cables" if share < SLOW else ""
-    return f"{text}, {share:.0%} of what the hardware should give{slow}"
-
-
-def _told_size(size: int) -> str:
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-
-
-def slower(nodes: Sequence[Node], within: Sequence[Sequence[Measured]]) -> list[str]:
-    """Names of nodes within which ranks exchange at less than half of what they do in the others."""
-    if len(within) < 2:
-        return []
-    speeds = [min(one.bandwidth for one in kinds) for kinds in within]
-    typical = sorted(speeds)[len(speeds) // 2]
-    return [nodes[number].host for number, speed in enumerate(speeds) if speed < typical / 2]

@@ -15,7 +15,7 @@ from engine.zero.accelerator import on_gpu
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import SupervisedFlags
 from training.preflight.bandwidth import ALL_GATHER, ALL_REDUCE, Measured
-from training.preflight.comparison import told_bytes
+from training.preflight.words import told_bytes
 from training.program.memory_lines import one_model, setting_here
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from training.preflight.node import DATA, EXTENSIONS, GB, OUTPUT, Node
+from training.preflight.words import told_bytes, told_cards, told_ranks
 
 SAME_VERSIONS = ("python", "torch", "deepspeed", "transformers", "CUDA", "NCCL")
 LEAST_SHARED = 1e9  # bytes of /dev/shm, by which ranks of a node with GPUs exchange what does not go over NVLink
@@ -109,12 +110,6 @@ def cards(nodes: Sequence[Node]) -> list[Finding]:
     return found + [finding for finding in kind if not any(finding.hosts == other.hosts for other in found)]
 
 
-def told_cards(node: Node) -> str:
-    """The GPUs of a node's ranks in words: "8 x NVIDIA A100-SXM4-80GB (8.0)"."""
-    kinds = Counter(f"{card.name} ({card.capability})" for card in node.cards)
-    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
-
-
 def tools(nodes: Sequence[Node]) -> list[Finding]:
     """DeepSpeed loads its extensions by ninja, built ones too; a compiler is needed for those that are not built."""
     found = []
@@ -169,14 +164,6 @@ def disks(nodes: Sequence[Node], room: int) -> list[Finding]:
 def row_of(what: str) -> str:
     """The row of a folder's disk."""
     return f"free, {what}"
-
-
-def told_bytes(size: float) -> str:
-    """Bytes in words, with two digits that matter: "512 GB", "1.5 MB"."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.0f} {name}" if size >= 10 * unit else f"{size / unit:.1f} {name}"
-    return f"{size:.0f} B"
 
 
 def memory(nodes: Sequence[Node]) -> list[Finding]:
@@ -240,11 +227,3 @@ def cannot_begin(message: str) -> Finding:
     match = re.fullmatch(r"error: (?:on (\S+): )?(.*)", message, re.DOTALL)
     host, text = (match[1], match[2]) if match else (None, message)
     return Finding((host or "a host",), "report", text)
-
-
-def told_ranks(ranks: Sequence[int]) -> str:
-    """Numbers of ranks in words: "rank 3", "ranks 8 to 15", "ranks 1, 5, 7"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    run = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]} to {ranks[-1]}" if run else f"ranks {', '.join(map(str, ranks))}"

@@ -8,7 +8,8 @@ from training.preflight.comparison import Weight
 from training.preflight.letters import answer_all, collect, letter, linger, nodes_of
 from training.preflight.mailbox import Mailbox, NoAnswer
 from training.preflight.patience import Patience
-from training.preflight.table import told, told_hosts
+from training.preflight.table import told
+from training.preflight.words import told_hosts
 from training.program.hosts import on_several_hosts
 
 ANSWER = 45.0  # seconds in which rank 0's store answers, once it was reached

@@ -15,7 +15,7 @@ from pathlib import Path
 from engine import distributed
 from engine.errors import UserError
 from training.flags.arguments import RunFlags
-from training.preflight import bandwidth, communication, comparison, gathering, run_plan
+from training.preflight import bandwidth, communication, comparison, gathering, promised, run_plan
 from training.preflight.comparison import Finding, Weight
 from training.preflight.launched import hosts_by_rank
 from training.preflight.letters import answer_all, collect, letter, linger, nodes_of
@@ -175,7 +175,7 @@ def _with_group(args: RunFlags, nodes: Sequence[Node], planned) -> list[Finding]
             everywhere, within = bandwidth.measure()
         found = []
         if distributed.is_main():
-            said = bandwidth.lines(nodes, everywhere, within)
+            said = promised.lines(nodes, everywhere, within)
             if isinstance(planned, str):
                 said.append(f"communication of a step: not known. {planned}")
             else:
@@ -185,7 +185,7 @@ def _with_group(args: RunFlags, nodes: Sequence[Node], planned) -> list[Finding]
                 Finding(
                     (host,), "bandwidth", "its ranks exchange at less than half of the others' rate", Weight.WARNING
                 )
-                for host in bandwidth.slower(nodes, within)
+                for host in promised.slower(nodes, within)
             ]
             print(*said, *told(found), sep="\n", flush=True)
         _leave(watch)

@@ -1,11 +1,11 @@
 """The table of nodes: a column a node, or a column for all nodes that are alike, where there are many."""
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from training.preflight.comparison import Finding, Weight, row_of, told_bytes, told_cards, told_ranks
+from training.preflight.comparison import Finding, Weight, row_of
 from training.preflight.node import Disk, Node
+from training.preflight.words import told_bytes, told_cards, told_hosts, told_ranks
 
 EACH_ITS_OWN = 4  # nodes with a column each; of more, those that are alike share one
 COLUMNS = 6  # that are shown; findings name the nodes of the others
@@ -116,38 +116,6 @@ def grouped(nodes: Sequence[Node], rows: Sequence[Row], findings: Sequence[Findi
         own = tuple(finding.row for finding in findings if node.host in finding.hosts)
         groups.setdefault((own, *(row.cell(node) for row in rows if row.least is None)), []).append(node)
     return [groups[key] for key in sorted(groups, key=lambda key: not key[0])]
-
-
-def told_hosts(hosts: Sequence[str]) -> str:
-    """Names in few words: "gpu[01-03,07] (4 nodes)", "node-a, node-b"."""
-    if len(hosts) <= 2:
-        return ", ".join(hosts)
-    numbers: dict[tuple[str, str, int], list[int]] = {}
-    for host in hosts:
-        match = re.fullmatch(r"(.*?)(\d+)(\D*)", host)
-        key = (match[1], match[3], len(match[2])) if match else (host, "", 0)
-        numbers.setdefault(key, []).append(int(match[2]) if match else 0)
-    names = [
-        f"{start}[{_ranges(sorted(found), width)}]{end}" if len(found) > 1 else _single(start, found[0], width, end)
-        for (start, end, width), found in numbers.items()
-    ]
-    return f"{', '.join(names)} ({len(hosts)} nodes)"
-
-
-def _single(start: str, number: int, width: int, end: str) -> str:
-    return f"{start}{number:0{width}d}{end}" if width else start
-
-
-def _ranges(numbers: Sequence[int], width: int) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(
-        f"{run[0]:0{width}d}-{run[-1]:0{width}d}" if len(run) > 1 else f"{run[0]:0{width}d}" for run in runs
-    )
 
 
 def _cell(row: Row, column: Sequence[Node], findings: Sequence[Finding]) -> str:

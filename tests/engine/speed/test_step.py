@@ -8,10 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from engine.memory.data_sheets import DataSheet, Link
+from engine.speed.crossings import ring_crossings, tree_crossings
 from engine.speed.decoding import Decoder
 from engine.speed.exchanges import partitioned
 from engine.speed.machines import START, Machines
-from engine.speed.measured import MeasuredRanks, ring_crossings, tree_crossings
+from engine.speed.measured import MeasuredRanks
 from engine.speed.rates import Rates
 from engine.speed.shapes import SHAPES, configuration, decoder
 from engine.speed.step import ADAM, Step

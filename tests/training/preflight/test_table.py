@@ -3,7 +3,8 @@
 from tests.training.preflight.nodes import MODEL, healthy
 from training.preflight.comparison import Finding, Weight, absent, findings
 from training.preflight.node import DATA, Disk, Input
-from training.preflight.table import table, told, told_hosts, verdict
+from training.preflight.table import table, told, verdict
+from training.preflight.words import told_hosts
 
 TWO = [healthy(), healthy("gpu02", 2)]
 
