@@ -3,13 +3,14 @@
 Nothing is fitted to them: the rates are those that `engine.speed.rates.assumed` gives to every GPU.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.memory import Cluster
 from engine.memory.data_sheets import Link, data_sheet
 from engine.memory.gpus import gpu_bytes
+from engine.speed.decoding import Decoder
 from engine.speed.machines import INFINIBAND_8X200G, Machines
+from engine.speed.part import Part
 from engine.speed.rates import LINKS, Rates, assumed
 from engine.speed.settings import Task, fitting
 from engine.speed.shapes import decoder
@@ -70,21 +71,19 @@ def published_table() -> str:
 
 def deepspeed_chat_hours(actor: str, gpus: int) -> float | None:
     """Hours of an epoch of all rows; None where it does not fit."""
-    rates = _rates("NVIDIA A100-SXM4-80GB")
     rows = min(MOST_ROWS_A_GPU, 1024 // gpus)
     task = Task(actor=actor, scorer="opt-350m", prompt=256, response=256, rows=rows)
-    cluster = Cluster(gpus=8, nodes=gpus // 8, gpu=gpu_bytes("a100-80g"), host=10**12)
-    setting = fitting(task, cluster)
-    if setting is None:
-        return None
-    parts = setting.step.parts(rates, rates.machines(8, gpus // 8, NETWORK))
-    return sum(part.seconds for part in parts.values()) * ROWS_OF_DEEPSPEED_CHAT / (rows * gpus) / 3600
+    seconds = _fitting_seconds(task, gpus, _rates("NVIDIA A100-SXM4-80GB"))
+    return None if seconds is None else seconds * ROWS_OF_DEEPSPEED_CHAT / (rows * gpus) / 3600
 
 
 def colocated_seconds(actor: str, gpus: int) -> float | None:
     """Seconds of this engine in OpenRLHF's setting, all models on all GPUs; None where it does not fit."""
-    rates = _rates("NVIDIA A800-SXM4-80GB")
     task = Task(actor=actor, scorer=actor, prompt=1024, response=1024, rows=1024 // gpus, mini_batches=8)
+    return _fitting_seconds(task, gpus, _rates("NVIDIA A800-SXM4-80GB"))
+
+
+def _fitting_seconds(task: Task, gpus: int, rates: Rates) -> float | None:
     setting = fitting(task, Cluster(gpus=8, nodes=gpus // 8, gpu=gpu_bytes("a100-80g"), host=10**12))
     if setting is None:
         return None
@@ -115,7 +114,7 @@ def placed_seconds(actor: str, placement: Placement, together: int, rows: int = 
     return generate + experience + train
 
 
-def _parts(shape, rows: int, decoded: int, rates: Rates, group: int, gpus: int) -> Mapping:
+def _parts(shape: Decoder, rows: int, decoded: int, rates: Rates, group: int, gpus: int) -> dict[str, Part]:
     step = Step(
         decoders={"actor": shape, "reference": shape},
         rows=rows,

@@ -20,6 +20,12 @@ TELL_AFTER = 5.0  # seconds of waiting for another program's build
 KILLED_AFTER = 1800.0  # seconds in which no file of a build has changed: no file takes so long to compile
 
 
+def own_folder() -> Path | None:
+    """Where this environment's extensions are built, unless TORCH_EXTENSIONS_DIR says otherwise: they belong to its
+    DeepSpeed, and another one would build them anew. None outside of virtual environments, where torch chooses."""
+    return Path(sys.prefix) / "torch_extensions" if sys.prefix != sys.base_prefix else None
+
+
 def load_extension(builder: str) -> None:
     """Build (once) or load an extension of DeepSpeed's, one process at a time.
 
@@ -33,8 +39,8 @@ def load_extension(builder: str) -> None:
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _get_build_directory, is_ninja_available
 
-    if sys.prefix != sys.base_prefix:  # the build belongs to this environment's DeepSpeed; others would build it anew
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    if (own := own_folder()) is not None:
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own))
     found = get_accelerator().create_op_builder(builder)
     if found is None or not found.is_compatible():
         return

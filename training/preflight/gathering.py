@@ -5,7 +5,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ import psutil
 import torch
 
 from engine.zero.accelerator import on_gpu
+from engine.zero.extensions import own_folder
 from training.data.cache import cache_folder
 from training.flags.arguments import RunFlags
 from training.preflight.inputs import inputs_of
@@ -101,11 +101,11 @@ def folders(args: RunFlags) -> dict[str, Path]:
 
 
 def extensions_folder() -> Path:
-    """Where extensions are built, as engine/zero/extensions.py chooses."""
-    given = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if given is None and sys.prefix != sys.base_prefix:
-        return Path(sys.prefix) / "torch_extensions"
-    return Path(given) if given else Path.home() / ".cache" / "torch_extensions"
+    """Where extensions are built."""
+    given, own = os.environ.get("TORCH_EXTENSIONS_DIR"), own_folder()
+    if given is None and own is not None:
+        return own
+    return Path(given) if given else Path.home() / ".cache" / "torch_extensions"  # as torch chooses
 
 
 def nearest(folder: Path) -> Path:
