@@ -27,17 +27,23 @@ from scripts.two_hosts.ranks import run_ranks  # noqa: E402
 RANKS_PER_HOST = 2
 PHASES = ("step", "generate", "make_experience", "train", "gather")
 SLOW: dict = {"reward_seconds": 0.25, "turns": 2}  # of each response; a rank's responses are drawn in two turns
+RELEASED = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+HPZ = {"zero_hpz_partition_size": RANKS_PER_HOST}
 OPTIONS: dict[str, dict] = {
     "plain": {"by_node": "nothing"},
     "gathers by node": {},
     "all by node": {"by_node": "all"},
     "overlapped gather": {"overlap_gather": True},
-    "hpZ": {"zero": {"zero_hpz_partition_size": RANKS_PER_HOST}},
+    "hpZ": {"zero": HPZ},
     "bf16": {"dtype": "bf16"},
     "slow rewards": SLOW,
     "slow rewards, overlapped": SLOW | {"overlap_rewards": True},
+    "partitions": {"rollout_backend": "zero3", "zero": RELEASED},
+    "partitions, hpZ": {"rollout_backend": "zero3", "zero": RELEASED | HPZ},
 }
-"""What is changed, by the option's name, of the settings that scripts/trial_links_rank.py runs with."""
+"""What is changed, by the option's name, of the settings that scripts/trial_links_rank.py runs with. Partitions: there
+are no copies, and no weight stays gathered from one use to the next, as with models that leave no room for that."""
+NOT_SIMULATED = ("partitions", "partitions, hpZ")
 
 
 def main() -> int:

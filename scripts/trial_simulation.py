@@ -41,6 +41,7 @@ PHASES = {
     "train": ("train critic", "train actor", "agree on updates"),
 }
 """By the phase that is measured, the parts of a step in which ranks exchange."""
+OPTIONS = [name for name in trial_links.OPTIONS if name not in trial_links.NOT_SIMULATED]
 WITHIN = 0.15
 
 
@@ -48,7 +49,7 @@ def main() -> int:
     """Print the table; 1 if a step is further from its prediction than WITHIN, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measured", help="a report of scripts/trial_links.py --json; made anew without it")
-    parser.add_argument("--options", nargs="+", choices=trial_links.OPTIONS, help="of the report; all of them")
+    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=OPTIONS, help="of the report; all of them")
     parser.add_argument("--master_port", type=int, default=29600, help="the first of 300 (29600)")
     parser.add_argument("--json", help="a file for what was calibrated and predicted")
     args = parser.parse_args()
@@ -57,7 +58,7 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         report = json.loads(Path(args.measured or measure(args, Path(folder))).read_text())
-        names = [name for name in args.options or report["options"] if name in report["options"]]
+        names = [name for name in args.options if name in report["options"]]
         found = calibrated(report, names, Path(folder), args.master_port)
     if args.json:
         Path(args.json).write_text(json.dumps(found))
@@ -72,7 +73,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Path:
     """Run scripts/trial_links.py and give its report."""
     path = folder / "links.json"
     argv = [sys.executable, str(ROOT / "scripts" / "trial_links.py"), "--json", str(path)]
-    argv += ["--master_port", str(args.master_port + 200), *(["--options", *args.options] if args.options else [])]
+    argv += ["--master_port", str(args.master_port + 200), "--options", *args.options]
     subprocess.run(argv, check=True)
     return path
 
