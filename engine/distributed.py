@@ -225,12 +225,14 @@ def barrier() -> None:
         dist.barrier()
 
 
-def key_value_store(host: str, port: int, serve: bool = False) -> dist.Store:
-    """The store through which processes find each other before there is a group; `serve`: be the one that holds it.
+def key_value_store(host: str, port: int, serve: bool = False, seconds: float = 5.0) -> dist.Store:
+    """The store through which processes find each other before there is a group.
 
+    serve: be the one that holds it. seconds: after which an answer does not come any more; many ranks that ask at once
+    wait for one another.
     Raises: RuntimeError where nobody serves it.
     """
-    wait = timedelta(seconds=5)
+    wait = timedelta(seconds=seconds)
     return dist.TCPStore(host, port, is_master=serve, timeout=wait, wait_for_workers=False, multi_tenant=serve)
 
 

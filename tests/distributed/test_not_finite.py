@@ -25,7 +25,7 @@ def ranks(folder) -> list[dict]:
 def test_both_ranks_stop_with_one_message_and_no_weight_changes(ranks, stage, kind):
     one, other = (rank[stage][kind] for rank in ranks)
     assert one["message"] == other["message"]
-    assert one["message"].startswith("step 2: a number is NaN or infinite, so no weight was changed.\n")
+    assert one["message"].startswith("step 2: a number is NaN or infinite, and nothing was learned from it.\n")
     assert f"rank 1: not finite: {SAID.get(kind, f'{kind} (1)')}" in one["message"]
     for found in (one, other):
         assert found["unchanged"] and found["steps_done"] == 1

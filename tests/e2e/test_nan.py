@@ -45,7 +45,7 @@ def test_a_reward_model_that_scores_nan_leaves_the_restart_points(tiny, poisoned
     result = run_here(3, broken, capfd)
     assert_stopped(
         result,
-        "step 3: a number is NaN or infinite, so no weight was changed",
+        "step 3: a number is NaN or infinite, and nothing was learned from it",
         "rank 0: not finite: score (4)",
         "score nan, prompt 'w",
         "response '",

@@ -18,7 +18,8 @@ from engine import distributed
 from engine.errors import UserError
 from training.program.joining import AGENTS_STORE
 
-BETWEEN = 0.02  # seconds between looks
+BETWEEN = 0.1  # seconds between looks, of each rank
+CROWD = 30.0  # seconds in which the store answers each of many ranks that come at once
 
 
 class NoAnswer(Exception):
@@ -113,4 +114,4 @@ def _of_start(name: str, environment: Mapping[str, str]) -> str:
 
 
 def _store(environment: Mapping[str, str], serve: bool = False):
-    return distributed.key_value_store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), serve)
+    return distributed.key_value_store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), serve, CROWD)
