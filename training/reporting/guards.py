@@ -111,11 +111,9 @@ def _stop(step: int, what: list[str], rows_of, rows: Tensor, tokenizer, good_unt
         if what
     ]
     raise RunStopped(
-        f"step {step}: a number is NaN or infinite, and nothing was learned from it.\n"
-        + "\n".join(lines)
-        + "\nLook at: "
-        "the reward model's score of these texts, the learning rates and gradient norms of the steps before, objective/kl, "
-        "and in fp16 the range of the model (bf16 has a wider one).",
+        f"step {step}: a number is NaN or infinite, and nothing was learned from it.\n" + "\n".join(lines) + "\n"
+        "Look at: the reward model's score of these texts, the learning rates and gradient norms of the steps before, "
+        "objective/kl, and in fp16 the range of the model (bf16 has a wider one).",
         good_until=good_until,
     )
 
