@@ -96,8 +96,9 @@ def planned(launcher: str, hardware: str, folder: Path) -> MemoryPlan:
 
 def words_of(launcher: str, step: int, hardware: str, folder: Path) -> list[str]:
     """The flags that a launcher gives to a step's program."""
-    (folder / "python").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
-    (folder / "python").chmod(0o755)
+    for name in ("python", "deepspeed"):  # without deepspeed in PATH, a launcher takes the .venv that tests may run in
+        (folder / name).write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+        (folder / name).chmod(0o755)
     environment = {"PATH": f"{folder}:/usr/bin:/bin", "HARDWARE": hardware, "OUT": str(folder), "LAUNCHER": "srun"}
     script = [str(ROOT / "scripts" / f"{launcher}.sh"), str(step)]
     ended = subprocess.run(script, env=environment, text=True, capture_output=True, timeout=60, check=True)
