@@ -6,10 +6,10 @@ python -m engine.speed.scaling --models llama-2-7b --gpu h100-80g --network 12.5
 
 import argparse
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.errors import UserError
 from engine.memory import Cluster
 from engine.memory.data_sheets import DataSheet, Link, data_sheet
 from engine.memory.gpus import gpu_bytes
@@ -31,9 +31,9 @@ PHASES = {
     "experience": ("actor", "reference", "critic", "reward"),
     "train": ("train ",),
     "optimizer": ("step ",),
-    "small calls": ("agree", "metrics"),
 }
-"""Columns of the table, and how the parts of a step that they add up begin."""
+"""Columns of the table, and how the parts of a step that they add up begin. Calls in which ranks agree on a number, and
+that add metrics up, take milliseconds and have none: they count in the step alone."""
 WORTH = 0.75
 """Of twice the speed, what twice the GPUs must give for the step to count as scaling."""
 NOTED = 0.97
@@ -139,10 +139,10 @@ def _seconds(value: float) -> str:
 
 
 def sheet_of(gpu: str) -> DataSheet:
-    """The data sheet of a GPU that the planner calls so. Raises: SystemExit where there is none."""
+    """The data sheet of a GPU that the planner calls so. Raises: UserError where there is none."""
     sheet = data_sheet(re.sub(r"(\d+)g$", r"\1GB", gpu))
     if sheet is None:
-        sys.exit(f"error: --gpu {gpu}: no data sheet of it is known (engine/memory/data_sheets.py).")
+        raise UserError(f"--gpu {gpu}: no data sheet of it is known (engine/memory/data_sheets.py).")
     return sheet
 
 
@@ -162,7 +162,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024, help="responses of a step over all GPUs (1024)")
     parser.add_argument("--rows_a_gpu", type=int, default=16, help="the same of each GPU, in the other table (16)")
     args = parser.parse_args()
-    rates, link = assumed(sheet_of(args.gpu)), Link(LINKS * args.network, args.latency)
+    try:
+        rates = assumed(sheet_of(args.gpu))
+    except UserError as error:
+        parser.error(str(error))
+    link = Link(LINKS * args.network, args.latency)
     for model in args.models:
         for title, rows_of in (
             (f"{args.rows:,} responses a step", lambda gpus: args.rows // gpus),

@@ -9,7 +9,10 @@ _LLAMA = {  # meta-llama/Llama-2-*: width, feed-forward width, layers, heads, he
 }
 _OPT = {  # facebook/opt-*: width, feed-forward width, layers, heads
     "opt-350m": (1024, 4096, 24, 16),
+    "opt-1.3b": (2048, 8192, 24, 32),
+    "opt-6.7b": (4096, 16384, 32, 32),
     "opt-13b": (5120, 20480, 40, 40),
+    "opt-30b": (7168, 28672, 48, 56),
     "opt-66b": (9216, 36864, 64, 72),
 }
 SHAPES = (*_LLAMA, *_OPT)

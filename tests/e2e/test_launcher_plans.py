@@ -9,6 +9,7 @@ import pytest
 
 from engine.memory import Cluster, MemoryPlan, plan
 from engine.memory.gpus import gpu_bytes
+from engine.speed.shapes import configuration
 from tests.e2e.programs import ROOT
 from training import memory_plan
 from training.flags.memory_flags import MemoryFlags
@@ -16,56 +17,8 @@ from training.flags.parsing import parse_flags
 from training.program.memory_lines import workload
 
 PAGE = ROOT / "docs" / "memory.md"
-LAYER_NAMES = ("hidden_size", "ffn", "num_hidden_layers", "num_attention_heads")
-OPT = {  # facebook/opt-*: width, width of the feed-forward layers, layers, heads
-    "350m": (1024, 4096, 24, 16),
-    "1.3b": (2048, 8192, 24, 32),
-    "6.7b": (4096, 16384, 32, 32),
-    "13b": (5120, 20480, 40, 40),
-    "30b": (7168, 28672, 48, 56),
-    "66b": (9216, 36864, 64, 72),
-}
-LLAMA = {
-    "7b": (4096, 11008, 32, 32),
-    "13b": (5120, 13824, 40, 40),
-    "70b": (8192, 28672, 80, 64),
-}  # meta-llama/Llama-2-*
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # a Llama's, as step 2 has them
 ROW = re.compile(r"^#   (\d+)x(\S+) +(\S.*?) {2,}(\d+) GB \((\w+)\), (\d+) GB$", re.MULTILINE)
-
-
-def opt_config(size: str) -> dict:
-    """config.json of facebook/opt-SIZE, as far as shapes follow from it."""
-    width, ffn, layers, heads = OPT[size]
-    return {
-        "architectures": ["OPTForCausalLM"],
-        "model_type": "opt",
-        "hidden_size": width,
-        "ffn_dim": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "vocab_size": 50272,
-        "max_position_embeddings": 2048,
-        "word_embed_proj_dim": 512 if size == "350m" else width,
-        "do_layer_norm_before": size != "350m",
-    }
-
-
-def llama_config(size: str) -> dict:
-    """config.json of meta-llama/Llama-2-SIZE-hf, as far as shapes follow from it."""
-    width, ffn, layers, heads = LLAMA[size]
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": width,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8 if size == "70b" else heads,
-        "vocab_size": 32000,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    }
 
 
 def rows() -> dict[tuple[str, str], re.Match]:
@@ -82,8 +35,8 @@ def rows() -> dict[tuple[str, str], re.Match]:
 def planned(launcher: str, hardware: str, folder: Path) -> MemoryPlan:
     """The plan of its step 3, on the models that its steps 1 and 2 make; `folder` is where they stand."""
     family, _, size = launcher.partition("_")
-    config = opt_config if family == "opt" else llama_config
-    models = {"sft": config(size), "reward": config("350m" if family == "opt" else "7b")}
+    name, scorer = (f"opt-{size}", "opt-350m") if family == "opt" else (f"llama-2-{size}", "llama-2-7b")
+    models = {"sft": configuration(name), "reward": configuration(scorer)}
     for name, content in models.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(content))
@@ -164,11 +117,12 @@ PUBLISHED_FOR = {
 def test_what_deepspeed_chat_has_published_fits(size, hardware, folders):
     for name in (size, "350m"):
         (folders / name).mkdir(exist_ok=True)
-        (folders / name / "config.json").write_text(json.dumps(opt_config(name)))
+        (folders / name / "config.json").write_text(json.dumps(configuration(f"opt-{name}")))
     models = ["--actor_model_name_or_path", str(folders / size), "--critic_model_name_or_path", str(folders / "350m")]
     words = (PUBLISHED + PUBLISHED_FOR[size, hardware]).split()
     found = plan_of([*models, *words, "--dtype", "fp16"], hardware)  # the default there
-    width, ffn, layers, _ = OPT[size]
+    shape = configuration(f"opt-{size}")
+    width, ffn, layers = shape["hidden_size"], shape["ffn_dim"], shape["num_hidden_layers"]
     matrices = layers * (4 * width**2 + 2 * width * ffn)
     others = layers * (9 * width + ffn) + 2 * width + (50272 + 2050) * width  # biases, norms; embeddings
     factors = 128 * layers * (4 * 2 * width + 2 * (width + ffn))
@@ -188,7 +142,7 @@ def test_the_page_shows_what_the_planner_prints(folders, capsys):
     command, shown = re.search(in_blocks, PAGE.read_text(), re.DOTALL).groups()
     for name, size in (("facebook/opt-13b", "13b"), ("opt-350m-reward", "350m")):
         (folders / size).mkdir(exist_ok=True)
-        (folders / size / "config.json").write_text(json.dumps(opt_config(size)))
+        (folders / size / "config.json").write_text(json.dumps(configuration(f"opt-{size}")))
         command = command.replace(name, str(folders / size))
     assert memory_plan.main(command.replace("\\\n", " ").split()[2:]) == 0
     for line, said in zip(capsys.readouterr().out.splitlines(), shown.splitlines(), strict=True):
