@@ -3,8 +3,8 @@
     python scripts/trial_halves.py                                all dialects in fp16, some minutes on two cores
     python scripts/trial_halves.py trlx openai --dtype fp16 bf16  these
 
-Two ranks, ZeRO stage 3, CPUs. All dtypes learn from the responses that fp32 drew, and nothing in an update jumps (Adam's
-epsilon is far over the gradients, what is clipped is far out), so that they differ by rounding only.
+Two ranks, ZeRO stage 3, CPUs. All dtypes learn from the responses that fp32 drew, and nothing in an update jumps
+(Adam's epsilon is far over the gradients, what is clipped is far out), so that they differ by rounding only.
 For each dialect and way (all weights; adapters alone on two trunks; adapters on one trunk that is all models) a row has
 the KL to the reference at the second step, nats a response, by fp32 and by the dtype: the first that updates have
 moved; by how much losses, gradient norms and this KL differ at most in both steps, relative to the larger of the

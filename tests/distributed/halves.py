@@ -23,8 +23,8 @@ COMPARED = {
     "value/grad_norm": 0.1,
     "objective/kl": 0.3125,
 }
-"""Metrics that dtypes are compared by, and what a smaller one is taken for, where a difference is divided by it. A KL is
-a mean of differences that almost cancel, so that its error is that of log-probs: half the distance of fp16's numbers
+"""Metrics that dtypes are compared by, and what a smaller one is taken for, where a difference is divided by it. A KL
+is a mean of differences that almost cancel, so that its error is that of log-probs: half the distance of fp16's numbers
 from 4 to 8, 2**-9 nats, for each of a response's 8 tokens is 5 % of this."""
 
 
