@@ -1,0 +1,66 @@
+"""Score against KL: what a run's course says at a given KL, what several seeds say together.
+
+A course is the held-out evaluations of one run in their order, from the SFT model (KL 0) on. All functions are pure.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, stdev
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One evaluation: KL to the SFT model in nats a response, and the mean score."""
+
+    kl: float
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Mean and standard error over the seeds that came so far, `count` of them; one seed has no error."""
+
+    mean: float
+    error: float | None
+    count: int
+
+
+def score_at(course: Sequence[Point], kl: float) -> float | None:
+    """The score where the course first comes to this KL from below, on the line between two evaluations; None if it
+    never does."""
+    for before, after in pairwise(course):
+        if before.kl <= kl <= after.kl:
+            share = (kl - before.kl) / (after.kl - before.kl) if after.kl > before.kl else 1.0
+            return before.score + share * (after.score - before.score)
+    return None
+
+
+def best_score_under(course: Sequence[Point], kl: float) -> float | None:
+    """The best score at no more than this KL: of an evaluation, or where the course first comes to it; None for a
+    course that begins above it."""
+    found = [point.score for point in course if point.kl <= kl]
+    crossing = score_at(course, kl)
+    return max([*found, *([] if crossing is None else [crossing])], default=None)
+
+
+def band(values: Sequence[float | None]) -> Band | None:
+    """Mean and standard error of the values that are there, stdev / sqrt(n); None if none is."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return None
+    error = stdev(there) / math.sqrt(len(there)) if len(there) > 1 else None
+    return Band(fmean(there), error, len(there))
+
+
+def curve(courses: Sequence[Sequence[Point]], points: int = 60) -> list[tuple[float, Band]]:
+    """The band at evenly spaced KLs, as far as every course came: beyond that the mean would be of other seeds."""
+    reach = min((max(point.kl for point in course) for course in courses if course), default=0.0)
+    found = []
+    for number in range(points + 1 if reach > 0 else 0):
+        kl = reach * number / points
+        values = band([score_at(course, kl) for course in courses])
+        if values is not None:
+            found.append((kl, values))
+    return found

@@ -1,0 +1,75 @@
+"""Judges policies alike, whatever trained them: each answers the same held-out prompts with the same random numbers.
+
+    python -m scripts.comparison.judge JOB.json FLAGS...
+
+FLAGS are step 3's, of the dialect `default`: responses are drawn at temperature 1 until EOS, scored by the task's
+reward, and their KL is the one to the SFT model. JOB has "policies" ({name: folder}), "texts" (files whose words are
+known) and "written", where {name: measures} goes; the SFT model's name is "".
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from engine import distributed
+from engine.models.loading import load_policy
+from engine.rlhf_engine import RLHFEngine
+from scripts.comparison.tasks import known_words
+from training.flags.rlhf_arguments import RLHFFlags
+from training.program.agreement import agreed
+from training.program.plan import make_plan
+from training.program.startup import leave, run
+from training.reporting.evaluation import Evaluator
+from training.reporting.variety import distinct_bigrams
+from training.step3_rlhf import build_evaluator, build_trainer, choose_rollouts
+
+
+def measures(metrics: dict[str, float], rows: list[dict], known: frozenset[str]) -> dict[str, float]:
+    """What is kept of an evaluation.
+
+    metrics, rows: of the Evaluator. known: words that are known. Returns: score and KL with standard errors; tokens of
+    a response; distinct_bigrams: distinct pairs of neighbouring words for each token drawn; known_words: the share of
+    all words that are known.
+    """
+    words = [word for row in rows for word in row["response"].split()]
+    tokens = sum(row["tokens"] for row in rows)
+    return {
+        "score": metrics["eval/score"],
+        "score_se": metrics["eval/score_se"],
+        "kl": metrics["eval/kl"],
+        "kl_se": metrics["eval/kl_se"],
+        "tokens": metrics["eval/response_length"],
+        "distinct_bigrams": distinct_bigrams(row["response"] for row in rows) / max(tokens, 1),
+        "known_words": sum(word in known for word in words) / max(len(words), 1),
+    }
+
+
+def put_weights(models: RLHFEngine, folder: str) -> None:
+    """Have the actor compute with the weights of another policy of its architecture."""
+    other = load_policy(folder, torch.float32, what="policy")
+    models.actor.module.load_state_dict(other.state_dict())
+    models.actor.version += 1  # copies of them are stale
+
+
+def main(args: RLHFFlags, job: dict) -> None:
+    """Judge the SFT model and all policies of a job."""
+    plan = agreed(lambda: make_plan(args, args.resolved_dialect()[0], None))
+    models = RLHFEngine.from_pretrained(plan.spec)
+    rollouts = choose_rollouts(args, plan, models)
+    evaluator = build_evaluator(plan, build_trainer(args, plan, models, rollouts))
+    assert isinstance(evaluator, Evaluator), "a task has held-out prompts"
+    known = known_words([Path(path) for path in job["texts"]])
+    found = {"": measures(*evaluator.run(0), known)}
+    for name, folder in job["policies"].items():
+        put_weights(models, folder)
+        found[name] = measures(*evaluator.run(1), known)
+        print(f"{name}: score {found[name]['score']:.3f}, KL {found[name]['kl']:.2f}", flush=True)
+    if distributed.is_main():
+        Path(job["written"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    content = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    leave(run(lambda args: main(args, content), RLHFFlags, __doc__.splitlines()[0], sys.argv[2:]))

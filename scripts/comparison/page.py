@@ -1,0 +1,89 @@
+"""docs/comparison.md: what the program writes into it between two marks, and the pictures beside it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.errors import UserError
+from scripts.comparison.frontier import curve
+from scripts.comparison.results import Compared, Results
+from scripts.comparison.table import broken_off, main_table, ordered, search_table
+from scripts.comparison.tasks import ROOT, Task
+
+PAGE = ROOT / "docs" / "comparison.md"
+BEGIN, END = "<!-- made by scripts/compare_dialects.py -->", "<!-- made so far -->"
+
+
+def section(task: Task, entries: Sequence[Compared], picture: str) -> str:
+    """A task's part of the page: what was run, table, curves, search."""
+    seeds = sorted({seed for compared in entries for seed in compared.results})
+    used = sum(result.cpu_seconds for compared in entries for result in compared.results.values())
+    used += sum(compared.search.cpu_seconds for compared in entries)
+    fewer = [f"`{compared.label}`" for compared in entries if len(compared.results) < len(seeds)]
+    lines = [
+        f"## {task.name}: {task.what}",
+        "",
+        f"{len(entries)} entries, {len(seeds)} seeds ({', '.join(map(str, seeds))}); each run learns from "
+        f"{task.steps * task.responses:,} responses in {task.steps} steps. {used / 60:.0f} CPU minutes in all, the "
+        "search included." + (f" Fewer seeds: {', '.join(fewer)}." if fewer else ""),
+        "",
+        main_table(task, entries),
+        "",
+        *(line for sentence in broken_off(entries) for line in (sentence, "")),
+        f"![Score against KL]({picture})",
+        "",
+        f"The search: the best score at a KL of at most {task.search_kl:g} after {task.search_steps} steps.",
+        "",
+        search_table(entries, task.rates, task.search_kl),
+    ]
+    return "\n".join(lines)
+
+
+def plot(task: Task, entries: Sequence[Compared], path: Path) -> None:
+    """Score against KL: the mean over the seeds of each entry, in a band of one standard error to either side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    colors, styles = pyplot.get_cmap("tab10").colors, ("-", "--", ":")
+    for place, compared in enumerate(ordered(entries, task.search_kl)):
+        bands = curve([result.course for result in compared.results.values()])
+        kls, means = [kl for kl, _ in bands], [values.mean for _, values in bands]
+        errors = [values.error or 0.0 for _, values in bands]
+        color, style = colors[place % len(colors)], styles[place // len(colors) % len(styles)]
+        axes.plot(kls, means, style, color=color, linewidth=1.4, label=compared.label)
+        low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
+        axes.fill_between(kls, low, high, color=color, alpha=0.15, linewidth=0)
+    axes.set(xlabel="KL to the SFT model, nats a response", ylabel="held-out score", title=task.name)
+    axes.set_xlim(0, 2 * max(task.kls))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc="lower right")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def make(results: Results, tasks: Sequence[Task], folder: Path, prefix: str = "") -> str:
+    """All sections, in Markdown, with pictures in `folder` whose names begin with `prefix`."""
+    sections = []
+    for task in tasks:
+        entries = results.of(task.name)
+        if entries:
+            picture = f"{prefix}{task.name}.png"
+            plot(task, entries, folder / picture)
+            sections.append(section(task, entries, picture))
+    return "\n\n".join(sections)
+
+
+def between_marks(text: str, made: str) -> str:
+    """`text` with what stands between the two marks replaced; raises UserError unless each is there once."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise UserError(f"{PAGE}: what is made goes between the lines {BEGIN!r} and {END!r}, once each. Put them back.")
+    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    return f"{text[:start]}\n\n{made}\n\n{text[end:]}"
+
+
+def write(results: Results, tasks: Sequence[Task]) -> None:
+    """Put the sections into the page, and their pictures beside it."""
+    made = make(results, tasks, PAGE.parent, "comparison_")
+    PAGE.write_text(between_marks(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")

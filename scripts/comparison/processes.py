@@ -1,0 +1,42 @@
+"""Programs as processes of their own: how they ended, and what they took."""
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.comparison.tasks import ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Its exit code, the CPU seconds of it and of what it started, and the seconds of the clock."""
+
+    code: int
+    cpu_seconds: float
+    seconds: float
+
+
+def run_program(command: Sequence[str], log: Path) -> Ended:
+    """Run a command in the repository, where it finds the project's packages; what it prints goes into `log`."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    began = time.perf_counter()
+    with log.open("w") as printed:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return Ended(process.returncode, used.ru_utime + used.ru_stime, time.perf_counter() - began)
+
+
+def last_line(log: Path) -> str:
+    """The last line that says something."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""

@@ -1,0 +1,53 @@
+"""What a comparison has found so far, as one file of JSON: each task's budget, each entry's search and runs."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.comparison.runs import Result, Run, write_json
+from scripts.comparison.search import Search
+from scripts.comparison.tasks import Task
+
+FILE = "results.json"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compared:
+    """An entry on a task: how it was tuned, and its results by seed."""
+
+    label: str
+    search: Search
+    results: dict[int, Result]
+
+
+class Results:
+    """The file of a comparison, which a later command adds to; a task at another budget starts anew."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / FILE
+        read = json.loads(self.path.read_text(encoding="utf-8")) if self.path.is_file() else {}
+        self.tasks: dict[str, dict[str, Any]] = read.get("tasks", {})
+
+    def add(self, task: Task, label: str, search: Search, runs: Sequence[Run]) -> None:
+        """Write an entry's search and runs down."""
+        budget = {"responses": task.responses, "steps": task.steps, "every": task.every, "kls": list(task.kls)}
+        if self.tasks.get(task.name, {}).get("budget") != budget:
+            self.tasks[task.name] = {"budget": budget, "entries": {}}
+        self.tasks[task.name]["entries"][label] = {
+            "search": dataclasses.asdict(search),
+            "runs": {str(run.seed): dataclasses.asdict(run.result) for run in runs},
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path, {"tasks": self.tasks})
+
+    def of(self, task: str) -> list[Compared]:
+        """The entries of a task."""
+        found = []
+        for label, entry in self.tasks.get(task, {}).get("entries", {}).items():
+            search = entry["search"]
+            scores = {float(rate): score for rate, score in search["scores"].items()}
+            results = {int(seed): Result(**result) for seed, result in entry["runs"].items()}
+            found.append(Compared(label, Search(scores, search["cpu_seconds"], search["chosen"]), results))
+        return found

@@ -1,0 +1,182 @@
+"""One training run after the other, or several side by side, each in one process; what is done is not done again.
+
+A run's folder is named by its command, so that another command is another run, and holds trained.json when training has
+ended, result.json when its policies have been judged, and in between the policies themselves.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import UserError
+from scripts.comparison import processes
+from scripts.comparison.entries import TRL, Entry, program, step3_words
+from scripts.comparison.frontier import Point
+from scripts.comparison.tasks import HELD_OUT, Task
+from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.restarts.export import export
+from training.restarts.layout import CHECKPOINTS
+
+POLICIES = "policies"
+STOPPED = 1  # the exit code of a run that broke off by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run to be made, or made already. home: the folder of the comparison."""
+
+    task: Task
+    entry: Entry
+    models: Path
+    home: Path
+    rate: float
+    seed: int
+    steps: int
+
+    @property
+    def words(self) -> list[str]:
+        """Its command without the output folder, relative to that of the models, which may stand anywhere."""
+        return step3_words(self.entry, self.task, self.models, rate=self.rate, seed=self.seed, steps=self.steps)
+
+    @property
+    def folder(self) -> Path:
+        """Where it is; another command has another folder."""
+        words = json.dumps([word.replace(str(self.models), "{models}") for word in self.words])
+        digest = hashlib.sha256(words.encode()).hexdigest()[:8]
+        name = f"rate{self.rate:g}_seed{self.seed}_steps{self.steps}_{digest}"
+        return self.home / "runs" / self.task.name / self.entry.folder / name
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """One of its files; None if it is not there."""
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    @property
+    def result(self) -> "Result":
+        """What came of it; it must have been judged."""
+        found = self.read("result")
+        assert found is not None, f"{self.folder} has no result yet"
+        return Result(**found)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """command; ended: whether it came to its end, `why` not; responses it learned from; CPU seconds of its process,
+    start included, and seconds of its clock; evaluations: measures of each, the SFT model's first."""
+
+    command: str
+    ended: bool
+    why: str
+    responses: int
+    cpu_seconds: float
+    seconds: float
+    evaluations: list[dict[str, float]]
+
+    @property
+    def course(self) -> list[Point]:
+        """Score against KL; the SFT model is the reference, so that its KL is 0."""
+        first, *later = self.evaluations
+        return [Point(0.0, first["score"]), *(Point(row["kl"], row["score"]) for row in later)]
+
+
+def write_json(path: Path, content: object) -> None:
+    """The whole file or none of it."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def complete(runs: Sequence[Run], jobs: int) -> None:
+    """Train what has not been trained, `jobs` at a time, and judge what has not been judged.
+
+    Raises: UserError for a command that cannot run, and where the judge fails.
+    """
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(train, [run for run in runs if run.read("result") is None and run.read("trained") is None]))
+    waiting = [run for run in runs if run.read("result") is None]
+    for run in waiting:
+        with contextlib.redirect_stdout(io.StringIO()):  # which points are read
+            keep_policies(run)
+    if waiting:
+        judge(waiting)
+
+
+def train(run: Run) -> None:
+    """Start a run and wait for it.
+
+    A run that breaks off in its middle is a result too: a rate that is too high does that. Raises: UserError where it
+    could not begin.
+    """
+    folder, command = run.folder, [*program(run.entry), *run.words]
+    if folder.exists():
+        shutil.rmtree(folder)  # of a run of this very command that was cut off
+    folder.mkdir(parents=True)
+    log = folder / "log.txt"
+    print(f"{run.task.name}, {run.entry.label}, rate {run.rate:g}, seed {run.seed}: {run.steps} steps", flush=True)
+    ended = processes.run_program([*command, "--output_dir", str(folder / "out")], log)
+    if ended.code not in (0, STOPPED) or not (folder / "out").is_dir():
+        raise UserError(f"{shlex.join(command)} ended with exit code {ended.code}; {log} has what it printed.")
+    whole = ended.code == 0
+    kept = {"command": shlex.join(command), "ended": whole, "why": "" if whole else processes.last_line(log)}
+    write_json(folder / "trained.json", kept | {"cpu_seconds": ended.cpu_seconds, "seconds": ended.seconds})
+
+
+def keep_policies(run: Run) -> None:
+    """The policy of each evaluation as a folder of transformers' under POLICIES, and nothing else of the models."""
+    policies, out = run.folder / POLICIES, run.folder / "out"
+    policies.mkdir(exist_ok=True)
+    for point in sorted((out / CHECKPOINTS).glob("step_*[0-9]")):
+        if not (policies / point.name).is_dir():
+            export(str(point), str(policies / point.name))
+    for name in (CHECKPOINTS, "actor", "critic"):
+        shutil.rmtree(out / name, ignore_errors=True)
+
+
+def judge(runs: Sequence[Run]) -> None:
+    """Have all policies of runs of one task judged in one process; raises UserError if that fails."""
+    task, models = runs[0].task, runs[0].models
+    policies = {str(path): str(path) for run in runs for path in sorted((run.folder / POLICIES).iterdir())}
+    with tempfile.TemporaryDirectory() as temporary:
+        job, written = Path(temporary) / "job.json", Path(temporary) / "measures.json"
+        texts = [str(models / name) for name in task.texts]
+        write_json(job, {"policies": policies, "texts": texts, "written": str(written)})
+        words = ["-m", "scripts.comparison.judge", str(job), *task.words(models), "--output_dir", temporary]
+        words += ["--num_eval_prompts", str(HELD_OUT), "--dtype", "fp32"]
+        log = runs[0].folder / "judge.log"
+        ended = processes.run_program([sys.executable, *words], log)
+        if ended.code:
+            raise UserError(f"the judge ended with exit code {ended.code}; {log} has what it printed.")
+        measures = json.loads(written.read_text(encoding="utf-8"))
+    for run in runs:
+        finish(run, measures)
+
+
+def finish(run: Run, measures: dict[str, dict[str, float]]) -> None:
+    """Write a run's result, and remove its policies. measures: by policy, and "" for the SFT model."""
+    trained = run.read("trained")
+    assert trained is not None, "only what was trained is judged"
+    samples = responses_by_step(run)
+    evaluations = [{"step": 0, "responses": 0} | measures[""]]
+    for path in sorted((run.folder / POLICIES).iterdir()):
+        step = int(path.name.removeprefix("step_"))
+        evaluations.append({"step": step, "responses": samples[step]} | measures[str(path)])
+    result = trained | {"responses": max(samples.values(), default=0), "evaluations": evaluations}
+    write_json(run.folder / "result.json", result)
+    shutil.rmtree(run.folder / POLICIES)
+
+
+def responses_by_step(run: Run) -> dict[int, int]:
+    """How many responses a run had learned from after each step."""
+    if run.entry.dialect == TRL:
+        return {step: step * run.task.responses for step in range(run.steps + 1)}
+    return {row["step"]: row["samples"] for row in read_metrics(run.folder / "out" / METRICS_FILE)}

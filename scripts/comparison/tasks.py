@@ -1,0 +1,164 @@
+"""On what dialects are compared: models, prompts, budget, learning rates to choose from, KLs to be read at.
+
+A further task is one more entry of TASKS.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+HELD_OUT = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """All runs of a task learn from equally many responses, in steps of equally many, and are judged alike.
+
+    what: for the page. flags: step 3's, with `models` for the folder of models and data. fixed_slots: of dialects that
+    learn what follows an end, too: about as many as a response has tokens. responses: in a step; steps: of a run;
+    search_steps: of a run of the search; every: steps between evaluations. rates: what the search chooses from, each
+    the peak of actor and critic. search_kl: the search takes the best score at no more than this KL, in nats a
+    response. kls: where scores are read. texts: files under `models` whose words are known. prepare: makes what is
+    missing of `models`. needs: variables that name what this machine has to have.
+    """
+
+    name: str
+    what: str
+    flags: tuple[str, ...]
+    fixed_slots: int
+    responses: int
+    steps: int
+    search_steps: int
+    every: int
+    rates: tuple[float, ...]
+    search_kl: float
+    kls: tuple[float, ...]
+    texts: tuple[str, ...]
+    prepare: Callable[[Path], None]
+    needs: tuple[str, ...] = ()
+
+    def why_not(self, environment: Mapping[str, str] = os.environ) -> str | None:
+        """Why this task cannot be run here, in a sentence; None where it can."""
+        for name in self.needs:
+            if not environment.get(name):
+                return f"{self.name} is left out: the variable {name} is not set ({VARIABLES[name]})."
+            if not Path(environment[name]).is_dir():
+                return f"{self.name} is left out: {name}={environment[name]} is no folder ({VARIABLES[name]})."
+        return None
+
+    def sized(self, steps: int | None, responses: int | None, rates: Sequence[float] | None) -> "Task":
+        """The task at another budget: steps of a run, of which the search has half, responses of a step, and rates.
+
+        Raises: UserError for an odd number of steps.
+        """
+        if steps is None:
+            return replace(self, responses=responses or self.responses, rates=tuple(rates or self.rates))
+        if steps % 2:
+            raise UserError(f"--steps {steps}: a run of the search has half as many. Give an even number.")
+        half = steps // 2
+        every = max(number for number in range(1, min(self.every, half) + 1) if half % number == 0)
+        sized = self.sized(None, responses, rates)
+        return replace(sized, steps=steps, search_steps=half, every=every)
+
+    def words(self, models: Path) -> list[str]:
+        """The flags, with the folder in them."""
+        return [word.format(models=models) for word in self.flags]
+
+
+VARIABLES = {
+    "REVIEWS_MODEL": "a folder with a small pretrained language model and tokenizer, as for scripts/trial_reviews.sh",
+    "REVIEWS_DATA": "a folder with sft.jsonl, pairs.jsonl and prompts.jsonl, as for scripts/trial_reviews.sh",
+}
+
+
+def _sources(*more: str) -> tuple[str, ...]:
+    """Where models and prompts stand, in every task."""
+    return (
+        "--actor_model_name_or_path",
+        "{models}/sft",
+        "--critic_model_name_or_path",
+        "{models}/reward",
+        "--data_path",
+        "{models}/data/prompts.jsonl",
+        "--eval_data_path",
+        "{models}/data/eval_prompts.jsonl",
+        *more,
+    )
+
+
+def make_quickstart(models: Path) -> None:
+    """The quickstart's corpus, SFT and reward model, unless they are there."""
+    if not (models / "reward" / "config.json").is_file():
+        subprocess.run(["scripts/quickstart_models.sh", models, "1"], cwd=ROOT, check=True)
+
+
+def make_reviews(models: Path) -> None:
+    """SFT and reward model on the reviews, and their prompts in two parts, unless they are there."""
+    model, data = (Path(os.environ[name]).resolve() for name in ("REVIEWS_MODEL", "REVIEWS_DATA"))
+    if not (models / "reward" / "config.json").is_file():
+        script = ["scripts/trial_reviews_models.sh", model, data, models]
+        subprocess.run(script, cwd=ROOT, check=True)
+    folder = models / "data"
+    folder.mkdir(exist_ok=True)
+    lines = (data / "prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    held_out = list(dict.fromkeys(lines))[-HELD_OUT:]
+    parts = {"prompts.jsonl": [line for line in lines if line not in held_out], "eval_prompts.jsonl": held_out}
+    parts["sft.jsonl"] = (data / "sft.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for name, part in parts.items():
+        if not (folder / name).is_file():
+            (folder / name).write_text("".join(part), encoding="utf-8")
+
+
+def known_words(files: list[Path]) -> frozenset[str]:
+    """What stands between spaces in the texts of these files of JSON lines."""
+    found: set[str] = set()
+    for path in files:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            # Prompt and response together: the first word of a response may go on from the prompt's last.
+            found.update("".join(text for text in json.loads(line).values() if isinstance(text, str)).split())
+    return frozenset(found)
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            name="quickstart",
+            what="positive film reviews from a grammar, a model of 0.2 million parameters",
+            flags=_sources("--max_prompt_seq_len", "12", "--max_answer_seq_len", "32"),
+            fixed_slots=16,
+            responses=128,
+            steps=30,
+            search_steps=15,
+            every=5,
+            # The model learns at rates that would break a large one.
+            rates=(5e-4, 1.5e-3, 4.5e-3),
+            search_kl=4.0,
+            kls=(1.0, 2.0, 4.0, 8.0),
+            texts=("data/sft.jsonl",),
+            prepare=make_quickstart,
+        ),
+        Task(
+            name="reviews",
+            what="positive film reviews by a pretrained Llama of 260,000 parameters (docs/trial_reviews.md)",
+            flags=_sources("--max_prompt_seq_len", "32", "--max_answer_seq_len", "48"),
+            fixed_slots=40,
+            responses=64,
+            steps=24,
+            search_steps=12,
+            every=3,
+            rates=(1.5e-4, 4e-4, 1e-3),
+            search_kl=8.0,
+            kls=(5.0, 8.0, 12.0, 16.0),
+            texts=("data/sft.jsonl",),
+            prepare=make_reviews,
+            needs=("REVIEWS_MODEL", "REVIEWS_DATA"),
+        ),
+    )
+}

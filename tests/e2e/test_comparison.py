@@ -1,0 +1,212 @@
+"""scripts/compare_dialects.py: its arithmetic, what it runs, and a comparison of the smallest size from end to end."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.algorithms import DIALECTS, get_dialect
+from engine.errors import UserError
+from scripts import compare_dialects
+from scripts.comparison import judge, processes
+from scripts.comparison.entries import Entry, settings, step3_words
+from scripts.comparison.frontier import Band, Point, band, best_score_under, curve, score_at
+from scripts.comparison.page import BEGIN, END, PAGE, between_marks
+from scripts.comparison.processes import Ended
+from scripts.comparison.results import Compared
+from scripts.comparison.runs import Result
+from scripts.comparison.search import Search, choose
+from scripts.comparison.table import at_kls, main_table, number, ordered, search_table
+from scripts.comparison.tasks import TASKS, known_words
+from tests.e2e.programs import run_words
+from training.flags.parsing import parse_flags
+from training.flags.rlhf_arguments import RLHFFlags
+from training.program.startup import run
+
+TASK = TASKS["quickstart"]
+
+
+def course(*pairs):
+    return [Point(*pair) for pair in pairs]
+
+
+def test_a_course_is_read_where_it_first_comes_to_a_kl():
+    straight = course((0, 0), (2, 1), (6, 2))
+    assert [score_at(straight, kl) for kl in (0, 1, 2, 4, 6)] == [0, 0.5, 1, 1.5, 2]
+    assert score_at(straight, 6.1) is None
+    back = course((0, 0), (4, 1), (2, 2), (6, 3))
+    assert score_at(back, 3) == 0.75, "not on the way back, nor where it comes there again"
+    assert score_at(back, 5) == 2.75
+    assert score_at([], 1) is None
+
+
+def test_the_best_score_under_a_kl():
+    assert best_score_under(course((0, 0), (4, 1), (2, 2), (6, 9)), 3) == 2, "an evaluation"
+    assert best_score_under(course((0, 0), (8, 4)), 2) == 1, "what a run that went too far had on its way"
+    assert best_score_under(course((0, 0.5), (8, -4)), 2) == 0.5
+    assert best_score_under(course((3, 1)), 2) is None
+
+
+def test_bands_are_over_the_seeds_that_came_so_far():
+    found = band([1.0, None, 2.0, 3.0])
+    assert (found.mean, found.count) == (2.0, 3)
+    assert found.error == pytest.approx(1 / math.sqrt(3))
+    assert band([5.0]) == Band(5.0, None, 1)
+    assert band([None, None]) is None
+
+
+def test_a_curve_ends_where_the_first_seed_does():
+    found = curve([course((0, 0), (4, 4)), course((0, 2), (2, 2))], points=2)
+    assert [(kl, values.mean) for kl, values in found] == [(0, 1), (1, 1.5), (2, 2)]
+    assert [values.error for _, values in found] == [1, 0.5, 0]  # stdev of a pair / sqrt 2: half its difference
+    assert curve([course((0, 1))]) == []
+
+
+def test_the_search_takes_the_best_score_and_of_equal_ones_the_lower_rate():
+    assert choose({1e-3: 1.0, 2e-3: 1.0, 5e-4: 0.5, 5e-3: None}) == 1e-3
+    assert choose({1e-3: None}) is None
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_dialect_keeps_its_choices_but_for_what_is_the_tasks(name, task, tmp_path):
+    words = step3_words(Entry.parsed(name), TASKS[task], tmp_path, rate=1e-3, seed=1, steps=30)
+    args = parse_flags(RLHFFlags, [*words[1:], "--output_dir", "out"], "")
+    dialect, _ = args.resolved_dialect()
+    texts = {"query_start", "query_end", "truncate_token", "truncate_after", "pad_token", "temperature"}
+    assert set(get_dialect(name).differences(dialect)) <= {"actor_lr", "critic_lr", "warmup_steps", *texts}
+    assert (dialect.temperature, dialect.actor_lr, dialect.pad_token) == (1.0, 1e-3, "tokenizer")
+    assert args.rows_per_rank == TASKS[task].responses, "all learn from equally many"
+
+
+def test_what_responses_are_is_the_tasks():
+    assert settings(Entry.parsed("openai"), TASK, steps=30) == {
+        "temperature": "1.0",
+        "query_start": "",
+        "query_end": "",
+        "truncate_token": "eos",
+        "truncate_after": "0",
+    }
+    # 30 steps of 4 epochs with 1 mini-batch: 120 optimizer steps, and default's own 10 are no more than a tenth.
+    assert settings(Entry.parsed("default"), TASK, steps=30) == {}
+    assert settings(Entry.parsed("default"), TASK, steps=20) == {"warmup_steps": "8"}
+
+
+def test_variants():
+    entry = Entry.parsed("default:betas=0.8,0.9,lam=1.0,--critic_warmup_steps=2")
+    assert (entry.dialect, entry.fields) == ("default", ("betas=0.8,0.9", "lam=1.0"))
+    assert entry.folder == "default_betas=0.8_0.9_lam=1.0_--critic_warmup_steps=2"
+    words = step3_words(entry, TASK, "m", rate=1e-3, seed=1, steps=30)
+    args = parse_flags(RLHFFlags, [*words[1:], "--output_dir", "out"], "")
+    assert (args.resolved_dialect()[0].lam, args.critic_warmup_steps) == (1.0, 2)
+    for label, message in {
+        "default:actor_lr=1": "what the search chooses",
+        "default:lamb=1": "did you mean lam",
+        "trl:lam=1": "no variants",
+        "nothing": "known are",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            Entry.parsed(label)
+    with pytest.raises(UserError, match="no multiple"):
+        step3_words(Entry.parsed("trl_rloo:samples_per_prompt=3"), TASK, "m", rate=1, seed=1, steps=2)
+
+
+def evaluation(kl, score):
+    return {"kl": kl, "score": score, "tokens": 20.0, "distinct_bigrams": 0.25, "known_words": 0.9}
+
+
+def compared(label, *ends):
+    results = {
+        seed: Result("command", True, "", 64, 30.0 + seed, 40.0, [evaluation(0.0, 0.0), evaluation(*end)])
+        for seed, end in enumerate(ends)
+    }
+    return Compared(label, Search({5e-4: 0.5, 1.5e-3: 1.25, 4.5e-3: None}, 60.0, 1.5e-3), results)
+
+
+def test_tables_exactly():
+    first, second = compared("first", (4.0, 1.0), (2.0, 1.0)), compared("second", (4.0, 1.5))
+    assert ordered([first, second], 4.0) == [second, first]
+    assert ordered([second, first], 8.0) == [second, first]
+    assert [number(values, 2) for values in at_kls(first, [1.0, 4.0, 8.0])] == ["0.38 ± 0.12", "1.00 (1 of 2)", "-"]
+    assert main_table(TASK, [first]).splitlines()[2:] == [
+        "| `first` | 0.0015 | 30 | 0.38 ± 0.12 | 0.75 ± 0.25 | 1.00 (1 of 2) | - | "
+        "1.00 ± 0.00 | 3.0 ± 1.0 | 20.0 ± 0.0 | 0.250 ± 0.000 | 0.900 ± 0.000 |",
+        "| the SFT model | - | - | - | - | - | - | 0.00 | 0.0 | 20.0 | 0.250 | 0.900 |",
+    ]
+    assert search_table([second], TASK.rates, 4.0).splitlines()[2] == "| `second` | 0.50 | **1.25** | - | 60 |"
+
+
+def test_only_what_stands_between_the_marks_is_replaced():
+    assert between_marks(f"a\n{BEGIN}\nold\n{END}\nb\n", "new") == f"a\n{BEGIN}\n\nnew\n\n{END}\nb\n"
+    assert "made anew" in between_marks(PAGE.read_text(), "made anew")
+    with pytest.raises(UserError, match="Put them back"):
+        between_marks(f"{END}\n{BEGIN}", "new")
+
+
+def test_a_task_says_what_it_misses(tmp_path):
+    task = TASKS["reviews"]
+    assert "REVIEWS_MODEL is not set" in task.why_not({})
+    assert "is no folder" in task.why_not({"REVIEWS_MODEL": str(tmp_path / "none"), "REVIEWS_DATA": str(tmp_path)})
+    assert task.why_not({"REVIEWS_MODEL": str(tmp_path), "REVIEWS_DATA": str(tmp_path)}) is None
+
+
+def test_what_is_measured_of_answers(tmp_path):
+    (tmp_path / "sft.jsonl").write_text('{"prompt": "a go", "response": "od film ."}\n{"text": "it is"}\n')
+    known = known_words([tmp_path / "sft.jsonl"])
+    assert known == {"a", "good", "film", ".", "it", "is"}
+    rows = [{"response": "good film .", "tokens": 5}, {"response": "good filmest .", "tokens": 3}]
+    metrics = dict.fromkeys(("eval/score", "eval/score_se", "eval/kl", "eval/kl_se", "eval/response_length"), 0.0)
+    found = judge.measures(metrics, rows, known)
+    assert found["distinct_bigrams"] == 4 / 8
+    assert found["known_words"] == 5 / 6
+
+
+@pytest.fixture
+def in_this_process(monkeypatch, capfd):
+    """Programs run in here; what was started."""
+    started = []
+
+    def run_program(command, log):
+        started.append(command)
+        if command[1] == "-m":
+            job = json.loads(Path(command[3]).read_text())
+            run(lambda args: judge.main(args, job), RLHFFlags, "", command[4:])
+            return Ended(0, 1.0, 1.0)
+        return Ended(run_words(3, command[2:]), 1.0, 1.0)
+
+    monkeypatch.setattr(processes, "run_program", run_program)
+    monkeypatch.setattr("engine.distributed.shutdown", lambda: None)
+    return started
+
+
+def test_a_comparison_of_the_smallest_size(tiny, tmp_path, monkeypatch, in_this_process):
+    models = tmp_path / "models"
+    shutil.copytree(tiny.folder / "sft", models / "sft")
+    shutil.copytree(tiny.folder / "reward", models / "reward")
+    (models / "data").mkdir()
+    shutil.copy(tiny.folder / "sft.jsonl", models / "data")
+    lines = (tiny.folder / "prompts.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("prompts", lines[:-8]), ("eval_prompts", lines[-8:])):
+        (models / "data" / f"{name}.jsonl").write_text("".join(part))
+    monkeypatch.setattr(compare_dialects, "LEAST_RISE", -9.0)
+    out = tmp_path / "out"
+    words = ["default", "--tasks", "quickstart", "--models", f"quickstart={models}", "--output", str(out)]
+    words += ["--steps", "2", "--responses", "4", "--rates", "1e-3"]
+
+    assert compare_dialects.main([*words, "--seeds", "1"]) == 0
+    assert len(in_this_process) == 4, "the search's run and the seed's, each judged"
+    assert compare_dialects.main([*words, "--seeds", "1", "2"]) == 0
+    assert len(in_this_process) == 6, "the second seed's run alone, and its judge"
+    entry = json.loads((out / "results.json").read_text())["tasks"]["quickstart"]["entries"]["default"]
+    assert entry["search"]["chosen"] == 1e-3
+    assert [len(result["evaluations"]) for result in entry["runs"].values()] == [3, 3]
+    for result in entry["runs"].values():
+        assert result["responses"] == 8
+        assert [row["responses"] for row in result["evaluations"]] == [0, 4, 8]
+        assert result["evaluations"][0]["kl"] == pytest.approx(0.0, abs=1e-5)
+        assert result["evaluations"][2]["kl"] > 1e-4
+    assert (out / "quickstart.png").is_file()
+    assert "| `default` | 0.001 |" in (out / "comparison.md").read_text()
+    assert not list(out.rglob("*.safetensors")), "the policies are judged and gone"
