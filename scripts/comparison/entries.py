@@ -5,8 +5,8 @@
     default:gamma=1.0,--critic_pretrain_steps=20     and other flags of step 3
     trl                                              TRL's PPO, by the Python that TRL_PYTHON names
 
-All are given the task's responses: drawn at temperature 1 until EOS, which a task's models end with. The rest is the
-dialect's own.
+All are given the task's responses: drawn at temperature 1 until EOS, which a task's models end with, at most
+LARGEST_GROUP to a prompt. The rest is the dialect's own.
 """
 
 import os
@@ -21,6 +21,7 @@ from scripts.comparison.tasks import Task
 
 TRL = "trl"
 SEARCHED = ("actor_lr", "critic_lr")
+LARGEST_GROUP = 8  # responses to one prompt: theirs are made for steps of thousands of responses
 WARMUP_SHARE = 10  # a dialect's warm-up is cut to this part of a run's optimizer steps: theirs are made for long runs
 
 
@@ -66,13 +67,14 @@ class Entry:
         return get_dialect(self.dialect).replaced(**parse_settings(self.fields))
 
 
-def settings(entry: Entry, task: Task, steps: int) -> dict[str, str]:
+def settings(entry: Entry, steps: int) -> dict[str, str]:
     """The fields that a run is given, {field: value}: what makes responses the task's, and what the label says."""
     dialect = entry.resolved()
     wanted: dict[str, object] = {"temperature": 1.0, "pad_token": "tokenizer", "query_start": "", "query_end": ""}
     if dialect.sampling == "fixed":  # what stands behind EOS is no response
         wanted |= {"truncate_token": "eos", "truncate_after": 0}
     optimizer_steps = steps * (dialect.ppo_epochs * dialect.mini_batches if dialect.lr_per == "optimizer_step" else 1)
+    wanted["samples_per_prompt"] = min(dialect.samples_per_prompt, LARGEST_GROUP)
     wanted["warmup_steps"] = min(dialect.warmup_steps, optimizer_steps // WARMUP_SHARE)
     found = {name: str(value) for name, value in wanted.items() if getattr(dialect, name) != value}
     return found | dict(field.split("=", 1) for field in entry.fields)
@@ -85,12 +87,13 @@ def step3_words(entry: Entry, task: Task, models: Path, *, rate: float, seed: in
     """
     if entry.dialect == TRL:
         return trl_words(task, models, rate=rate, seed=seed, steps=steps)
-    dialect, given = entry.resolved(), settings(entry, task, steps)
-    prompts, rest = divmod(task.responses, dialect.samples_per_prompt)
+    dialect, given = entry.resolved(), settings(entry, steps)
+    group = int(given.get("samples_per_prompt", dialect.samples_per_prompt))
+    prompts, rest = divmod(task.responses, group)
     if rest:
         raise UserError(
             f"{entry.label}: the {task.responses} responses of a step are no multiple of its "
-            f"samples_per_prompt {dialect.samples_per_prompt}. Set another number, or give other --responses."
+            f"samples_per_prompt {group}. Set another number, or give other --responses."
         )
     words = ["training/step3_rlhf.py", "--dialect", entry.dialect, *task.words(models)]
     if dialect.length_rule == "row" or dialect.sampling == "without_eos":  # what follows an end is learned, too

@@ -1,5 +1,7 @@
 """docs/comparison.md: what the program writes into it between two marks, and the pictures beside it."""
 
+import shlex
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,13 +20,20 @@ def section(task: Task, entries: Sequence[Compared], picture: str) -> str:
     seeds = sorted({seed for compared in entries for seed in compared.results})
     used = sum(result.cpu_seconds for compared in entries for result in compared.results.values())
     used += sum(compared.search.cpu_seconds for compared in entries)
+    command = ["python scripts/compare_dialects.py", *(shlex.quote(compared.label) for compared in entries)]
+    command += ["--tasks", task.name, "--seeds", *map(str, seeds)]
     fewer = [f"`{compared.label}`" for compared in entries if len(compared.results) < len(seeds)]
     lines = [
         f"## {task.name}: {task.what}",
         "",
+        "```bash",
+        textwrap.fill(" ".join(command), 118, subsequent_indent="    ", break_long_words=False).replace("\n", " \\\n"),
+        "```",
+        "",
         f"{len(entries)} entries, {len(seeds)} seeds ({', '.join(map(str, seeds))}); each run learns from "
-        f"{task.steps * task.responses:,} responses in {task.steps} steps. {used / 60:.0f} CPU minutes in all, the "
-        "search included." + (f" Fewer seeds: {', '.join(fewer)}." if fewer else ""),
+        f"{task.steps * task.responses:,} responses in {task.steps} steps, evaluated every {task.every}. "
+        f"{used / 60:.0f} CPU minutes in all, the search included."
+        + (f" Fewer seeds: {', '.join(fewer)}." if fewer else ""),
         "",
         main_table(task, entries),
         "",

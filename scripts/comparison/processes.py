@@ -36,7 +36,7 @@ def run_program(command: Sequence[str], log: Path) -> Ended:
     return Ended(process.returncode, used.ru_utime + used.ru_stime, time.perf_counter() - began)
 
 
-def last_line(log: Path) -> str:
-    """The last line that says something."""
+def reason(log: Path) -> str:
+    """Why a program broke off: the line that says so, or else the last one."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return next((line for line in lines if line.startswith("stopped: ")), lines[-1] if lines else "")

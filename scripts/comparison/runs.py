@@ -127,7 +127,7 @@ def train(run: Run) -> None:
     if ended.code not in (0, STOPPED) or not (folder / "out").is_dir():
         raise UserError(f"{shlex.join(command)} ended with exit code {ended.code}; {log} has what it printed.")
     whole = ended.code == 0
-    kept = {"command": shlex.join(command), "ended": whole, "why": "" if whole else processes.last_line(log)}
+    kept = {"command": shlex.join(command), "ended": whole, "why": "" if whole else processes.reason(log)}
     write_json(folder / "trained.json", kept | {"cpu_seconds": ended.cpu_seconds, "seconds": ended.seconds})
 
 

@@ -24,8 +24,9 @@ class Task:
     learn what follows an end, too: about as many as a response has tokens. responses: in a step; steps: of a run;
     search_steps: of a run of the search; every: steps between evaluations. rates: what the search chooses from, each
     the peak of actor and critic. search_kl: the search takes the best score at no more than this KL, in nats a
-    response. kls: where scores are read. texts: files under `models` whose words are known. prepare: makes what is
-    missing of `models`. needs: variables that name what this machine has to have.
+    response. kls: where scores are read. least_rise: of the score, by which an entry has learned. texts: files under
+    `models` whose words are known. prepare: makes what is missing of `models`. needs: variables that name what this
+    machine has to have.
     """
 
     name: str
@@ -39,9 +40,15 @@ class Task:
     rates: tuple[float, ...]
     search_kl: float
     kls: tuple[float, ...]
+    least_rise: float
     texts: tuple[str, ...]
     prepare: Callable[[Path], None]
     needs: tuple[str, ...] = ()
+
+    @property
+    def has_reward_model(self) -> bool:
+        """Whether scores come from a model, as TRL's PPO needs them, and not from a function."""
+        return "--reward_function" not in self.flags
 
     def why_not(self, environment: Mapping[str, str] = os.environ) -> str | None:
         """Why this task cannot be run here, in a sentence; None where it can."""
@@ -141,6 +148,7 @@ TASKS = {
             rates=(5e-4, 1.5e-3, 4.5e-3),
             search_kl=4.0,
             kls=(1.0, 2.0, 4.0, 8.0),
+            least_rise=1.0,  # its standard deviation over the SFT model's responses
             texts=("data/sft.jsonl",),
             prepare=make_quickstart,
         ),
@@ -156,6 +164,7 @@ TASKS = {
             rates=(1.5e-4, 4e-4, 1e-3),
             search_kl=8.0,
             kls=(5.0, 8.0, 12.0, 16.0),
+            least_rise=1.0,  # its standard deviation over the SFT model's responses
             texts=("data/sft.jsonl",),
             prepare=make_reviews,
             needs=("REVIEWS_MODEL", "REVIEWS_DATA"),

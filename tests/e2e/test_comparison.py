@@ -1,5 +1,6 @@
 """scripts/compare_dialects.py: its arithmetic, what it runs, and a comparison of the smallest size from end to end."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -76,13 +77,19 @@ def test_a_dialect_keeps_its_choices_but_for_what_is_the_tasks(name, task, tmp_p
     args = parse_flags(RLHFFlags, [*words[1:], "--output_dir", "out"], "")
     dialect, _ = args.resolved_dialect()
     texts = {"query_start", "query_end", "truncate_token", "truncate_after", "pad_token", "temperature"}
-    assert set(get_dialect(name).differences(dialect)) <= {"actor_lr", "critic_lr", "warmup_steps", *texts}
+    assert set(get_dialect(name).differences(dialect)) <= {
+        "actor_lr",
+        "critic_lr",
+        "warmup_steps",
+        "samples_per_prompt",
+        *texts,
+    }
     assert (dialect.temperature, dialect.actor_lr, dialect.pad_token) == (1.0, 1e-3, "tokenizer")
     assert args.rows_per_rank == TASKS[task].responses, "all learn from equally many"
 
 
 def test_what_responses_are_is_the_tasks():
-    assert settings(Entry.parsed("openai"), TASK, steps=30) == {
+    assert settings(Entry.parsed("openai"), steps=30) == {
         "temperature": "1.0",
         "query_start": "",
         "query_end": "",
@@ -90,8 +97,9 @@ def test_what_responses_are_is_the_tasks():
         "truncate_after": "0",
     }
     # 30 steps of 4 epochs with 1 mini-batch: 120 optimizer steps, and default's own 10 are no more than a tenth.
-    assert settings(Entry.parsed("default"), TASK, steps=30) == {}
-    assert settings(Entry.parsed("default"), TASK, steps=20) == {"warmup_steps": "8"}
+    assert settings(Entry.parsed("default"), steps=30) == {}
+    assert settings(Entry.parsed("default"), steps=20) == {"warmup_steps": "8"}
+    assert settings(Entry.parsed("trl_rloo:samples_per_prompt=16"), steps=30)["samples_per_prompt"] == "16", "as asked"
 
 
 def test_variants():
@@ -190,7 +198,7 @@ def test_a_comparison_of_the_smallest_size(tiny, tmp_path, monkeypatch, in_this_
     lines = (tiny.folder / "prompts.jsonl").read_text().splitlines(keepends=True)
     for name, part in (("prompts", lines[:-8]), ("eval_prompts", lines[-8:])):
         (models / "data" / f"{name}.jsonl").write_text("".join(part))
-    monkeypatch.setattr(compare_dialects, "LEAST_RISE", -9.0)
+    monkeypatch.setitem(TASKS, "quickstart", dataclasses.replace(TASK, least_rise=-9.0))
     out = tmp_path / "out"
     words = ["default", "--tasks", "quickstart", "--models", f"quickstart={models}", "--output", str(out)]
     words += ["--steps", "2", "--responses", "4", "--rates", "1e-3"]
