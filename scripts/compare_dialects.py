@@ -33,8 +33,10 @@ from scripts.comparison.search import SEED, searched
 from scripts.comparison.tasks import ROOT, TASKS, Task
 
 
-def compare(options: argparse.Namespace, tasks: list[Task], entries: list[Entry], results: Results) -> None:
-    """Run what is not there yet, task by task and entry by entry; results are written after each."""
+def compare(options: argparse.Namespace, tasks: list[Task], entries: list[Entry], results: Results) -> list[str]:
+    """Run what is not there yet, task by task and entry by entry; results are written after each. Returns what went
+    wrong: an entry that cannot be run leaves the others theirs."""
+    wrong = []
     for task in tasks:
         models = options.models.get(task.name, options.output / "models" / task.name).resolve()
         task.prepare(models)
@@ -42,7 +44,12 @@ def compare(options: argparse.Namespace, tasks: list[Task], entries: list[Entry]
             if entry.dialect == TRL and not task.has_reward_model:
                 print(f"{task.name}, trl: left out, because TRL's PPO takes scores from a model alone.", flush=True)
                 continue
-            compare_entry(options, task, entry, models, results)
+            try:
+                compare_entry(options, task, entry, models, results)
+            except UserError as error:
+                wrong.append(f"{task.name}, {error}")
+                print(f"error: {wrong[-1]}", file=sys.stderr, flush=True)
+    return wrong
 
 
 def compare_entry(options: argparse.Namespace, task: Task, entry: Entry, models: Path, results: Results) -> None:
@@ -101,6 +108,13 @@ def named_folder(word: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
+def positive(word: str) -> int:
+    """A whole number of at least 1."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r}: give a whole number of at least 1")
+    return int(word)
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -116,9 +130,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="TASK=FOLDER",
         help="where a task's models stand already, or are to be made (OUTPUT/models/TASK)",
     )
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, each in one process (1)")
-    parser.add_argument("--steps", type=int, help="of a run, for a smaller or larger budget; the search has half")
-    parser.add_argument("--responses", type=int, help="of a step")
+    parser.add_argument("--jobs", type=positive, default=1, help="runs side by side, each in one process (1)")
+    parser.add_argument("--steps", type=positive, help="of a run, for a smaller or larger budget; the search has half")
+    parser.add_argument("--responses", type=positive, help="of a step")
     parser.add_argument("--rates", nargs="+", type=float, help="what the search chooses from")
     parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/comparison.md, too")
     options = parser.parse_args(arguments)
@@ -134,19 +148,21 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         entries, tasks, results = chosen_entries(options.entries), chosen_tasks(options), Results(options.output)
-        compare(options, tasks, entries, results)
-        made = page.make(results, tasks, options.output)
+        options.output.mkdir(parents=True, exist_ok=True)
+        wrong = compare(options, tasks, entries, results)
+        shown = list((TASKS | {task.name: task for task in tasks}).values())  # also what an earlier command compared
+        made = page.make(results, shown, options.output)
         (options.output / "comparison.md").write_text(made + "\n", encoding="utf-8")
         print(f"\n{made}")
         if options.docs:
-            page.write(results, tasks)
+            page.write(results, shown)
     except (UserError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    short = [words for task in tasks for words in unmoved(task, results.of(task.name))]
+    short = [words for task in tasks for words in unmoved(task, results.of(task))]
     if short:
         print(f"scores that hardly rise: {', '.join(short)}", file=sys.stderr)
-    return 1 if short else 0
+    return 2 if wrong else 1 if short else 0
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def make(results: Results, tasks: Sequence[Task], folder: Path, prefix: str = ""
     """All sections, in Markdown, with pictures in `folder` whose names begin with `prefix`."""
     sections = []
     for task in tasks:
-        entries = results.of(task.name)
+        entries = results.of(task)
         if entries:
             picture = f"{prefix}{task.name}.png"
             plot(task, entries, folder / picture)

@@ -31,23 +31,32 @@ class Results:
         self.tasks: dict[str, dict[str, Any]] = read.get("tasks", {})
 
     def add(self, task: Task, label: str, search: Search, runs: Sequence[Run]) -> None:
-        """Write an entry's search and runs down."""
-        budget = {"responses": task.responses, "steps": task.steps, "every": task.every, "kls": list(task.kls)}
-        if self.tasks.get(task.name, {}).get("budget") != budget:
-            self.tasks[task.name] = {"budget": budget, "entries": {}}
-        self.tasks[task.name]["entries"][label] = {
+        """Write an entry's search and runs down, beside its earlier runs at the same rate."""
+        if self.tasks.get(task.name, {}).get("budget") != _budget(task):
+            self.tasks[task.name] = {"budget": _budget(task), "entries": {}}
+        entries = self.tasks[task.name]["entries"]
+        earlier = entries.get(label, {})
+        kept = earlier["runs"] if earlier and earlier["search"]["chosen"] == search.chosen else {}
+        entries[label] = {
             "search": dataclasses.asdict(search),
-            "runs": {str(run.seed): dataclasses.asdict(run.result) for run in runs},
+            "runs": kept | {str(run.seed): dataclasses.asdict(run.result) for run in runs},
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, {"tasks": self.tasks})
 
-    def of(self, task: str) -> list[Compared]:
-        """The entries of a task."""
+    def of(self, task: Task) -> list[Compared]:
+        """The entries of a task at its budget."""
+        written = self.tasks.get(task.name, {})
+        if written.get("budget") != _budget(task):
+            return []
         found = []
-        for label, entry in self.tasks.get(task, {}).get("entries", {}).items():
+        for label, entry in written["entries"].items():
             search = entry["search"]
             scores = {float(rate): score for rate, score in search["scores"].items()}
             results = {int(seed): Result(**result) for seed, result in entry["runs"].items()}
             found.append(Compared(label, Search(scores, search["cpu_seconds"], search["chosen"]), results))
         return found
+
+
+def _budget(task: Task) -> dict[str, int]:
+    return {"responses": task.responses, "steps": task.steps, "search_steps": task.search_steps, "every": task.every}
