@@ -71,7 +71,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """command; ended: whether it came to its end, `why` not; responses it learned from; CPU seconds of its process,
+    """command; ended: whether it came to its end, `why` not; responses drawn; CPU seconds of its process,
     start included, and seconds of its clock; evaluations: measures of each, the SFT model's first."""
 
     command: str
@@ -176,7 +176,7 @@ def finish(run: Run, measures: dict[str, dict[str, float]]) -> None:
 
 
 def responses_by_step(run: Run) -> dict[int, int]:
-    """How many responses a run had learned from after each step."""
+    """How many responses a run had drawn after each step."""
     if run.entry.dialect == TRL:
         return {step: step * run.task.responses for step in range(run.steps + 1)}
     return {row["step"]: row["samples"] for row in read_metrics(run.folder / "out" / METRICS_FILE)}

@@ -34,18 +34,19 @@ def ordered(entries: Sequence[Compared], kl: float) -> list[Compared]:
 
 def main_table(task: Task, entries: Sequence[Compared]) -> str:
     """A line an entry, and one of the SFT model."""
-    columns = ["", "rate", "CPU s", *(f"at KL {kl:g}" for kl in task.kls)]
+    columns = ["", "rate", "drawn", "CPU s", *(f"at KL {kl:g}" for kl in task.kls)]
     columns += ["last score", "last KL", "tokens", "bigrams a token", "known words"]
     lines = [_line(columns), "| --- " * len(columns) + "|"]
     for compared in ordered(entries, task.search_kl):
         results = list(compared.results.values())
-        cells = [f"`{compared.label}`", f"{compared.search.chosen:g}", f"{fmean(r.cpu_seconds for r in results):.0f}"]
+        cells = [f"`{compared.label}`", f"{compared.search.chosen:g}"]
+        cells += [f"{fmean(getattr(r, name) for r in results):.0f}" for name in ("responses", "cpu_seconds")]
         cells += [number(values, len(results)) for values in at_kls(compared, task.kls)]
         cells += _last_cells([result.evaluations[-1] for result in results])
         lines.append(_line(cells))
     if entries:
         first = next(iter(entries[0].results.values())).evaluations[0]
-        lines.append(_line(["the SFT model", "-", "-", *("-" for _ in task.kls), *_last_cells([first])]))
+        lines.append(_line(["the SFT model", "-", "-", "-", *("-" for _ in task.kls), *_last_cells([first])]))
     return "\n".join(lines)
 
 

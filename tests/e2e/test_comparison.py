@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from engine.algorithms import DIALECTS, get_dialect
 from engine.errors import UserError
 from scripts import compare_dialects
 from scripts.comparison import judge, processes
-from scripts.comparison.entries import Entry, settings, step3_words
+from scripts.comparison.entries import Entry, program, settings, step3_words
 from scripts.comparison.frontier import Band, Point, band, best_score_under, curve, score_at
 from scripts.comparison.page import BEGIN, END, PAGE, between_marks
 from scripts.comparison.processes import Ended
@@ -121,6 +122,28 @@ def test_variants():
         step3_words(Entry.parsed("trl_rloo:samples_per_prompt=3"), TASK, "m", rate=1, seed=1, steps=2)
 
 
+def test_the_command_of_trls_ppo(monkeypatch):
+    words = step3_words(Entry.parsed("trl"), TASK, Path("m"), rate=1.5e-3, seed=2, steps=30)
+    assert " ".join(words) == (
+        "-m scripts.comparison.trl_ppo --sft m/sft --reward m/reward --prompts m/data/prompts.jsonl "
+        "--max_prompt_length 12 --response_length 32 --responses 128 --steps 30 --every 5 --rate 0.0015 --seed 2"
+    )
+    monkeypatch.delenv("TRL_PYTHON", raising=False)
+    with pytest.raises(UserError, match="set TRL_PYTHON"):
+        program(Entry.parsed("trl"))
+
+
+@pytest.mark.skipif(not os.environ.get("TRL_PYTHON"), reason="TRL_PYTHON names no Python with trl")
+def test_trls_ppo_leaves_a_policy_at_each_evaluation(tiny_task, tmp_path):
+    task = TASK.sized(2, 4, None)
+    entry = Entry.parsed("trl")
+    words = step3_words(entry, task, tiny_task, rate=1e-3, seed=1, steps=2)
+    ended = processes.run_program([*program(entry), *words, "--output_dir", str(tmp_path / "out")], tmp_path / "log")
+    assert ended.code == 0, (tmp_path / "log").read_text()
+    assert {path.name for path in (tmp_path / "policies").iterdir()} == {"step_000001", "step_000002"}
+    assert all((path / "model.safetensors").is_file() for path in (tmp_path / "policies").iterdir())
+
+
 def evaluation(kl, score):
     return {"kl": kl, "score": score, "tokens": 20.0, "distinct_bigrams": 0.25, "known_words": 0.9}
 
@@ -139,9 +162,9 @@ def test_tables_exactly():
     assert ordered([second, first], 8.0) == [second, first]
     assert [number(values, 2) for values in at_kls(first, [1.0, 4.0, 8.0])] == ["0.38 ± 0.12", "1.00 (1 of 2)", "-"]
     assert main_table(TASK, [first]).splitlines()[2:] == [
-        "| `first` | 0.0015 | 30 | 0.38 ± 0.12 | 0.75 ± 0.25 | 1.00 (1 of 2) | - | "
+        "| `first` | 0.0015 | 64 | 30 | 0.38 ± 0.12 | 0.75 ± 0.25 | 1.00 (1 of 2) | - | "
         "1.00 ± 0.00 | 3.0 ± 1.0 | 20.0 ± 0.0 | 0.250 ± 0.000 | 0.900 ± 0.000 |",
-        "| the SFT model | - | - | - | - | - | - | 0.00 | 0.0 | 20.0 | 0.250 | 0.900 |",
+        "| the SFT model | - | - | - | - | - | - | - | 0.00 | 0.0 | 20.0 | 0.250 | 0.900 |",
     ]
     assert search_table([second], TASK.rates, 4.0).splitlines()[2] == "| `second` | 0.50 | **1.25** | - | 60 |"
 
@@ -172,6 +195,20 @@ def test_what_is_measured_of_answers(tmp_path):
 
 
 @pytest.fixture
+def tiny_task(tiny, tmp_path):
+    """A task's folder of models and data."""
+    models = tmp_path / "models"
+    for name in ("sft", "reward"):
+        shutil.copytree(tiny.folder / name, models / name)
+    (models / "data").mkdir()
+    shutil.copy(tiny.folder / "sft.jsonl", models / "data")
+    lines = (tiny.folder / "prompts.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("prompts", lines[:-8]), ("eval_prompts", lines[-8:])):
+        (models / "data" / f"{name}.jsonl").write_text("".join(part))
+    return models
+
+
+@pytest.fixture
 def in_this_process(monkeypatch, capfd):
     """Programs run in here; what was started."""
     started = []
@@ -189,18 +226,10 @@ def in_this_process(monkeypatch, capfd):
     return started
 
 
-def test_a_comparison_of_the_smallest_size(tiny, tmp_path, monkeypatch, in_this_process):
-    models = tmp_path / "models"
-    shutil.copytree(tiny.folder / "sft", models / "sft")
-    shutil.copytree(tiny.folder / "reward", models / "reward")
-    (models / "data").mkdir()
-    shutil.copy(tiny.folder / "sft.jsonl", models / "data")
-    lines = (tiny.folder / "prompts.jsonl").read_text().splitlines(keepends=True)
-    for name, part in (("prompts", lines[:-8]), ("eval_prompts", lines[-8:])):
-        (models / "data" / f"{name}.jsonl").write_text("".join(part))
+def test_a_comparison_of_the_smallest_size(tiny_task, tmp_path, monkeypatch, in_this_process):
     monkeypatch.setitem(TASKS, "quickstart", dataclasses.replace(TASK, least_rise=-9.0))
     out = tmp_path / "out"
-    words = ["default", "--tasks", "quickstart", "--models", f"quickstart={models}", "--output", str(out)]
+    words = ["default", "--tasks", "quickstart", "--models", f"quickstart={tiny_task}", "--output", str(out)]
     words += ["--steps", "2", "--responses", "4", "--rates", "1e-3"]
 
     assert compare_dialects.main([*words, "--seeds", "1"]) == 0
