@@ -190,7 +190,7 @@ class Learner:
     def _loss_weights(self, parts: list[TrainingBatch]) -> dict[str, list[float]]:
         """What each micro-batch's loss sum is multiplied by (all ranks call this)."""
         counts = torch.tensor(
-            [[self.algorithm.policy_count(part.policy_mask), part.value_mask.sum()] for part in parts],
+            [[self.algorithm.policy_objective.count(part.policy_mask), part.value_mask.sum()] for part in parts],
             dtype=torch.float64,
         ).view(-1, 2)
         totals = torch.cat([counts.sum(0), torch.tensor([float(len(parts))])]).to(distributed.device())
@@ -222,7 +222,7 @@ class Learner:
         )
         if metrics is not None:
             ratios += torch.stack([sums.ratio.double(), sums.approxkl.double(), sums.count.double()])
-            metrics.add("policy/loss", sums.loss, sums.count)
+            metrics.add("policy/loss", sums.loss, self.algorithm.policy_objective.count(part.policy_mask))
             metrics.add("policy/clipfrac", sums.clipped, sums.count)
             metrics.add("policy/approxkl", sums.approxkl, sums.count)
             metrics.add("policy/ratio_mean", sums.ratio, sums.count)

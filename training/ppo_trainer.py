@@ -114,6 +114,7 @@ class PPOTrainer:
             end_token_id=end_token_id(models.tokenizer, dialect),
             reduce=distributed.all_reduce_sum,
             ranks=distributed.world_size(),
+            response_slots=sampling.max_new_tokens,
         )
         self.kl_controller = self.algorithm.kl_controller()
         self.experience_maker = ExperienceMaker(

@@ -53,16 +53,66 @@ def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tenso
     feedback in LLMs", section 2.3; huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py (which keeps sample j of prompt
     i at row j B + i).
     """
-    if group_size < 2 or len(rewards) % group_size:
-        raise ValueError(
-            f"RLOO of {len(rewards)} responses in groups of {group_size}: groups are of 2 or more, and "
-            "the responses a multiple of that"
-        )
-    counted = (torch.ones_like(rewards) if valid is None else valid.to(rewards.dtype)).view(-1, group_size)
-    own = torch.where(counted.bool(), rewards.view(-1, group_size), torch.zeros_like(counted))
+    own, counted = _in_groups("RLOO", rewards, group_size, valid)
     others = counted.sum(-1, keepdim=True) - counted
     baseline = (own.sum(-1, keepdim=True) - own) / others.clamp(min=1)
     return torch.where((counted > 0) & (others > 0), own - baseline, torch.zeros_like(own)).view(-1)
+
+
+def group_means(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
+    """The mean reward of each response's group, over its valid responses: (B,) float32; 0 where none is valid.
+
+    Arguments and errors as of `rloo`. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2.
+    """
+    own, counted = _in_groups("GRPO", rewards, group_size, valid)
+    means = own.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
+    return means.expand_as(own).reshape(-1)
+
+
+def group_advantages(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
+    """Each response's reward less the mean of its group: (B,) float32; 0 for one that is not valid, or alone valid.
+
+    GRPO divides it by the group's deviation, Dr. GRPO does not. Arguments and errors as of `rloo`, of which it is the
+    (k - 1) / k-th part. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2; Liu et al. 2025, "Understanding
+    R1-Zero-like training", section 3.2.
+    """
+    apart = rewards - group_means(rewards, group_size, valid)
+    return apart if valid is None else torch.where(valid, apart, torch.zeros_like(apart))
+
+
+def group_deviations(rewards: Tensor, group_size: int, valid: Tensor | None = None, *, unbiased: bool = True) -> Tensor:
+    """The standard deviation of each response's group, over its valid responses: (B,) float32.
+
+    It is 0 where fewer than two are valid. Arguments and errors as of `rloo`; unbiased divides by n - 1 instead of n.
+    """
+    apart, counted = _in_groups("GRPO", group_advantages(rewards, group_size, valid), group_size, valid)
+    number = counted.sum(-1, keepdim=True) - int(unbiased)
+    return (apart.square().sum(-1, keepdim=True) / number.clamp(min=1)).sqrt().expand_as(apart).reshape(-1)
+
+
+def _in_groups(name: str, rewards: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(groups, k) float32 each: the rewards, 0 where not valid, and 1 where valid. Raises: ValueError as `rloo`."""
+    if group_size < 2 or len(rewards) % group_size:
+        raise ValueError(
+            f"{name} of {len(rewards)} responses in groups of {group_size}: groups are of 2 or more, and "
+            "the responses a multiple of that"
+        )
+    counted = (torch.ones_like(rewards) if valid is None else valid.to(rewards.dtype)).view(-1, group_size)
+    return torch.where(counted.bool(), rewards.view(-1, group_size), torch.zeros_like(counted)), counted
+
+
+def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
+    """The discounted rewards from each slot on, G_t = r_t + gamma G_{t+1}: REINFORCE without a baseline.
+
+    Args: rewards: (B, T) float32, zeros after a row's end. Returns: (B, T) float32.
+
+    Source: OpenRLHF 0.11.2, openrlhf/trainer/ppo_utils/experience_maker.py, `get_cumulative_returns`; Hu et al. 2025,
+    "REINFORCE++", section 3.
+    """
+    returns, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        returns[:, t] = following = rewards[:, t] + gamma * following
+    return returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,15 +138,18 @@ class AdvantageInputs:
 class AdvantageEstimator:
     """An estimator, what it needs, and what it gives.
 
-    compute: returns (advantages, returns), each (B, T) float32, or (B,) where there is one for each response.
+    compute: returns (advantages, returns), each (B, T) float32, or (B,) where there is one for each response: then
+        returns are the rewards that were compared.
     needs_critic: whether it reads values; without, no critic is built. needs_groups: whether it compares the responses
     to one prompt, of which there must then be 2 or more. per_response: whether it gives one number a response.
+    discounts: whether it reads gamma; one with a critic may.
     """
 
     compute: Callable[[AdvantageInputs], tuple[Tensor, Tensor]]
     needs_critic: bool = False
     needs_groups: bool = False
     per_response: bool = False
+    discounts: bool = False
 
 
 def _gae(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
@@ -108,7 +161,26 @@ def _rloo(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
     return rloo(totals, given.group_size, given.valid), totals
 
 
+def _grpo(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    totals = given.rewards.sum(-1)
+    return group_advantages(totals, given.group_size, given.valid), totals
+
+
+def _reinforce(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    returns = returns_to_go(given.rewards, given.gamma)
+    return returns, returns
+
+
+def _reinforce_baseline(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
+    """What is still to come less the mean of the group's totals; the source sets gamma to 1 here."""
+    returns = returns_to_go(given.rewards, 1.0)
+    return returns - group_means(given.rewards.sum(-1), given.group_size, given.valid).unsqueeze(-1), returns
+
+
 ESTIMATORS = {
-    "gae": AdvantageEstimator(compute=_gae, needs_critic=True),
+    "gae": AdvantageEstimator(compute=_gae, needs_critic=True, discounts=True),
     "rloo": AdvantageEstimator(compute=_rloo, needs_groups=True, per_response=True),
+    "grpo": AdvantageEstimator(compute=_grpo, needs_groups=True, per_response=True),
+    "reinforce": AdvantageEstimator(compute=_reinforce, discounts=True),
+    "reinforce_baseline": AdvantageEstimator(compute=_reinforce_baseline, needs_groups=True),
 }

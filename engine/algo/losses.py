@@ -36,6 +36,30 @@ class ValueLoss:
     count: Tensor
 
 
+def masked_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log pi - log pi_old, (B, T) float32, 0 outside the mask.
+
+    Outside it the two may differ by anything; exp of that could overflow and poison the gradient.
+    """
+    return torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
+
+
+def response_log_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, mean: bool = False) -> Tensor:
+    """(B,) float32, the sum over each response's masked tokens of their log-ratios, of the product of their ratios.
+
+    mean: divided by how many they are, of the product's geometric mean: that does not grow with the length.
+
+    Source of the mean: Zheng et al. 2025, "Group sequence policy optimization", eq. 7.
+    """
+    total = masked_log_ratios(logprobs, old_logprobs, mask).sum(-1)
+    return total / mask.sum(-1).clamp(min=1) if mean else total
+
+
+def shares_of_responses(mask: Tensor) -> Tensor:
+    """(B, 1) float32, 1 / |o_i|: with these weights a sum over tokens is the sum of the responses' means."""
+    return 1.0 / mask.sum(-1, keepdim=True).clamp(min=1)
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -43,20 +67,29 @@ def policy_loss(
     mask: Tensor,
     clip_range: float,
     correction: Tensor | None = None,
+    *,
+    clip_range_high: float | None = None,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
 ) -> PolicyLoss:
-    """The clipped surrogate: sum over tokens of max(-A rho, -A clip(rho, 1 - clip_range, 1 + clip_range)).
+    """The clipped surrogate: sum over tokens of max(-A rho, -A clip(rho, 1 - clip_range, 1 + clip_range_high)).
 
     Args:
         logprobs: (B, T) float32 of the policy being trained.
         old_logprobs, advantages: (B, T) float32 of the rollout.
         mask: (B, T) bool.
         correction: (B, T) float32, what each token's loss is multiplied by (engine/algo/corrections.py); None for 1.
+        clip_range_high: None for clip_range. Source: Yu et al. 2025, "DAPO", section 3.1.
+        dual_clip: the largest rho of the unclipped side, over 1 + clip_range_high: where A is negative, the loss then
+            stays under -A dual_clip, and has no gradient there. None for none. Source: Ye et al. 2020, "Mastering
+            complex control in MOBA games with deep reinforcement learning", eq. 5; `delta` of TRL 1.16.0's GRPO.
+        weights: what each token's loss counts, of a shape that broadcasts to (B, T); None for 1. Only `loss` has them.
 
     Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. 7.
     """
-    # Outside the mask the two may differ by anything; exp of that could overflow and poison the gradient.
-    log_ratio = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
-    return _clipped_surrogate(log_ratio, advantages, mask, clip_range, correction)
+    log_ratio = masked_log_ratios(logprobs, old_logprobs, mask)
+    high = clip_range if clip_range_high is None else clip_range_high
+    return _clipped_surrogate(log_ratio, advantages, mask, (clip_range, high), dual_clip, (correction, weights))
 
 
 def response_policy_loss(
@@ -67,6 +100,10 @@ def response_policy_loss(
     clip_range: float,
     counted: Tensor | None = None,
     correction: Tensor | None = None,
+    *,
+    clip_range_high: float | None = None,
+    dual_clip: float | None = None,
+    mean: bool = False,
 ) -> PolicyLoss:
     """The clipped surrogate with one ratio a response, rho = exp(sum over its tokens of lp - lp0).
 
@@ -75,26 +112,35 @@ def response_policy_loss(
         advantages: (B,) float32, one a response.
         mask: (B, T) bool.
         counted: (B,) bool, the responses that count; by default those with a masked token.
-        correction: (B,) float32, as of `policy_loss`.
+        correction: (B,) float32, as of `policy_loss`. clip_range_high, dual_clip: as there.
+        mean: whether rho is the geometric mean of the tokens' ratios, and not their product.
 
-    Returns: sums over responses. Source: huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py.
+    Returns: sums over responses. Source: huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py; of the mean Zheng et al.
+    2025, "Group sequence policy optimization", eq. 5 to 7.
     """
-    log_ratio = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs)).sum(-1)
-    return _clipped_surrogate(
-        log_ratio, advantages, mask.any(-1) if counted is None else counted, clip_range, correction
-    )
+    log_ratio = response_log_ratios(logprobs, old_logprobs, mask, mean)
+    high = clip_range if clip_range_high is None else clip_range_high
+    counted = mask.any(-1) if counted is None else counted
+    return _clipped_surrogate(log_ratio, advantages, counted, (clip_range, high), dual_clip, (correction,))
 
 
 def _clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, clip_range: float, correction: Tensor | None
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_ranges: tuple[float, float],
+    dual_clip: float | None,
+    factors: tuple[Tensor | None, ...],
 ) -> PolicyLoss:
-    """Sums over `mask`; `log_ratio` is 0 outside it."""
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_range, 1 + clip_range)
+    """Sums over `mask`; `log_ratio` is 0 outside it. factors: what each loss is multiplied by."""
+    ratio, (low, high) = log_ratio.exp(), clip_ranges
+    plain = -advantages * (ratio if dual_clip is None else ratio.clamp(max=dual_clip))
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     still, losses = ratio.detach(), torch.maximum(plain, clipped)
+    for factor in factors:
+        losses = losses if factor is None else losses * factor
     return PolicyLoss(
-        loss=masked_sum(losses if correction is None else losses * correction, mask),
+        loss=masked_sum(losses, mask),
         clipped=masked_sum((clipped > plain).float(), mask),
         approxkl=masked_sum(log_ratio.detach() ** 2 / 2, mask),
         ratio=masked_sum(still, mask),
@@ -103,7 +149,15 @@ def _clipped_surrogate(
     )
 
 
-def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str) -> Tensor:
+def kl_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    estimator: str,
+    *,
+    ratio: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Sum over masked tokens of the estimated KL(policy || reference): a penalty for the loss, not for the reward.
 
     Its gradient flows through `logprobs`. That of k2, delta * grad lp, has the KL's own gradient as its mean; that of
@@ -113,13 +167,18 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: str
         logprobs: (B, T) float32 of the policy being trained; ref_logprobs (B, T) float32.
         mask: (B, T) bool.
         estimator: as of `kl_estimate`.
+        ratio: (B, T) or (B, 1) float32, of the policy to the rollout's, finite everywhere, with its gradient: what each
+            estimate is multiplied by, after which the mean of k1's and k3's gradient is the KL's own, too. None for 1.
+        weights: as of `policy_loss`.
 
-    Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, "DeepSeekMath", eq. 4, which has k3 here.
+    Source: Schulman 2020, "Approximating KL divergence"; Shao et al. 2024, "DeepSeekMath", eq. 4, which has k3 here;
+    of the ratio DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1, and TRL 1.16.0, `use_bias_correction_kl`.
     """
     zeros = torch.zeros_like(logprobs)
-    return masked_sum(
-        kl_estimate(torch.where(mask, logprobs, zeros), torch.where(mask, ref_logprobs, zeros), estimator), mask
-    )
+    estimates = kl_estimate(torch.where(mask, logprobs, zeros), torch.where(mask, ref_logprobs, zeros), estimator)
+    for factor in (ratio, weights):
+        estimates = estimates if factor is None else estimates * factor
+    return masked_sum(estimates, mask)
 
 
 def value_loss(
@@ -151,24 +210,26 @@ def loss_weights(counts: list[float], total: float, micro_batches: int, ranks: i
     With these weights the step's gradient is that of the sum over micro-batches and ranks.
 
     Args:
-        counts: what each of this rank's sums is over (`PolicyLoss.count`).
+        counts: what each of this rank's sums is over: tokens; responses where each has one ratio or one mean; or
+            these times a fixed length.
         total: the sum of all ranks' counts.
         micro_batches: how many micro-batches all ranks have together.
         ranks: how many there are.
-        scope: "optimizer_step" takes one mean over all tokens of all ranks, so that no layout changes it;
-            "micro_batch" the mean of the micro-batches' own means; "micro_batch_sum" sums each rank's means, and takes
-            the mean of the ranks' sums.
+        scope: "optimizer_step", "response" and "fixed_length" divide by the counts of all ranks, so that no layout
+            changes it; "micro_batch" takes the mean of the micro-batches' own means; "micro_batch_sum" sums each
+            rank's means, and takes the mean of the ranks' sums.
 
     Source of "micro_batch": the loss of DeepSpeed-Chat (DeepSpeedExamples 83757d9c) and of huggingface/trl f2cd5771,
     divided by the accumulation steps; of "micro_batch_sum": CarperAI/trlx 3340c2f3 with `minibatch_size`, not divided.
     """
-    if scope == "optimizer_step":
+    if scope in ("optimizer_step", "response", "fixed_length"):
         return [1.0 / max(total, 1.0)] * len(counts)
     if scope == "micro_batch":
         return [1.0 / (max(count, 1.0) * micro_batches) for count in counts]
     if scope == "micro_batch_sum":
         return [1.0 / (max(count, 1.0) * ranks) for count in counts]
-    raise ValueError(f"loss scope {scope!r}: known are optimizer_step, micro_batch, micro_batch_sum")
+    known = "optimizer_step, micro_batch, micro_batch_sum, response, fixed_length"
+    raise ValueError(f"loss scope {scope!r}: known are {known}")
 
 
 def pairwise_loss(chosen: Tensor, rejected: Tensor) -> Tensor:

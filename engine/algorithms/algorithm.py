@@ -17,13 +17,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.algo.advantages import ESTIMATORS, AdvantageInputs
+from engine.algo.advantages import ESTIMATORS, AdvantageInputs, group_deviations
 from engine.algo.corrections import CORRECTIONS, outside
 from engine.algo.kl import AdaptiveKL, FixedKL, kl_estimate, measured_kl
-from engine.algo.losses import PolicyLoss, kl_loss, loss_weights, policy_loss, response_policy_loss, value_loss
+from engine.algo.losses import loss_weights, value_loss
 from engine.algo.masked import mean_and_variance, moments, whiten
 from engine.algo.rewards import ScoreScale, apply_missing_end, clip_scores, compute_rewards, first_slots
 from engine.algorithms.dialect import Dialect
+from engine.algorithms.objectives import PolicyObjective
 from engine.algorithms.slots import ResponseRules
 from engine.errors import RunStopped
 from engine.experience import Experience, Masks, Rollout, Slots, TrainingBatch
@@ -41,8 +42,7 @@ class Algorithm:
     slots: which slots count, as `ResponseRules.slots`. texts: what is learned and what is scored, as its `texts`.
     measured_kl: (experience, slots) -> (B,) float32, nats, what the KL coefficient is steered by.
     policy_objective: (logprobs, old_logprobs, ref_logprobs, advantages (B, T) float32, mask (B, T) bool, kl_coef,
-        correction (B, T) float32 or None) -> PolicyLoss, sums over tokens, or over responses where the ratio is theirs;
-        with the KL where it is in the loss.
+        correction (B, T) float32 or None) -> PolicyLoss, as `PolicyObjective`.
     value_objective: (values, old_values, returns (B, T) float32, mask (B, T) bool) -> ValueLoss.
     for_mini_batch, for_micro_batch: a TrainingBatch with advantages estimated anew where the dialect does so there
         (all ranks call these together), else as it is.
@@ -55,6 +55,7 @@ class Algorithm:
         pad_token_id, end_token_id: as in ResponseRules.
         reduce: adds a float64 tensor up over all ranks; called equally often on each. None for one rank's own.
         ranks: how many there are.
+        response_slots: how many slots a response may have; needed by loss_scope "fixed_length" alone.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Algorithm:
         end_token_id: int | None = None,
         reduce: Reduce | None = None,
         ranks: int = 1,
+        response_slots: int | None = None,
     ):
         self.dialect, self.reduce = dialect, reduce
         rules = ResponseRules(dialect, pad_token_id, end_token_id)
@@ -92,9 +94,7 @@ class Algorithm:
         self.for_micro_batch = self.with_advantages if dialect.advantages_at == "micro_batch" else _nothing_new
         # Objectives.
         self._correction = CORRECTIONS.get(dialect.correction)
-        surrogate = self._response_surrogate if dialect.ratio == "response" else self._token_surrogate
-        self.policy_objective = surrogate if self._kl_in_reward else partial(self._with_kl_loss, surrogate)
-        self.policy_count = self._responses_learned if dialect.ratio == "response" else torch.sum
+        self.policy_objective = PolicyObjective(dialect, self.valid_responses, response_slots)
         self.value_objective = partial(value_loss, clip_range=dialect.value_clip_range, factor=dialect.value_factor)
         self.loss_weights = partial(loss_weights, scope=dialect.loss_scope)
         self.sums_by_length = not dialect.micro_batches_matter
@@ -188,6 +188,8 @@ class Algorithm:
                 lam=dialect.lam,
             )
         )
+        if dialect.advantage_scale != "none":
+            advantages = advantages / (self._deviations(returns, valid) + dialect.scale_eps)
         if dialect.whiten_advantages:
             pool = valid if self.estimator.per_response else self._pool(masks, masks.policy)
             advantages = self._white(advantages, pool, center=True)
@@ -199,6 +201,16 @@ class Algorithm:
         """These rows with advantages and returns anew from their rewards and values (all ranks call this together)."""
         advantages, returns = self.compute_advantages(batch.rewards, batch.values, batch.masks)
         return replace(batch, advantages=advantages, returns=returns)
+
+    def _deviations(self, rewards: Tensor, valid: Tensor) -> Tensor:
+        """The standard deviation by which each response's advantage is divided, (B,) or a scalar: its group's, or that
+        of all ranks' responses. rewards: (B,) float32."""
+        unbiased = self.dialect.scale_variance == "unbiased"
+        if self.dialect.advantage_scale == "group":
+            return group_deviations(rewards, self.dialect.samples_per_prompt, valid, unbiased=unbiased)
+        totals = moments(rewards, valid)
+        _, variance = mean_and_variance(self.reduce(totals) if self.reduce else totals, unbiased)
+        return variance.sqrt().to(rewards.dtype)
 
     def _white(self, tensor: Tensor, mask: Tensor, center: bool) -> Tensor:
         totals = moments(tensor, mask)
@@ -217,9 +229,6 @@ class Algorithm:
         others are compared, and a ratio of 1.
         """
         return policy_mask.any(-1) | (self.dialect.min_response_tokens == 0)
-
-    def _responses_learned(self, policy_mask: Tensor) -> Tensor:
-        return self.valid_responses(policy_mask).sum()
 
     def correction(self, logprobs: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor] | None:
         """What the policy's loss is multiplied by because another policy drew, (B, T) float32, and which ratios were
@@ -241,28 +250,3 @@ class Algorithm:
         ratios = self._correction.ratios(logprobs - rollout.logprobs, rollout.response_mask)
         bounds = dialect.correction_min, dialect.correction_max
         return self._correction.cut(ratios, *bounds), outside(ratios, *bounds)
-
-    def _token_surrogate(
-        self, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef, correction=None
-    ) -> PolicyLoss:
-        return policy_loss(logprobs, old_logprobs, advantages, mask, self.dialect.clip_range, correction)
-
-    def _response_surrogate(
-        self, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef, correction=None
-    ) -> PolicyLoss:
-        return response_policy_loss(
-            logprobs,
-            old_logprobs,
-            advantages[:, 0],
-            mask,
-            self.dialect.clip_range,
-            self.valid_responses(mask),
-            None if correction is None else correction[:, 0],
-        )
-
-    def _with_kl_loss(
-        self, surrogate, logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef, correction=None
-    ) -> PolicyLoss:
-        sums = surrogate(logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef, correction)
-        penalty = kl_loss(logprobs, ref_logprobs, mask, self.dialect.kl_estimator)
-        return replace(sums, loss=sums.loss + kl_coef * penalty)

@@ -2,15 +2,20 @@
 
 from collections.abc import Collection
 
+from engine.algo.advantages import ESTIMATORS
 from engine.algorithms.dialect import Dialect
 from engine.errors import UserError
 
 # Fields that say something of a critic alone.
-CRITIC_FIELDS = ("critic_lr", "critic_weight_decay", "value_clip_range", "value_factor", "gamma", "lam")
+CRITIC_FIELDS = ("critic_lr", "critic_weight_decay", "value_clip_range", "value_factor", "lam")
 # Those of the adaptive controller alone.
 CONTROLLER_FIELDS = ("kl_target", "kl_horizon", "kl_measure", "kl_update")
 # Those of whitening.
 WHITENING_FIELDS = ("whiten_slots", "whiten_over", "whiten_variance")
+ONE_UPDATE = (
+    "there is one optimizer step a rollout, in which every ratio is 1 and none is clipped. Give ppo_epochs or "
+    "mini_batches, or leave it out."
+)
 
 
 def check(
@@ -61,8 +66,27 @@ def check(
 def _without_effect(dialect: Dialect) -> list[tuple[Collection[str], bool, str]]:
     """(fields, whether they have no effect here, why and what to do)."""
     unscaled, whitens = dialect.score_scaling == "none", dialect.whiten_advantages or dialect.whiten_rewards
+    discounts = dialect.has_critic or ESTIMATORS[dialect.advantage_estimator].discounts
+    one_update = dialect.ppo_epochs * dialect.mini_batches == 1 and dialect.old_logprobs != "sampler"
     return [
         (CRITIC_FIELDS, not dialect.has_critic, f"the dialect {dialect.name} has no critic. Leave it out."),
+        (("gamma",), not discounts, f"the dialect {dialect.name} has no critic, nor a discount. Leave it out."),
+        (
+            ("scale_variance", "scale_eps"),
+            dialect.advantage_scale == "none",
+            "advantage_scale is 'none'. Set it to 'group' or 'batch', or leave it out.",
+        ),
+        (
+            ("clip_range_high",),
+            dialect.clip_range_high == dialect.clip_range,
+            "clip_range is the same, upwards and downwards. Give another value, or leave it out.",
+        ),
+        (
+            ("clip_range_high",),
+            dialect.clip_range_high is not None and one_update,
+            ONE_UPDATE,
+        ),
+        (("dual_clip",), dialect.dual_clip is not None and one_update, ONE_UPDATE),
         (
             CONTROLLER_FIELDS,
             dialect.kl_controller == "fixed",

@@ -17,6 +17,7 @@ class Dialect:
     kl_coef: float = 0.1
     kl_estimator: str = "k1"  # the only one whose expected gradient, in the reward, is the KL's own
     kl_in: str = "reward"  # "reward" of each token, or the policy's "loss": there k2 has that gradient
+    kl_times_ratio: bool = False  # in the loss, each estimate times the policy's ratio: then k3 has that gradient, too
     kl_controller: str = "fixed"  # "fixed", or "adaptive": steered towards kl_target
     kl_target: float = 6.0  # nats a response; used by the adaptive controller only, as the next three
     kl_horizon: float = 10000.0  # responses in which the coefficient can change by a fifth
@@ -59,7 +60,14 @@ class Dialect:
     missing_end_value: float = 0.0
 
     # Advantages. Whitening over all tokens of all ranks makes learning rates carry over between rewards of any scale.
-    advantage_estimator: str = "gae"  # or "rloo": against the other responses to the prompt, without a critic
+    advantage_estimator: str = "gae"  # without a critic "rloo" or "grpo": against the other responses to the prompt or
+    # their mean; "reinforce": the rewards to come; "reinforce_baseline": those less the group's mean
+    advantage_scale: str = (
+        "none"  # "grpo"'s and "rloo"'s are divided by the deviation of the rewards of the "group", or
+    )
+    # of the whole "batch"
+    scale_variance: str = "unbiased"  # or "biased": that deviation's
+    scale_eps: float = 1e-4  # is added to it
     gamma: float = 1.0  # a response is short, and its end is what is scored: nothing to discount
     lam: float = 0.95  # the value used since Ziegler et al. 2019
     advantages_at: str = "rollout"  # once a "rollout", or anew in each "mini_batch" or "micro_batch"; whitening too
@@ -70,11 +78,14 @@ class Dialect:
     whiten_variance: str = "biased"  # "unbiased"; "unbiased_alone": that with one rank only
 
     # Losses. One mean over all tokens of the optimizer step: no number of ranks or micro-batches changes it.
-    ratio: str = "token"  # of each "token", or of the whole "response"
+    ratio: str = "token"  # of each "token", or of the whole "response", or "response_mean": its tokens' geometric mean
     clip_range: float = 0.2
+    clip_range_high: float | None = None  # upwards, if not as far as downwards: DAPO's clip-higher
+    dual_clip: float | None = None  # a ratio counts at most as this where the advantage is negative
     value_clip_range: float = 0.2
     value_factor: float = 1.0  # the critic has an optimizer of its own, which a factor would not change
-    loss_scope: str = "optimizer_step"  # or mean of "micro_batch" means, or their sum: "micro_batch_sum"
+    loss_scope: str = "optimizer_step"  # or mean of "micro_batch" means, or their sum: "micro_batch_sum"; the policy's
+    # also mean of each "response"'s mean, or sum over responses times a "fixed_length": --max_answer_seq_len
     early_stop_kl: float | None = None  # remaining PPO epochs are left out when approxkl is over this
     ratio_limit: float | None = None  # an optimizer step whose mean ratio is over this is left out
 
@@ -173,7 +184,7 @@ class Dialect:
     @property
     def micro_batches_matter(self) -> bool:
         """Whether which responses form a micro-batch, and how many, changes what is learned."""
-        return self.loss_scope != "optimizer_step" or self.advantages_at == "micro_batch"
+        return self.loss_scope in ("micro_batch", "micro_batch_sum") or self.advantages_at == "micro_batch"
 
     @property
     def ranks_matter(self) -> bool:

@@ -26,13 +26,15 @@ VALUES = {
     "score_scaling": ("none", "running", "first_batch"),
     "score_order": ("scale_clip", "clip_scale"),
     "advantage_estimator": ESTIMATORS,
+    "advantage_scale": ("none", "group", "batch"),
+    "scale_variance": ("unbiased", "biased"),
     "advantages_at": ("rollout", "mini_batch", "micro_batch"),
     "whiten_slots": ("response", "row"),
     "whiten_over": ("all_ranks", "rank"),
     "whiten_variance": ("biased", "unbiased", "unbiased_alone"),
-    "ratio": ("token", "response"),
+    "ratio": ("token", "response", "response_mean"),
     "correction": ("none", *CORRECTIONS),
-    "loss_scope": ("optimizer_step", "micro_batch", "micro_batch_sum"),
+    "loss_scope": ("optimizer_step", "micro_batch", "micro_batch_sum", "response", "fixed_length"),
     "lr_schedule": ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts"),
     "lr_per": ("optimizer_step", "step"),
     "optimizer": ("adamw", "tf_adam"),
@@ -48,6 +50,9 @@ RANGES = (  # fields, what they must be, the test of it; None is not tested
             "samples_per_prompt",
             "score_clip",
             "clip_range",
+            "clip_range_high",
+            "dual_clip",
+            "scale_eps",
             "value_clip_range",
             "early_stop_kl",
             "ratio_limit",
@@ -107,7 +112,7 @@ def check_values(dialect) -> None:
         value = getattr(dialect, spec.name)
         if isinstance(value, float) and not math.isfinite(value):
             raise FieldError(spec.name, value, "must be finite.")
-    for wrong, field, why in _contradictions(dialect):
+    for wrong, field, why in [*_contradictions(dialect), *_of_responses(dialect)]:
         if wrong:
             raise FieldError(field, getattr(dialect, field), why)
 
@@ -148,20 +153,10 @@ def _contradictions(dialect) -> list[tuple[bool, str, str]]:
             f"{its_name} needs a critic. Set advantage_estimator to {critic_free}, or give the critic a start.",
         ),
         (
-            dialect.ratio == "response" and not estimator.per_response,
-            "ratio",
-            f"{its_name} has one advantage a token, which needs one ratio a token. Set it to 'token'.",
-        ),
-        (
             dialect.correction != "none" and dialect.old_logprobs == "sampler",
             "correction",
             "it makes up for the difference between old log-probs and the sampler's, and here they are one. Set "
             "old_logprobs to 'forward'.",
-        ),
-        (
-            dialect.ratio == "response" and dialect.correction.startswith("token"),
-            "correction",
-            "with one ratio a response there is one loss a response. Set it to 'sequence_truncate' or 'sequence_mask'.",
         ),
         (not critic and dialect.critic_lr > 0, "critic_lr", "there is no critic that could be trained. Set it to 0."),
         (
@@ -205,5 +200,45 @@ def _contradictions(dialect) -> list[tuple[bool, str, str]]:
             "missing_end",
             "with sampling 'without_eos' every end would be missing. Give a truncate_token, or set missing_end to "
             "'none'.",
+        ),
+    ]
+
+
+def _of_responses(dialect) -> list[tuple[bool, str, str]]:
+    """The same of what groups and ratios of whole responses, and clipping, ask for."""
+    estimator, its_name = ESTIMATORS[dialect.advantage_estimator], dialect.advantage_estimator.upper()
+    one_ratio = dialect.ratio != "token"
+    highest = 1 + (dialect.clip_range if dialect.clip_range_high is None else dialect.clip_range_high)
+    return [
+        (
+            one_ratio and not estimator.per_response,
+            "ratio",
+            f"{its_name} has one advantage a token, which needs one ratio a token. Set it to 'token'.",
+        ),
+        (
+            one_ratio and dialect.correction.startswith("token"),
+            "correction",
+            "with one ratio a response there is one loss a response. Set it to 'sequence_truncate' or 'sequence_mask'.",
+        ),
+        (
+            one_ratio and dialect.loss_scope in ("response", "fixed_length"),
+            "loss_scope",
+            "with one ratio a response there is one loss a response, and 'optimizer_step' is their mean. Set it to that.",
+        ),
+        (
+            dialect.advantage_scale != "none" and not (estimator.needs_groups and estimator.per_response),
+            "advantage_scale",
+            f"{its_name} has no difference of rewards within a group that could be divided. Set it to 'none'; "
+            "whiten_advantages scales any advantages.",
+        ),
+        (
+            dialect.dual_clip is not None and dialect.dual_clip <= highest,
+            "dual_clip",
+            f"it is for ratios that clipping leaves alone, over {highest:g}. Give more than that, or none.",
+        ),
+        (
+            dialect.kl_times_ratio and dialect.kl_in == "reward",
+            "kl_times_ratio",
+            "it is for a penalty in the loss. Set kl_in to 'loss', or this to False.",
         ),
     ]
