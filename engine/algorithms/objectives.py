@@ -81,13 +81,16 @@ class PolicyObjective:
         )
 
     def _of_responses(self, logprobs, old_logprobs, advantages, mask, correction) -> PolicyLoss:
+        # A product of no ratios is 1, as TRL's RLOO has it; a mean of none is nothing, as its GRPO has it.
+        valid = self._valid_responses(mask)
+        counted = valid & mask.any(-1) if self._mean_ratio else valid
         return response_policy_loss(
             logprobs,
             old_logprobs,
             advantages[:, 0],
             mask,
             self.dialect.clip_range,
-            self._valid_responses(mask),
+            counted,
             None if correction is None else correction[:, 0],
             mean=self._mean_ratio,
             **self._clip,

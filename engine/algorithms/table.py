@@ -2,10 +2,11 @@
 
 Where a system trains policy and value head as one model (openai, trlx), its value gradient also moves the policy's
 trunk; here actor and critic are two engines. Rewards, advantages, both losses and their gradients with respect to
-log-probs and values are the system's all the same.
+log-probs and values are the system's all the same. group_table.py has those without a critic, but for TRL's old one.
 """
 
 from engine.algorithms.dialect import Dialect
+from engine.algorithms.group_table import GROUP_DIALECTS, GROUP_NOTES
 from engine.errors import UserError
 
 DEFAULT = Dialect()
@@ -169,7 +170,10 @@ TRL_RLOO = TRL_PPO.override(
 
 DIALECTS = {
     dialect.name: dialect
-    for dialect in (DEFAULT, DEEPSPEED_CHAT, DEEPSPEED_CHAT_2023, OPENAI, SUMMARIZE, TRLX, TRL_PPO, TRL_RLOO)
+    for dialect in (
+        *(DEFAULT, DEEPSPEED_CHAT, DEEPSPEED_CHAT_2023, OPENAI, SUMMARIZE, TRLX, TRL_PPO, TRL_RLOO),
+        *GROUP_DIALECTS,
+    )
 }
 
 _ONE_TRUNK = (
@@ -180,6 +184,7 @@ _ONE_TRUNK = (
 NOTES = {
     "openai": _ONE_TRUNK,
     "trlx": f"{_ONE_TRUNK}. Its head has two layers, drawn at random; here it is one of zeros",
+    **GROUP_NOTES,
 }
 
 

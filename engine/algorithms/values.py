@@ -223,7 +223,7 @@ def _of_responses(dialect) -> list[tuple[bool, str, str]]:
         (
             one_ratio and dialect.loss_scope in ("response", "fixed_length"),
             "loss_scope",
-            "with one ratio a response there is one loss a response, and 'optimizer_step' is their mean. Set it to that.",
+            "one ratio a response gives one loss a response, and 'optimizer_step' is their mean. Set it to that.",
         ),
         (
             dialect.advantage_scale != "none" and not (estimator.needs_groups and estimator.per_response),
