@@ -71,8 +71,8 @@ DAPO = GRPO.override(
     decay="all",
 )
 
-# Zheng et al. 2025, "Group sequence policy optimization" (arXiv 2507.18071v2), equations 5 to 7, section 5.1; as TRL sets
-# its GRPO up for it, docs/source/paper_index.md: importance_sampling_level "sequence", loss_type "grpo"
+# Zheng et al. 2025, "Group sequence policy optimization" (arXiv 2507.18071v2), equations 5 to 7, section 5.1; as
+# docs/source/paper_index.md of TRL sets its GRPO up for it: importance_sampling_level "sequence", loss_type "grpo"
 GSPO = GRPO_TRL.override(
     name="gspo",
     ratio="response_mean",

@@ -56,15 +56,15 @@ def cut(system: str, row: list[int]) -> list[int]:
     return row[: row.index(EOS, after) + 1]
 
 
-def dealt(world: int) -> list[range]:
+def dealt(world: int, rows: int = len(PROMPTS)) -> list[range]:
     """Each rank's rows."""
-    share = len(PROMPTS) // world
+    share = rows // world
     return [range(rank * share, (rank + 1) * share) for rank in range(world)]
 
 
-def rollout_of(rows: list[list[int]], numbers: range) -> Rollout:
+def rollout_of(rows: list[list[int]], numbers: range, prompts: list[list[int]] = PROMPTS) -> Rollout:
     """These rows as one rank has them: as wide as its longest."""
-    prompts, responses = [PROMPTS[i] for i in numbers], [rows[i] for i in numbers]
+    prompts, responses = [prompts[i] for i in numbers], [rows[i] for i in numbers]
     left, right = max(map(len, prompts)), max(map(len, responses))
     ids = [[PAD] * (left - len(p)) + p + r + [PAD] * (right - len(r)) for p, r in zip(prompts, responses)]
     mask = torch.tensor(
@@ -100,20 +100,27 @@ def found(folder, world) -> list[dict]:
 
 
 class Models:
-    """All that the models say, in float64, of all rows; `new` and `new_values` carry gradients."""
+    """All that the models say, in float64, of all rows; `new` and `new_values` carry gradients.
 
-    def __init__(self, folder: str, system: str):
-        dialect = dialect_of(system)
-        rows = tokens_of(system)
+    texts: what of each row is scored.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        rows: list[list[int]],
+        texts: list[list[int]],
+        temperature: float,
+        prompts: list[list[int]] = PROMPTS,
+    ):
         # Slots behind a response: what the models say of padding, which is masked, as the engines have it.
-        wide = rollout_of([row + [PAD] * (T - len(row)) for row in rows], range(len(rows)))
+        wide = rollout_of([row + [PAD] * (T - len(row)) for row in rows], range(len(rows)), prompts)
         mask = torch.tensor([[t < len(row) for t in range(T)] for row in rows])
         wide = wide.cut(mask, wide.ended, PAD)
-        temperature = dialect.logprob_temperature
         self.policy, self.critic = plain.policy(folder), plain.critic(folder)
         with torch.no_grad():
             self.ref = plain.logprobs(self.policy, wide, temperature)
-            self.scores = SCORE_WEIGHT * self._scores([cut(system, row) for row in rows])
+            self.scores = SCORE_WEIGHT * self._scores([prompt + text for prompt, text in zip(prompts, texts)])
             moving = [(self.policy, weights_of(self.policy)), (self.critic, weights_of(self.critic))]
             put(moving, "rollout")
             self.old = plain.logprobs(self.policy, wide, temperature)
@@ -122,9 +129,15 @@ class Models:
         self.new = plain.logprobs(self.policy, wide, temperature)
         self.new_values = plain.values(self.critic, wide)
 
+    @classmethod
+    def of(cls, folder: str, system: str) -> "Models":
+        """As a system samples and scores."""
+        rows, dialect = tokens_of(system), dialect_of(system)
+        return cls(folder, rows, [cut(system, row) for row in rows], dialect.logprob_temperature)
+
     def _scores(self, rows: list[list[int]]) -> torch.Tensor:
         """(N,), each text alone: the value at its last token."""
-        texts = [torch.tensor([prompt + row]) for prompt, row in zip(PROMPTS, rows)]
+        texts = [torch.tensor([row]) for row in rows]
         hidden = [self.critic.model(input_ids=text).last_hidden_state.double()[0, -1] for text in texts]
         return torch.stack([self.critic.score.weight[0] @ state + self.critic.config.score_offset for state in hidden])
 
@@ -231,7 +244,7 @@ def rloo(models: Models, r: dict, lengths: list, mini_batch: list[list[int]]) ->
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_gradients_of_a_whole_step(folder, found, world, system):
-    models = Models(folder, system)
+    models = Models.of(folder, system)
     steps = [rank[system] for rank in found]
     assert {len(own) for own in steps} == {MINI_BATCHES.get(system, 1)}
     for number in range(MINI_BATCHES.get(system, 1)):
@@ -249,7 +262,7 @@ def test_gradients_of_a_whole_step(folder, found, world, system):
 
 def test_the_case_is_hard_enough(folder):
     """Ratios and values beyond their clips, scores beyond theirs, a KL of some size."""
-    models = Models(folder, "default")
+    models = Models.of(folder, "default")
     learned = torch.tensor([[t < len(row) for t in range(T)] for row in STOPPED])
     with torch.no_grad():
         assert (((models.new - models.old).exp() - 1).abs() > CLIP)[learned].sum() >= 5

@@ -6,6 +6,7 @@ from torch import Tensor
 from engine import distributed
 from engine.algorithms import Dialect, algorithm
 from engine.experience import PromptBatch, Rollout
+from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
@@ -80,16 +81,32 @@ def named_weights(model: TrainedModel) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.module.model.named_parameters()}
 
 
-def gradients_of_all(folder: str, cases: dict[str, tuple[Dialect, list[Rollout]]]) -> dict[str, list[dict]]:
+class GivenScores(RewardSource):
+    """Scores that do not depend on the response, by the number of the prompt."""
+
+    def __init__(self, scores: list[float]):
+        self.scores = scores
+
+    def score(self, rollout: Rollout) -> Tensor:
+        """(B,) float32."""
+        return torch.tensor([self.scores[index] for index in rollout.indices.tolist()])
+
+
+def gradients_of_all(
+    folder: str, cases: dict[str, tuple[Dialect, list[Rollout]]], scores: list[float] | None = None
+) -> dict[str, list[dict]]:
     """By case, for each optimizer step: this rank's rows in their order, and the gradients by role.
 
-    cases: a dialect, and each rank's rows.
+    cases: a dialect, and each rank's rows. scores: of all rows, by their numbers; by default the reward model's.
     """
     engine = RLHFEngine.from_pretrained(engine_spec(folder, 0))
-    return {name: one_step(engine, dialect, rows[distributed.rank()]) for name, (dialect, rows) in cases.items()}
+    reward = GivenScores(scores) if scores else CombinedReward({"model": (engine.reward, SCORE_WEIGHT)})
+    return {
+        name: one_step(engine, dialect, rows[distributed.rank()], reward) for name, (dialect, rows) in cases.items()
+    }
 
 
-def one_step(engine: RLHFEngine, dialect: Dialect, rollout: Rollout) -> list[dict]:
+def one_step(engine: RLHFEngine, dialect: Dialect, rollout: Rollout, reward: RewardSource) -> list[dict]:
     """A step at learning rate 0, so that weights stay what `moved` makes them."""
     engine = fitting(engine, dialect)
     still = dialect.override(actor_lr=0.0, critic_lr=0.0)
@@ -100,7 +117,7 @@ def one_step(engine: RLHFEngine, dialect: Dialect, rollout: Rollout) -> list[dic
         dialect=still,
         sampling=SAMPLING,
         config=PPOConfig(total_steps=1, micro_batch_size=MICRO_BATCH),
-        reward=CombinedReward({"model": (engine.reward, SCORE_WEIGHT)}),
+        reward=reward,
     )
     steps, found = [], {}
 

@@ -1,7 +1,8 @@
 """Critic-free systems in straight lines, by each source's own order of work: in loops, in float64, without masks.
 
-They know nothing of dialects. Each is given all rows of all ranks that one optimizer step learns from, those of a group
-side by side, and returns every row's advantages, a list of one number a token, and the step's loss.
+They know nothing of dialects. Each is given all rows of all ranks, those of a group of k side by side, and the numbers of
+those that one optimizer step learns from, by micro-batches; it returns the advantages of all rows, each a list of one
+number a token, and the step's loss.
 """
 
 import math
@@ -26,6 +27,14 @@ class Row:
     new: Tensor
     learned: bool = True
     counts: bool = True
+
+
+Step = list[list[int]]
+
+
+def chosen(rows: list[Row], advantages: list, step: Step) -> list[tuple]:
+    """The step's rows and their advantages."""
+    return [(rows[i], advantages[i]) for part in step for i in part]
 
 
 def groups_of(rows: list[Row], k: int) -> list[list[int]]:
@@ -56,11 +65,11 @@ def k3(row: Row) -> Tensor:
     return apart.exp() - apart - 1
 
 
-def deepseek_math(rows: list[Row], k: int, beta: float = 0.04) -> tuple[list, Tensor]:
+def deepseek_math(rows: list[Row], k: int, step: Step, beta: float = 0.04) -> tuple[list, Tensor]:
     """Equations 3 and 4 of the paper; a mean over all responses that count."""
     advantages = compared([row.score for row in rows], rows, k, 1e-6)
     objectives = []
-    for row, a in zip(rows, advantages):
+    for row, a in chosen(rows, advantages, step):
         if row.counts:
             tokens = surrogate((row.new - row.old).exp(), a) - beta * k3(row)
             objectives.append(tokens.sum() / len(tokens))
@@ -70,7 +79,7 @@ def deepseek_math(rows: list[Row], k: int, beta: float = 0.04) -> tuple[list, Te
 def trl_grpo(
     rows: list[Row],
     k: int,
-    micro_batches: list[list[int]],
+    step: Step,
     *,
     scale: str = "group",
     loss_type: str = "dapo",
@@ -99,9 +108,10 @@ def trl_grpo(
         losses.append((-torch.minimum(coef_1 * a, coef_2 * a) + beta * kl) * row.learned)
     tokens = [len(row.new) * row.learned for row in rows]
     if loss_type == "dapo":
-        return by_token(rows, advantages), sum(loss.sum() for loss in losses) / sum(tokens)
+        inside = [i for part in step for i in part]
+        return by_token(rows, advantages), sum(losses[i].sum() for i in inside) / sum(tokens[i] for i in inside)
     parts = []
-    for part in micro_batches:
+    for part in step:
         if loss_type == "grpo":
             parts.append(sum(losses[i].sum() / max(tokens[i], 1) for i in part) / len(part))
         elif loss_type == "bnpo":
@@ -111,51 +121,43 @@ def trl_grpo(
     return by_token(rows, advantages), sum(parts) / len(parts)
 
 
-def oat_dr_grpo(rows: list[Row], k: int, generate_max_length: int) -> tuple[list, Tensor]:
+def oat_dr_grpo(rows: list[Row], k: int, step: Step, generate_max_length: int) -> tuple[list, Tensor]:
     """`ZeroMathActor.step`, `compute_monte_carlo_advantages` and `learning_step`."""
     advantages = compared([row.score if row.ended else 0.0 for row in rows], rows, k, None)
     losses = [-surrogate((row.new - row.old).exp(), a).sum() / generate_max_length for row, a in zip(rows, advantages)]
     return by_token(rows, advantages), sum(losses) / len(losses)
 
 
-def verl_dapo(rows: list[Row], k: int) -> tuple[list, Tensor]:
+def verl_dapo(rows: list[Row], k: int, step: Step) -> tuple[list, Tensor]:
     """`compute_grpo_outcome_advantage`, and equation 8 of the paper over all groups."""
     advantages = compared([row.score for row in rows], rows, k, 1e-6)
-    losses = [-surrogate((row.new - row.old).exp(), a, high=0.28).sum() for row, a in zip(rows, advantages)]
-    return by_token(rows, advantages), sum(losses) / sum(len(row.new) for row in rows)
+    inside = chosen(rows, advantages, step)
+    losses = [-surrogate((row.new - row.old).exp(), a, high=0.28).sum() for row, a in inside]
+    return by_token(rows, advantages), sum(losses) / sum(len(row.new) for row, _ in inside)
 
 
-def openrlhf(
-    rows: list[Row], k: int, *, baseline: bool, kl_coef: float, all_rows: list[Row] | None = None
-) -> tuple[list, Tensor]:
-    """`compute_advantages_and_returns`, `compute_reward`, `PolicyLoss`; with a baseline the KL is k2 in the loss.
-
-    all_rows: those that are whitened together, where an optimizer step learns from a part of them.
-    """
-    pool = all_rows or rows
-    shaped = compared([row.score for row in pool], pool, k, None) if baseline else [row.score for row in pool]
+def openrlhf(rows: list[Row], k: int, step: Step, *, baseline: bool, kl_coef: float) -> tuple[list, Tensor]:
+    """`compute_advantages_and_returns`, `compute_reward`, `PolicyLoss`; with a baseline the KL is k2 in the loss."""
+    shaped = compared([row.score for row in rows], rows, k, None) if baseline else [row.score for row in rows]
     advantages = []
-    for row, r in zip(pool, shaped):
+    for row, r in zip(rows, shaped):
         kl = [0.0] * len(row.old) if baseline else (row.old - row.ref).tolist()
         rewards = [-kl_coef * x for x in kl]
         rewards[-1] += max(-10.0, min(10.0, r))
         advantages.append([math.fsum(rewards[t:]) for t in range(len(rewards))])
     tokens = [x for own in advantages for x in own]
-    mean = statistics.fmean(tokens)
-    rstd = max(statistics.pvariance(tokens), 1e-8) ** -0.5
+    mean, rstd = statistics.fmean(tokens), max(statistics.pvariance(tokens), 1e-8) ** -0.5
     advantages = [[(x - mean) * rstd for x in own] for own in advantages]
-    number = {id(row): i for i, row in enumerate(pool)}
     losses = []
-    for row in rows:
+    for row, own in chosen(rows, advantages, step):
         rho = (row.new - row.old).exp()
-        for t, a in enumerate(advantages[number[id(row)]]):
-            losses.append(-surrogate(rho[t], a))
-            if baseline:
-                losses[-1] = losses[-1] + kl_coef * (row.new[t] - row.ref[t]) ** 2 / 2
+        for t, a in enumerate(own):
+            penalty = kl_coef * (row.new[t] - row.ref[t]) ** 2 / 2 if baseline else 0.0
+            losses.append(-surrogate(rho[t], a) + penalty)
     return advantages, sum(losses) / len(losses)
 
 
-def trl_rloo(rows: list[Row], k: int, beta: float = 0.05) -> tuple[list, Tensor]:
+def trl_rloo(rows: list[Row], k: int, step: Step, beta: float = 0.05) -> tuple[list, Tensor]:
     """`_generate_and_score_completions` and `_compute_loss` of TRL 1.16.0's RLOO trainer."""
     rewards = [row.score - beta * (row.old - row.ref).sum().item() for row in rows]
     advantages, losses = [0.0] * len(rows), []
@@ -164,7 +166,7 @@ def trl_rloo(rows: list[Row], k: int, beta: float = 0.05) -> tuple[list, Tensor]
         for i in scorable if len(scorable) > 1 else []:
             others = math.fsum(rewards[j] for j in scorable) - rewards[i]
             advantages[i] = rewards[i] - others / (len(scorable) - 1)
-    for row, a in zip(rows, advantages):
+    for row, a in chosen(rows, advantages, step):
         if row.counts:
             losses.append(-surrogate((row.new - row.old).sum().exp(), a))
     return by_token(rows, advantages), sum(losses) / len(losses)

@@ -143,10 +143,8 @@ def test_advantages_losses_and_gradients(name, ranks):
     case = CASES[name]
     rows = {rank: rows_of(case, rank) for rank in ranks}
     everything = sum(rows.values(), [])
-    more = {}
-    if getattr(case.version, "func", case.version) is sources.trl_grpo:
-        more["micro_batches"] = [[6 * place + i for i in part] for place in range(len(ranks)) for part in MICRO_BATCHES]
-    want_advantages, want_loss = case.version(everything, K, **more)
+    step = [[6 * place + i for i in part] for place in range(len(ranks)) for part in MICRO_BATCHES]
+    want_advantages, want_loss = case.version(everything, K, step)
     want_loss.backward()
 
     sent = {}

@@ -6,13 +6,15 @@ import pytest
 
 from engine.algorithms import DIALECTS, Dialect, get_dialect
 from engine.errors import UserError
+from tests.engine.algorithms.group_fields import GROUPS
 from tests.engine.algorithms.system_fields import DEEPSPEED_CHAT, OTHERS
 
 
 # What each system's source says, in every field; a new field needs a value here too.
-@pytest.mark.parametrize("name", ["deepspeed_chat", *OTHERS])
+@pytest.mark.parametrize("name", ["deepspeed_chat", *OTHERS, *GROUPS])
 def test_each_system_in_every_field(name):
-    assert dataclasses.asdict(get_dialect(name)) == {**DEEPSPEED_CHAT, **OTHERS.get(name, {}), "name": name}
+    departures = (OTHERS | GROUPS).get(name, {})
+    assert dataclasses.asdict(get_dialect(name)) == {**DEEPSPEED_CHAT, **departures, "name": name}
 
 
 def test_default_scores_the_last_sampled_token_and_learns_all_of_them():
@@ -66,11 +68,12 @@ def test_default_scores_the_last_sampled_token_and_learns_all_of_them():
 
 
 def test_names_in_the_table_are_the_dialects_own():
-    assert list(DIALECTS) == ["default", "deepspeed_chat", *OTHERS]
+    assert list(DIALECTS) == ["default", "deepspeed_chat", *OTHERS, *GROUPS]
     assert all(name == dialect.name for name, dialect in DIALECTS.items())
     with pytest.raises(
         UserError,
         match="'deepspeed': known are default, deepspeed_chat, deepspeed_chat_2023, openai, "
-        "summarize, trlx, trl_ppo, trl_rloo",
+        "summarize, trlx, trl_ppo, trl_rloo, grpo, grpo_trl, dr_grpo, dapo, gspo, reinforce_pp, "
+        "reinforce_pp_baseline, rloo.",
     ):
         get_dialect("deepspeed")
