@@ -1,10 +1,10 @@
-"""GAE by hand, by its reductions, and against its definition as a double sum."""
+"""GAE by hand, by its reductions, and against its definition as a double sum; groups and returns to go by hand."""
 
 import numpy as np
 import pytest
 import torch
 
-from engine.algo.advantages import gae, rloo
+from engine.algo.advantages import gae, group_advantages, group_deviations, group_means, returns_to_go, rloo
 
 RNG = np.random.default_rng(0)
 REWARDS = torch.tensor(RNG.normal(size=(4, 9)), dtype=torch.float32)
@@ -111,3 +111,46 @@ def test_rloo_needs_groups():
         rloo(torch.zeros(4), 1)
     with pytest.raises(ValueError, match="4 responses in groups of 3"):
         rloo(torch.zeros(4), 3)
+
+
+def test_groups_means_and_deviations_by_hand():
+    # 1 2 6: mean 3, squares 4 1 9 = 14. 2 2 2: equal.
+    rewards = torch.tensor([1.0, 2.0, 6.0, 2.0, 2.0, 2.0])
+    assert group_means(rewards, 3).tolist() == [3.0, 3.0, 3.0, 2.0, 2.0, 2.0]
+    assert group_advantages(rewards, 3).tolist() == [-2.0, -1.0, 3.0, 0.0, 0.0, 0.0]
+    assert group_deviations(rewards, 3).tolist() == pytest.approx([7**0.5] * 3 + [0.0] * 3)
+    assert group_deviations(rewards, 3, unbiased=False).tolist() == pytest.approx([(14 / 3) ** 0.5] * 3 + [0.0] * 3)
+
+
+def test_groups_of_valid_responses_alone():
+    nan = float("nan")
+    rewards = torch.tensor([1.0, nan, 6.0, 5.0, 7.0, nan, 2.0, 3.0, 4.0])
+    valid = torch.tensor([True, False, True, True, False, False, False, False, False])
+    assert group_means(rewards, 3, valid).tolist() == [3.5, 3.5, 3.5, 5.0, 5.0, 5.0, 0.0, 0.0, 0.0]
+    assert group_advantages(rewards, 3, valid).tolist() == [-2.5, 0.0, 2.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    # 2 x 6.25 over 1, or over 2
+    assert group_deviations(rewards, 3, valid).tolist() == pytest.approx([12.5**0.5] * 3 + [0.0] * 6)
+    assert group_deviations(rewards, 3, valid, unbiased=False).tolist() == pytest.approx([2.5] * 3 + [0.0] * 6)
+
+
+@pytest.mark.parametrize("group", [2, 3, 4])
+def test_less_the_groups_mean_is_a_part_of_rloo(group):
+    rewards = torch.tensor(RNG.normal(size=12), dtype=torch.float32)
+    part = rloo(rewards, group) * (group - 1) / group
+    torch.testing.assert_close(group_advantages(rewards, group), part, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [group_means, group_advantages, group_deviations])
+def test_groups_are_of_two_or_more(function):
+    with pytest.raises(ValueError, match="GRPO of 4 responses in groups of 3: groups are of 2 or more"):
+        function(torch.zeros(4), 3)
+    with pytest.raises(ValueError, match="4 responses in groups of 1"):
+        function(torch.zeros(4), 1)
+
+
+def test_returns_to_go_by_hand_and_as_gae_without_values():
+    rewards = torch.tensor([[1.0, 2.0, 4.0], [8.0, 0.0, 0.0]])
+    assert returns_to_go(rewards, 0.5).tolist() == [[3.0, 4.0, 4.0], [8.0, 0.0, 0.0]]
+    assert returns_to_go(rewards, 1.0).tolist() == [[7.0, 6.0, 4.0], [8.0, 0.0, 0.0]]
+    whole, _ = gae(REWARDS, torch.zeros_like(REWARDS), 0.9, 1.0)
+    torch.testing.assert_close(returns_to_go(REWARDS, 0.9), whole, rtol=0, atol=1e-5)

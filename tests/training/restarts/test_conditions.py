@@ -64,6 +64,8 @@ def test_another_number_of_steps_is_named_where_learning_rates_fall_by_it():
         ("loss_scope", "optimizer_step", False),
         ("loss_scope", "micro_batch", True),
         ("loss_scope", "micro_batch_sum", True),
+        ("loss_scope", "response", False),
+        ("loss_scope", "fixed_length", False),
         ("advantages_at", "mini_batch", False),
         ("advantages_at", "micro_batch", True),
     ],
