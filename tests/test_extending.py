@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import operator
 import statistics
 import subprocess
 import sys
@@ -89,46 +90,46 @@ def two_steps(trainer: PPOTrainer) -> list[StepReport]:
     return reports
 
 
-def normalised(rewards: list[float]) -> list[float]:
-    """GRPO's advantages of one group."""
-    mean = math.fsum(rewards) / len(rewards)
-    deviation = math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards))
-    return [(reward - mean) / (deviation + 1e-6) for reward in rewards]
+def apart(rewards: list[float], lengths: list[int]) -> list[float]:
+    """OPO's advantages of one group."""
+    baseline = math.fsum(map(operator.mul, rewards, lengths)) / sum(lengths)
+    return [reward - baseline for reward in rewards]
 
 
 def test_an_advantage_by_hand(extensions):
-    """Of 1 and 3 the mean is 2 and the deviation 1; one that is not valid counts nowhere; alone nothing is learned."""
+    """1 of one token and 4 of two: the baseline is 3. One that is not valid counts nowhere; one alone learns nothing."""
     given = extensions.AdvantageInputs(
-        rewards=torch.tensor([[0.5, 0.5], [0.0, 3.0], [0.0, 9.0], [5.0, 0.0], [0.0, 7.0], [0.0, 7.0]]),
+        rewards=torch.tensor([[1.0, 0.0], [1.0, 3.0], [0.0, 9.0], [5.0, 0.0], [0.0, 7.0], [0.0, 7.0]]),
         values=torch.zeros(6, 2),
-        policy_mask=torch.ones(6, 2, dtype=torch.bool),
+        policy_mask=torch.tensor([[True, False], *[[True, True]] * 5]),
         valid=torch.tensor([True, True, False, True, False, False]),
         group_size=3,
         gamma=1.0,
         lam=1.0,
     )
-    advantages, returns = extensions.grpo(given)
-    torch.testing.assert_close(advantages, torch.tensor([-1.0, 1.0, 0.0, 0.0, 0.0, 0.0]), rtol=0, atol=2e-6)
-    assert returns.tolist() == [1.0, 3.0, 9.0, 5.0, 7.0, 7.0]
+    advantages, returns = extensions.opo(given)
+    assert advantages.tolist() == [-2.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert returns.tolist() == [1.0, 4.0, 9.0, 5.0, 7.0, 7.0]
 
 
 def test_an_estimator(extensions, folder):
-    dialect = get_dialect("grpo")
+    dialect = get_dialect("opo")
     trainer = build(folder, dialect, reward=lambda models: extensions.RewardServer(models.tokenizer))
     for report in two_steps(trainer):
         batch = report.batch
         scores = batch.scores.double().tolist()  # not clipped, and no KL stands in the rewards
-        expected = [advantage for group in (scores[:4], scores[4:]) for advantage in normalised(group)]
-        assert any(expected)
+        lengths = batch.rollout.response_mask.sum(-1).tolist()
+        expected = [*apart(scores[:4], lengths[:4]), *apart(scores[4:], lengths[4:])]
+        assert any(expected) and len(set(lengths)) > 1
         by_token = torch.tensor(expected).float().unsqueeze(-1).expand_as(batch.advantages)
         torch.testing.assert_close(batch.advantages, by_token, rtol=1e-5, atol=1e-5)
 
 
 def test_an_estimators_needs_are_checked(extensions):
-    with pytest.raises(UserError, match="GRPO compares the responses to one prompt with each other"):
-        get_dialect("grpo").override(samples_per_prompt=1)
-    with pytest.raises(UserError, match="GRPO has no critic"):
-        get_dialect("default").override(advantage_estimator="grpo", samples_per_prompt=4)
+    with pytest.raises(UserError, match="OPO compares the responses to one prompt with each other"):
+        get_dialect("opo").override(samples_per_prompt=1)
+    with pytest.raises(UserError, match="OPO has no critic"):
+        get_dialect("default").override(advantage_estimator="opo", samples_per_prompt=4)
 
 
 def test_a_dialect(extensions, folder):
@@ -150,8 +151,8 @@ def test_a_dialect_and_a_backend_are_known_to_flags_and_unknown_ones_named(exten
     assert args.resolved_dialect()[0].lam == 1.0
     with pytest.raises(UserError, match="--decoding plain with --rollout_backend generate: .* Leave it out"):
         parse_flags(RLHFFlags, [*words, "--decoding", "plain"], "")
-    with pytest.raises(UserError, match=r"invalid choice: 'grpoo' .*'monte_carlo'"):
-        parse_flags(RLHFFlags, [*words, "--dialect", "grpoo"], "")
+    with pytest.raises(UserError, match=r"invalid choice: 'opoo' .*'monte_carlo'"):
+        parse_flags(RLHFFlags, [*words, "--dialect", "opoo"], "")
 
 
 def test_a_reward_source(extensions, folder, server):
@@ -216,7 +217,7 @@ def test_the_pages_script(tmp_path, server):
     extending.write(tmp_path, server.url)
     flags = tiny.flags(
         3,
-        dialect="grpo",
+        dialect="opo",
         rollout_backend="generate",
         reward_function="extensions.py:RewardServer",
         critic_model_name_or_path=None,
@@ -227,7 +228,7 @@ def test_the_pages_script(tmp_path, server):
     command = [sys.executable, str(tmp_path / "own_step3.py"), *command_line(flags)]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    assert "dialect grpo\n" in ended.stdout and "rollouts by generate\n" in ended.stdout
+    assert "dialect opo\n" in ended.stdout and "rollouts by generate\n" in ended.stdout
     scores, lines = list(map(extending.score, server.responses())), metric_lines(tmp_path / "out")
     by_step = [scores[:16], scores[16:]]  # 4 prompts of 4 responses
     assert [line["step"] for line in lines] == [1, 2] and len(scores) == 32

@@ -1,7 +1,7 @@
 """The critic-free dialects through PPOTrainer on one and on two ranks: gradients are those of straight-line versions.
 
-The versions are those of tests/engine/algorithms/group_sources.py; lengths and scores those of the test beside it: ragged,
-in groups of three, one with equal scores, and one with a single response that counts where short ones do not.
+The versions are those of tests/engine/algorithms/group_sources.py, lengths and scores of the test beside it: ragged, in
+groups of three, one with equal scores, and one of which a single response counts where short ones do not.
 """
 
 from functools import partial

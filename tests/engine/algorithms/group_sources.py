@@ -1,7 +1,7 @@
 """Critic-free systems in straight lines, by each source's own order of work: in loops, in float64, without masks.
 
 They know nothing of dialects. Each is given all rows of all ranks, those of a group of k side by side, and the numbers
-of those that one optimizer step learns from, by micro-batches; it returns the advantages of all rows, each a list of one
+of those that one optimizer step learns from, by micro-batches. It returns the advantages of all rows, each a list of a
 number a token, and the step's loss.
 """
 
