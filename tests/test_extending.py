@@ -97,7 +97,7 @@ def apart(rewards: list[float], lengths: list[int]) -> list[float]:
 
 
 def test_an_advantage_by_hand(extensions):
-    """1 of one token and 4 of two: the baseline is 3. One that is not valid counts nowhere; one alone learns nothing."""
+    """1 of one token, 4 of two: the baseline is 3. What is not valid counts nowhere; what is alone learns nothing."""
     given = extensions.AdvantageInputs(
         rewards=torch.tensor([[1.0, 0.0], [1.0, 3.0], [0.0, 9.0], [5.0, 0.0], [0.0, 7.0], [0.0, 7.0]]),
         values=torch.zeros(6, 2),
