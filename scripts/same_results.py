@@ -5,7 +5,7 @@
     python scripts/same_results.py compare OUT/before OUT/after
 
 `record` runs the quickstart's step 3, and three steps of every dialect with 1 and 2 ranks at ZeRO stages 0 and 3 (real
-partitions: the thresholds below which DeepSpeed keeps small weights gathered are 0), about 15 minutes on two CPU cores.
+partitions: the thresholds below which DeepSpeed keeps small weights gathered are 0), half an hour on two CPU cores.
 `--models` is a folder of scripts/quickstart_models.sh, the same for both; run both on one machine. `compare` reads
 metrics.jsonl apart from times and memory, the samples, and every weight that was saved. Exit code 1 where they differ.
 """
@@ -21,9 +21,14 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from engine.algorithms import get_dialect
+
 ROOT = Path(__file__).resolve().parents[1]
-DIALECTS = ("default", "deepspeed_chat", "deepspeed_chat_2023", "openai", "summarize", "trlx", "trl_ppo", "trl_rloo")
-CRITIC_FREE = ("trl_rloo",)
+NAMES = "from engine.algorithms import DIALECTS; print(*DIALECTS)"  # of the version that is run
+SETTINGS = {
+    "openai": ["query_start=", "query_end=", "truncate_token=eos", "truncate_after=0"],
+    "grpo": ["samples_per_prompt=4"],
+}
 MEASURED_ANEW = (
     "time/",
     "speed/",
@@ -59,9 +64,10 @@ def quickstart(models: Path, out: Path) -> list[str]:
 
 def dialect_run(models: Path, out: Path, dialect: str, ranks: int, stage: int) -> list[str]:
     """Three steps of a dialect."""
-    flags = {"critic_learning_rate": 1e-3, "critic_zero_stage": stage} if dialect not in CRITIC_FREE else {}
+    has_critic = get_dialect(dialect).has_critic
+    flags = {"critic_learning_rate": 1e-3, "critic_zero_stage": stage} if has_critic else {}
     if stage == 3:
-        roles = ["actor", "reference", "reward", "critic"][: 3 if dialect in CRITIC_FREE else 4]
+        roles = ["actor", "reference", "reward", "critic"][: 4 if has_critic else 3]
         if dialect == "trlx":
             roles.remove("reference")  # within the actor's engine
         flags |= {f"{role}_ds_config": out.parent / "zero3.json" for role in roles}
@@ -80,8 +86,8 @@ def dialect_run(models: Path, out: Path, dialect: str, ranks: int, stage: int) -
         print_answers_interval=0,
         **flags,
     )
-    if dialect == "openai":
-        found += ["--set", "query_start=", "query_end=", "truncate_token=eos", "truncate_after=0"]
+    if dialect in SETTINGS:
+        found += ["--set", *SETTINGS[dialect]]
     return found
 
 
@@ -108,7 +114,10 @@ def record(tree: Path, models: Path, out: Path, only: str) -> None:
     config["zero_optimization"] |= dict.fromkeys(THRESHOLDS, 0)
     (out / "zero3.json").write_text(json.dumps(config, indent=2))
     runs = {"quickstart": (2, quickstart(models, out / "quickstart"))}
-    for dialect in DIALECTS:
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    asked = [sys.executable, "-c", NAMES]
+    names = subprocess.run(asked, cwd=tree, check=True, capture_output=True, text=True, env=environment).stdout
+    for dialect in names.split():
         for ranks in (1, 2):
             for stage in (0, 3):
                 name = f"{dialect}_ranks{ranks}_stage{stage}"
@@ -135,7 +144,7 @@ def record(tree: Path, models: Path, out: Path, only: str) -> None:
                 check=True,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+                env=environment,
             )
 
 
