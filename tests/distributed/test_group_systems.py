@@ -106,10 +106,9 @@ def test_gradients_of_a_whole_step(found, models, world, name):
         for own, of_rank in zip(dealt(world, len(ROWS)), steps):
             numbers = [own[i] for i in of_rank[number]["rows"]]
             parts += [numbers[start : start + MICRO_BATCH] for start in range(0, len(numbers), MICRO_BATCH)]
-        whole = [
-            [i for part in parts for i in part]
-        ]  # what is divided by counts of the step does not see micro-batches
-        _, loss = version(rows, K, parts if dialect.micro_batches_matter else whole)
+        if not dialect.micro_batches_matter:
+            parts = [[i for part in parts for i in part]]
+        _, loss = version(rows, K, parts)
         expected = dict(zip(named, torch.autograd.grad(loss, list(named.values()), retain_graph=True)))
         assert plain.norm(expected) > 1e-2
         for of_rank in steps:

@@ -124,7 +124,8 @@ def trl_grpo(
 def oat_dr_grpo(rows: list[Row], k: int, step: Step, generate_max_length: int) -> tuple[list, Tensor]:
     """`ZeroMathActor.step`, `compute_monte_carlo_advantages` and `learning_step`."""
     advantages = compared([row.score if row.ended else 0.0 for row in rows], rows, k, None)
-    losses = [-surrogate((row.new - row.old).exp(), a).sum() / generate_max_length for row, a in zip(rows, advantages)]
+    inside = chosen(rows, advantages, step)
+    losses = [-surrogate((row.new - row.old).exp(), a).sum() / generate_max_length for row, a in inside]
     return by_token(rows, advantages), sum(losses) / len(losses)
 
 
