@@ -169,6 +169,7 @@ class Experience:
     values: (B, T) float32, the critic's; None without one. scores: (B,) float32, as the reward source gave them.
     prompt_kl: (B,) float32, the prompts' part of the KL that steers the coefficient; zeros where only responses count.
     score_parts: name -> (B,) float32, what adds up to the scores where that is more than one thing, else empty.
+    rewards: name -> (B,) float32, what each of several sources said, before its weight.
     log_ratios: (N,) float32, log-probs of the actor's forward pass minus the sampler's, of all tokens that are learned,
         or of the longest row's where no others have a forward pass; None where the sampler notes none.
     """
@@ -181,6 +182,7 @@ class Experience:
     scores: Tensor
     prompt_kl: Tensor
     score_parts: dict[str, Tensor] = field(default_factory=dict)
+    rewards: dict[str, Tensor] = field(default_factory=dict)
     log_ratios: Tensor | None = None
 
     def __post_init__(self):

@@ -71,14 +71,8 @@ class ExperienceMaker:
 
         by_policies = self._by_policies(learned, pieces, joined)
         values = self._values(pieces, joined)
-        scores, score_parts = self._scores([scored.select(part) for part in rows], joined)
-        return Experience(
-            rollout=learned,
-            values=values,
-            scores=scores,
-            score_parts=score_parts,
-            **by_policies,
-        )
+        scores = self._scores([scored.select(part) for part in rows], joined)
+        return Experience(rollout=learned, values=values, **scores, **by_policies)
 
     def _by_policies(self, learned: Rollout, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
         """What actor and reference say, by the names of Experience's fields."""
@@ -143,13 +137,20 @@ class ExperienceMaker:
         )
         return joined([values[:, piece.prompt_length - 1 : -1] for values, piece in zip(by_token, pieces, strict=True)])
 
-    def _scores(self, pieces: list[Rollout], joined: Join) -> tuple[Tensor, dict[str, Tensor]]:
-        """The scores (B,), and their parts where there is more than one."""
+    def _scores(self, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
+        """The scores, their parts where there is more than one, and what these are before their weights, by the names
+        of Experience's fields."""
         model = self.reward.model if isinstance(self.reward, RewardModel) else None  # others may exchange more
         with self.reward.on_device():
             by_piece = together(model, lambda: [self.reward.parts(piece) for piece in pieces])
-        parts = {name: joined([part[name] for part in by_piece]) for name in by_piece[0]}
-        return torch.stack(list(parts.values())).sum(0), parts if len(parts) > 1 else {}
+        said = {name: joined([part[name] for part in by_piece]) for name in by_piece[0]}
+        weights = self.reward.weights()
+        parts = {name: weights.get(name, 1.0) * part for name, part in said.items()}
+        return {
+            "scores": torch.stack(list(parts.values())).sum(0),
+            "score_parts": parts if len(parts) > 1 else {},
+            "rewards": {name.removeprefix("scores_"): said[name] for name in weights},
+        }
 
 
 def _log_ratios(logprobs: Tensor, rollout: Rollout) -> Tensor | None:

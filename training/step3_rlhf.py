@@ -22,6 +22,7 @@ from engine.reward.function import FunctionReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
+from training.flags.reward_functions import NamedFunction
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import is_source
 from training.ppo_trainer import PPOConfig, PPOTrainer
@@ -130,24 +131,24 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
 
 
 def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSource:
-    """What scores responses: the reward model, a function, or both with their weights, and a penalty for length."""
+    """What scores responses: the reward model, functions, or all with their weights, and a penalty for length."""
     sources: dict[str, tuple[RewardSource, float]] = {}
     if models.reward is not None:
         sources["model"] = (models.reward, args.reward_model_weight)
-    if plan.reward_function is not None:
-        sources["function"] = user_reward(args, plan, models.tokenizer), args.reward_function_weight
+    for each in plan.reward_functions:
+        sources[each.name] = user_reward(each, plan, models.tokenizer), each.weight
     (alone, weight), *others = sources.values()
     if not others and weight == 1.0 and not args.length_penalty:
         return alone
     return CombinedReward(sources, length_penalty=args.length_penalty)
 
 
-def user_reward(args: RLHFFlags, plan: Plan, tokenizer) -> RewardSource:
-    """What --reward_function names: a RewardSource class, or a function of texts and the data's rows."""
-    if is_source(plan.reward_function):
-        return AgreedReward.made(plan.reward_function, tokenizer, f"the reward source {args.reward_function}")
+def user_reward(named: NamedFunction, plan: Plan, tokenizer) -> RewardSource:
+    """One that --reward_function names: a RewardSource class, or a function of texts and the data's rows."""
+    if is_source(named.function):
+        return AgreedReward.made(named.function, tokenizer, f"the reward source {named.given}")
     rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
-    return FunctionReward(plan.reward_function, tokenizer, rows, args.reward_function)
+    return FunctionReward(named.function, tokenizer, rows, named.given)
 
 
 def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:

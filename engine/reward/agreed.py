@@ -7,7 +7,7 @@ import contextlib
 import math
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,10 @@ class AgreedReward(RewardSource):
         """What adds up to the score, as the source has it; raises RunStopped on all ranks where it fails on one."""
         whole = type(self.source).parts is RewardSource.parts
         return self._agreed(self.source.score if whole else self.source.parts, rollout)
+
+    def weights(self) -> Mapping[str, float]:
+        """The source's own."""
+        return self.source.weights()
 
     def on_device(self) -> contextlib.AbstractContextManager:
         """The source's own."""

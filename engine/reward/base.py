@@ -1,6 +1,7 @@
 """Where scores come from."""
 
 import contextlib
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -45,6 +46,11 @@ class RewardSource(Protocol):
         The names are none of `TAKEN`.
         """
         return {"scores": self.score(rollout).float()}
+
+    def weights(self) -> Mapping[str, float]:
+        """By which number each part is still to be multiplied, by its name, where that makes the score; none by
+        default. What such a part is before it is measured, too, as that of what follows "scores_" in its name."""
+        return {}
 
     def begin(self, rollout: Rollout) -> None:
         """These responses are done, and others are still drawn: what can be scored beside that may be. `score` follows

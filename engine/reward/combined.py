@@ -30,19 +30,23 @@ class CombinedReward(RewardSource):
 
     def score(self, rollout: Rollout) -> Tensor:
         """(B,) float32."""
-        return torch.stack(list(self.parts(rollout).values())).sum(0)
+        weights = self.weights()
+        parts = [weights.get(name, 1.0) * part for name, part in self.parts(rollout).items()]
+        return torch.stack(parts).sum(0)
 
     def parts(self, rollout: Rollout) -> dict[str, Tensor]:
-        """What adds up to the score, by name, each (B,) float32 and with its weight and sign.
+        """What adds up to the score, by name, each (B,) float32.
 
-        "scores_NAME" of each source, and "length_penalty" where there is one.
+        "scores_NAME" of each source, before its weight, and "length_penalty" where there is one, with its sign.
         """
-        parts = {
-            f"scores_{name}": weight * source.score(rollout).float() for name, (source, weight) in self.sources.items()
-        }
+        parts = {f"scores_{name}": source.score(rollout).float() for name, (source, _) in self.sources.items()}
         if self.length_penalty:
             parts["length_penalty"] = -self.length_penalty * rollout.response_mask.sum(-1).float()
         return parts
+
+    def weights(self) -> Mapping[str, float]:
+        """Each source's, by the name of its part. One of weight 0 is measured alone."""
+        return {f"scores_{name}": weight for name, (_, weight) in self.sources.items()}
 
     def begin(self, rollout: Rollout) -> None:
         """As in RewardSource, by each source."""

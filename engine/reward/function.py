@@ -6,7 +6,6 @@ def exact_answer(prompts: list[str], responses: list[str], rows: list[dict]) -> 
 reward = FunctionReward(exact_answer, tokenizer, rows=ConcatDataset([training_rows, held_out_rows]))
 """
 
-import inspect
 import numbers
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,12 +18,13 @@ from engine.experience import Rollout
 from engine.reward.agreed import described, stop_together
 from engine.reward.base import RewardSource
 from engine.reward.early import EarlyCalls, Numbers
+from engine.reward.signature import Signature
 from engine.reward.texts import decoded
 from engine.trace import traced
 
 
 class FunctionReward(RewardSource):
-    """Calls `function(prompts, responses)`, with `rows` too where it has a parameter of that name.
+    """Calls `function(prompts, responses)`, with the data's columns that it has parameters for, or with whole `rows`.
 
     Each rank calls it with its own responses, a micro-batch at a time, so that what it says of one response must not
     depend on the others. The texts are those of `engine.reward.texts.decoded`.
@@ -39,9 +39,9 @@ class FunctionReward(RewardSource):
     def __init__(self, function: Callable, tokenizer, rows: Sequence[dict] | None = None, name: str | None = None):
         self.function, self.tokenizer = function, tokenizer
         self.name = name or getattr(function, "__qualname__", repr(function))
-        wants_rows = "rows" in inspect.signature(function).parameters
-        assert not wants_rows or rows is not None, f"{self.name} asks for rows, and none were given"
-        self.rows = rows if wants_rows else None
+        self.signature = Signature.of(function)
+        assert not self.signature.needs_rows or rows is not None, f"{self.name} asks for rows, and none were given"
+        self.rows = rows if self.signature.takes_rows else None
         self._early, self._dtype = EarlyCalls(), torch.get_default_dtype()
 
     @traced("reward function")
@@ -70,9 +70,13 @@ class FunctionReward(RewardSource):
 
     def _called(self, texts: list[tuple[str, str]], indices: list[int]) -> Numbers:
         prompts, responses = [prompt for prompt, _ in texts], [response for _, response in texts]
-        named = {} if self.rows is None else {"rows": [self.rows[index] for index in indices]}
+        rows = None if self.rows is None else [self.rows[index] for index in indices]
+        for row in rows or ():
+            if missing := self.signature.missing(row):
+                return [], f"asks for the column {missing[0]}, and a row has {', '.join(row)}: {shortened(row)}"
+        positional, named = self.signature.arguments(prompts, responses, rows)
         try:
-            return _numbers(self.function(prompts, responses, **named), len(responses))
+            return _numbers(self.function(*positional, **named), len(responses))
         except BaseException as error:  # whatever the user's code raises, sys.exit too
             return [], f"raised {described(error)}"
 

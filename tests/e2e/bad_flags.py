@@ -33,7 +33,7 @@ BELOW_ZERO = (
 )
 NOT_ABOVE_ZERO = ("temperature", "lora_alpha", "clip_range", "value_clip_range", "score_clip", "held_out")
 FINITE = (*BELOW_ZERO, "temperature", "lora_alpha", "held_out")
-ANY_FINITE = ("reward_function_weight", "reward_model_weight", "length_penalty", "missing_eos_penalty")
+ANY_FINITE = ("reward_weights", "reward_model_weight", "length_penalty", "missing_eos_penalty")
 SIZES = {
     1: ("per_device_train_batch_size", "gradient_accumulation_steps", "max_seq_len", "held_out"),
     2: (
@@ -153,7 +153,7 @@ def contradictions(step: int, world: BadWorld) -> Iterator[Mistake]:
             {"enable_test_mode": True},
             {"offload": True},
             {"offload": True, "actor_zero_stage": 2},
-            {"reward_function_weight": 2},
+            {"reward_weights": 2},
             {"unsupervised_dataset_config_name": "x"},
             {"actor_dropout": 0.1},
             {"critic_dropout": 0.5},

@@ -60,10 +60,11 @@ def test_a_weighted_sum_with_a_penalty_by_hand():
     scores, parts = asked(reward)
     assert scores == [-0.5, -5.75, 0.75]
     assert parts == {
-        "scores_model": [2, -4, 1],
-        "scores_function": [-2, -1, 0],
+        "scores_model": [1, -2, 0.5],
+        "scores_function": [4, 2, 0],
         "length_penalty": [-0.5, -0.75, -0.25],
     }
+    assert reward.weights() == {"scores_model": 2.0, "scores_function": -0.5}
     assert all(source.present == 0 for source, _ in reward.sources.values())
 
 
@@ -106,6 +107,30 @@ def test_into_the_rewards_of_a_step(micro_batch_size):
     lowered = dialect.override(score_clip=20.0)
     alone = next_step(untrained(roles, lowered, rollout(), pad=PAD, micro_batch_size=micro_batch_size)).batch
     assert alone.processed_scores.tolist() == [0, -13, 0]
+
+
+# Accuracy 1 x (1, 0, 1), format 0.2 x (0, 1, 1), another of weight 0: scores 1, 0.2, 1.2, whose mean is 2.4 / 3.
+def test_each_of_several_functions_is_measured_before_its_weight():
+    table = {token: Row([-1.0] * 3, [-1.0] * 3, [0.0] * 3, 0.0) for token in (5, 6, 7)}
+    said = {"right": (1.0, 0.0, 1.0), "form": (0.0, 1.0, 1.0), "length": (2.0, 3.0, 1.0)}
+    sources = {name: (ByPrompt(*values), weight) for (name, values), weight in zip(said.items(), (1.0, 0.2, 0.0))}
+    roles = {**TableModels(table).roles(), "reward": CombinedReward(sources)}
+    report = next_step(untrained(roles, get_dialect("default"), rollout(), pad=PAD, micro_batch_size=1))
+    assert report.batch.scores.tolist() == pytest.approx([1.0, 0.2, 1.2])
+    expected = {"reward/right": 2 / 3, "reward/form": 2 / 3, "reward/length": 2.0, "objective/scores": 2.4 / 3}
+    expected |= {"objective/scores_right": 2 / 3, "objective/scores_form": 0.4 / 3, "objective/scores_length": 0.0}
+    for name, value in expected.items():
+        assert report.metrics[name] == pytest.approx(value), name
+
+
+class ByPrompt(RewardSource):
+    """The score of each prompt's index."""
+
+    def __init__(self, *scores: float):
+        self.scores = torch.tensor(scores)
+
+    def score(self, rollout: Rollout) -> torch.Tensor:
+        return self.scores[rollout.indices]
 
 
 def test_a_single_part_is_not_reported_twice():

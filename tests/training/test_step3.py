@@ -12,6 +12,7 @@ from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from tests.training.flags.command_lines import step3
 from training import step3_rlhf
+from training.flags.reward_functions import NamedFunction
 from training.step3_rlhf import build_reward, choose_rollouts, exact_sampler
 
 
@@ -20,8 +21,10 @@ def score(prompts, responses):
 
 
 def reward_of(model=None, function=None, **flags):
-    plan = SimpleNamespace(reward_function=function, prompts=SimpleNamespace(rows=[{}]), held_out=None)
-    return build_reward(step3(**flags), plan, SimpleNamespace(reward=model, tokenizer=None))
+    args = step3(**flags)
+    functions = [NamedFunction("function", "".join(args.reward_function), function, 1.0)] if function else []
+    plan = SimpleNamespace(reward_functions=functions, prompts=SimpleNamespace(rows=[{}]), held_out=None)
+    return build_reward(args, plan, SimpleNamespace(reward=model, tokenizer=None))
 
 
 def test_a_source_alone_is_the_reward_itself():

@@ -9,13 +9,13 @@ from engine.models.adapter_folders import read_adapter
 from engine.models.lora import LoraSpec
 from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from engine.zero.limits import refuse_offload_of_roles
-from training.flags.algorithm_flags import AlgorithmFlags
 from training.flags.arguments import REQUIRED, flag
 from training.flags.lora_flags import LEARNING_RATE, RoleLoraFlags
+from training.flags.reward_function_flags import RewardFunctionFlags
 
 
 @dataclass(kw_only=True)
-class ModelFlags(RoleLoraFlags, AlgorithmFlags):
+class ModelFlags(RoleLoraFlags, RewardFunctionFlags):
     """The models of step 3, their adapters and their engines."""
 
     actor_model_name_or_path: str = flag(
@@ -31,21 +31,6 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
     )
     actor_dropout: float | None = flag(None, "0, as it is anyway: responses are learned by the function that gave them")
     critic_dropout: float | None = flag(None, "0, as it is anyway")
-
-    reward_function: str | None = flag(
-        None,
-        "a function of your own, module:function or file.py:function, that is given prompts and responses as "
-        "texts and returns a number for each; or a RewardSource class (docs/extending.md)",
-        group="rewards",
-    )
-    reward_function_weight: float = flag(1.0, "its weight in the score")
-    overlap_rewards: bool = flag(
-        False,
-        "call the function, from a thread of its own, for responses that are done while others are still drawn; what "
-        "it says of a response must not depend on the others, nor on the thread",
-    )
-    reward_model_weight: float = flag(1.0, "the reward model's weight in the score")
-    length_penalty: float = flag(0.0, "subtracted from the score for each token of the response")
 
     actor_zero_stage: int | None = flag(
         None, "ZeRO stage of the actor, and 3 or 0 of the reference (default 0)", group="engines"
@@ -68,9 +53,9 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        AlgorithmFlags.validate(self)
+        RewardFunctionFlags.validate(self)
         self.validate_lora()
-        self.finite("reward_function_weight", "reward_model_weight", "length_penalty")
+        self.validate_functions()
         for role in ("actor", "critic"):
             self._trained(role).check_stage()
         self._validate_rewards(self.resolved_dialect()[0])
@@ -93,15 +78,11 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
     def _validate_rewards(self, dialect: Dialect) -> None:
         role = "critic" if dialect.critic_start == "reward_model" else "reward"
         given = self.critic_model_name_or_path if role == "critic" else self.reward_path
-        if self.reward_function is None and given is None:
+        if not self.reward_function and given is None:
             raise UserError(
                 f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
                 "your own with --reward_function."
             )
-        if self.reward_function is None and self.reward_function_weight != 1.0:
-            raise UserError(f"--reward_function_weight {self.reward_function_weight} needs --reward_function.")
-        if self.reward_function is None and self.overlap_rewards:
-            raise UserError("--overlap_rewards needs --reward_function: it is for functions alone.")
         if self.reward_path is None:
             for name in ("reward_ds_config", "offload_reward_model"):
                 if getattr(self, name):
@@ -117,8 +98,8 @@ class ModelFlags(RoleLoraFlags, AlgorithmFlags):
 
     @property
     def reward_path(self) -> str | None:
-        """The reward model's path; None where a function alone gives the scores."""
-        if self.reward_model_name_or_path is not None or self.reward_function is not None:
+        """The reward model's path; None where functions alone give the scores."""
+        if self.reward_model_name_or_path is not None or self.reward_function:
             return self.reward_model_name_or_path
         return self.critic_model_name_or_path
 

@@ -12,11 +12,13 @@ from types import ModuleType
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
 from engine.reward.base import RewardSource
+from engine.reward.built_in import BUILT_IN
+from engine.reward.signature import Signature
 
 
 def load_function(name: str) -> Callable:
-    """Import a function that can be called as `function(prompts, responses)`, or with `rows=` as well; or a class of
-    RewardSource that is made of the tokenizer.
+    """Import a function that can be called as `engine.reward.signature` has it; or a class of RewardSource that is made
+    of the tokenizer.
 
     Modules are also looked for in the current directory, behind all else. A file's folder may hold modules that it
     imports.
@@ -27,7 +29,8 @@ def load_function(name: str) -> Callable:
     what = f"--reward_function {name}"
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
-        raise UserError(f"{what}: give module:function or path/to/file.py:function.")
+        built_in = " or ".join(BUILT_IN)
+        raise UserError(f"{what}: give module:function or path/to/file.py:function, or a built-in one: {built_in}.")
     module = _imported_file(Path(where), what) if names_file(where) else _imported(where, Path.cwd(), what)
     if not hasattr(module, attribute):
         raise UserError(f"{what}: {_origin(module)} has no {attribute}. Give the name of a function in it.")
@@ -128,14 +131,13 @@ def _check_parameters(function: Callable, what: str) -> None:
         signature = inspect.signature(function)
     except ValueError:
         raise UserError(f"{what}: its parameters cannot be read. Give a function that is written in Python.") from None
-    named = {"rows": []} if "rows" in signature.parameters else {}
     called = "the tokenizer alone"
     try:
         if is_source(function):
             signature.bind(None)
             return
-        called = "the prompts and the responses, and rows by name where it has such a parameter"
-        signature.bind([], [], **named)
+        called = "the prompts and the responses, and by name with rows, or columns of the data"
+        Signature.of(function)
     except TypeError as error:
         raise UserError(f"{what}: it takes {signature}, but is called with {called} ({error}).") from None
 

@@ -11,8 +11,8 @@ from engine.rollout.vllm_engine import check_heads, vllm_version
 from engine.shared_trunk import scoring_roles
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
+from training.flags.reward_functions import load_functions
 from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.user_function import load_function
 from training.program.adapted_models import adapted_roles
 from training.program.model_files import check_positions, generation_stops
 from training.program.startup import check_run
@@ -24,8 +24,7 @@ def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) ->
     check_run(args, resumed=point is not None and point.in_output_dir)
     check_engines(args, dialect)
     check_vllm(args)
-    if args.reward_function is not None:
-        load_function(args.reward_function)
+    load_functions(args)
     check_dialect(args, dialect)
     check_models(args, dialect)
     adapted_roles(args, dialect)

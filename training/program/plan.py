@@ -1,6 +1,6 @@
 """What a run of step 3 is settled to be before a model is loaded."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine import distributed
@@ -14,8 +14,8 @@ from training.data.blocks import TextBlocks
 from training.data.forms import PROMPTS, TEXTS
 from training.data.prompts import Prompts, prompt_fit
 from training.data.rows import load_rows
+from training.flags.reward_functions import NamedFunction, check_columns, load_functions
 from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.user_function import is_source, load_function
 from training.program.model_files import generation_stops
 from training.restarts.conditions import Conditions
 from training.restarts.resume_point import AUTO, ResumePoint
@@ -32,7 +32,7 @@ class Plan:
     dialect: Dialect
     tokenizer: object
     spec: EngineSpec
-    reward_function: Callable | None
+    reward_functions: Sequence[NamedFunction]
     prompts: Prompts
     held_out: Prompts | None
     texts: TextBlocks | None
@@ -62,12 +62,8 @@ def make_plan(
     prompts, held_out, fingerprints = read_prompts(args, dialect, tokenizer)
     total_steps = count_steps(args, len(prompts))
     last_step = min(total_steps, args.test_stop_step or total_steps)
-    function = load_function(args.reward_function) if args.reward_function else None
-    if args.overlap_rewards and is_source(function):
-        raise UserError(
-            f"--overlap_rewards with --reward_function {args.reward_function}: that is a class, and only functions "
-            "are called early. Leave the flag out, or give a function."
-        )
+    functions = load_functions(args)
+    check_columns(functions, first_rows(prompts, held_out))
     texts, texts_fingerprints = read_texts(args, tokenizer)
     conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps, inputs)
     if point:
@@ -79,7 +75,7 @@ def make_plan(
         dialect=dialect,
         tokenizer=tokenizer,
         spec=args.engine_spec(dialect),
-        reward_function=function,
+        reward_functions=functions,
         prompts=prompts,
         held_out=held_out,
         texts=texts,
@@ -108,6 +104,12 @@ def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts,
         for rows in parts
     )
     return prompts, held_out, [rows.fingerprint for rows in parts]
+
+
+def first_rows(prompts: Prompts, held_out: Prompts | None) -> dict[str, dict]:
+    """The first row of the prompts, and of those held out, by what they are."""
+    parts = {"the prompts": prompts, "the held-out prompts": held_out}
+    return {name: part.rows[0] for name, part in parts.items() if part is not None}
 
 
 def count_steps(args: RLHFFlags, prompts: int) -> int:

@@ -63,14 +63,15 @@ class Evaluator:
         rollout = experience.rollout  # without what follows an end that the sampler did not stop at
         kl = experience.kl.sum(-1)
         own = dict(zip(indices, sample_rows(rollout, experience.scores, kl, self.tokenizer)))
-        for name, part in experience.score_parts.items():
+        parts = experience.score_parts | {f"reward_{name}": reward for name, reward in experience.rewards.items()}
+        for name, part in parts.items():
             for index, value in zip(indices, part.tolist()):
                 own[index][name] = value
         found = {index: row for part in distributed.all_gather_objects(own) for index, row in part.items()}
         rows = [found[index] for index in sorted(found)]
         _stop_if_not_finite(rows, step)
         columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
-        columns |= {name: name for name in experience.score_parts}
+        columns |= {name: name for name in parts}
         units = {name: [float(row[column]) for row in rows] for name, column in columns.items()}
         responses = [row["response"] for row in rows]
         if step == 0:

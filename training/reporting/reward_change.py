@@ -10,6 +10,7 @@ from training.reporting.standard_errors import Units
 
 OF_RESPONSES = ("kl", "response_length", "new_words")
 """What is measured of held-out responses whatever scores them."""
+OTHERS = {"score", *OF_RESPONSES}  # than the score's parts
 
 
 def without_scores(before: Units | None) -> Units | None:
@@ -18,8 +19,9 @@ def without_scores(before: Units | None) -> Units | None:
 
 
 def paired(before: Units | None, parts: Collection[str]) -> Units | None:
-    """`before`, without scores if these were made of other parts: a part's name is the reward's own."""
-    same = before is None or set(before) - {"score", *OF_RESPONSES} == set(parts)
+    """`before`, without scores if these were made of other parts: a part's name is the reward's own. What parts were
+    before their weights, older points do not hold."""
+    same = before is None or {name for name in before if not name.startswith("reward_")} - OTHERS == set(parts)
     return before if same else without_scores(before)
 
 

@@ -63,9 +63,12 @@ STEP_METRICS: list[StepMetric] = [add_objective, add_advantages, add_correction]
 
 
 def add_parts(metrics: Accumulator, experience: Experience) -> None:
-    """What only exists where there is something to it: the score's parts, and how far the sampler is from the actor."""
+    """What only exists where there is something to it: the score's parts, with their weights and before these, and how
+    far the sampler is from the actor."""
     for name, part in experience.score_parts.items():
         metrics.add(f"objective/{name}", part.sum(), len(part))
+    for name, reward in experience.rewards.items():
+        metrics.add(f"reward/{name}", reward.sum(), len(reward))
     if experience.log_ratios is not None and len(experience.log_ratios):
         add_sampler_distance(metrics, experience.log_ratios)
 

@@ -10,7 +10,7 @@ settings            what may change; every change that has an effect is printed
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.optim import CONSTANT_SCHEDULES
 from training.flags.lora_flags import LoraFlags
+from training.flags.reward_functions import short_names
 from training.flags.rlhf_arguments import RLHFFlags
 from training.restarts.inputs import BASE, FUNCTION, MODELS, changed_models
 
@@ -32,6 +33,7 @@ DATA = "the data"  # whose fingerprints say nothing to people
 FROZEN = "frozen weights of the "
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
+WEIGHTS, OLD_WEIGHT = "--reward_weights", "--reward_function_weight"
 OVERLONG, OLD_OVERLONG, TRUNCATE = "--overlong", "--overlong_prompts", "truncate"
 # Fields of the dialect that must be equal: those that say what the state counts, which models there are, and what a
 # score is, as the flags of the score do.
@@ -49,8 +51,8 @@ FIXED_FIELDS = (
 )
 FIXED_FLAGS = (
     "dtype",
-    "reward_function",
-    "reward_function_weight",
+    "answer_column",
+    "response_format",
     "reward_model_weight",
     "length_penalty",
     "unsup_coef",
@@ -112,7 +114,8 @@ class Conditions:
             "responses a step": args.rows_per_rank * distributed.world_size(),
             **{name: fields.pop(name) for name in FIXED_FIELDS},
             **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS},
-            "--reward_function": args.reward_function and Path(args.reward_function).name,  # its folder may be moved
+            "--reward_function": short_names(args.reward_function),
+            WEIGHTS: weights_identity(args.reward_weights),
             **lora_identity(args),
             **frozen_identity(_start_flags(args, dialect), inputs or {}, args),
             "--share_trunk": args.share_trunk or None,
@@ -137,7 +140,7 @@ class Conditions:
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
         """Those that a state file holds."""
-        return cls(_with_overlong(state["identity"]), dict(state["settings"]))
+        return cls(_with_weights(_with_overlong(state["identity"])), dict(state["settings"]))
 
     def check(self, written: "Conditions", folder: Path) -> None:
         """Raise UserError if this run differs from the one that wrote the point in `folder` in what must be equal."""
@@ -256,6 +259,20 @@ def _with_overlong(identity: Mapping) -> dict:
     if OVERLONG in identity or not {OLD_OVERLONG, "--max_seq_len"} & set(identity):
         return dict(identity)
     return {**identity, OVERLONG: identity.get(OLD_OVERLONG, "cut_answer")}
+
+
+def weights_identity(weights: Sequence[float]) -> list[float] | None:
+    """The weights of reward functions; None where all are 1, given or not."""
+    return list(weights) if any(weight != 1.0 for weight in weights) else None
+
+
+def _with_weights(identity: Mapping) -> dict:
+    """The identity with the functions' weights, also of points from when there was one function, with a flag of its
+    own."""
+    kept = dict(identity)
+    if OLD_WEIGHT in kept:
+        kept[WEIGHTS] = weights_identity([kept.pop(OLD_WEIGHT)])
+    return kept
 
 
 def _said(value: object) -> str:

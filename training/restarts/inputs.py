@@ -6,10 +6,11 @@ A point holds them among its settings. One of an older version of the program, w
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from engine.models.fingerprint import fingerprint, frozen_fingerprint
+from engine.reward.built_in import BUILT_IN
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function, names_file
 
@@ -28,9 +29,15 @@ def fingerprints(args: RLHFFlags) -> dict[str, str]:
             found[f"--{name}"] = fingerprint(path, f"--{name}")
             if any(map(args.lora, args.lora_models)):
                 found[f"{BASE}--{name}"] = frozen_fingerprint(path, f"--{name}")
-    if args.reward_function is not None:
-        found[f"--{FUNCTION}"] = source_fingerprint(args.reward_function)
+    if args.reward_function:
+        found[f"--{FUNCTION}"] = sources_fingerprint(args.reward_function)
     return {name: value for name, value in found.items() if value is not None}
+
+
+def sources_fingerprint(names: Sequence[str]) -> str | None:
+    """A hash of the files of all functions; that of its file where there is one. None where there are no files."""
+    found = [each for name in names if name not in BUILT_IN if (each := source_fingerprint(name)) is not None]
+    return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest() if found else None
 
 
 def source_fingerprint(name: str) -> str | None:

@@ -22,7 +22,7 @@ def test_paths_and_names(tmp_path, monkeypatch):
         critic_model_name_or_path="reward",
         reward_model_name_or_path="owner/reward",
         data_path=["prompts.jsonl", "Dahoas/rm-static", "local/jsonfile"],
-        reward_function="judge.py:score",
+        reward_function=["judge.py:score", "math_verify"],
         resume="auto",
     )
     make_paths_absolute(args)
@@ -31,11 +31,11 @@ def test_paths_and_names(tmp_path, monkeypatch):
     assert args.critic_model_name_or_path == f"{tmp_path}/reward"
     assert args.reward_model_name_or_path == "owner/reward"
     assert args.data_path == [f"{tmp_path}/prompts.jsonl", "Dahoas/rm-static", "local/jsonfile"]
-    assert args.reward_function == f"{tmp_path}/judge.py:score"
+    assert args.reward_function == [f"{tmp_path}/judge.py:score", "math_verify"]
     assert args.resume == "auto" and args.data_output_path is None and args.actor_ds_config is None
-    args.reward_function = "judge:score"
+    args.reward_function = ["judge:score"]
     make_paths_absolute(args)
-    assert args.reward_function == "judge:score"
+    assert args.reward_function == ["judge:score"]
 
 
 def test_up_from_a_folder_that_is_not_there(tmp_path, monkeypatch):

@@ -83,7 +83,9 @@ def test_an_import_that_raises(module, source, told):
         ("prompts, responses, *, rows", True),
         ("prompts, responses, scale=2", True),
         ("prompts", False),
-        ("prompts, responses, answers", False),
+        ("prompts, responses, answers", True),
+        ("completions, answers, level=1, **columns", True),
+        ("prompts, responses, answers, /", False),
         ("prompts, responses, rows, /", False),
     ],
 )

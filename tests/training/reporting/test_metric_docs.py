@@ -7,7 +7,7 @@ from pathlib import Path
 from training.reporting.standard_errors import ENDINGS, Estimate, with_errors
 
 ROOT = Path(__file__).parents[3]
-GROUPS = "objective|policy|value|advantages|returns|rollout|time|checkpoint|memory|eval|train"
+GROUPS = "objective|policy|value|advantages|returns|rollout|time|checkpoint|memory|eval|train|reward"
 ADDING = {"add", "add_sum", "add_max", "add_min", "add_moments", "add_explained_variance"}  # an Accumulator's methods
 
 # Names that are put together: the form in the code, with {} for what is filled in, and what it becomes.
@@ -16,6 +16,7 @@ EVALUATED = (
     *("score", "score_std", "kl", "response_length", "distinct_bigrams", "distinct_responses"),
     *("compressed_bytes", "new_words"),
     *SCORE_PARTS,
+    *("reward_model", "reward_function"),
 )
 FAMILIES = {
     "{}/grad_norm": {"policy/grad_norm", "value/grad_norm"},
@@ -26,6 +27,7 @@ FAMILIES = {
     "mfu/{}": {"mfu/generate", "mfu/make_experience", "mfu/train"},
     "time/{}": {"time/generate", "time/make_experience", "time/train"},
     "objective/{}": {f"objective/{part}" for part in SCORE_PARTS},
+    "reward/{}": {"reward/model", "reward/function"},
     "eval/{}": {f"eval/{name}" for name in EVALUATED},
     "eval/ema_{}": {f"eval/ema_{name}" for name in EVALUATED},
 }

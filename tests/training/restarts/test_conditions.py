@@ -150,13 +150,41 @@ def test_other_weights_at_the_same_path_are_refused_and_at_another_path_told():
 
 
 def test_another_source_of_the_reward_function_is_told():
-    then = written(conditions(inputs={FUNCTION: "1"}, reward_function="rules.py:score"))
-    now = conditions(inputs={FUNCTION: "2"}, reward_function="rules.py:score")
+    then = written(conditions(inputs={FUNCTION: "1"}, reward_function=["rules.py:score"]))
+    now = conditions(inputs={FUNCTION: "2"}, reward_function=["rules.py:score"])
     now.check(then, HERE)
     assert now.changes_since(then) == [
         "changed since the restart point: the source of --reward_function rules.py:score (scores are its own from "
         "here on)"
     ]
+
+
+@pytest.mark.parametrize(
+    "weights, now, message",
+    [
+        ([], [1.0], None),
+        ([0.5], [0.5], None),
+        ([1.0, 0.2], [1.0, 0.5], r"--reward_weights was \[1.0, 0.2\] when it was written and is \[1.0, 0.5\] now"),
+        ([2.0], [], r"--reward_weights was \[2.0\] when it was written and is not given now"),
+    ],
+)
+def test_weights_of_functions_must_be_equal(weights, now, message):
+    given = {"reward_function": ["a.py:f", "folder/b.py:g"][: max(len(weights), len(now))]}
+    then = written(conditions(**given, reward_weights=weights))
+    assert then.identity["--reward_function"] == " ".join(["a.py:f", "b.py:g"][: len(given["reward_function"])])
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        conditions(**given, reward_weights=now).check(then, HERE)
+
+
+@pytest.mark.parametrize("then, now", [(1.0, []), (0.5, [0.5])])
+def test_points_from_when_there_was_one_function(then, now):
+    given = {"reward_function": ["a.py:f"]}
+    state = json.loads(state_file({"steps_done": 2}, {}, conditions(**given), with_ema=False))
+    del state["identity"]["--reward_weights"]
+    old = Conditions.read({**state, "identity": state["identity"] | {"--reward_function_weight": then}})
+    conditions(**given, reward_weights=now).check(old, HERE)
+    with pytest.raises(UserError, match=r"--reward_weights was .* and is \[3.0\] now"):
+        conditions(**given, reward_weights=[3.0]).check(old, HERE)
 
 
 def test_a_point_without_fingerprints_is_taken_as_it_is():
@@ -204,7 +232,7 @@ def test_points_from_before_all_steps_had_overlong(old, now, message):
     "then, now, changed",
     [
         ({}, {}, False),
-        ({"reward_function": "f.py:f"}, {"reward_function": "f.py:f"}, True),  # its contents below
+        ({"reward_function": ["f.py:f"]}, {"reward_function": ["f.py:f"]}, True),  # its contents below
         ({}, {"reward_model_name_or_path": "c"}, False),  # a copy of b
         ({}, {"reward_model_name_or_path": "d"}, True),
         ({}, {"critic_model_name_or_path": "d"}, True),  # which the reward model is, too
