@@ -76,6 +76,19 @@ def test_scores_and_their_parts(runs, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_columns_are_given_by_name_in_the_prompts_order_and_measured_without_a_weight(runs, kind):
+    for rank in runs[kind]:
+        for step in range(2):
+            indices = torch.cat([each["steps"][step]["batch"].rollout.indices for each in runs[kind]])
+            metrics = rank["steps"][step]["metrics"]
+            assert metrics["reward/bonus"] == pytest.approx(10 * indices.double().mean().item())
+            assert metrics["objective/scores_bonus"] == 0
+            assert metrics["reward/function"] == metrics["objective/scores_function"]
+        assert [row["reward_bonus"] for row in rank["eval_rows"]] == [-10 * index for index in range(HELD_OUT)]
+        assert rank["eval_metrics"]["eval/reward_bonus"] == pytest.approx(-10 * (HELD_OUT - 1) / 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_held_out_prompts_are_given_their_own_rows(runs, kind):
     for rank in runs[kind]:
         rows, metrics = rank["eval_rows"], rank["eval_metrics"]

@@ -24,6 +24,11 @@ def words_and_bonus(prompts: list[str], responses: list[str], rows: list[dict]) 
     return [len(response.split()) + row["bonus"] for response, row in zip(responses, rows, strict=True)]
 
 
+def bonus_alone(prompts: list[str], responses: list[str], bonus: list[int]) -> list[float]:
+    """What the column of the prompts' rows says."""
+    return [float(each) for each in bonus]
+
+
 def run(actor: str, stage: int) -> dict:
     """The critic as it starts; two steps, weights after each; held-out rows; what comes of a function that fails."""
     choices = {role: EngineConfig(role, stage) for role in ("actor", "critic")}
@@ -31,6 +36,7 @@ def run(actor: str, stage: int) -> dict:
         EngineSpec(actor_path=actor, critic_path=None, with_reward_model=False, **choices)
     )
     function = FunctionReward(words_and_bonus, engine.tokenizer, ROWS)
+    column = FunctionReward(bonus_alone, engine.tokenizer, ROWS)
     rollouts = build_rollouts("replica", engine.actor, engine.tokenizer)
     trainer = PPOTrainer(
         models=engine,
@@ -38,7 +44,7 @@ def run(actor: str, stage: int) -> dict:
         dialect=UNCLIPPED,
         sampling=SAMPLING,
         config=PPOConfig(total_steps=2, micro_batch_size=3),
-        reward=CombinedReward({"function": (function, 1.0)}, length_penalty=A_TOKEN),
+        reward=CombinedReward({"function": (function, 1.0), "bonus": (column, 0.0)}, length_penalty=A_TOKEN),
     )
     result = {"reward_engine": engine.reward, "critic": [weights(engine.critic)], "steps": []}
     evaluator = Evaluator(
