@@ -4,7 +4,8 @@
 
 A word is one token together with the space before it, so that a response of the built-in corpus is about 15 tokens,
 any text of known words comes back exactly, and prompt + response has the tokens of the prompt and then those of the
-response. Real models come with their own tokenizer; this file is for a run that downloads nothing.
+response. With --characters a token is a character. Real models come with their own tokenizer; this file is for a run
+that downloads nothing.
 """
 
 import argparse
@@ -33,8 +34,8 @@ def read_texts(paths: Sequence[Path]) -> list[str]:
     return [text for rows in files for row in rows for text in row.values()]
 
 
-def train_tokenizer(texts: Iterable[str]):
-    """A `PreTrainedTokenizerFast` whose tokens are the words of `texts`, each with the space before it.
+def train_tokenizer(texts: Iterable[str], characters: bool = False):
+    """A `PreTrainedTokenizerFast` whose tokens are the words of `texts`, each with the space before it; or characters.
 
     It adds no special tokens of its own: where a text begins and ends is for the trainer to say, and with a BOS before
     the response, prompt + response would no longer have the tokens of the two.
@@ -43,7 +44,8 @@ def train_tokenizer(texts: Iterable[str]):
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?\S+|\s"), behavior="isolated")
+    split = r"[\s\S]" if characters else r" ?\S+|\s"
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(split), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()  # without it a second space is put between words
     trainer = trainers.WordLevelTrainer(special_tokens=list(SPECIAL_TOKENS), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
@@ -95,7 +97,7 @@ def make_base(args: argparse.Namespace) -> None:
     """Train the tokenizer, make the model, and save both into one folder."""
     quiet_libraries()
     refuse_non_empty(args.output_dir, args.overwrite)
-    tokenizer = train_tokenizer(read_texts(args.data))
+    tokenizer = train_tokenizer(read_texts(args.data), args.characters)
     sizes = {"hidden_size": args.hidden_size, "num_layers": args.num_layers, "num_heads": args.num_heads}
     model = make_model(tokenizer, **sizes, seed=args.seed)
     tokenizer.save_pretrained(args.output_dir)
@@ -109,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines to take the words from")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+    parser.add_argument("--characters", action="store_true", help="one token a character, as for sums")
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     parser.add_argument("--hidden_size", type=int, default=64)
     parser.add_argument("--num_layers", type=int, default=3)
