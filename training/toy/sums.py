@@ -2,7 +2,7 @@
 
     python -m training.toy.sums make --output_dir data
     ... training/step3_rlhf.py --data_path data/prompts.jsonl --reward_function training.toy.sums:right ...
-    python -m training.toy.sums accuracy --data data/eval_prompts.jsonl sft ppo/actor grpo/actor
+    python -m training.toy.sums accuracy --data data/eval_prompts.jsonl sft ppo/actor rloo/actor
 
 Of all 8,100 sums each stands in one file alone: those that step 1 learns with their answers, those that step 3 asks, of
 which it says only whether an answer is right, and those held out.
@@ -56,13 +56,14 @@ def accuracy(folder: Path, rows: Sequence[dict], sampled: bool, seed: int = 0) -
     """The share of right answers, greedy or drawn from the model as it is, of prompts that are equally long."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(seed)
     prompts = torch.tensor(tokenizer([row["prompt"] for row in rows])["input_ids"])
-    whole = model.generate(
-        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NEW_TOKENS, do_sample=sampled, top_k=0
-    )
+    drawn = {"do_sample": True, "top_k": 0} if sampled else {"do_sample": False}
+    whole = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NEW_TOKENS, **drawn)
     responses = tokenizer.batch_decode(whole[:, prompts.shape[1] :], skip_special_tokens=True)
     return sum(right([], responses, [row["answer"] for row in rows])) / len(rows)
 
