@@ -56,16 +56,18 @@ def plot(task: Task, entries: Sequence[Compared], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     colors, styles = pyplot.get_cmap("tab10").colors, ("-", "--", ":")
+    reach = 0.0
     for place, compared in enumerate(ordered(entries, task.search_kl)):
         bands = curve([result.course for result in compared.results.values()])
         kls, means = [kl for kl, _ in bands], [values.mean for _, values in bands]
+        reach = max([reach, *kls])
         errors = [values.error or 0.0 for _, values in bands]
         color, style = colors[place % len(colors)], styles[place // len(colors) % len(styles)]
         axes.plot(kls, means, style, color=color, linewidth=1.4, label=compared.label)
         low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(kls, low, high, color=color, alpha=0.15, linewidth=0)
     axes.set(xlabel="KL to the SFT model, nats a response", ylabel="held-out score", title=task.name)
-    axes.set_xlim(0, 2 * max(task.kls))
+    axes.set_xlim(0, min(reach, 2 * max(task.kls)))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=130)

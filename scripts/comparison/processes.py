@@ -9,6 +9,9 @@ from pathlib import Path
 
 from scripts.comparison.tasks import ROOT
 
+OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that each process does without: two with one port could not run side by side."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -22,12 +25,13 @@ class Ended:
 def run_program(command: Sequence[str], log: Path) -> Ended:
     """Run a command in the repository, where it finds the project's packages; what it prints goes into `log`."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
     began = time.perf_counter()
     with log.open("w") as printed:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
             stdout=printed,
             stderr=subprocess.STDOUT,
         )

@@ -84,19 +84,24 @@ VARIABLES = {
 }
 
 
-def _sources(*more: str) -> tuple[str, ...]:
-    """Where models and prompts stand, in every task."""
+def _flags(longest_prompt: int, longest_response: int, *reward: str) -> tuple[str, ...]:
+    """Where models and prompts stand, and how long texts are; reward: what scores responses."""
     return (
         "--actor_model_name_or_path",
         "{models}/sft",
-        "--critic_model_name_or_path",
-        "{models}/reward",
+        *reward,
         "--data_path",
         "{models}/data/prompts.jsonl",
         "--eval_data_path",
         "{models}/data/eval_prompts.jsonl",
-        *more,
+        "--max_prompt_seq_len",
+        str(longest_prompt),
+        "--max_answer_seq_len",
+        str(longest_response),
     )
+
+
+REWARD_MODEL = ("--critic_model_name_or_path", "{models}/reward")
 
 
 def make_quickstart(models: Path) -> None:
@@ -127,8 +132,9 @@ def known_words(files: list[Path]) -> frozenset[str]:
     found: set[str] = set()
     for path in files:
         for line in path.read_text(encoding="utf-8").splitlines():
-            # Prompt and response together: the first word of a response may go on from the prompt's last.
-            found.update("".join(text for text in json.loads(line).values() if isinstance(text, str)).split())
+            texts = [text for text in json.loads(line).values() if isinstance(text, str)]
+            for text in (*texts, "".join(texts)):  # a response may go on from the prompt's last word
+                found.update(text.split())
     return frozenset(found)
 
 
@@ -138,7 +144,7 @@ TASKS = {
         Task(
             name="quickstart",
             what="positive film reviews from a grammar, a model of 0.2 million parameters",
-            flags=_sources("--max_prompt_seq_len", "12", "--max_answer_seq_len", "32"),
+            flags=_flags(12, 32, *REWARD_MODEL),
             fixed_slots=16,
             responses=128,
             steps=30,
@@ -155,7 +161,7 @@ TASKS = {
         Task(
             name="reviews",
             what="positive film reviews by a pretrained Llama of 260,000 parameters (docs/trial_reviews.md)",
-            flags=_sources("--max_prompt_seq_len", "32", "--max_answer_seq_len", "48"),
+            flags=_flags(32, 48, *REWARD_MODEL),
             fixed_slots=40,
             responses=64,
             steps=24,

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -186,12 +187,21 @@ def test_a_task_says_what_it_misses(tmp_path):
 def test_what_is_measured_of_answers(tmp_path):
     (tmp_path / "sft.jsonl").write_text('{"prompt": "a go", "response": "od film ."}\n{"text": "it is"}\n')
     known = known_words([tmp_path / "sft.jsonl"])
-    assert known == {"a", "good", "film", ".", "it", "is"}
+    assert known == {"a", "go", "od", "good", "film", ".", "it", "is"}
     rows = [{"response": "good film .", "tokens": 5}, {"response": "good filmest .", "tokens": 3}]
     metrics = dict.fromkeys(("eval/score", "eval/score_se", "eval/kl", "eval/kl_se", "eval/response_length"), 0.0)
     found = judge.measures(metrics, rows, known)
     assert found["distinct_bigrams"] == 4 / 8
     assert found["known_words"] == 5 / 6
+
+
+def test_programs_side_by_side_share_no_port(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    words = "import os, sys; print(os.environ.get('MASTER_PORT'), sys.path[1]); print('stopped: so'); sys.exit(3)"
+    ended = processes.run_program([sys.executable, "-c", words], tmp_path / "log")
+    assert (ended.code, ended.cpu_seconds > 0) == (3, True)
+    assert (tmp_path / "log").read_text() == f"None {processes.ROOT}\nstopped: so\n"
+    assert processes.reason(tmp_path / "log") == "stopped: so"
 
 
 @pytest.fixture
