@@ -127,6 +127,12 @@ def make_reviews(models: Path) -> None:
             (folder / name).write_text("".join(part), encoding="utf-8")
 
 
+def make_sums(models: Path) -> None:
+    """Two-digit sums and a model that is right about half of the time, unless they are there."""
+    if not (models / "sft" / "config.json").is_file():
+        subprocess.run(["scripts/sums_models.sh", models, "1"], cwd=ROOT, check=True)
+
+
 def known_words(files: list[Path]) -> frozenset[str]:
     """What stands between spaces in the texts of these files of JSON lines."""
     found: set[str] = set()
@@ -174,6 +180,22 @@ TASKS = {
             texts=("data/sft.jsonl",),
             prepare=make_reviews,
             needs=("REVIEWS_MODEL", "REVIEWS_DATA"),
+        ),
+        Task(
+            name="sums",
+            what="right answers to two-digit sums, by a checker (docs/verifiable.md); the score is the share of them",
+            flags=_flags(8, 4, "--reward_function", "training.toy.sums:right"),
+            fixed_slots=4,
+            responses=256,
+            steps=60,
+            search_steps=30,
+            every=10,
+            rates=(3e-4, 1e-3, 3e-3),
+            search_kl=2.0,
+            kls=(0.5, 1.0, 1.5, 2.0),
+            least_rise=0.1,
+            texts=("data/sft.jsonl",),
+            prepare=make_sums,
         ),
     )
 }
