@@ -1,6 +1,8 @@
 """From a rollout to an experience: the forward passes of all models, and nothing else."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,33 @@ COMPARED_ROWS = 1
 
 # Columns (N, t) or (N,) of each micro-batch -> one (B, T) or (B,), in the rollout's order and width.
 Join = Callable[[list[Tensor]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a reward source says of B responses, each (B,) float32: the scores; `parts`, by name what they are the sum
+    of, where that is more than one thing; `rewards`, what each of several sources said, before its weight."""
+
+    scores: Tensor
+    parts: dict[str, Tensor]
+    rewards: dict[str, Tensor]
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Scores":
+        """With this done to each of them."""
+        parts, rewards = (
+            {name: change(column) for name, column in columns.items()} for columns in (self.parts, self.rewards)
+        )
+        return Scores(change(self.scores), parts, rewards)
+
+    @classmethod
+    def joined(cls, pieces: "Sequence[Scores]") -> "Scores":
+        """Those of all responses, one behind the other."""
+        first = pieces[0]
+        return cls(
+            torch.cat([piece.scores for piece in pieces]),
+            {name: torch.cat([piece.parts[name] for piece in pieces]) for name in first.parts},
+            {name: torch.cat([piece.rewards[name] for piece in pieces]) for name in first.rewards},
+        )
 
 
 class ExperienceMaker:
@@ -50,29 +79,43 @@ class ExperienceMaker:
         self.takes_sampled_logprobs = algorithm.dialect.takes_sampled_logprobs(exact_sampler)
 
     @torch.no_grad()
-    def make_experience(self, rollout: Rollout) -> Experience:
+    def make_experience(self, rollout: Rollout, scores: Scores | None = None) -> Experience:
         """Log-probs, values and scores of a rollout (all ranks call this together, each with equally many rows).
 
         Where a dialect counts slots past a response, the rows should be as wide as the system's own: they end with the
         longest response of what was generated together, which is all that this rank generated in the step, or after a
         fixed length.
+
+        scores: of these rows, from `score`, where they have been asked for before.
         """
         learned, scored = self.algorithm.texts(rollout)
-        tokens = self.micro_batch_size * learned.sequences.shape[1]
-        rows = micro_batches(learned, tokens, equally_many=True, padded=self.padded)
+        rows = self._micro_batches(learned)
         pieces = [learned.select(part, self.algorithm.dialect.slots_past_response) for part in rows]
-
-        def joined(columns: list[Tensor]) -> Tensor:
-            padded = [
-                F.pad(column, (0, rollout.response_length - column.shape[1])) if column.dim() == 2 else column
-                for column in columns
-            ]
-            return torch.cat(padded)[torch.cat(rows).argsort()]
-
+        joined = partial(_joined, rows=rows, width=rollout.response_length)
         by_policies = self._by_policies(learned, pieces, joined)
         values = self._values(pieces, joined)
-        scores = self._scores([scored.select(part) for part in rows], joined)
-        return Experience(rollout=learned, values=values, **scores, **by_policies)
+        scores = scores or self._scores([scored.select(part) for part in rows], joined)
+        return Experience(
+            rollout=learned,
+            values=values,
+            scores=scores.scores,
+            score_parts=scores.parts,
+            rewards=scores.rewards,
+            **by_policies,
+        )
+
+    @torch.no_grad()
+    def score(self, rollout: Rollout) -> Scores:
+        """The scores alone, of responses of which some may be left out (all ranks call this, as `make_experience`)."""
+        learned, scored = self.algorithm.texts(rollout)
+        rows = self._micro_batches(learned)
+        joined = partial(_joined, rows=rows, width=rollout.response_length)
+        return self._scores([scored.select(part) for part in rows], joined)
+
+    def _micro_batches(self, learned: Rollout) -> list[Tensor]:
+        """Rows of each pass, as many passes on all ranks."""
+        tokens = self.micro_batch_size * learned.sequences.shape[1]
+        return micro_batches(learned, tokens, equally_many=True, padded=self.padded)
 
     def _by_policies(self, learned: Rollout, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
         """What actor and reference say, by the names of Experience's fields."""
@@ -137,20 +180,24 @@ class ExperienceMaker:
         )
         return joined([values[:, piece.prompt_length - 1 : -1] for values, piece in zip(by_token, pieces, strict=True)])
 
-    def _scores(self, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
-        """The scores, their parts where there is more than one, and what these are before their weights, by the names
-        of Experience's fields."""
+    def _scores(self, pieces: list[Rollout], joined: Join) -> Scores:
         model = self.reward.model if isinstance(self.reward, RewardModel) else None  # others may exchange more
         with self.reward.on_device():
             by_piece = together(model, lambda: [self.reward.parts(piece) for piece in pieces])
         said = {name: joined([part[name] for part in by_piece]) for name in by_piece[0]}
         weights = self.reward.weights()
         parts = {name: weights.get(name, 1.0) * part for name, part in said.items()}
-        return {
-            "scores": torch.stack(list(parts.values())).sum(0),
-            "score_parts": parts if len(parts) > 1 else {},
-            "rewards": {name.removeprefix("scores_"): said[name] for name in weights},
-        }
+        return Scores(
+            scores=torch.stack(list(parts.values())).sum(0),
+            parts=parts if len(parts) > 1 else {},
+            rewards={name.removeprefix("scores_"): said[name] for name in weights},
+        )
+
+
+def _joined(columns: list[Tensor], rows: list[Tensor], width: int) -> Tensor:
+    """Columns (N, t) or (N,) of each micro-batch as one (B, width) or (B,). rows: of the rollout, in each."""
+    padded = [F.pad(column, (0, width - column.shape[1])) if column.dim() == 2 else column for column in columns]
+    return torch.cat(padded)[torch.cat(rows).argsort()]
 
 
 def _log_ratios(logprobs: Tensor, rollout: Rollout) -> Tensor | None:

@@ -10,7 +10,6 @@ computes is chosen by the dialect and stands in engine/algorithms/algorithm.py, 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from engine.optim import lr_factor
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
+from training.group_sampling import GroupSampler, PromptFeed
 from training.learner import Learner
 from training.mixed_pretraining import MixedPretraining, TextFeed
 from training.reporting.arithmetic import Arithmetic
@@ -64,17 +64,9 @@ class PPOConfig:
     overlap_gather: bool = False
 
 
-class PromptFeed(Protocol):
-    """This rank's prompts."""
-
-    def prompts(self, step: int) -> PromptBatch:
-        """The prompts of a step, counted from 0; equally many on all ranks."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A finished step: its number (from 1), responses seen so far over all ranks, metrics, what was learned from."""
+    """A finished step: its number (from 1), responses drawn so far over all ranks, metrics, what was learned from."""
 
     step: int
     samples: int
@@ -127,6 +119,7 @@ class PPOTrainer:
             exact_sampler=config.exact_sampler,
             padded=config.padded,
         )
+        self.sampler = GroupSampler(self.experience_maker, dialect, sampling)
         pretraining = None
         if unsupervised is not None:
             pretraining = MixedPretraining(models.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
@@ -135,7 +128,7 @@ class PPOTrainer:
         )
         self.step_metrics = metrics
         self.arithmetic = Arithmetic(models)
-        self.steps_done = self.optimizer_steps = self.samples = 0
+        self.steps_done = self.optimizer_steps = self.samples = self.prompt_batches = 0
         self.epochs_made = 0  # in the latest step
         self.weights_are_whole = True
         """Whether weights and counters are those after `steps_done` steps; not while a step changes them."""
@@ -143,29 +136,31 @@ class PPOTrainer:
     def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
         """Train to the last step, reporting after each."""
         while self.steps_done < self.config.total_steps:
-            yield self.step(feed.prompts(self.steps_done))
+            yield self.step(feed.prompts(self.prompt_batches), feed)
 
-    def step(self, prompts: PromptBatch) -> StepReport:
-        """One PPO step on this rank's prompts (all ranks call this together, with equally many prompts each)."""
+    def step(self, prompts: PromptBatch, feed: PromptFeed | None = None) -> StepReport:
+        """One PPO step on this rank's prompts (all ranks call this together, with equally many prompts each).
+
+        feed: where a dialect with dynamic sampling takes further ones from; these are its batch `prompt_batches`.
+        """
         algorithm, kl_coef = self.algorithm, self.kl_controller.value
         metrics, clock = Accumulator(), PhaseClock()
-        prompts = prompts.to(distributed.device()).repeat(algorithm.dialect.samples_per_prompt)
-        with clock("generate"):
-            rollout = self.rollouts.generate(prompts, self.sampling)
+        sampled = self.sampler.sample(self.rollouts, prompts, clock, feed, first=self.prompt_batches + 1)
         with clock("make_experience"):
-            experience = self.experience_maker.make_experience(rollout)
+            experience = self.experience_maker.make_experience(sampled.rollout, sampled.scores)
             self.rollouts.release_memory()
             stop_unless_finite(self.steps_done + 1, experience, self.models.tokenizer)
             stop_unless_at_reference(self.steps_done + 1, experience, self.config.first_kl_bound)
-            slots = algorithm.slots(experience.rollout.responses, experience.rollout.response_mask)
-            scores = algorithm.process_scores(experience.scores, experience.rollout.ended)
+            rollout = experience.rollout
+            slots = algorithm.slots(rollout.responses, rollout.response_mask)
+            scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
             rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, slots, kl_coef)
             values = algorithm.kept_values(experience.values, slots)
             advantages, returns = algorithm.compute_advantages(rewards, values, slots.masks)
-            correction, cut = algorithm.correction(experience.logprobs, experience.rollout) or (None, None)
+            correction, cut = algorithm.correction(experience.logprobs, rollout) or (None, None)
             batch = TrainingBatch.of(
                 experience,
-                slots.masks,
+                algorithm.learned(slots.masks, rollout.ended),
                 processed_scores=scores,
                 rewards=rewards,
                 values=values,
@@ -187,13 +182,15 @@ class PPOTrainer:
 
         trains_actor = self._trains_actor
         self.steps_done += 1
-        self.samples += responses
+        self.samples += sampled.responses
+        self.prompt_batches += len(sampled.drawn)
         self.weights_are_whole = True
+        sampled.add_to(metrics, algorithm.dialect.samples_per_prompt)
         add_parts(metrics, experience)
         for add_to in self.step_metrics:
             add_to(metrics, batch, algorithm)
-        clock.add_to(metrics, tokens=batch.rollout.response_mask.sum())
-        self.arithmetic.add_to(metrics, clock.seconds, rollout, experience, self.epochs_made, trains_actor)
+        clock.add_to(metrics, tokens=sampled.tokens)
+        self.arithmetic.add_to(metrics, clock.seconds, sampled.drawn, experience, self.epochs_made, trains_actor)
         metrics.add_max("memory/peak_gb", peak_memory_gb())
         return StepReport(self.steps_done, self.samples, metrics.reduce(), batch)
 
@@ -250,6 +247,7 @@ class PPOTrainer:
             "steps_done": self.steps_done,
             "optimizer_steps": self.optimizer_steps,
             "samples": self.samples,
+            "prompt_batches": self.prompt_batches,
             "kl": self.kl_controller.state_dict(),
             "score_scale": self.algorithm.score_scale.state_dict(),
         }
@@ -258,6 +256,7 @@ class PPOTrainer:
         """Go on from `state_dict`."""
         self.steps_done, self.optimizer_steps = state["steps_done"], state["optimizer_steps"]
         self.samples = state["samples"]
+        self.prompt_batches = state.get("prompt_batches", self.steps_done)  # points from before dynamic sampling
         self.kl_controller.load_state_dict(state["kl"])
         self.algorithm.score_scale.load_state_dict(state["score_scale"])
 

@@ -208,7 +208,7 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
             while trainer.steps_done < plan.last_step:
                 place.step = trainer.steps_done + 1
                 with phase("between phases"), first_step, profiler.record(place.step):
-                    report = trainer.step(feed.prompts(trainer.steps_done))
+                    report = trainer.step(feed.prompts(trainer.prompt_batches), feed)
                 first_step = contextlib.nullcontext()
                 session.after_step(report)
         session.checkpoints.wait()

@@ -112,6 +112,42 @@ def apply_missing_end(scores: Tensor, ended: Tensor, rule: str, value: float) ->
     raise ValueError(f"rule for missing ends {rule!r}: known are none, replace, subtract")
 
 
+def overlong_penalties(lengths: Tensor, longest: int, buffer: float, most: float) -> Tensor:
+    """What the scores of long responses lose: nothing up to a length, then more with each token, `most` at the longest.
+
+        R(y) = 0                                        where |y| <= L_max - L_cache
+               ((L_max - L_cache) - |y|) / L_cache      up to L_max, where it is -1; times `most`
+
+    Args:
+        lengths: (B,) int64, |y|, tokens of each response, EOS included.
+        longest: L_max, the most tokens that a response may have.
+        buffer: L_cache / L_max, the share of them in which the penalty grows; over 0.
+        most: the penalty of a response of L_max tokens; 1 in the paper.
+
+    Returns: (B,) float32, between -most and 0, to be added to the scores.
+    Source: Yu et al. 2025, "DAPO: an open-source LLM reinforcement learning system at scale", eq. 13, where L_max is
+    20480 and L_cache 4096; volcengine/verl 003364bc, verl/workers/reward_manager/dapo.py (`overlong_buffer`), whose
+    `penalty_factor` is `most`.
+    """
+    cache = buffer * longest
+    return most * ((longest - cache - lengths) / cache).clamp(-1, 0).float()
+
+
+def groups_alike(scores: Tensor, group_size: int) -> Tensor:
+    """Which groups have no difference in their scores, (B / group_size,) bool: compared with each other, their
+    responses all have the advantage 0.
+
+    A group with a score that is NaN or infinite is not among them: that is for others to find.
+
+    Args:
+        scores: (B,) float32; the responses to one prompt stand side by side.
+
+    Source: volcengine/verl 53971be5, recipe/dapo/dapo_ray_trainer.py, `fit`: the deviation of a prompt's scores is 0.
+    """
+    groups = scores.view(-1, group_size)
+    return (groups == groups[:, :1]).all(-1) & groups.isfinite().all(-1)
+
+
 def clip_scores(scores: Tensor, limit: float | None) -> Tensor:
     """The scores within plus and minus `limit`; as they are for None."""
     return scores if limit is None else scores.clamp(-limit, limit)

@@ -8,7 +8,7 @@ A field that a user gives by flag overrides the dialect's value. `python -m engi
 dialect.py has the fields, values.py what values they may have, table.py the systems, group_table.py those without a
 critic, settings.py fields as words of a command line, tokens.py what its texts are to a tokenizer, checks.py what only
 a run's sizes and models can tell. algorithm.py resolves a dialect into the functions that a step calls, slots.py among
-them what of a response counts, objectives.py the policy's loss.
+them what of a response counts, scores.py what becomes of its score, objectives.py the policy's loss.
 """
 
 from engine.algo.advantages import ESTIMATORS, AdvantageEstimator, AdvantageInputs

@@ -2,7 +2,7 @@
 
     algorithm = Algorithm(get_dialect("default"), pad_token_id=0)
     slots = algorithm.slots(responses, response_mask)
-    scores = algorithm.process_scores(scores, ended)
+    scores = algorithm.process_scores(scores, ended, response_mask)
     rewards = algorithm.compute_rewards(logprobs, ref_logprobs, scores, slots, kl_coef)
     values = algorithm.kept_values(values, slots)
     advantages, returns = algorithm.compute_advantages(rewards, values, slots.masks)
@@ -22,9 +22,10 @@ from engine.algo.corrections import CORRECTIONS, outside
 from engine.algo.kl import AdaptiveKL, FixedKL, kl_estimate, measured_kl
 from engine.algo.losses import loss_weights, value_loss
 from engine.algo.masked import mean_and_variance, moments, whiten
-from engine.algo.rewards import ScoreScale, apply_missing_end, clip_scores, compute_rewards, first_slots
+from engine.algo.rewards import compute_rewards, first_slots
 from engine.algorithms.dialect import Dialect
 from engine.algorithms.objectives import PolicyObjective
+from engine.algorithms.scores import ScoreRules
 from engine.algorithms.slots import ResponseRules
 from engine.errors import RunStopped
 from engine.experience import Experience, Masks, Rollout, Slots, TrainingBatch
@@ -40,6 +41,8 @@ class Algorithm:
     """What a dialect computes, as functions; `score_scale` is the one part that changes during a run.
 
     slots: which slots count, as `ResponseRules.slots`. texts: what is learned and what is scored, as its `texts`.
+    learned: the masks of the responses that are learned from, as its `learned`.
+    process_scores: scores as they enter the rewards, as `ScoreRules.process`; overlong: as there.
     measured_kl: (experience, slots) -> (B,) float32, nats, what the KL coefficient is steered by.
     policy_objective: (logprobs, old_logprobs, ref_logprobs, advantages (B, T) float32, mask (B, T) bool, kl_coef,
         correction (B, T) float32 or None) -> PolicyLoss, as `PolicyObjective`.
@@ -55,7 +58,7 @@ class Algorithm:
         pad_token_id, end_token_id: as in ResponseRules.
         reduce: adds a float64 tensor up over all ranks; called equally often on each. None for one rank's own.
         ranks: how many there are.
-        response_slots: how many slots a response may have; needed by loss_scope "fixed_length" alone.
+        response_slots: how many slots a response may have; needed by loss_scope "fixed_length" and `overlong_buffer`.
     """
 
     def __init__(
@@ -71,19 +74,16 @@ class Algorithm:
         self.dialect, self.reduce = dialect, reduce
         rules = ResponseRules(dialect, pad_token_id, end_token_id)
         self.texts, self.scored_text, self.slots = rules.texts, rules.scored_text, rules.slots
+        self.learned = rules.learned
         # What the experience is made with.
         self.needs_sampled_logprobs = dialect.old_logprobs == "sampler"
         self.kl_of_prompts = partial(measured_kl, measure=dialect.kl_measure) if dialect.measures_prompts else None
         # Scores and rewards.
         steered_by_responses = dialect.kl_measure == "k1"
         self.measured_kl = self._kl_of_responses if steered_by_responses else self._kl_of_prompts_and_responses
-        self.score_scale = ScoreScale(dialect.score_scaling)
-        clip = partial(clip_scores, limit=dialect.score_clip)
-        self._score_steps = {
-            "scale_clip": (self._scaled, self._with_missing_ends, lambda scores, ended: clip(scores)),
-            "clip_scale": (lambda scores, ended: clip(scores), self._scaled, self._with_missing_ends),
-        }[dialect.score_order]
-        self.missing_end_penalty = dialect.missing_end_value if dialect.missing_end == "subtract" else 0.0
+        scores = ScoreRules(dialect, response_slots, reduce)
+        self.score_scale, self.process_scores = scores.scale, scores.process
+        self.missing_end_penalty, self.overlong = scores.missing_end_penalty, scores.overlong
         self._kl_in_reward = dialect.kl_in == "reward"
         # Advantages.
         self.estimator = ESTIMATORS[dialect.advantage_estimator]
@@ -124,28 +124,6 @@ class Algorithm:
     def _kl_of_prompts_and_responses(self, experience: Experience, slots: Slots) -> Tensor:
         measure = self.dialect.kl_measure
         return experience.prompt_kl + measured_kl(experience.logprobs, experience.ref_logprobs, slots.kl_mask, measure)
-
-    def process_scores(self, scores: Tensor, ended: Tensor) -> Tensor:
-        """The scores as they enter the rewards: scaled, changed where an end is missing, clipped; (B,) float32.
-
-        The scale takes note of these scores before they are divided by it (all ranks call this together).
-
-        Args:
-            scores: (B,) float32, as the reward source gave them. ended: (B,) bool.
-        """
-        for change in self._score_steps:
-            scores = change(scores, ended)
-        return scores
-
-    def _scaled(self, scores: Tensor, ended: Tensor) -> Tensor:
-        if self.score_scale.kind == "none":
-            return scores
-        totals = moments(scores, torch.ones_like(scores, dtype=torch.bool))
-        self.score_scale.update(self.reduce(totals) if self.reduce else totals)
-        return scores / self.score_scale.value
-
-    def _with_missing_ends(self, scores: Tensor, ended: Tensor) -> Tensor:
-        return apply_missing_end(scores, ended, self.dialect.missing_end, self.dialect.missing_end_value)
 
     def compute_rewards(
         self, logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, slots: Slots, kl_coef: float

@@ -100,6 +100,11 @@ def _without_effect(dialect: Dialect) -> list[tuple[Collection[str], bool, str]]
             "out.",
         ),
         (
+            ("overlong_penalty",),
+            dialect.overlong_buffer == 0,
+            "overlong_buffer is 0, and no score would change. Give overlong_buffer, or leave it out.",
+        ),
+        (
             ("score_order",),
             unscaled or dialect.score_clip is None,
             "scores are not both scaled and clipped. Set score_scaling and score_clip, or leave it out.",

@@ -34,6 +34,10 @@ class Dialect:
     # both are the same within rounding, and where no other slots count than
     # those that were drawn
     samples_per_prompt: int = 1
+    dynamic_sampling: int = (
+        1  # batches of prompts that a step may draw until groups whose scores differ fill it; 1: all
+    )
+    # that is drawn is learned
 
     # Texts. "" is none, "eos" the tokenizer's EOS, anything else a text of one token.
     query_start: str = ""  # a query begins after the first such token
@@ -58,6 +62,9 @@ class Dialect:
     score_order: str = "scale_clip"  # or "clip_scale"
     missing_end: str = "none"  # a score without end: "replace" by the value below, "subtract" it
     missing_end_value: float = 0.0
+    overlong_buffer: float = 0.0  # the last share of the longest response, in which a score falls by up to the penalty
+    overlong_penalty: float = 1.0
+    mask_truncated: bool = False  # nothing is learned from a response without end, which others are compared with
 
     # Advantages. Whitening over all tokens of all ranks makes learning rates carry over between rewards of any scale.
     advantage_estimator: str = "gae"  # without a critic "rloo" or "grpo": against the other responses to the prompt or

@@ -54,12 +54,15 @@ DR_GRPO = GRPO.override(
     mini_batches=8,  # 128 x 8 responses, 128 each
 )
 
-# Yu et al. 2025, "DAPO" (arXiv 2503.14476), equation 8; volcengine/verl 03150d4f, recipe/dapo/run_dapo_qwen2.5_32b.sh
+# Yu et al. 2025, "DAPO" (arXiv 2503.14476), equations 8 and 13, section 3.2; volcengine/verl 03150d4f,
+# recipe/dapo/run_dapo_qwen2.5_32b.sh
 DAPO = GRPO.override(
     name="dapo",
     kl_coef=0.0,
     samples_per_prompt=16,
+    dynamic_sampling=10,  # max_num_gen_batches
     min_response_tokens=0,
+    overlong_buffer=0.2,  # 4096 of 20480 tokens
     clip_range_high=0.28,
     loss_scope="optimizer_step",
     mini_batches=16,  # 512 prompts, 32 each
@@ -135,7 +138,8 @@ GROUP_NOTES = {
     "and which deviation it is (over n - 1, plus 1e-6, as verl has it). It renews its reference, which stays here",
     "grpo_trl": "with several mini_batches its loss is divided by their mean number of tokens, here by each one's own",
     "dapo": "the code that it was published with takes a mean of micro-batches' means; here the loss is the paper's, a "
-    "mean over all tokens of an optimizer step",
+    "mean over all tokens of an optimizer step. It draws three times a step's prompts at once, and ends the run where "
+    "ten such batches have too few groups that differ; here a batch is a step's, which goes on with what it has",
     "gspo": "the paper names no group size and no learning rate; these are TRL's",
     "reinforce_pp": _OPENRLHF,
     "reinforce_pp_baseline": f"{_OPENRLHF}. It clips scores less their group's mean to plus or minus 10, which is not "

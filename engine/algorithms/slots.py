@@ -95,6 +95,20 @@ class ResponseRules:
             masks=Masks(counted & learned, value & learned, slots_up_to(lengths, width, dialect.value_slots)),
         )
 
+    def learned(self, masks: Masks, ended: Tensor) -> Masks:
+        """The masks without responses that are not learned from: with `mask_truncated` those without end.
+
+        It is for masks that advantages have been made with: a response that is left out is one that others are compared
+        with all the same. ended: (B,) bool.
+
+        Source: huggingface/trl v1.16.0, trl/trainer/grpo_trainer.py, `mask_truncated_completions`, by which advantages
+        are those of all responses; Yu et al. 2025, "DAPO", section 3.4, overlong filtering.
+        """
+        if not self.dialect.mask_truncated:
+            return masks
+        kept = ended.unsqueeze(-1)
+        return replace(masks, policy=masks.policy & kept, value=masks.value & kept)
+
     def _up_to(self, counted: Tensor, lengths: Tensor) -> Tensor:
         return slots_up_to(lengths, counted.shape[1], self.dialect.reward_slots)
 

@@ -48,6 +48,8 @@ RANGES = (  # fields, what they must be, the test of it; None is not tested
             "kl_horizon",
             "temperature",
             "samples_per_prompt",
+            "dynamic_sampling",
+            "overlong_penalty",
             "score_clip",
             "clip_range",
             "clip_range_high",
@@ -80,11 +82,12 @@ RANGES = (  # fields, what they must be, the test of it; None is not tested
             "max_grad_norm",
             "hydra_layers",
             "correction_min",
+            "overlong_buffer",
         ),
         "at least 0",
         lambda value: value >= 0,
     ),
-    (("gamma", "lam", "ema_decay", "correction_min"), "at most 1", lambda value: value <= 1),
+    (("gamma", "lam", "ema_decay", "correction_min", "overlong_buffer"), "at most 1", lambda value: value <= 1),
     (("correction_max",), "at least 1", lambda value: value >= 1),
 )
 
@@ -134,6 +137,12 @@ def _contradictions(dialect) -> list[tuple[bool, str, str]]:
             estimator.needs_groups and dialect.samples_per_prompt < 2,
             "samples_per_prompt",
             f"{its_name} compares the responses to one prompt with each other. Give 2 or more.",
+        ),
+        (
+            dialect.dynamic_sampling > 1 and dialect.samples_per_prompt < 2,
+            "dynamic_sampling",
+            "it draws until the scores of the responses to one prompt differ, and samples_per_prompt is 1. Give 2 or "
+            "more of those, or set it to 1.",
         ),
         (critic and not estimator.needs_critic, "critic_start", f"{its_name} has no critic. Set it to 'none'."),
         (
@@ -200,6 +209,12 @@ def _contradictions(dialect) -> list[tuple[bool, str, str]]:
             "missing_end",
             "with sampling 'without_eos' every end would be missing. Give a truncate_token, or set missing_end to "
             "'none'.",
+        ),
+        (
+            endless and dialect.mask_truncated and not dialect.truncate_token,
+            "mask_truncated",
+            "with sampling 'without_eos' no response has an end, and nothing would be learned. Give a truncate_token, "
+            "or set it to False.",
         ),
     ]
 

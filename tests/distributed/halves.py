@@ -20,7 +20,7 @@ SETTINGS = {
     "openai": ["truncate_token=eos"],  # "." is no word here
     "grpo": ["samples_per_prompt=4"],
     "reinforce_pp": ["mini_batches=2"],
-    "dapo": ["clip_range_high=6"],  # as SMOOTH has the other
+    "dapo": ["clip_range_high=6", "dynamic_sampling=1"],  # as SMOOTH has the other
     "gspo": ["clip_range_high=6"],
 }
 COMPARED = {

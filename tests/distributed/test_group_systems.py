@@ -45,7 +45,7 @@ CASES = {  # name: (dialect, fields changed, version)
         {"mini_batches": 2},
         partial(sources.oat_dr_grpo, generate_max_length=SAMPLING.max_new_tokens),
     ),
-    "dapo": ("dapo", {"mini_batches": 3}, sources.verl_dapo),
+    "dapo": ("dapo", {"mini_batches": 3, "dynamic_sampling": 1, "overlong_buffer": 0.0}, sources.verl_dapo),
     "gspo": (
         "gspo",
         {"mini_batches": 2},

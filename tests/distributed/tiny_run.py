@@ -7,6 +7,7 @@ import torch
 from engine import distributed
 from engine.algorithms import Dialect
 from engine.experience import PromptBatch
+from engine.reward.base import RewardSource
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
@@ -39,6 +40,7 @@ def build_trainer(
     dialect: Dialect = DIALECT,
     sampling: SamplingConfig = SAMPLING,
     backend: str = "replica",
+    reward: RewardSource | None = None,
     **config,
 ) -> PPOTrainer:
     """New engines, and a trainer of `total_steps` 3 and `micro_batch_size` 4 unless `config` says otherwise."""
@@ -50,6 +52,7 @@ def build_trainer(
         dialect=dialect,
         config=PPOConfig(**config),
         sampling=sampling,
+        reward=reward,
     )
 
 

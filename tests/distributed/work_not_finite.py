@@ -69,8 +69,8 @@ def spoilers(trainer: PPOTrainer) -> dict:
 def bad_experience(trainer: PPOTrainer, name: str):
     make = trainer.experience_maker.make_experience
 
-    def spoiled(rollout):
-        experience = make(rollout)
+    def spoiled(*given):
+        experience = make(*given)
         if distributed.rank() == BAD_RANK:
             numbers = getattr(experience, name).clone()
             numbers[0 if numbers.dim() == 1 else (0, 0)] = float("nan") if name != "values" else float("inf")
@@ -136,8 +136,8 @@ def further(trainer: PPOTrainer):
     """Within this context reference log-probs of rank 1 are lower by 1 nat a token: its own KL is higher by that."""
     make = trainer.experience_maker.make_experience
 
-    def shifted(rollout):
-        experience = make(rollout)
+    def shifted(*given):
+        experience = make(*given)
         shift = float(distributed.rank() == BAD_RANK)
         return replace(experience, ref_logprobs=experience.ref_logprobs - shift)
 

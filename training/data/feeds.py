@@ -10,16 +10,16 @@ from training.data.prompts import Prompts, collate_prompts
 
 
 class ShuffledPrompts:
-    """This rank's prompts, per_rank of them in each step."""
+    """This rank's prompts, in batches of per_rank."""
 
     def __init__(self, prompts: Prompts, *, per_rank: int, seed: int, pad_token_id: int):
         self.data, self.pad_token_id = prompts, pad_token_id
         self.order = PromptOrder(len(prompts), per_rank * world_size(), seed)
 
-    def prompts(self, step: int) -> PromptBatch:
-        """The prompts of a step, counted from 0."""
+    def prompts(self, batch: int) -> PromptBatch:
+        """A batch of prompts, counted from 0."""
         own = rank_share(self.order.batch_size)
-        indices, visits = (column[own] for column in self.order.batch(step))
+        indices, visits = (column[own] for column in self.order.batch(batch))
         return collate_prompts([self.data[index] for index in indices.tolist()], indices, visits, self.pad_token_id)
 
 

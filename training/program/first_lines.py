@@ -40,12 +40,24 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
         f"{counted(plan.prompts, 'prompts', plan.held_out, args.num_eval_prompts)}{blocks}; {plan.total_steps} steps "
         f"of {args.rows_per_rank * distributed.world_size()} responses on {distributed.ranks_in_words()}",
         *course(args, plan).lines(),
+        *dynamic_sampling_line(plan.dialect),
         *too_long(
             plan.prompts, "prompts", "--max_prompt_seq_len", args, plan.tokenizer, models, args.max_answer_seq_len
         ),
         f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
         *adapted_lines(adapted_roles(args, plan.dialect)),
         *(f"{what}: no second copy" for what in plan.spec.shared.values()),
+    ]
+
+
+def dynamic_sampling_line(dialect: Dialect) -> list[str]:
+    """What a step may draw beside its own prompts; nothing in a dialect that learns all that is drawn."""
+    most = dialect.dynamic_sampling
+    if most == 1:
+        return []
+    return [
+        f"dynamic sampling: a step draws up to {most} batches of prompts, until groups whose scores differ fill it; "
+        "epochs may pass so many times as fast"
     ]
 
 

@@ -110,15 +110,18 @@ class Arithmetic:
         """As `peak_flops` has it."""
         return peak_flops(self.models.actor)
 
-    def of_step(self, rollout: Rollout, experience: Experience, epochs: int, trains_actor: bool) -> dict[str, Tensor]:
-        """FLOPs by phase, where they are known.
+    def of_step(
+        self, drawn: Sequence[Rollout], experience: Experience, epochs: int, trains_actor: bool
+    ) -> dict[str, Tensor]:
+        """FLOPs by phase, where they are known; without those of scoring responses that are left out.
 
-        rollout: as it was generated. epochs: how often its responses were learned from; trains_actor: by both models.
+        drawn: as they were generated. epochs: how often its responses were learned from; trains_actor: by both models.
         """
         actor, critic, reward = self.costs
         if actor is None or critic is None or reward is None:
             return {}
-        generated, responses = rollout.attention_mask.sum(-1), rollout.response_mask.sum(-1)
+        generated = torch.cat([rollout.attention_mask.sum(-1) for rollout in drawn])
+        responses = torch.cat([rollout.response_mask.sum(-1) for rollout in drawn])
         learned = experience.rollout
         lengths, labels = learned.attention_mask.sum(-1), learned.response_mask.sum(-1)
         policies = 1 if experience.logprobs is learned.logprobs else 2  # the sampler's are not computed again
@@ -134,7 +137,7 @@ class Arithmetic:
         self,
         metrics: Accumulator,
         seconds: Mapping[str, float],
-        rollout: Rollout,
+        drawn: Sequence[Rollout],
         experience: Experience,
         epochs: int,
         trains_actor: bool,
@@ -145,7 +148,7 @@ class Arithmetic:
             _add_speed(metrics, phase, times * tokens, seconds[phase])
         if self.peak is None:
             return
-        for phase, flops in self.of_step(rollout, experience, epochs, trains_actor).items():
+        for phase, flops in self.of_step(drawn, experience, epochs, trains_actor).items():
             _add_use(metrics, phase, flops, seconds[phase], self.peak)
 
 

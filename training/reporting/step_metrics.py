@@ -8,6 +8,7 @@ from torch import Tensor
 from engine import distributed
 from engine.algo.corrections import bounded, importance_ratios
 from engine.algo.kl import kl_estimate
+from engine.algo.rewards import groups_alike
 from engine.algorithms import Algorithm
 from engine.experience import Experience, TrainingBatch
 from training.reporting.metrics import Accumulator
@@ -32,9 +33,15 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
     metrics.add("objective/non_score_reward", total_rewards - batch.processed_scores.sum(), count)
     if algorithm.missing_end_penalty:
         metrics.add("objective/missing_eos_penalty", -algorithm.missing_end_penalty * (~rollout.ended).sum(), count)
+    if algorithm.overlong is not None:
+        metrics.add("objective/overlong_penalty", algorithm.overlong(mask.sum(-1)).sum(), count)
     metrics.add("rollout/response_length", tokens, count)
     metrics.add("rollout/eos_rate", rollout.ended.sum(), count)
-    metrics.add_sum("rollout/degenerate", (~batch.policy_mask.any(-1)).sum())
+    masked = ~rollout.ended if algorithm.dialect.mask_truncated else torch.zeros_like(rollout.ended)
+    metrics.add_sum("rollout/degenerate", (~batch.policy_mask.any(-1) & ~masked).sum())
+    if algorithm.dialect.samples_per_prompt > 1:
+        alike = groups_alike(batch.scores, algorithm.dialect.samples_per_prompt)
+        metrics.add("rollout/groups_alike", alike.sum(), len(alike))
 
 
 def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:

@@ -1,6 +1,6 @@
 """What a restart point's trainer_state.json says: the state, what must be equal in a run that goes on, what may change.
 
-steps_done, optimizer_steps, samples, kl, score_scale    the state: PPOTrainer.state_dict
+steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale    the state: PPOTrainer.state_dict
 held_out_..., metrics_without_evaluation    BEFORE, FIRST and OWED below, where there are any
 models              step counts and loss scales: TrainedModel.scalars of each
 ema                 whether there is a moving average

@@ -78,6 +78,8 @@ GROUPS = {
     | {
         "kl_coef": 0.0,
         "samples_per_prompt": 16,
+        "dynamic_sampling": 10,
+        "overlong_buffer": 0.2,
         "min_response_tokens": 0,
         "clip_range": 0.2,
         "clip_range_high": 0.28,

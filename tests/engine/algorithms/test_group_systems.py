@@ -61,7 +61,7 @@ CASES = {
         MASKED,
     ),
     "dr_grpo": Case("dr_grpo", partial(sources.oat_dr_grpo, generate_max_length=T)),
-    "dapo": Case("dapo", sources.verl_dapo),
+    "dapo": Case("dapo", sources.verl_dapo, {"overlong_buffer": 0.0}),
     "gspo": Case(
         "gspo",
         partial(sources.trl_grpo, level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4),

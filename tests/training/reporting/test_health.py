@@ -132,6 +132,17 @@ CASES = {
     "score fell": ("the score fell from ", ALARM, {"objective_scores": lambda t: -t}),
     "score fell back": ("and fell back to ", ALARM, {"objective_scores": lambda t: 4 * t * (1 - t) + 0.2 * t}),
     "degenerate": ("120 responses (4.7%) were degenerate", LOOK, {"rollout_degenerate": lambda t: 3.0}),
+    "groups without a difference": (
+        "in 60% of the groups at the end all responses scored the same, and comparing them taught nothing. By "
+        "objective/scores see whether the prompts are solved or too hard; --set dynamic_sampling=10 draws",
+        LOOK,
+        {"rollout_groups_alike": lambda t: 0.2 + 0.4 * min(t / 0.8, 1.0)},
+    ),
+    "groups without a difference, dynamic sampling": (
+        "or too hard; take other prompts, or more responses to each (--num_samples_per_prompt)",
+        LOOK,
+        {"rollout_groups_alike": lambda t: 0.6, "rollout_batches_drawn": lambda t: 10.0},
+    ),
     "spikes": (
         "policy/grad_norm was up to 20 times its median of 0.5, at steps 1, 40",
         LOOK,
@@ -177,6 +188,7 @@ def test_what_stands_out_is_told(words, severity, curves):
         {"rollout_eos_rate": lambda t: 0.4 if t < 0.5 else 0.26},
         {"value_grad_norm": lambda t: 20 * 0.01**t},  # a critic that learns: from 20 to 0.2, and no step stands out
         {"rollout_degenerate": lambda t: 0.5},
+        {"rollout_groups_alike": lambda t: 0.5},
         {"policy_grad_norm": lambda t: 7.0 if t == 1 else 0.8},
         {"policy_grad_norm": lambda t: None if t == 0 else 0.8},
         {"objective_scores": lambda t: 2 * min(t, 0.6) - 0.3 * max(t - 0.6, 0)},

@@ -13,6 +13,8 @@ ENDED_KEPT = 0.6
 whichever way its noise falls."""
 DEGENERATE = 0.01
 """Share of responses masked out for being too short: a few are accidents, one in a hundred is a habit."""
+NO_DIFFERENCE = 0.5
+"""Share of groups whose responses all score the same, at the end: with more, most of what was drawn teaches nothing."""
 ALIKE = 0.5
 """Distinct bigrams and compressed bytes, a token of the held-out responses, end over start: below it in both, they have
 become one response. Policies that learn honestly keep 0.8 of the bytes, and collapsed ones 0.1 to 0.25."""
@@ -100,6 +102,21 @@ def degenerate(rows: Sequence[Mapping]) -> Finding | None:
         f"{count:.0f} responses ({count / seen:.1%}) were degenerate, too short to learn from",
         "See in samples/ whether the reward model pays for silence; with pad equal to EOS, look at the "
         "dialect's length_rule.",
+    )
+
+
+def groups_alike(rows: Sequence[Mapping]) -> Finding | None:
+    """Groups of responses to one prompt that have the same score, so that none is better than the others."""
+    last = at_end(rows, "rollout/groups_alike")
+    if last is None or last <= NO_DIFFERENCE:
+        return None
+    others = "take other prompts, or more responses to each (--num_samples_per_prompt)"
+    if not having(rows, "rollout/batches_drawn"):
+        others = f"--set dynamic_sampling=10 draws for further prompts in their place; or {others}"
+    return Finding(
+        LOOK,
+        f"in {last:.0%} of the groups at the end all responses scored the same, and comparing them taught nothing",
+        f"By objective/scores see whether the prompts are solved or too hard; {others}.",
     )
 
 
