@@ -1,6 +1,7 @@
 """An exponential moving average of the actor's weights."""
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 
@@ -18,10 +19,14 @@ class EMA:
     copy per rank.
 
     Source: `moving_average` in DeepSpeed-Chat (DeepSpeedExamples 83757d9c), where the decay is 0.992.
+
+    name: under which its shards stand in a restart point.
     """
 
-    def __init__(self, actor: TrainedModel | TrainedRole, decay: float, device: str | None = None):
-        self.actor, self.decay = actor, decay
+    def __init__(self, actor: TrainedModel | TrainedRole, decay: float, device: str | None = None, name: str = "ema"):
+        self.actor, self.decay, self.name = actor, decay, name
+        self.in_place = False
+        """Whether the actor computes with the averages just now (`swapped`)."""
         self.means = [
             shard.detach().to(device or shard.device, torch.float32, copy=True) for shard in actor.master_shards()
         ]
@@ -33,15 +38,21 @@ class EMA:
         for mean, shard in zip(self.means, self.actor.master_shards(), strict=True):
             mean.lerp_(shard.to(mean.device, mean.dtype), 1.0 - self.decay)
 
-    def swapped(self) -> contextlib.AbstractContextManager:
-        """Context in which the actor computes, generates and saves with the averaged weights."""
-        return self.actor.swapped(self.means)
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Context in which the actor computes, generates and saves with the averaged weights (all ranks enter it)."""
+        with self.actor.swapped(self.means):
+            self.in_place = True
+            try:
+                yield
+            finally:
+                self.in_place = False
 
     def shards(self) -> list[Shard]:
         """This rank's part of the averages, named "ema/PARAMETER"; over all ranks each number comes exactly once."""
         state = self.actor.state
-        return state.own(state.held("ema", self.means))
+        return state.own(state.held(self.name, self.means))
 
     def load_shards(self, source: ShardSource) -> None:
         """Put back what `shards` gave, on whatever ranks and at whatever stage."""
-        read(source, self.actor.state.held("ema", self.means))
+        read(source, self.actor.state.held(self.name, self.means))

@@ -41,7 +41,9 @@ class EngineSpec:
     pad_token: the rule for the tokenizer's pad token (engine/models/pad_tokens.py). trust_remote_code: whether code in
     the models' folders may run. attention: which code computes attention, of all models.
     reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.
-    ema_decay: None for no average; ema_device: "cpu" keeps it in host memory.
+    ema_decay: None for no average; ema_device: "cpu" keeps it, and a reference that moves, in host memory.
+    reference_is_ema: whether the KL is measured to that average. reference_refresh_steps: after every so many PPO steps
+    the reference becomes reference_mixup_alpha * actor + (1 - reference_mixup_alpha) * reference; None for never.
     """
 
     actor_path: str
@@ -68,8 +70,14 @@ class EngineSpec:
     critic_gradient_checkpointing: bool = False
     ema_decay: float | None = None
     ema_device: str | None = None
+    reference_is_ema: bool = False
+    reference_refresh_steps: int | None = None
+    reference_mixup_alpha: float = 1.0
 
     def __post_init__(self):
+        assert not self.reference_is_ema or (self.ema_decay is not None and self.reference_refresh_steps is None), (
+            "the reference is the average, and there is none, or it is to be refreshed too"
+        )
         assert not self.with_reward_model or self.reward_path is not None or self.critic_path is not None, (
             "a reward model is wanted, and neither reward_path nor critic_path says which"
         )
@@ -80,6 +88,11 @@ class EngineSpec:
         )
         for role, host in self.hosts.items():
             assert getattr(self, role) is None, f"the {role} is played by the {host}'s engine and has none of its own"
+
+    @property
+    def reference_moves(self) -> bool:
+        """Whether the reference follows the actor: then it is other weights in the actor's engine."""
+        return self.reference_is_ema or self.reference_refresh_steps is not None
 
     @property
     def hosts(self) -> dict[str, str]:
@@ -94,7 +107,7 @@ class EngineSpec:
         found = {}
         if self.share_trunk:
             return {"reference": "actor"} | ({"reward": "actor"} if self.with_reward_model else {})
-        if self.hydra_layers or only_factors["actor"]:
+        if self.hydra_layers or only_factors["actor"] or self.reference_moves:
             found["reference"] = "actor"
         start = self.critic_path if self.with_critic and self.with_reward_model and only_factors["critic"] else None
         if start is not None and same_model(start, self.reward_path or start):
@@ -102,22 +115,46 @@ class EngineSpec:
         return found
 
     @property
+    def plays(self) -> dict[str, str]:
+        """Which frozen model a trained one's module goes on computing as, by the trained one's role: `hosts` without a
+        reference that moves, which is other weights in that module."""
+        return {
+            host: frozen for frozen, host in self.hosts.items() if not (frozen == "reference" and self.reference_moves)
+        }
+
+    @property
     def shared(self) -> dict[str, str]:
         """What the models are that have no engine of their own, in words, by role."""
         if self.share_trunk:
             words = {
-                "reference": "the reference is the actor with its adapter off, or the one that it began with",
+                "reference": self._moving_reference
+                or "the reference is the actor with its adapter off, or the one that it began with",
                 "critic": "the critic is the actor's trunk with an adapter and a head of its own",
                 "reward": "the reward model is the actor's trunk with the adapter and the head that it came with",
             }
             return {role: words[role] for role in (*(["critic"] if self.with_critic else []), *self.hosts)}
         words = {
-            "reference": "the reference is a few layers within the actor's engine"
-            if self.hydra_layers
-            else f"the reference is the actor with {_before(self.actor_path)}",
+            "reference": self._moving_reference
+            or (
+                "the reference is a few layers within the actor's engine"
+                if self.hydra_layers
+                else f"the reference is the actor with {_before(self.actor_path)}"
+            ),
             "reward": f"the reward model is the critic with {_before(self.critic_path)} and its first head",
         }
         return {role: words[role] for role in self.hosts}
+
+    @property
+    def _moving_reference(self) -> str | None:
+        """In words, what a reference that moves is; None for one that does not."""
+        if self.reference_is_ema:
+            return "the reference is the moving average of the actor's weights, in their place while it computes"
+        if self.reference_refresh_steps is None:
+            return None
+        return (
+            f"the reference is the weights that the actor had at the latest refresh (every "
+            f"{self.reference_refresh_steps} steps), in place of its own while it computes"
+        )
 
     @property
     def engine_configs(self) -> list[EngineConfig]:

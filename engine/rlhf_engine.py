@@ -24,7 +24,7 @@ from engine.models.reading import read_tokenizer
 from engine.models.row_check import check_rows
 from engine.models.scorer import Scorer
 from engine.optim import build_optimizer
-from engine.reference import EngineReference, Reference
+from engine.reference import EngineReference, MovingReference, Reference
 from engine.reward.model import RewardModel
 from engine.shared_trunk import shared_trunk
 from engine.zero.communication import init
@@ -63,6 +63,11 @@ class RLHFEngine:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     @property
+    def kept_reference(self) -> EMA | None:
+        """The weights of a reference that is refreshed, which a restart point has to hold."""
+        return self.reference.kept if isinstance(self.reference, MovingReference) else None
+
+    @property
     def packs(self) -> bool:
         """Whether rows go through all models without their padding."""
         return all(engine.module.packs for engine in self.engines)
@@ -73,18 +78,30 @@ class RLHFEngine:
         init()
         tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token, spec.trust_remote_code)
         trained = _trained_trunk(spec) if spec.share_trunk else _trained_models(spec)
-        reference = EngineReference(_frozen("reference", load_policy, spec.actor_path, spec, trained))
+        reference: Reference | None = None
+        if not spec.reference_moves:
+            reference = EngineReference(_frozen("reference", load_policy, spec.actor_path, spec, trained))
         reward, reward_path = None, spec.reward_path or spec.critic_path
         if spec.with_reward_model and reward_path is not None:
             reward = RewardModel(_frozen("reward", load_scorer, reward_path, spec, trained))
+        ema = EMA(trained["actor"], spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None
         return cls(
             actor=trained["actor"],
             critic=trained.get("critic"),
-            reference=reference,
+            reference=reference or _moving_reference(spec, trained["actor"], ema),
             reward=reward,
             tokenizer=tokenizer,
-            ema=EMA(trained["actor"], spec.ema_decay, spec.ema_device) if spec.ema_decay is not None else None,
+            ema=ema,
         )
+
+
+def _moving_reference(spec: EngineSpec, actor: TrainedModel | TrainedRole, ema: EMA | None) -> MovingReference:
+    """The moving average, or weights that are refreshed from the actor's."""
+    if spec.reference_refresh_steps is None:
+        assert ema is not None, "EngineSpec sees to it"
+        return MovingReference(ema)
+    kept = EMA(actor, 1.0 - spec.reference_mixup_alpha, spec.ema_device, name="reference")
+    return MovingReference(kept, spec.reference_refresh_steps)
 
 
 def _trained_models(spec: EngineSpec) -> Mapping[str, TrainedModel | TrainedRole]:
@@ -137,8 +154,7 @@ def trained_model(
     if lora is not None:
         load = partial(load, merge=False)  # training goes on with an adapter
     module = _loaded(load, path, ds_config, config, spec)
-    played = {host: frozen for frozen, host in spec.hosts.items()}
-    return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing, lora, played.get(config.role))
+    return wrap_trained(module, ds_config, config, optimizer, gradient_checkpointing, lora, spec.plays.get(config.role))
 
 
 @freed_memory_given_back()

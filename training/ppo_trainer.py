@@ -43,9 +43,9 @@ class PPOConfig:
     micro_batch_size: responses in one forward and backward pass of one rank.
     critic_warmup_steps: steps at the start in which the critic alone is trained.
     unsup_coef: of the language-model loss where there are texts; 27.8 is InstructGPT's.
-    max_kl: nats a response; a rollout further from the reference ends the run. None for no such limit.
-    first_kl_bound: how far actor and reference may be apart before the first update, where they are one model
-        (`rounding_bound`); None where they are not.
+    max_kl: nats a response; a rollout further from the reference, as it stands then, ends the run. None for no limit.
+    first_kl_bound: how far actor and reference may be apart where they are one model (`rounding_bound`): before the
+        first update, and after a refresh of the reference; None for no look.
     exact_sampler: whether rollouts' log-probs are the actor's own within rounding, as they are in fp32 where a backend
         `computes_as_actor`: `old_logprobs` "auto" takes them then.
     padded: whether padding counts among a pass's tokens; False where all models leave it out (`RLHFEngine.packs`).
@@ -150,7 +150,8 @@ class PPOTrainer:
             experience = self.experience_maker.make_experience(sampled.rollout, sampled.scores)
             self.rollouts.release_memory()
             stop_unless_finite(self.steps_done + 1, experience, self.models.tokenizer)
-            stop_unless_at_reference(self.steps_done + 1, experience, self.config.first_kl_bound)
+            if self.models.reference.is_actor(self.steps_done):
+                stop_unless_at_reference(self.steps_done + 1, experience, self.config.first_kl_bound)
             rollout = experience.rollout
             slots = algorithm.slots(rollout.responses, rollout.response_mask)
             scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
@@ -174,11 +175,13 @@ class PPOTrainer:
         responses = distributed.world_size() * len(batch)
         sums = torch.stack([batch.measured_kl.double().sum(), batch.kl.double().sum()])
         kl, objective_kl = (distributed.all_reduce_sum(sums) / responses).tolist()
-        stop_if_too_far(self.steps_done + 1, objective_kl, self.config.max_kl)
+        moves = self.models.reference.moves(self.steps_done)
+        stop_if_too_far(self.steps_done + 1, objective_kl, self.config.max_kl, moved=bool(moves))
         self.weights_are_whole = False
         with clock("train"):
             self.train_actor_and_critic(batch, kl, metrics)
         self.kl_controller.after_step(kl, responses)
+        self.models.reference.after_step(self.steps_done + 1)
 
         trains_actor = self._trains_actor
         self.steps_done += 1
@@ -192,6 +195,8 @@ class PPOTrainer:
         clock.add_to(metrics, tokens=sampled.tokens)
         self.arithmetic.add_to(metrics, clock.seconds, sampled.drawn, experience, self.epochs_made, trains_actor)
         metrics.add_max("memory/peak_gb", peak_memory_gb())
+        if moves is not None:
+            metrics.add_max("objective/reference_moves", moves)
         return StepReport(self.steps_done, self.samples, metrics.reduce(), batch)
 
     def train_actor_and_critic(self, batch: TrainingBatch, kl: float, metrics: Accumulator) -> None:

@@ -52,7 +52,7 @@ from training.restarts.resume_point import ResumePoint, set_aside_newer
 def main(args: RLHFFlags) -> None:
     """Check everything, build the models, train, report."""
     dialect, changed = args.resolved_dialect()
-    point = ResumePoint.find(args.resume, args.output_dir, with_ema=args.enable_ema)
+    point = ResumePoint.find(args.resume, args.output_dir, with_ema=args.keeps_average)
     checked(lambda: check_files(args, dialect, point))
     if args.dry_run:
         dry_run.report_rlhf(args, dialect, changed, point)
@@ -157,7 +157,8 @@ def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:
     Not before the models are loaded: until then the new run may come to nothing.
     """
     if plan.resume:
-        notes = restore(plan.resume, trainer.models.trained, trainer.models.ema)
+        models = trainer.models
+        notes = restore(plan.resume, models.trained, models.ema, models.kept_reference)
         trainer.load_state_dict(plan.resume.state)
         if distributed.is_main() and notes:
             print("\n".join(notes), flush=True)

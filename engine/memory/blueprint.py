@@ -146,7 +146,6 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
     """
     of_spec = partial(built, dtype=spec.dtype, trust_remote_code=spec.trust_remote_code, attention=spec.attention)
     reward_path = spec.reward_path or str(spec.critic_path)
-    played = {host: frozen for frozen, host in spec.hosts.items()}
     build: dict[str, Callable[[], Blueprint]] = {
         "actor": lambda: of_spec(
             "actor",
@@ -156,7 +155,7 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
             checkpointing=spec.actor_gradient_checkpointing,
             lora=spec.actor_lora,
             hydra_layers=spec.hydra_layers,
-            plays=played.get("actor"),
+            plays=spec.plays.get("actor"),
         ),
         "critic": lambda: of_spec(
             "critic",
@@ -165,7 +164,7 @@ def blueprints(spec: EngineSpec) -> dict[str, Blueprint]:
             True,
             checkpointing=spec.critic_gradient_checkpointing,
             lora=spec.critic_lora,
-            plays=played.get("critic"),
+            plays=spec.plays.get("critic"),
         ),
         "reference": lambda: of_spec("reference", spec.actor_path, LANGUAGE_MODEL, False),
         "reward": lambda: of_spec("reward", reward_path, CLASSIFIER, False),

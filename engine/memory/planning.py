@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from engine.engine_spec import EngineSpec
+from engine.memory.averages import Averages
 from engine.memory.blueprint import blueprints
 from engine.memory.bytes_by_role import Bytes
 from engine.memory.copies import Copies, CopyNeed, copies_bytes, place_copies
@@ -39,6 +40,7 @@ class _Planner:
     def __post_init__(self):
         self.models = blueprints(self.spec)
         self.engines = {role: self._engine(role) for role in self.models}
+        self.averages = Averages(self.spec, self.engines["actor"])
         actor, load = self.models["actor"], self.workload
         most = max(load.responses, -(-load.evaluated // self.cluster.world))
         self.slots = slots = slots_of_a_row(load.prompt + load.response, waiting=load.generated < most)
@@ -98,16 +100,8 @@ class _Planner:
         for engine in self.engines.values():
             on_device, on_host = engine.at_rest(stepped)
             device, host = device + on_device, host + on_host
-        average = self._average()
-        return (device, host + average) if self._average_on_host else (device + average, host)
-
-    @property
-    def _average_on_host(self) -> bool:
-        return self.spec.ema_device == "cpu" or self.engines["actor"].offloads_optimizer
-
-    def _average(self) -> Bytes:
-        kept = self.spec.ema_decay is not None
-        return Bytes().add("ema", "average", FLOAT * self.engines["actor"].trained_share if kept else 0)
+        averages = self.averages.bytes
+        return (device, host + averages) if self.averages.on_host else (device + averages, host)
 
     @cached_property
     def _needs(self) -> list[CopyNeed]:
@@ -203,7 +197,7 @@ class _Planner:
             self._moment("load", f"{role} is read", [device, read], [host, reading])
             self._moment("load", f"{role} is loaded", [device, on_device, making], [host, on_host, loading])
             device, host = device + on_device, host + on_host
-        if self.spec.ema_decay is not None:
+        if self.averages.bytes.total:
             device, host = self._at_rest(stepped=False)
             self._moment("load", "the average is made", [device], [host])
 
@@ -233,12 +227,19 @@ class _Planner:
             if host is None:
                 continue
             engine = self.engines[host]
-            if self._copied(host) and role == host and engine.stage == 3:
+            moving = role == "reference" and self.spec.reference_moves  # the actor's own model, with other weights
+            if moving:
+                device, on_host = self.averages.exchanged
+                self._moment(
+                    "experience", "the reference takes the actor's place", [*always, device], [self.host_rest, on_host]
+                )
+            if self._copied(host) and (role == host or moving) and engine.stage == 3:
                 # The actor's copy has generated, with the adapter merged; the critic's may be new.
                 numbers = engine.model.unmerged if role == "actor" else engine.model.numbers
                 filled = [*always, self._bucket(host, numbers)]
                 self._moment("experience", f"the {role}'s copy is filled", filled, [self.host_rest])
-            needed = _kinds(role, scoring_pass(engine.model, self.workload.rows, None if role == host else role))
+            played = None if role == host or moving else role
+            needed = _kinds(role, scoring_pass(engine.model, self.workload.rows, played))
             whole = Bytes() if self._copied(host) else engine.gathered()
             self._moment(
                 "experience", f"{role} computes", [*always, needed, whole, engine.on_device()], [self.host_rest]

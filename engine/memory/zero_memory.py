@@ -217,7 +217,7 @@ class ZeroMemory:
         """(device, host) beyond `at_rest` and `held` while the optimizer steps."""
         role, width = self.model.role, self.model.width
         device, host = Bytes(), Bytes()
-        group = self._largest_group
+        group = self.largest_group
         if self.stage == 0:
             norm = 2 * DOUBLE * self.model.largest if width == FLOAT else DOUBLE * self.model.largest
             device.add(role, "buffers", max(norm, FLOAT * self.model.trains if width < FLOAT else 0))
@@ -229,7 +229,7 @@ class ZeroMemory:
         return device, host
 
     @property
-    def _largest_group(self) -> int:
+    def largest_group(self) -> int:
         """Numbers that are stepped at once."""
         groups = [
             self._share(group) if self.stage == 3 else -(-sum(group) // self.world) for group in self.model.groups

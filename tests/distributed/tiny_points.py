@@ -19,6 +19,7 @@ def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:
         Schedule(),
         models=models.trained,
         ema=models.ema,
+        reference=models.kept_reference,
         state=lambda: state,
         conditions=Conditions(),
         config_files=config_files(models.trained, models.tokenizer) if distributed.is_main() else {},
@@ -31,5 +32,5 @@ def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:
 def load_point(output: str | Path, models: RLHFEngine) -> dict:
     """Put the models to the newest restart point; returns its state."""
     point = ResumePoint.find(str(output), str(output), with_ema=models.ema is not None)
-    restore(point, models.trained, models.ema)
+    restore(point, models.trained, models.ema, models.kept_reference)
     return point.state

@@ -11,11 +11,12 @@ from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from engine.zero.limits import refuse_offload_of_roles
 from training.flags.arguments import REQUIRED, flag
 from training.flags.lora_flags import LEARNING_RATE, RoleLoraFlags
+from training.flags.reference_flags import MOVING, ReferenceFlags
 from training.flags.reward_function_flags import RewardFunctionFlags
 
 
 @dataclass(kw_only=True)
-class ModelFlags(RoleLoraFlags, RewardFunctionFlags):
+class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardFunctionFlags):
     """The models of step 3, their adapters and their engines."""
 
     actor_model_name_or_path: str = flag(
@@ -46,11 +47,6 @@ class ModelFlags(RoleLoraFlags, RewardFunctionFlags):
     actor_gradient_checkpointing: bool = flag(False, "compute the actor's activations again in backward passes")
     critic_gradient_checkpointing: bool = flag(False, "compute the critic's activations again in backward passes")
 
-    enable_ema: bool = flag(
-        False, "keep a moving average of the actor's weights; saved beside the actor", group="average of the actor"
-    )
-    ema_device: str | None = flag(None, "where it is kept; by default beside the master weights", choices=("cpu",))
-
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
         RewardFunctionFlags.validate(self)
@@ -66,11 +62,7 @@ class ModelFlags(RoleLoraFlags, RewardFunctionFlags):
                     "when it was sampled with those that it has now, and dropout would change them by "
                     "itself. Leave it out, or give 0."
                 )
-        if self.ema_device is not None and not self.enable_ema:
-            raise UserError(f"--ema_device {self.ema_device} needs --enable_ema.")
-        if "ema_decay" in self.given_fields() and not self.enable_ema:
-            given = "--set ema_decay=" if self.ema_decay is None else "--ema_decay "
-            raise UserError(f"{given}{self.given_fields()['ema_decay']} needs --enable_ema.")
+        self.validate_reference()
         for role in ("reference", "reward"):
             offload, path = f"offload_{role}_model", getattr(self, f"{role}_ds_config")
             EngineConfig(role, 0, getattr(self, offload), path).check_offload(f"--{offload}", trained=False)
@@ -156,8 +148,11 @@ class ModelFlags(RoleLoraFlags, RewardFunctionFlags):
             micro_batch_size=self.per_device_training_batch_size,
             actor_gradient_checkpointing=self.actor_gradient_checkpointing,
             critic_gradient_checkpointing=self.critic_gradient_checkpointing,
-            ema_decay=dialect.ema_decay if self.enable_ema else None,
+            ema_decay=dialect.ema_decay if self.keeps_average else None,
             ema_device=self.ema_device,
+            reference_is_ema=self.reference == MOVING,
+            reference_refresh_steps=self.reference_refresh_steps,
+            reference_mixup_alpha=self.reference_mixup_alpha,
         )
         self._check_shared(spec, dialect)
         engines = {"reference": frozen("reference", actor, self.offload_reference_model)}
@@ -240,7 +235,10 @@ class ModelFlags(RoleLoraFlags, RewardFunctionFlags):
             for name in (f"{role}_ds_config", f"offload_{role}_model"):
                 if not getattr(self, name, None):
                     continue
-                if role == "reference" and spec.hydra_layers:
+                if role == "reference" and spec.reference_moves:
+                    cause = next(f"{name} {value}" for name, value in self.moving_reference().items() if value)
+                    remedy = f"train without {cause}"
+                elif role == "reference" and spec.hydra_layers:
                     cause = f"hydra_layers {spec.hydra_layers} (dialect {dialect.name})"
                     remedy = "set hydra_layers to 0"
                 else:

@@ -55,6 +55,7 @@ class Session:
             args.schedule(),
             models=self.models.trained,
             ema=self.models.ema,
+            reference=self.models.kept_reference,
             state=self.state_dict,
             conditions=plan.conditions,
             config_files=config_files(self.models.trained, self.own_tokenizer) if distributed.is_main() else {},

@@ -1,4 +1,5 @@
-"""Before the first update the actor is the reference: a KL between them says that one of them is not what was given."""
+"""Before the first update, and after a refresh of the reference, actor and reference are one model: a KL between them
+says that one of them is not what it should be."""
 
 import torch
 
@@ -38,11 +39,12 @@ def rounding_bound(dtype: str, temperature: float = 1.0) -> float:
 
 
 def stop_unless_at_reference(step: int, experience: Experience, bound: float | None) -> None:
-    """Stop on all ranks in step 1 where actor and reference do not agree on responses (all ranks call this).
+    """Stop on all ranks where actor and reference do not agree on responses, though they are one model (all ranks call
+    this): in step 1, and in a step after a refresh of the reference.
 
     bound: of the mean absolute difference of their log-probs, a token; None for no such look. Raises: RunStopped.
     """
-    if bound is None or step > 1:
+    if bound is None:
         return
     gaps = experience.kl.double().abs()
     sums = torch.stack([gaps.sum(), experience.rollout.response_mask.sum().double()])
@@ -50,8 +52,9 @@ def stop_unless_at_reference(step: int, experience: Experience, bound: float | N
     gap = total / max(tokens, 1.0)
     if gap > bound:
         sampled = experience.logprobs is experience.rollout.logprobs
+        since = "no weight has been changed" if step == 1 else "the reference has just become the actor"
         raise RunStopped(
-            f"step 1: no weight has been changed, so actor and reference are one model, and the KL between them has to "
-            f"be 0. But their log-probs differ by {gap:.3g} nats a token on average; rounding explains {bound:.3g}. "
+            f"step {step}: {since}, so actor and reference are one model, and the KL between them has to be 0. But "
+            f"their log-probs differ by {gap:.3g} nats a token on average; rounding explains {bound:.3g}. "
             f"{_OF_SAMPLER if sampled else _OF_MODELS}"
         )

@@ -86,16 +86,18 @@ def stop_unless_weights_finite(step: int, models: Mapping[str, TrainedModel]) ->
         )
 
 
-def stop_if_too_far(step: int, kl: float, limit: float | None) -> None:
+def stop_if_too_far(step: int, kl: float, limit: float | None, moved: bool = False) -> None:
     """Stop, before the first update of `step`, where the KL of its responses is over --max_kl.
 
     kl: objective/kl, nats a response over all ranks, the same on each. It is that of the policy after `step` - 1 steps.
+    moved: whether the reference is another one than at the start.
     """
     if limit is not None and kl > limit:
+        since = " (to the reference as it has moved, not to the first one)" if moved else ""
         raise RunStopped(
-            f"step {step}: objective/kl is {kl:.4g} nats a response, over --max_kl {limit:g}, so the run ends before "
-            "an update goes on from there. Raise --kl_coef or lower --actor_learning_rate; or raise --max_kl if such "
-            "a distance is meant.",
+            f"step {step}: objective/kl is {kl:.4g} nats a response{since}, over --max_kl {limit:g}, so the run ends "
+            "before an update goes on from there. Raise --kl_coef or lower --actor_learning_rate; or raise --max_kl if "
+            "such a distance is meant.",
             good_until=step - 2,
         )
 

@@ -22,7 +22,7 @@ from engine.zero.shards import Shard
 from training.program.phases import phase
 from training.restarts.conditions import Conditions, state_file
 from training.restarts.layout import EMA as EMA_FOLDER
-from training.restarts.layout import PARTIAL, STATE_FILE, point_folder, rank_file, set_aside
+from training.restarts.layout import PARTIAL, REFERENCE, STATE_FILE, point_folder, rank_file, set_aside
 from training.restarts.pending_point import PendingPoint, copied
 from training.restarts.pruning import prune
 from training.restarts.schedule import Schedule
@@ -38,6 +38,7 @@ class Checkpoints:
         models: those that train, by the names of their folders within a point.
         state: () -> what of the run is to be gone on with beside models and EMA, as of now; for JSON.
         conditions: under which the run trains.
+        reference: the weights of a reference that is refreshed (`MovingReference.kept`).
         config_files: what stands under config/, by path; see `training.restarts.config_files`.
         resumed: the point that the run went on from, if any.
         scores: held-out scores of points that are there already, by step; larger is better.
@@ -54,12 +55,14 @@ class Checkpoints:
         conditions: Conditions,
         config_files: Mapping[str, bytes] | None = None,
         ema: EMA | None = None,
+        reference: EMA | None = None,
         resumed: Path | None = None,
         scores: Mapping[int, float] | None = None,
         say: Callable[[str], None] = print,
     ):
         self.output_dir, self.schedule = output_dir, schedule
         self.models, self.ema, self.state, self.conditions = models, ema, state, conditions
+        self.averages = {name: kept for name, kept in ((EMA_FOLDER, ema), (REFERENCE, reference)) if kept is not None}
         self.config_files = dict(config_files or {})
         self.newest: Path | None = resumed
         """The newest point that is known to be whole."""
@@ -129,7 +132,7 @@ class Checkpoints:
 
     def _shards(self) -> dict[str, list[Shard]]:
         found = {name: model.shards() for name, model in self.models.items()}
-        return found | ({EMA_FOLDER: self.ema.shards()} if self.ema is not None else {})
+        return found | {name: average.shards() for name, average in self.averages.items()}
 
     def _prepare(self, final: Path) -> str | None:
         """Make the folder that a point is written into; returns why that cannot be done."""

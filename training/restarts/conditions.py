@@ -119,6 +119,7 @@ class Conditions:
             **lora_identity(args),
             **frozen_identity(_start_flags(args, dialect), inputs or {}, args),
             "--share_trunk": args.share_trunk or None,
+            **args.moving_reference(),
         }
         settings = {
             **fields,

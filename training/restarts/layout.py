@@ -2,7 +2,8 @@
 
     OUTPUT_DIR/checkpoints/step_000100/
         actor/rank_00000.safetensors ...    numbers of the actor's training state, a file for each rank that wrote
-        critic/ ema/                        the same of the critic and of the moving average, if there are any
+        critic/ ema/ reference/             the same of the critic, of the moving average, and of the weights of a
+                                            reference that is refreshed, if there are any
         config/actor/ config/critic/        config.json and tokenizer, as beside a saved model
         trainer_state.json                  training/restarts/conditions.py says what stands there
         manifest.json                       size and hash of each of these files; written last
@@ -18,7 +19,7 @@ from pathlib import Path
 CHECKPOINTS = "checkpoints"
 AUTO = "auto"  # for --resume: the newest point in --output_dir, if there is one
 STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"
-CONFIG, EMA = "config", "ema"
+CONFIG, EMA, REFERENCE = "config", "ema", "reference"
 PARTIAL, PRUNED, ABANDONED = ".partial", ".pruned", ".abandoned"
 
 
