@@ -32,10 +32,25 @@ OUTLOOKS = {
             "objective_kl_coef": lambda t: 0.0,
         },
     ),
-    "the score alone rises": (None, {"objective_kl": lambda t: min(32 * t, 8.0)}),
-    "the KL alone rises": (None, {"objective_scores": lambda t: min(8 * t, 2.0)}),
-    "flat only since the learning rate is": (
+    "the score alone rises": (
+        "and KL did not (at 8 nats a response): a longer run (--max_steps) reaches more at the same KL",
+        {"objective_kl": lambda t: min(32 * t, 8.0)},
+    ),
+    "the score rises, and the reference has moved": (
+        "The reference has moved, so that KL does not tell how far",
+        {"objective_kl": lambda t: 4 * ((8 * t) % 1), "objective_reference_moves": lambda t: 8 * t // 1},
+    ),
+    "all has settled, and the reference has moved": (
         None,
+        {
+            "objective_scores": lambda t: min(8 * t, 2.0),
+            "objective_kl": lambda t: min(32 * t, 8.0),
+            "objective_reference_moves": lambda t: 8 * t // 1,
+        },
+    ),
+    "the KL alone rises": (None, {"objective_scores": lambda t: min(8 * t, 2.0)}),
+    "KL is flat only since the learning rate is": (
+        "reaches more at the same KL",
         {"objective_scores": lambda t: 4 * t * (1 - t / 2), "objective_kl": lambda t: 4 * min(t, 0.7)},
     ),
 }

@@ -21,7 +21,7 @@ from training.reporting.health.curves import (
     noise,
     sustained,
 )
-from training.reporting.health.policy import KL_MOVED
+from training.reporting.health.policy import KL_MOVED, reference_moved
 
 CLIPPED = 0.3
 """Share of tokens. The clip is for outliers, not for a third of all tokens."""
@@ -88,6 +88,8 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
 def _unmoved_by(rows: Sequence[Mapping]) -> str:
     """What to try where the score did not rise, by what the KL did."""
     kl, coefficient = course(rows, "objective/kl", SETTLED_FROM), at_end(rows, "objective/kl_coef")
+    if reference_moved(rows):
+        kl = None  # of which it says nothing
     if kl is not None and kl.after > KL_MOVED and kl.steady and coefficient != 0.0:
         return (
             f"KL to the reference was steady at {kl.after:.3g} nats a response, so that the penalty, not time, holds "
@@ -123,7 +125,8 @@ def too_much_clipped(rows: Sequence[Mapping]) -> Finding | None:
         lambda value, steps: Finding(
             LOOK,
             f"the policy's clip fraction was {value:.2g} around {steps}: updates are too large",
-            "Lower --actor_learning_rate or --ppo_epochs.",
+            "Lower --actor_learning_rate or --ppo_epochs, or have passes left out once a step has gone far enough "
+            "(--set early_stop_kl=0.02).",
         ),
     )
 
@@ -138,7 +141,8 @@ def updates_too_far(rows: Sequence[Mapping]) -> Finding | None:
             LOOK,
             f"approximate KL of the updates was {value:.2g} around {steps}: the policy moved far from the one that "
             "had sampled",
-            "Lower --actor_learning_rate or --ppo_epochs.",
+            "Lower --actor_learning_rate or --ppo_epochs, or have passes left out once a step has gone far enough "
+            "(--set early_stop_kl=0.02).",
         ),
     )
 
@@ -163,7 +167,8 @@ def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
         LOOK,
         "; ".join(found),
         "Look at these steps' scores and lengths; lower --max_grad_norm or the learning rate, or clip scores "
-        "(--score_clip).",
+        "(--score_clip). Where policy/ratio_max jumps with the policy's norm, --set ratio_limit=10 leaves such updates "
+        "out.",
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from training.reporting.health.curves import SETTLED_FROM, at_end, at_start, course
-from training.reporting.health.policy import KL_MOVED
+from training.reporting.health.policy import KL_MOVED, reference_moved
 
 LAST_PART = 2 / 3
 """A run is on its way if it moved over its last third."""
@@ -15,20 +15,32 @@ LITTLE = 0.1
 
 def outlook(rows: Sequence[Mapping]) -> str | None:
     """What a longer run or another coefficient would bring, if the curves show it; of a run in which nothing is ill."""
-    return _under_way(rows) or _settled(rows)
+    return _under_way(rows) or (None if reference_moved(rows) else _settled(rows))
 
 
 def _under_way(rows: Sequence[Mapping]) -> str | None:
-    """Score and KL still rise together: the run moves along its line of score against KL."""
+    """The score still rises: with KL, along the run's line of score against KL; or without it, across that line."""
     score, kl = (course(rows, f"objective/{name}", LAST_PART) for name in ("scores", "kl"))
     first, last = at_start(rows, "objective/scores"), at_end(rows, "objective/scores")
-    if score is None or kl is None or not (score.rose and kl.rose) or kl.steady:
+    if score is None or kl is None or not score.rose or score.after - score.before < GAIN * (last - first):
         return None
-    if score.after - score.before < GAIN * (last - first):
+    rise = f"(score {score.before:.3g} to {score.after:.3g}"
+    if reference_moved(rows):
+        return (
+            f"The score still rose over the last third {rise}): a longer run (--max_steps) goes further. The reference "
+            "has moved, so that KL does not tell how far the policy is from the model that training started from; "
+            "`python -m training.merge` measures that."
+        )
+    if kl.fell or kl.steady:
+        return (
+            f"The score still rose over the last third {rise}) and KL did not (at {kl.after:.3g} nats a response): a "
+            "longer run (--max_steps) reaches more at the same KL."
+        )
+    if not kl.rose:
         return None
     return (
-        f"Score and KL still rose together over the last third (score {score.before:.3g} to {score.after:.3g}, KL "
-        f"{kl.before:.3g} to {kl.after:.3g} nats a response): a longer run (--max_steps) goes further along this line."
+        f"Score and KL still rose together over the last third {rise}, KL {kl.before:.3g} to {kl.after:.3g} nats a "
+        "response): a longer run (--max_steps) goes further along this line."
     )
 
 
@@ -50,5 +62,6 @@ def _settled(rows: Sequence[Mapping]) -> str | None:
         )
     return (
         f"Score and KL have settled (score {score.after:.3g}, KL {kl.after:.3g} nats a response, over the last two "
-        "thirds): a longer run brings little, a lower --kl_coef goes further."
+        "thirds): a longer run brings little, a lower --kl_coef goes further; so does a reference that is refreshed "
+        "(--reference_refresh_steps), which gives up the hold on the first model."
     )

@@ -20,17 +20,25 @@ ENTROPY_GREW = 1.5
 """A policy that gets so much less sure is losing the language rather than exploring."""
 
 
+def reference_moved(rows: Sequence[Mapping]) -> bool:
+    """Whether KL is, by the end, measured to another reference than at the start: a refresh lowers it, and it does not
+    tell how far the policy is from the model that training started from."""
+    return (at_end(rows, "objective/reference_moves") or 0.0) > 0.0
+
+
 def kl_far(rows: Sequence[Mapping]) -> Finding | None:
     """The policy has left the neighbourhood in which the reward model was trained."""
     kl, a_token = at_end(rows, "objective/kl"), at_end(rows, "objective/kl_per_token")
     if kl is None or (kl <= KL_FAR and (a_token is None or a_token <= KL_FAR_A_TOKEN)):
         return None
+    moved = ", which has moved: the model that training started from is further away" if reference_moved(rows) else ""
     return Finding(
         ALARM,
-        f"KL to the reference ended at {kl:.3g} nats a response, {a_token or 0:.2g} a token",
+        f"KL to the reference ended at {kl:.3g} nats a response, {a_token or 0:.2g} a token{moved}",
         "So far away the reward model's scores mean little: read samples/, then raise --kl_coef, lower "
-        "--actor_learning_rate; a restart point of before (--save_steps) keeps what was reached, and "
-        "--max_kl ends a run that goes so far.",
+        "--actor_learning_rate, or have the coefficient steered to a KL of your choice (--set kl_controller=adaptive "
+        "kl_target=6); a restart point of before (--save_steps) keeps what was reached, and --max_kl ends a run that "
+        "goes so far.",
     )
 
 
@@ -48,7 +56,9 @@ def kl_negative(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def kl_growing(rows: Sequence[Mapping]) -> Finding | None:
-    """No balance between score and KL penalty by the end."""
+    """No balance between score and KL penalty by the end; with a reference that moves there is none to be reached."""
+    if reference_moved(rows):
+        return None
     before, after = mean(rows, "objective/kl", 0.7, 0.8), at_end(rows, "objective/kl")
     if before is None or after <= KL_SMALL or after <= KL_GROWTH * max(before, 0.0):
         return None
@@ -56,7 +66,8 @@ def kl_growing(rows: Sequence[Mapping]) -> Finding | None:
         LOOK,
         f"KL to the reference was still growing fast: {before:.3g} nats a response three quarters "
         f"through, {after:.3g} at the end",
-        "Raise --kl_coef or lower --actor_learning_rate; look whether the held-out score grew with it.",
+        "Raise --kl_coef or lower --actor_learning_rate; look whether the held-out score grew with it. Where it is the "
+        "KL that is wanted and not the coefficient, --set kl_controller=adaptive kl_target=6 steers to it.",
     )
 
 
