@@ -215,6 +215,8 @@ def _missing(module: Backbone, source: Backbone, held: _Held | None, wanted: _He
     if held is None or held.model != wanted.model:
         return None
     changed = [name for name, parameter in source.named_parameters() if parameter.requires_grad]
+    if not changed and held.version != wanted.version:  # a frozen model that has taken other weights
+        return None
     return frozenset(unmerged + (changed if held.version != wanted.version else []))
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -16,6 +16,7 @@ from engine.trace import traced
 from engine.zero.copies import Copies
 from engine.zero.extensions import nothing_compiled
 from engine.zero.fitting import decoder_layers, with_fitting_bucket, with_fitting_sizes
+from engine.zero.gathering import fill_parameters
 from engine.zero.hpz import own_hpz_groups
 from engine.zero.long_batch import LongBatch
 from engine.zero.shards import Shard, ShardSource, TrainingState
@@ -227,7 +228,7 @@ class FrozenModel:
         self.role = role  # for messages and traces
         self.copies: Copies | None = None
         self.stage = self.ds_engine.zero_optimization_stage()
-        self.version = 0
+        self.version = 0  # goes up when other weights are taken
         self._moves = offload and self.stage == 0
         self.ds_engine.eval()
         if self._moves:
@@ -242,6 +243,14 @@ class FrozenModel:
     def __call__(self, *args, **kwargs):
         """The module's forward pass, by its copy if there are `copies`."""
         return _inferred(self, *args, **kwargs)
+
+    def take(self, fetch: Callable[[str], Tensor]) -> None:
+        """Compute with other weights from now on, each given by its name in `module.model` (all ranks call this).
+
+        fetch: as in `fill_parameters`.
+        """
+        fill_parameters(self.module.model, fetch)
+        self.version += 1
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,19 @@ def set_parameter(parameter: nn.Parameter, value: Tensor) -> None:
     partitioned = is_partitioned(parameter)
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned), torch.no_grad():
         parameter.copy_(value)
+
+
+@torch.no_grad()
+def fill_parameters(module: nn.Module, fetch: Callable[[str], Tensor]) -> None:
+    """Overwrite a module's parameters, one after the other, by their names; tied ones come once (all ranks call this).
+
+    fetch: gives a weight of full shape; of partitioned ones the main rank alone asks for it.
+    """
+    for name, parameter in module.named_parameters():
+        partitioned = is_partitioned(parameter)
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
+            if not partitioned or distributed.is_main():
+                parameter.copy_(fetch(name))
 
 
 @contextlib.contextmanager

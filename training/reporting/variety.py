@@ -6,7 +6,7 @@ spaces; where a language has none, a response is one word.
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 
 
@@ -16,6 +16,20 @@ def distinct_bigrams(texts: Iterable[str]) -> int:
     It falls when responses become alike, and grows with their number: compare equal numbers.
     """
     return len({pair for text in texts for pair in pairwise(text.split())})
+
+
+def words_of(texts: Iterable[str]) -> set[str]:
+    """All words that the texts hold."""
+    return {word for text in texts for word in text.split()}
+
+
+def known_share(texts: Iterable[str], known: Collection[str]) -> float:
+    """The share of the texts' words that are known; 1 where they have none.
+
+    Invented words make texts more varied by every count of what is different: this tells them apart.
+    """
+    words = [word for text in texts for word in text.split()]
+    return sum(word in known for word in words) / len(words) if words else 1.0
 
 
 def compressed_bytes(texts: Iterable[str]) -> int:

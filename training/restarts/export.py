@@ -147,7 +147,7 @@ def export(
         if adapter:
             write_tensors(partial / WEIGHTS, tensors, {"format": "pt"})
         else:
-            _write(tensors, max_shard_size, partial)
+            write_weights(tensors, max_shard_size, partial)
         _write_config(source, dtype, partial, OF_MODELS if adapter else (ADAPTER_CONFIG, SCORE, BASE))
         sync(partial)
         partial.rename(folder)
@@ -176,7 +176,12 @@ def _tensors(point: ResumePoint, model: str, ema: bool, dtype: str | None) -> Po
     return PointTensors(ShardFiles(point.folder / model), averages, computed, FLOATS[dtype] if dtype else None)
 
 
-def _write(tensors: Any, max_shard_size: str, folder: Path) -> None:
+def write_weights(tensors: Any, max_shard_size: str, folder: Path) -> None:
+    """Write a model's weight files, and their index where there are several, a tensor at a time.
+
+    tensors: a mapping in the order of a file, with `shape_and_dtype(name)` and `only(names)`. Raises: UserError for a
+    size that is none.
+    """
     described = {name: torch.empty(shape, dtype=kind, device="meta") for name, shape, kind in _described(tensors)}
     try:
         split = split_torch_state_dict_into_shards(described, max_shard_size=max_shard_size)

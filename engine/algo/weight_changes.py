@@ -1,0 +1,47 @@
+"""What several trainings have changed of one tensor, made into one change.
+
+Source: Ramé et al. 2024, "WARP: On the Benefits of Weight Averaged Rewarded Policies", section 3: SLERP of changes
+(stage 2), and the line from the start through what they come to (LITI, stage 3). The mean is that of Wortsman et al.
+2022, "Model soups".
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+PARALLEL = 1e-6
+"""Radians: changes between which the angle is smaller, or as much short of a half turn, have no arc to go along."""
+
+
+def mean_change(changes: Sequence[Tensor]) -> Tensor:
+    """sum_i d_i / n, of n float32 tensors of one shape, which is also the result's."""
+    return torch.stack(list(changes)).mean(0) if len(changes) > 1 else changes[0]
+
+
+def spherical_change(changes: Sequence[Tensor]) -> Tensor:
+    """The changes one after the other into s_m = slerp(s_(m-1), d_m; 1 / m), s_1 = d_1; float32, of one shape.
+
+    Where changes stand nearly at right angles, as those of independent runs do, their mean is about 1 / sqrt(n) as long
+    as one of them; this one is as long. WARP takes a change for each layer; here it is one for each tensor.
+    """
+    merged = changes[0]
+    for number, change in enumerate(changes[1:], 2):
+        merged = slerp(merged, change, 1.0 / number)
+    return merged
+
+
+def slerp(start: Tensor, end: Tensor, share: float) -> Tensor:
+    """sin((1 - share) w) / sin w * start + sin(share * w) / sin w * end, w the angle between the two as vectors.
+
+    The straight line where one of them is 0, or both have one direction or opposite ones, between which there is no one
+    arc.
+    """
+    lengths = start.norm() * end.norm()
+    angle = torch.arccos(((start * end).sum() / lengths).clamp(-1.0, 1.0)) if lengths > 0 else torch.zeros(())
+    if not PARALLEL < angle < torch.pi - PARALLEL:
+        return torch.lerp(start, end, share)
+    return (torch.sin((1 - share) * angle) * start + torch.sin(share * angle) * end) / torch.sin(angle)
+
+
+METHODS: dict[str, Callable[[Sequence[Tensor]], Tensor]] = {"linear": mean_change, "slerp": spherical_change}
