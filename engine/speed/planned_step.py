@@ -20,6 +20,7 @@ def step_of(planned: MemoryPlan, spec: EngineSpec, load: Workload, decoders: Map
         hosts["critic"] = "actor"
     vllm = load.parts if load.backend == "vllm" else None
     return Step(
+        moving=spec.reference_moves,
         decoders={**decoders, **{role: decoders[host] for role, host in hosts.items()}},
         engines=engines,
         hosts=hosts,

@@ -30,7 +30,7 @@ class Step:
     roles whose copy no other model takes turns in; stays: copies do also while training. drawing: ranks that hold a
     copy of the actor which only draws, as vLLM does; None for none. checkpointed: whether backward passes compute
     activations again. offloaded: roles whose weights and states are in host memory. scored: whether the actor's
-    log-probs are those of a forward pass.
+    log-probs are those of a forward pass. moving: whether the reference is other weights in the actor's engine.
     """
 
     decoders: Mapping[str, Decoder]
@@ -53,6 +53,7 @@ class Step:
     checkpointed: bool = False
     offloaded: frozenset[str] = frozenset()
     scored: bool = True
+    moving: bool = False
 
     def parts(self, rates: Rates, ranks: Ranks) -> dict[str, Part]:
         """The parts of a step, in their order, by name."""
@@ -94,6 +95,9 @@ class Step:
 
     def _filled(self, role: str, rates: Rates, ranks: Ranks) -> Part:
         """The role's copy gets its weights, as far as it does not hold them yet."""
+        if role == "reference" and self.moving:  # into the actor's copy, which it then gets back by generating
+            copied = self._copied("actor") and self._engine("actor").stage == 3 and ranks.world > 1
+            return self._exchanges("actor", rates, ranks).filling(self._engine("actor").trains) if copied else Part()
         engine, draws = self._engine(role), role == "actor" and self.drawing is not None
         copied = role in self.whole or role in self.divided or draws
         if not copied or self._host(role) != role or (engine.stage < 3 and not draws) or ranks.world == 1:

@@ -23,7 +23,7 @@ from engine.rollout.families import check_attention
 from training.flags.user_function import load_function
 from training.merge.flags import MergeFlags
 from training.merge.frontier import Measuring, Point, best_within, read_held_out
-from training.merge.report import table, write_report
+from training.merge.report import PICTURE, TABLE, draw, table, write_points
 from training.merge.same_kind import SFT, TRAINED, check_change, check_paths, check_tokenizers, check_weights
 from training.merge.saving import MODEL, save_merged
 from training.merge.weights import MergedWeights, stored_weights
@@ -104,7 +104,9 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
         write_rows(folder / "samples" / f"scale_{scale:g}.jsonl", rows)
         if distributed.is_main():
             print(f"scale {scale:g}: score {point.score:.3f}, KL {point.kl:.2f} nats a response", flush=True)
-            write_report(folder, points, source(args))
+            write_points(folder / TABLE, points, source(args))
+    if distributed.is_main():
+        draw(points, folder / PICTURE)
     return points
 
 

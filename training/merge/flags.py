@@ -51,8 +51,8 @@ class MergeFlags(DataFlags):
     )
     known_texts_path: list[str] = flag(
         [],
-        "texts whose words count as known, beside those of the prompts: data sets with a column text, such as the SFT "
-        "data's",
+        "texts whose words count as known, beside those of the prompts: data sets as step 1 reads them, such as the "
+        "SFT model's own",
     )
     num_eval_prompts: int = flag(128, "how many held-out prompts are answered at each scale")
     max_prompt_seq_len: int = flag(256, "longest prompt, in tokens")

@@ -21,7 +21,7 @@ from engine.rlhf_engine import frozen_model
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
-from training.data.forms import PROMPTS, TEXTS
+from training.data.forms import PROMPTS, SFT
 from training.data.prompts import Prompts, prompt_fit
 from training.data.rows import load_rows
 from training.flags.user_function import is_source, load_function
@@ -31,8 +31,8 @@ from training.program.model_files import generation_stops
 from training.reporting.evaluation import Evaluator
 from training.reporting.variety import distinct_bigrams, known_share, words_of
 
-DIALECT = Dialect(name="merge", critic_start="none", critic_lr=0.0)
-"""Responses up to EOS, and log-probs at temperature 1 or the one that is given; nothing else of it counts here."""
+DIALECT = Dialect(name="merge", critic_start="none", critic_lr=0.0, advantage_estimator="rloo", samples_per_prompt=2)
+"""Responses up to EOS, and log-probs at the temperature that they are drawn at. Nothing is learned by its estimator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ def read_held_out(args: MergeFlags, tokenizer) -> HeldOut:
     assert held_out is not None, "load_rows gives as many as are asked for, or says that they are too few"
     known = words_of(row["prompt"] for rows in parts for row in rows)
     for path in args.known_texts_path:
-        texts, _ = load_rows(path, TEXTS, tokenizer, phase=args.phase, seed=args.seed)
-        known |= words_of(row["text"] for row in texts)
+        texts, _ = load_rows(path, SFT, tokenizer, phase=args.phase, seed=args.seed)
+        known |= words_of(text for row in texts for text in row.values())
     rows = ConcatDataset([prompts.rows for prompts in (rest, held_out) if prompts is not None])
     return HeldOut(held_out, tokenizer, rows, len(rest) if rest is not None else 0, frozenset(known))
 

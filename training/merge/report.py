@@ -21,7 +21,7 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
             f"{point.scale:g}",
             f"{point.score:.3f}",
             f"± {NOISE * point.score_se:.3f}",
-            f"{point.kl:.2f}",
+            f"{point.kl:.2f}".replace("-0.00", "0.00"),  # of a model to itself, within rounding
             f"± {NOISE * point.kl_se:.2f}",
             f"{point.tokens:.1f}",
             f"{point.bigrams:.3f}",
@@ -39,11 +39,10 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
     return "\n".join([*(row.rstrip() for row in rows), note])
 
 
-def write_report(folder: Path, points: Sequence[Point], source: dict) -> None:
-    """Write table and picture; source: what was merged, for the JSON. Raises: OSError."""
+def write_points(path: Path, points: Sequence[Point], source: dict) -> None:
+    """Write what was measured so far as JSON; source: what was merged. Raises: OSError."""
     found = {**source, "points": [dataclasses.asdict(point) for point in points]}
-    write_whole(folder / TABLE, json.dumps(found, indent=2) + "\n")
-    draw(points, folder / PICTURE)
+    write_whole(path, json.dumps(found, indent=2) + "\n")
 
 
 def draw(points: Sequence[Point], path: Path) -> None:

@@ -221,3 +221,21 @@ def test_vllm_holds_a_part_of_the_actor_while_responses_and_experience_are_made(
     assert of_role(on_gpu, "train", "vLLM") == {} == of_role(on_gpu, "generate", "copies").get("weights", {})
     on_cpu = plan(spec_of(path, 3), load, Cluster(gpus=8, on_gpu=False))
     assert of_role(on_cpu, "train", "vLLM") == held  # where vLLM cannot sleep
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_reference_that_moves_is_a_shard_in_place_of_a_model(path, stage):
+    """Beside the actor's masters, of which two ranks have half each; and one more of these while it computes."""
+    usual = plan(spec_of(path, stage), WORKLOAD, Cluster(gpus=2))
+    spec = spec_of(path, stage, reference_refresh_steps=5)
+    moving = plan(spec, WORKLOAD, Cluster(gpus=2))
+    assert of_role(usual, "train", "reference") == {"weights": 2 * POLICY}
+    shard = 4 * POLICY // (2 if stage else 1)
+    assert of_role(moving, "train", "reference") == {"weights": pytest.approx(shard, rel=0.001)}
+    (exchange,) = [one.device.by_role for one in moving.moments if one.name == "the reference takes the actor's place"]
+    most = 4 * VOCABULARY * WIDTH if stage == 0 else shard  # a master is a weight there, and all of a group here
+    assert exchange["reference"]["buffers"] == pytest.approx(most, rel=0.02)
+    assert "reference computes" in {one.name for one in moving.moments}
+    average = plan(spec_of(path, stage, ema_decay=0.9, reference_is_ema=True), WORKLOAD, Cluster(gpus=2))
+    assert of_role(average, "train", "ema") == {"average": pytest.approx(shard, rel=0.001)}
+    assert "reference" not in average.phases["train"]

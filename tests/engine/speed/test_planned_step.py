@@ -56,6 +56,12 @@ def test_copies_that_models_take_turns_in_are_filled_each_time(path):
     }
 
 
+def test_a_reference_that_moves_takes_its_turn_in_the_actors_copy(path):
+    moving = exchanged(spec_of(path, 3, reference_refresh_steps=5))
+    assert moving["gather actor"] == moving["gather reference"] == (POLICY, 0)
+    assert "gather reference" not in exchanged(spec_of(path, 0, reference_refresh_steps=5))
+
+
 def test_below_stage_3_gradients_are_summed_and_new_weights_gathered(path):
     assert exchanged(spec_of(path, 0)) == {"train critic": (0, SCORER), "train actor": (0, POLICY)}
     assert exchanged(spec_of(path, 1)) == {"train critic": (SCORER, SCORER), "train actor": (POLICY, POLICY)}

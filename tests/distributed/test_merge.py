@@ -1,0 +1,71 @@
+"""What the merge program measures on two ranks, beside plain models with weights that are merged here."""
+
+from itertools import pairwise
+from statistics import fmean
+
+import pytest
+import torch
+
+from tests.distributed import plain
+from tests.distributed.harness import run_ranks
+from tests.distributed.work_merge import reward, write_prompts
+from tests.tiny_models import make_causal_lm
+
+SCALES, RUNS, TEMPERATURE = [0.0, 0.5, 1.5], ["run1", "run2"], 0.8
+KNOWN = {f"w{4 + (7 * row + word) % 30:02d}" for row in range(12) for word in range(2 + row % 5)}  # of the prompts
+
+
+@pytest.fixture(scope="module")
+def ranks(folder, output) -> list[dict]:
+    """What both ranks found, with models in parts."""
+    write_prompts(output)
+    for seed, name in enumerate(RUNS, 40):
+        make_causal_lm(f"{folder}/{name}", "llama", seed=seed)
+    arguments = {"folder": folder, "output": output, "trained": RUNS, "scales": SCALES, "stage": 3}
+    return run_ranks("tests.distributed.work_merge:measured", **arguments)
+
+
+@torch.no_grad()
+def model_at(folder: str, scale: float):
+    """The SFT model, moved by the mean of what both runs are away from it."""
+    model, others = plain.policy(folder), [plain.policy(folder, name).state_dict() for name in RUNS]
+    for name, weight in model.named_parameters():
+        weight.add_(scale * ((others[0][name] + others[1][name]) / 2 - weight))
+    return model
+
+
+@pytest.mark.parametrize("place, scale", enumerate(SCALES))
+def test_kl_is_that_of_the_merged_model_to_the_sft_model(ranks, folder, place, scale):
+    sft, merged, kls = plain.policy(folder), model_at(folder, scale), {}
+    for rank in ranks:
+        rollout = rank["experiences"][place].rollout
+        with torch.no_grad():
+            own, reference = (plain.logprobs(model, rollout, TEMPERATURE) for model in (merged, sft))
+        kl = ((own - reference) * rollout.response_mask).sum(-1)
+        kls |= dict(zip(rollout.indices.tolist(), kl.tolist()))
+    assert len(kls) == 9  # of ten rows, as two ranks have equally many
+    for rank in ranks:
+        assert rank["points"][place]["kl"] == pytest.approx(fmean(kls.values()), abs=1e-4)
+        assert [row["kl"] for row in rank["rows"][place]] == pytest.approx([kls[key] for key in sorted(kls)], abs=1e-4)
+    assert abs(fmean(kls.values())) < 1e-6 if scale == 0.0 else fmean(kls.values()) > 1.0
+
+
+@pytest.mark.parametrize("place", range(len(SCALES)))
+def test_score_and_variety_are_those_of_the_responses(ranks, place):
+    for rank in ranks:
+        point, rows = rank["points"][place], rank["rows"][place]
+        texts = [row["response"] for row in rows]
+        words = [text.split() for text in texts]
+        assert point == ranks[0]["points"][place] and point["scale"] == SCALES[place]
+        assert point["score"] == pytest.approx(fmean(row["score"] for row in rows))
+        assert [row["scores_function"] for row in rows] == reward([], texts)
+        pairs = {pair for text in words for pair in pairwise(text)}
+        assert point["bigrams"] == pytest.approx(len(pairs) / sum(row["tokens"] for row in rows))
+        every = [word for text in words for word in text]
+        assert point["known"] == pytest.approx(sum(word in KNOWN for word in every) / len(every))
+        assert 0.1 < point["known"] < 0.9 and point["score_se"] > 0.0
+
+
+def test_the_seed_draws_other_responses_from_other_weights(ranks):
+    first, _, last = ([row["response"] for row in rows] for rows in ranks[0]["rows"])
+    assert first != last

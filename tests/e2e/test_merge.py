@@ -1,0 +1,117 @@
+"""The merge program from its command line: what it writes, what it chooses, and its messages."""
+
+import json
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.programs import Result, assert_one_message, command_line, snapshot
+from training.merge import __main__ as merge
+from training.merge.frontier import Point, best_within
+from training.program.startup import run
+
+
+@pytest.fixture(scope="module")
+def trained(tiny) -> str:
+    """A model that is some way off the SFT model."""
+    folder = tiny.folder / "trained"
+    shutil.copytree(tiny.folder / "sft", folder)
+    generator, state = torch.Generator().manual_seed(3), load_file(folder / "model.safetensors")
+    moved = {name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in state.items()}
+    save_file(moved, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+def merged(flags: dict, capfd) -> Result:
+    """Run the program in this process."""
+    capfd.readouterr()
+    with mock.patch("engine.distributed.shutdown"):
+        code = run(merge.main, merge.MergeFlags, merge.__doc__, command_line(flags))
+    return Result(code, *capfd.readouterr())
+
+
+def flags_of(tiny, trained, **changes) -> dict:
+    """Flags of a short run, with these changes."""
+    measured = {
+        "data_path": tiny.folder / "prompts.jsonl",
+        "known_texts_path": tiny.folder / "sft.jsonl",
+        "reward_model_name_or_path": tiny.folder / "reward",
+        "num_eval_prompts": 8,
+        "max_prompt_seq_len": 6,
+        "max_answer_seq_len": 8,
+    }
+    return {"sft_model_name_or_path": tiny.folder / "sft", "trained_model_name_or_path": trained, **measured, **changes}
+
+
+def test_the_best_within_a_kl_is_saved_and_the_frontier_written(tiny, trained, tmp_path, capfd):
+    out = tmp_path / "out"
+    flags = flags_of(tiny, trained, scales=[0.5, 1.0, 3.0], output_dir=out)
+    result = merged(flags, capfd)
+    assert result.code == 0 and "nothing is saved" in result.stdout, result.stderr
+    found = json.loads((out / "frontier.json").read_text())
+    points = {point["scale"]: point for point in found["points"]}
+    assert list(points) == [0.0, 0.5, 1.0, 3.0] and found["trained"] == [trained]
+    assert points[0.0]["kl"] == pytest.approx(0.0, abs=1e-5) and 0.0 < points[0.5]["kl"] < points[3.0]["kl"]
+    assert not (out / "model").exists() and (out / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert len((out / "samples" / "scale_0.5.jsonl").read_text().splitlines()) == 8
+
+    within = points[3.0]["kl"] - 1e-6
+    best = max((points[scale] for scale in (0.5, 1.0)), key=lambda point: point["score"])["scale"]
+    chosen = tmp_path / "chosen"
+    result = merged({**flags, "output_dir": chosen, "max_kl": within}, capfd)
+    assert result.code == 0 and f"SFT + {best:g} x the linear change of 1" in result.stdout, result.stderr
+    note = json.loads((chosen / "model" / "merged_from.json").read_text())
+    assert note["scale"] == best and note["measured"]["kl"] == pytest.approx(points[best]["kl"], abs=1e-5)
+    one, other = (load_file(f"{path}/model.safetensors") for path in (tiny.folder / "sft", trained))
+    model = AutoModelForCausalLM.from_pretrained(chosen / "model").state_dict()
+    for name, tensor in one.items():
+        assert torch.allclose(model[name], tensor + best * (other[name] - tensor), atol=1e-6), name
+
+
+def test_the_best_score_within_a_kl_is_chosen_and_never_the_sft_model():
+    points = [
+        Point(scale, score, 0.0, kl, 0.0, 8.0, 0.5, 1.0) for scale, score, kl in ((0, 9, 0), (1, 2, 4), (2, 1, 5))
+    ]
+    assert [best_within(points, limit) for limit in (3.0, 4.0, 99.0)] == [None, points[1], points[1]]
+
+
+def test_without_prompts_a_scale_is_merged_and_nothing_is_measured(tiny, trained, tmp_path, capfd):
+    out = tmp_path / "out"
+    paths = {"sft_model_name_or_path": tiny.folder / "sft", "trained_model_name_or_path": trained, "output_dir": out}
+    result = merged({**paths, "scale": 1.0}, capfd)
+    assert result.code == 0 and "saved: " in result.stdout, result.stderr
+    assert sorted(path.name for path in out.iterdir() if path.suffix != ".lock") == ["model"]
+    before = snapshot(out / "model")
+    assert_one_message(merged({**paths, "scale": 0.5}, capfd), [f"--output_dir {out} is not empty"])
+    assert snapshot(out / "model") == before
+
+
+BAD = {
+    "nothing to do": (
+        {"data_path": None, "known_texts_path": None, "reward_model_name_or_path": None},
+        "nothing to do",
+    ),
+    "no reward": ({"reward_model_name_or_path": None}, "--data_path without a reward"),
+    "two choices": ({"scale": 1.0, "max_kl": 3.0}, "--scale 1 and --max_kl 3 both choose a model"),
+    "the SFT model": ({"scale": 0.0}, "--scale 0: that is the SFT model"),
+    "a scale twice": ({"scales": [0.5, 0.5]}, "--scales 0.5 0.5: a scale is given twice"),
+    "no data for a KL": ({"data_path": None, "max_kl": 3.0, "known_texts_path": None}, "needs --data_path"),
+    "overwriting": ({"overwrite_output_dir": True}, "--overwrite_output_dir: the merge program has no use for it"),
+    "no such model": ({"trained_model_name_or_path": "/nowhere"}, "--trained_model_name_or_path: there is no folder"),
+}
+
+
+@pytest.mark.parametrize("changes, message", BAD.values(), ids=BAD)
+def test_mistakes_have_one_message(tiny, trained, tmp_path, capfd, changes, message):
+    flags = flags_of(tiny, trained, output_dir=tmp_path / "out", **changes)
+    assert_one_message(merged(flags, capfd), [message])
+    assert not list(tmp_path.glob("out/[!r]*"))
+
+
+def test_the_output_lies_apart_from_the_models(tiny, trained, capfd):
+    flags = flags_of(tiny, trained, output_dir=trained, scale=1.0)
+    assert_one_message(merged(flags, capfd), [f"--output_dir {trained}"])
