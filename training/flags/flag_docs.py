@@ -12,6 +12,7 @@ from training.flags.algorithm_flags import DIALECT_FLAGS
 from training.flags.arguments import REQUIRED, RunFlags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import RewardFlags, SFTFlags
+from training.merge.flags import MergeFlags
 
 HEAD = """# Flags
 
@@ -31,6 +32,7 @@ STEPS = (
     ("Step 1, `training/step1_sft.py`", SFTFlags),
     ("Step 2, `training/step2_reward.py`", RewardFlags),
     ("Step 3, `training/step3_rlhf.py`", RLHFFlags),
+    ("Merging, `python -m training.merge`", MergeFlags),
 )
 
 
@@ -40,7 +42,7 @@ def document() -> str:
 
 
 def section(title: str, flags_class: type[RunFlags]) -> str:
-    """The flags of one step: a table for each group, and one of those that have nothing left to do."""
+    """The flags of one program: a table for each group, and one of those that have nothing left to do."""
     hints = typing.get_type_hints(flags_class)
     lines = [f"## {title}"]
     for spec in dataclasses.fields(flags_class):
@@ -56,6 +58,8 @@ def section(title: str, flags_class: type[RunFlags]) -> str:
             f"| `--{spec.name}` | {_value(spec, hints[spec.name])} | {_default(spec)} | "
             f"{_escaped(spec.metadata['help'])} |"
         )
+    if not flags_class.old_flags:
+        return "\n".join(lines) + "\n"
     lines += [
         "",
         "### DeepSpeed-Chat's flags that have nothing left to do",
