@@ -44,16 +44,14 @@ def check_weights(
 ) -> None:
     """Raise UserError unless all models have weights of the same names and shapes; each is (path, weights).
 
-    An output head that is the embedding and that one file alone holds is taken out of that one's weights.
+    Output heads that are the embedding, which some files hold beside it, are taken out.
     """
     path, own = sft
-    tied = bool(getattr(read_config(path, SFT, trust_remote_code), "tie_word_embeddings", False))
+    if getattr(read_config(path, SFT, trust_remote_code), "tie_word_embeddings", False):
+        for _, weights in (sft, *trained):
+            for name in [name for name in weights if name.endswith(TIED_HEADS) and _is_copy(name, weights)]:
+                del weights[name]
     for other_path, other in trained:
-        for name in list(own.keys() ^ other.keys()) if tied else ():
-            if name.endswith(TIED_HEADS) and _is_copy(name, own if name in own else other):
-                own.pop(name, None)
-                for _, weights in trained:
-                    weights.pop(name, None)
         missing, added = own.keys() - other.keys(), other.keys() - own.keys()
         if missing or added:
             what = [f"it lacks {listed(sorted(missing))}"] if missing else []
