@@ -47,6 +47,16 @@ class Resident(RewardSource):
         assert self.present, "the reference was asked outside its on_device context"
         return self.answer(rollout, temperature)
 
+    def after_step(self, steps: int) -> None:
+        """As engine.reference.EngineReference."""
+
+    def moves(self, steps: int) -> None:
+        """As engine.reference.EngineReference."""
+
+    def is_actor(self, steps: int) -> bool:
+        """As engine.reference.EngineReference."""
+        return steps == 0
+
     def score(self, rollout: Rollout) -> Tensor:
         """As engine.reward.base.RewardSource."""
         assert self.present, "the reward model was asked outside its on_device context"
