@@ -16,7 +16,7 @@ PARALLEL = 1e-6
 
 def mean_change(changes: Sequence[Tensor]) -> Tensor:
     """sum_i d_i / n, of n float32 tensors of one shape, which is also the result's."""
-    return torch.stack(list(changes)).mean(0) if len(changes) > 1 else changes[0]
+    return sum(changes[1:], changes[0]) / len(changes)
 
 
 def spherical_change(changes: Sequence[Tensor]) -> Tensor:
