@@ -11,6 +11,7 @@ from engine.algorithms import Algorithm, Dialect, end_token_id
 from engine.errors import UserError
 from engine.experience_maker import ExperienceMaker
 from engine.models.loading import load_policy, load_scorer
+from engine.models.reading import vocabulary_size
 from engine.reference import EngineReference
 from engine.reward.agreed import AgreedReward
 from engine.reward.base import RewardSource
@@ -137,7 +138,7 @@ class Measuring:
                 pad_token_id=tokenizer.pad_token_id,
                 stop_strings=tuple(args.stop),
                 seed=args.seed,
-                vocabulary_size=len(tokenizer),
+                vocabulary_size=vocabulary_size(tokenizer),
             ),
             tokenizer=tokenizer,
             first_index=held_out.first_index,
