@@ -73,6 +73,9 @@ def run_accuracy(args: argparse.Namespace) -> None:
     quiet_libraries()
     rows = load_rows(str(args.data), PROMPTS, None, phase=3, seed=0)[0]
     found = [rows[place] for place in range(len(rows))]
+    for folder in args.models:
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{folder}: there is no model's folder here, for there is no config.json in it. Name one.")
     print("| model | greedy | sampled |\n| --- | --- | --- |")
     for folder in args.models:
         name = folder.parent.name if folder.name == "actor" else folder.name

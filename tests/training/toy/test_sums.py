@@ -60,3 +60,10 @@ def test_greedy_accuracy_is_that_of_the_most_probable_tokens(tmp_path):
     rows[2]["answer"] += "0"
     assert sums.accuracy(tmp_path, rows, sampled=False) == 0.75
     assert 0.0 <= sums.accuracy(tmp_path, rows, sampled=True) <= 1.0
+
+
+def test_a_folder_without_a_model_is_told_before_a_model_is_asked(tmp_path, capsys):
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "12+34=", "answer": 46}\n')
+    flags = ["accuracy", "--data", str(tmp_path / "held_out.jsonl"), str(tmp_path)]
+    assert sums.main(flags) == 2
+    assert f"error: {tmp_path}: there is no model's folder here" in capsys.readouterr().err
