@@ -79,8 +79,11 @@ class ExperienceMaker:
         self.takes_sampled_logprobs = algorithm.dialect.takes_sampled_logprobs(exact_sampler)
 
     @torch.no_grad()
-    def make_experience(self, rollout: Rollout, scores: Scores | None = None) -> Experience:
+    def make_experience(self, rollout: Rollout, scores: Scores | None = None, policies: bool = True) -> Experience:
         """Log-probs, values and scores of a rollout (all ranks call this together, each with equally many rows).
+
+        policies: whether actor and reference are asked at all; if not, log-probs and entropies are zeros: where the two
+        are one model their KL is 0, and nothing else is to be known of them.
 
         Where a dialect counts slots past a response, the rows should be as wide as the system's own: they end with the
         longest response of what was generated together, which is all that this rank generated in the step, or after a
@@ -92,7 +95,7 @@ class ExperienceMaker:
         rows = self._micro_batches(learned)
         pieces = [learned.select(part, self.algorithm.dialect.slots_past_response) for part in rows]
         joined = partial(_joined, rows=rows, width=rollout.response_length)
-        by_policies = self._by_policies(learned, pieces, joined)
+        by_policies = self._by_policies(learned, pieces, joined) if policies else _unasked(learned)
         values = self._values(pieces, joined)
         scores = scores or self._scores([scored.select(part) for part in rows], joined)
         return Experience(
@@ -198,6 +201,12 @@ def _joined(columns: list[Tensor], rows: list[Tensor], width: int) -> Tensor:
     """Columns (N, t) or (N,) of each micro-batch as one (B, width) or (B,). rows: of the rollout, in each."""
     padded = [F.pad(column, (0, width - column.shape[1])) if column.dim() == 2 else column for column in columns]
     return torch.cat(padded)[torch.cat(rows).argsort()]
+
+
+def _unasked(learned: Rollout) -> dict[str, Any]:
+    """In the place of what actor and reference say."""
+    zeros = torch.zeros(learned.response_mask.shape, device=learned.sequences.device)
+    return {**dict.fromkeys(("logprobs", "entropy", "ref_logprobs"), zeros), "prompt_kl": zeros[:, 0]}
 
 
 def _log_ratios(logprobs: Tensor, rollout: Rollout) -> Tensor | None:

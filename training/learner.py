@@ -71,9 +71,11 @@ class Learner:
         optimizer_step: int,
         lr_factor: float,
         train_actor: bool,
+        train_critic: bool = True,
         last: bool = False,
     ) -> Tensor:
-        """One update of the critic, and of the actor if it is to learn, from the same rows (all ranks call this).
+        """One update of the critic and of the actor, as far as they are to learn, from the same rows (all ranks call
+        this).
 
         Both are skipped together when either overflows in fp16, or the mean ratio is over the dialect's limit: or they
         would drift apart.
@@ -91,7 +93,7 @@ class Learner:
         parts = self._micro_batches(batch, rows)
         weights, passes = self._loss_weights(parts), distributed.largest(len(parts))
         parts = parts or [batch.select(slice(0, 1))]
-        objectives = self._objectives(train_actor, ratios)
+        objectives = self._objectives(train_actor, train_critic, ratios)
         for together in self._stepping_together(objectives, last):
             losses = {}
             for index, objective in enumerate(together):
@@ -161,10 +163,10 @@ class Learner:
                 if stepped and model is self.models.actor and self.models.ema is not None:
                     self.models.ema.update()
 
-    def _objectives(self, train_actor: bool, ratios: Tensor) -> list[Objective]:
+    def _objectives(self, train_actor: bool, train_critic: bool, ratios: Tensor) -> list[Objective]:
         """Who learns in this update; the policy's loss adds its ratios, approxkl and count to `ratios`."""
         models, dialect, objectives = self.models, self.algorithm.dialect, []
-        if models.critic is not None:
+        if models.critic is not None and train_critic:
             objectives.append(Objective("value", models.critic, self._value_loss, dialect.critic_lr))
         if train_actor:
             objectives.append(Objective("policy", models.actor, partial(self._policy_loss, ratios), dialect.actor_lr))

@@ -11,7 +11,6 @@ computes is chosen by the dialect and stands in engine/algorithms/algorithm.py, 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.group_sampling import GroupSampler, PromptFeed
 from training.learner import Learner
+from training.mini_batches import mini_batch_rows
 from training.mixed_pretraining import MixedPretraining, TextFeed
 from training.reporting.arithmetic import Arithmetic
 from training.reporting.first_kl import stop_unless_at_reference
@@ -39,8 +39,10 @@ from training.reporting.step_metrics import STEP_METRICS, StepMetric, add_parts
 class PPOConfig:
     """Sizes of a run, beside those that the dialect has.
 
-    total_steps: rollouts, each followed by the dialect's ppo_epochs x mini_batches optimizer steps.
+    total_steps: rollouts, each followed by the dialect's ppo_epochs x mini_batches optimizer steps, and those of the
+        critic where it learns apart.
     micro_batch_size: responses in one forward and backward pass of one rank.
+    critic_pretrain_steps: of `CriticPretraining`, before the first step; steps_done counts them from below up to 0.
     critic_warmup_steps: steps at the start in which the critic alone is trained.
     unsup_coef: of the language-model loss where there are texts; 27.8 is InstructGPT's.
     max_kl: nats a response; a rollout further from the reference, as it stands then, ends the run. None for no limit.
@@ -54,6 +56,7 @@ class PPOConfig:
 
     total_steps: int
     micro_batch_size: int = 8
+    critic_pretrain_steps: int = 0
     critic_warmup_steps: int = 0
     seed: int = 0
     unsup_coef: float = 27.8
@@ -62,6 +65,9 @@ class PPOConfig:
     exact_sampler: bool = True
     padded: bool = True
     overlap_gather: bool = False
+
+
+CRITIC = 0xC817  # in the keys of a critic's own mini-batches, which are drawn apart from the actor's
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,8 @@ class PPOTrainer:
         assert dialect.has_critic == (models.critic is not None), (
             f"dialect {dialect.name}, critic_start {dialect.critic_start}"
         )
-        assert dialect.has_critic or not config.critic_warmup_steps, "warm-up of a critic that is not there"
+        alone = config.critic_pretrain_steps, config.critic_warmup_steps
+        assert dialect.has_critic or not any(alone), "training of a critic that is not there"
         assert reward or models.reward, "there is no reward model, and no other reward was given"
         self.models, self.rollouts, self.config, self.sampling = models, rollouts, config, sampling
         self.algorithm = Algorithm(
@@ -128,7 +135,8 @@ class PPOTrainer:
         )
         self.step_metrics = metrics
         self.arithmetic = Arithmetic(models)
-        self.steps_done = self.optimizer_steps = self.samples = self.prompt_batches = 0
+        self.steps_done = -config.critic_pretrain_steps
+        self.optimizer_steps = self.samples = self.prompt_batches = 0
         self.epochs_made = 0  # in the latest step
         self.weights_are_whole = True
         """Whether weights and counters are those after `steps_done` steps; not while a step changes them."""
@@ -143,6 +151,7 @@ class PPOTrainer:
 
         feed: where a dialect with dynamic sampling takes further ones from; these are its batch `prompt_batches`.
         """
+        assert self.steps_done >= 0, "the critic's pretraining comes first"
         algorithm, kl_coef = self.algorithm, self.kl_controller.value
         metrics, clock = Accumulator(), PhaseClock()
         sampled = self.sampler.sample(self.rollouts, prompts, clock, feed, first=self.prompt_batches + 1)
@@ -193,7 +202,9 @@ class PPOTrainer:
         for add_to in self.step_metrics:
             add_to(metrics, batch, algorithm)
         clock.add_to(metrics, tokens=sampled.tokens)
-        self.arithmetic.add_to(metrics, clock.seconds, sampled.drawn, experience, self.epochs_made, trains_actor)
+        own = algorithm.dialect.critic_passes[0] if algorithm.dialect.critic_learns_apart else self.epochs_made
+        epochs = self.epochs_made * trains_actor, own
+        self.arithmetic.add_to(metrics, clock.seconds, sampled.drawn, experience, *epochs)
         metrics.add_max("memory/peak_gb", peak_memory_gb())
         if moves is not None:
             metrics.add_max("objective/reference_moves", moves)
@@ -202,9 +213,13 @@ class PPOTrainer:
     def train_actor_and_critic(self, batch: TrainingBatch, kl: float, metrics: Accumulator) -> None:
         """The optimizer steps of one rollout: ppo_epochs passes, each over mini_batches parts of it.
 
+        A critic that has passes of its own makes them first, of all that was rolled out.
+
         kl: the rollout's mean over all ranks, for a coefficient that changes after each pass.
         """
         dialect = self.algorithm.dialect
+        if dialect.critic_learns_apart:
+            self._train_critic(batch, metrics)
         for epoch in range(dialect.ppo_epochs):
             key, ratios = (self.config.seed, self.steps_done, epoch), 0.0
             for rows in mini_batch_rows(len(batch), dialect.mini_batches, key):
@@ -220,20 +235,38 @@ class PPOTrainer:
                     break
         stop_unless_weights_finite(self.steps_done + 1, self.models.trained)
         # Passes that were left out count, so that learning rates fall as planned.
-        self.optimizer_steps = (self.steps_done + 1) * dialect.ppo_epochs * dialect.mini_batches
+        self.optimizer_steps = (self.steps_done + 1) * dialect.updates
+
+    def _train_critic(self, batch: TrainingBatch, metrics: Accumulator) -> None:
+        """The optimizer steps of a critic that learns apart; its rate falls by these."""
+        epochs, mini_batches = self.algorithm.dialect.critic_passes
+        updates, done = epochs * mini_batches, self.steps_done * epochs * mini_batches
+        for epoch in range(epochs):
+            for rows in mini_batch_rows(len(batch), mini_batches, (self.config.seed, self.steps_done, epoch, CRITIC)):
+                self.learner.optimizer_step(
+                    batch,
+                    rows,
+                    metrics,
+                    step=self.steps_done + 1,
+                    optimizer_step=done,
+                    lr_factor=self._lr_factor(done, updates),
+                    train_actor=False,
+                )
+                done += 1
 
     def optimizer_step(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator) -> Tensor:
-        """One update of the critic, and of the actor once the critic is warm, from these rows; as in `Learner`."""
-        updates = self.algorithm.dialect.ppo_epochs * self.algorithm.dialect.mini_batches
+        """One update of a critic that does not learn apart, and of the actor once it is warm; as in `Learner`."""
+        dialect = self.algorithm.dialect
         return self.learner.optimizer_step(
             batch,
             rows,
             metrics,
             step=self.steps_done + 1,
             optimizer_step=self.optimizer_steps,
-            lr_factor=self._lr_factor(),
+            lr_factor=self._lr_factor(self.optimizer_steps, dialect.updates),
             train_actor=self._trains_actor,
-            last=(self.optimizer_steps + 1) % updates == 0,
+            train_critic=not dialect.critic_learns_apart,
+            last=(self.optimizer_steps + 1) % dialect.updates == 0,
         )
 
     @property
@@ -241,9 +274,10 @@ class PPOTrainer:
         """Whether the critic is warm."""
         return self.steps_done >= self.config.critic_warmup_steps
 
-    def _lr_factor(self) -> float:
-        position = self.algorithm.schedule_position(self.steps_done, self.optimizer_steps, self.config.total_steps)
-        dialect = self.algorithm.dialect
+    def _lr_factor(self, optimizer_steps: int, updates: int) -> float:
+        """Of a model that has made so many optimizer steps, of so many a step."""
+        dialect, total = self.algorithm.dialect, self.config.total_steps
+        position = self.algorithm.schedule_position(self.steps_done, optimizer_steps, total, updates)
         return lr_factor(*position, dialect.warmup_steps, dialect.lr_schedule, dialect.warmup_from_zero)
 
     def state_dict(self) -> dict:
@@ -264,20 +298,3 @@ class PPOTrainer:
         self.prompt_batches = state.get("prompt_batches", self.steps_done)  # points from before dynamic sampling
         self.kl_controller.load_state_dict(state["kl"])
         self.algorithm.score_scale.load_state_dict(state["score_scale"])
-
-
-def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
-    """Which of this rank's rows go into which mini-batch: a list of (rows / mini_batches,) int64.
-
-    Of each run of `mini_batches` neighbouring rows every mini-batch gets one, drawn at random. The draw is over all
-    ranks' rows at once, from `key` alone, so each rank has equally many in each mini-batch and they do not depend on
-    how many ranks there are. `rows` is the same on all ranks and a multiple of `mini_batches`. Within a mini-batch a
-    rank's rows are shuffled, for dialects in which it matters which of them form a micro-batch.
-    """
-    assert rows % mini_batches == 0, f"{rows} rows do not divide into {mini_batches} mini-batches"
-    groups = rows // mini_batches
-    everywhere = np.tile(np.arange(mini_batches), (groups * distributed.world_size(), 1))
-    drawn = np.random.default_rng(key).permuted(everywhere, axis=1)
-    own = torch.from_numpy(drawn[distributed.rank_share(len(drawn))].reshape(-1))
-    shuffled = torch.from_numpy(np.random.default_rng((*key, distributed.rank())).permutation(rows))
-    return [shuffled[own[shuffled] == index] for index in range(mini_batches)]

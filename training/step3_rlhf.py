@@ -3,8 +3,8 @@
     deepspeed --num_gpus 8 training/step3_rlhf.py --actor_model_name_or_path sft --critic_model_name_or_path reward \\
         --data_path prompts.jsonl --output_dir out --actor_zero_stage 3 --critic_zero_stage 3 --dtype bf16
 
-Writes out/actor (and out/actor_ema, out/critic), metrics.jsonl, tensorboard/, samples/, curves.png, checkpoints/ and
-profile/.
+Writes out/actor (and out/actor_ema, out/critic, out/critic_pretrained), metrics.jsonl, tensorboard/, samples/,
+curves.png, checkpoints/ and profile/.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
+from training.critic_pretraining import SEED, CriticPretraining
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
 from training.flags.reward_functions import NamedFunction
 from training.flags.rlhf_arguments import RLHFFlags
@@ -35,6 +36,7 @@ from training.program.memory_comparison import memory_compared
 from training.program.output_folder import begin_output_dir
 from training.program.phases import phase, place
 from training.program.plan import Plan, make_plan
+from training.program.pretraining import pretrain
 from training.program.session import Session
 from training.program.shared_folder import check_shared
 from training.program.startup import leave, run
@@ -118,6 +120,7 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
         config=PPOConfig(
             total_steps=plan.total_steps,
             micro_batch_size=args.per_device_training_batch_size,
+            critic_pretrain_steps=args.critic_pretrain_steps,
             critic_warmup_steps=args.critic_warmup_steps,
             unsup_coef=args.unsup_coef,
             max_kl=args.max_kl,
@@ -187,6 +190,16 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
     )
 
 
+def prompt_feed(args: RLHFFlags, plan: Plan, seed: int) -> ShuffledPrompts:
+    """This rank's prompts of each step, in an order drawn from `seed`."""
+    return ShuffledPrompts(
+        plan.prompts,
+        per_rank=args.per_device_generation_batch_size * args.generation_batches,
+        seed=seed,
+        pad_token_id=plan.sampling.pad_token_id,
+    )
+
+
 def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) -> None:
     """Every step up to the last, and what surrounds them."""
     profiler = profiling.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
@@ -196,12 +209,11 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
         last_good_named(session.checkpoints, lambda: trainer.steps_done if trainer.weights_are_whole else None),
     ):
         session.begin()
-        feed = ShuffledPrompts(
-            plan.prompts,
-            per_rank=args.per_device_generation_batch_size * args.generation_batches,
-            seed=args.seed,
-            pad_token_id=plan.sampling.pad_token_id,
-        )
+        if trainer.steps_done < 0:
+            pretraining = CriticPretraining(trainer, args.critic_pretrain_learning_rate)
+            pretrain(session, pretraining, prompt_feed(args, plan, args.seed ^ SEED))
+        session.before_first_step()
+        feed = prompt_feed(args, plan, args.seed)
         first_step: contextlib.AbstractContextManager = memory_compared(
             args, plan.dialect, resumed=plan.resume is not None, say=session.writer.write
         )

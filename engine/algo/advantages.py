@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over the response slots.
 
         d_t = r_t + gamma V_{t+1} - V_t,   A_t = d_t + gamma lam A_{t+1},   R_t = A_t + V_t
@@ -21,6 +21,7 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
 
     Args:
         rewards, values: (B, T) float32; slot t holds the reward of response token t and the value before it.
+        lam: one for all rows, or (B,) float32, each row's own.
 
     Returns: (advantages, returns), each (B, T) float32.
 
@@ -34,6 +35,24 @@ def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tens
         next_value = values[:, t]
         advantages[:, t] = next_advantage
     return advantages, advantages + values
+
+
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """The lambda of each response, by its length: lam = 1 - 1 / (alpha l), at least 0.
+
+    The weights lam^k of the errors add up to 1 / (1 - lam) = alpha l: an error reaches the same share of a response of
+    any length. With one lambda for all, the score at a long response's end does not reach its beginning: 0.95^100 is
+    0.006.
+
+    Args:
+        lengths: (B,) how many tokens each response has. alpha: greater than 0; VAPO has 0.05.
+
+    Returns: (B,) float32, 0 for a response of no tokens.
+
+    Source: Yue et al. 2025, "VAPO: Efficient and reliable reinforcement learning for advanced reasoning tasks"
+    (arXiv 2504.05118), "Length-adaptive GAE".
+    """
+    return (1 - 1 / (alpha * lengths.clamp(min=1).float())).clamp(min=0.0) * (lengths > 0)
 
 
 def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
@@ -123,6 +142,8 @@ class AdvantageInputs:
     policy_mask: (B, T) bool, the slots that the policy's loss is summed over.
     valid: (B,) bool, the responses that count.
     group_size: responses to each prompt. gamma, lam: discount and lambda.
+    value_lam: lambda of the returns, which the critic learns; None: as the advantages'.
+    length_adaptive_alpha: the advantages' lambda is then each response's own (`length_adaptive_lambda`), and not `lam`.
     """
 
     rewards: Tensor
@@ -132,6 +153,13 @@ class AdvantageInputs:
     group_size: int
     gamma: float
     lam: float
+    value_lam: float | None = None
+    length_adaptive_alpha: float | None = None
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether advantages and returns are estimated with lambdas of their own."""
+        return self.value_lam is not None or self.length_adaptive_alpha is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +181,20 @@ class AdvantageEstimator:
 
 
 def _gae(given: AdvantageInputs) -> tuple[Tensor, Tensor]:
-    return gae(given.rewards, given.values, given.gamma, given.lam)
+    """GAE, with a lambda for the advantages and one for the returns where they are decoupled.
+
+    Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optimization holds the secret"
+    (VC-PPO, arXiv 2503.01491), "Decoupled-GAE": lambda 0.95 for the policy and 1 for the critic, whose targets then
+    have no bias of its own values.
+    """
+    lam: float | Tensor = given.lam
+    if given.length_adaptive_alpha is not None:
+        lam = length_adaptive_lambda(given.policy_mask.sum(-1), given.length_adaptive_alpha)
+    advantages, returns = gae(given.rewards, given.values, given.gamma, lam)
+    if given.decoupled:
+        value_lam = given.lam if given.value_lam is None else given.value_lam
+        returns = gae(given.rewards, given.values, given.gamma, value_lam)[1]
+    return advantages, returns
 
 
 def _rloo(given: AdvantageInputs) -> tuple[Tensor, Tensor]:

@@ -182,9 +182,11 @@ def kl_loss(
 
 
 def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float, factor: float = 1.0
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float | None, factor: float = 1.0
 ) -> ValueLoss:
     """factor / 2 x the sum over slots of the larger of (V - R)^2 and (clip(V, V0 - clip_range, V0 + clip_range) - R)^2.
+
+    Without a clip_range it is the sum of (V - R)^2.
 
     Args:
         values: (B, T) float32 of the critic being trained.
@@ -194,8 +196,10 @@ def value_loss(
     Source: openai/lm-human-preferences cbfd210b, train_policy.py, `loss`.
     """
     values = torch.where(mask, values, torch.zeros_like(values))  # as above: nothing from outside reaches the gradient
-    near = torch.minimum(torch.maximum(values, old_values - clip_range), old_values + clip_range)
-    plain, clipped = (values - returns) ** 2, (near - returns) ** 2
+    clipped = plain = (values - returns) ** 2
+    if clip_range is not None:
+        near = torch.minimum(torch.maximum(values, old_values - clip_range), old_values + clip_range)
+        clipped = (near - returns) ** 2
     return ValueLoss(
         loss=0.5 * factor * masked_sum(torch.maximum(plain, clipped), mask),
         clipped=masked_sum((clipped > plain).float(), mask),

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.algo.advantages import ESTIMATORS, AdvantageInputs, group_deviations
+from engine.algo.advantages import ESTIMATORS, AdvantageInputs, group_deviations, returns_to_go
 from engine.algo.corrections import CORRECTIONS, outside
 from engine.algo.kl import AdaptiveKL, FixedKL, kl_estimate, measured_kl
 from engine.algo.losses import loss_weights, value_loss
@@ -49,7 +49,8 @@ class Algorithm:
     value_objective: (values, old_values, returns (B, T) float32, mask (B, T) bool) -> ValueLoss.
     for_mini_batch, for_micro_batch: a TrainingBatch with advantages estimated anew where the dialect does so there
         (all ranks call these together), else as it is.
-    schedule_position: (steps, optimizer steps, total steps) -> (done, total), what learning rates go by.
+    schedule_position: (steps, optimizer steps, total steps, optimizer steps a step) -> (done, total), what learning
+        rates go by.
     loss_weights: as `engine.algo.losses.loss_weights`, of the dialect's scope.
     sums_by_length: whether micro-batches may hold rows of similar length, because the gradient does not depend on
         which rows form one.
@@ -102,12 +103,13 @@ class Algorithm:
         self.schedule_position = self._in_optimizer_steps if by_optimizer_step else self._in_steps
 
     @staticmethod
-    def _in_steps(steps: int, optimizer_steps: int, total_steps: int) -> tuple[int, int]:
+    def _in_steps(steps: int, optimizer_steps: int, total_steps: int, updates: int) -> tuple[int, int]:
         """How far learning rates have come: (done, total), from the run's steps and optimizer steps so far."""
         return steps, total_steps
 
-    def _in_optimizer_steps(self, steps: int, optimizer_steps: int, total_steps: int) -> tuple[int, int]:
-        return optimizer_steps, total_steps * self.dialect.ppo_epochs * self.dialect.mini_batches
+    @staticmethod
+    def _in_optimizer_steps(steps: int, optimizer_steps: int, total_steps: int, updates: int) -> tuple[int, int]:
+        return optimizer_steps, total_steps * updates
 
     def kl_controller(self) -> FixedKL | AdaptiveKL:
         """The controller of the KL coefficient, at its start."""
@@ -151,21 +153,8 @@ class Algorithm:
         Args:
             rewards: (B, T) float32, from `compute_rewards`. values: (B, T) float32, from `kept_values`.
         """
-        dialect = self.dialect
-        if dialect.whiten_rewards:
-            rewards = self._white(rewards, self._pool(masks, masks.value), center=False)
-        valid = self.valid_responses(masks.policy)
-        advantages, returns = self.estimator.compute(
-            AdvantageInputs(
-                rewards=rewards,
-                values=values,
-                policy_mask=masks.policy,
-                valid=valid,
-                group_size=dialect.samples_per_prompt,
-                gamma=dialect.gamma,
-                lam=dialect.lam,
-            )
-        )
+        dialect, valid = self.dialect, self.valid_responses(masks.policy)
+        advantages, returns = self.estimates(rewards, values, masks)
         if dialect.advantage_scale != "none":
             advantages = advantages / (self._deviations(returns, valid) + dialect.scale_eps)
         if dialect.whiten_advantages:
@@ -174,6 +163,32 @@ class Algorithm:
         if self.estimator.per_response:
             advantages, returns = (one.unsqueeze(-1).expand_as(rewards).clone() for one in (advantages, returns))
         return advantages, returns
+
+    def estimates(self, rewards: Tensor, values: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+        """What the estimator gives, advantages and returns before they are whitened; as `compute_advantages`."""
+        dialect = self.dialect
+        return self.estimator.compute(
+            AdvantageInputs(
+                rewards=self._learned_rewards(rewards, masks),
+                values=values,
+                policy_mask=masks.policy,
+                valid=self.valid_responses(masks.policy),
+                group_size=dialect.samples_per_prompt,
+                gamma=dialect.gamma,
+                lam=dialect.lam,
+                value_lam=dialect.value_lam,
+                length_adaptive_alpha=dialect.length_adaptive_alpha,
+            )
+        )
+
+    def outcomes(self, rewards: Tensor, masks: Masks) -> Tensor:
+        """What really follows each slot, (B, T) float32: returns without a value in them (all ranks call this)."""
+        return returns_to_go(self._learned_rewards(rewards, masks), self.dialect.gamma)
+
+    def _learned_rewards(self, rewards: Tensor, masks: Masks) -> Tensor:
+        if not self.dialect.whiten_rewards:
+            return rewards
+        return self._white(rewards, self._pool(masks, masks.value), center=False)
 
     def with_advantages(self, batch: TrainingBatch) -> TrainingBatch:
         """These rows with advantages and returns anew from their rewards and values (all ranks call this together)."""

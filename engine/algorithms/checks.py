@@ -7,7 +7,10 @@ from engine.algorithms.dialect import Dialect
 from engine.errors import UserError
 
 # Fields that say something of a critic alone.
-CRITIC_FIELDS = ("critic_lr", "critic_weight_decay", "value_clip_range", "value_factor", "lam")
+CRITIC_FIELDS = (
+    *("critic_lr", "critic_weight_decay", "value_clip_range", "value_factor", "lam", "value_lam"),
+    *("length_adaptive_alpha", "critic_epochs", "critic_mini_batches"),
+)
 # Those of the adaptive controller alone.
 CONTROLLER_FIELDS = ("kl_target", "kl_horizon", "kl_measure", "kl_update")
 # Those of whitening.
@@ -87,6 +90,11 @@ def _without_effect(dialect: Dialect) -> list[tuple[Collection[str], bool, str]]
             ONE_UPDATE,
         ),
         (("dual_clip",), dialect.dual_clip is not None and one_update, ONE_UPDATE),
+        (
+            ("lam",),
+            dialect.value_lam is not None and dialect.length_adaptive_alpha is not None,
+            "value_lam and length_adaptive_alpha say both lambdas. Leave it out, or one of these.",
+        ),
         (
             CONTROLLER_FIELDS,
             dialect.kl_controller == "fixed",

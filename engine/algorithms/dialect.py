@@ -77,6 +77,8 @@ class Dialect:
     scale_eps: float = 1e-4  # is added to it
     gamma: float = 1.0  # a response is short, and its end is what is scored: nothing to discount
     lam: float = 0.95  # the value used since Ziegler et al. 2019
+    value_lam: float | None = None  # lambda of the returns that the critic learns; none: as lam. VC-PPO has 1
+    length_adaptive_alpha: float | None = None  # the advantages' lambda is 1 - 1 / (alpha L); VAPO has 0.05
     advantages_at: str = "rollout"  # once a "rollout", or anew in each "mini_batch" or "micro_batch"; whitening too
     whiten_rewards: bool = False  # to variance 1, the mean kept
     whiten_advantages: bool = True
@@ -89,7 +91,7 @@ class Dialect:
     clip_range: float = 0.2
     clip_range_high: float | None = None  # upwards, if not as far as downwards: DAPO's clip-higher
     dual_clip: float | None = None  # a ratio counts at most as this where the advantage is negative
-    value_clip_range: float = 0.2
+    value_clip_range: float | None = 0.2  # none: values are not clipped
     value_factor: float = 1.0  # the critic has an optimizer of its own, which a factor would not change
     loss_scope: str = "optimizer_step"  # or mean of "micro_batch" means, or their sum: "micro_batch_sum"; the policy's
     # also mean of each "response"'s mean, or sum over responses times a "fixed_length": --max_answer_seq_len
@@ -107,6 +109,8 @@ class Dialect:
     # Optimization. Four passes over each rollout learn about twice as much per sample as one; clipping bounds them.
     ppo_epochs: int = 4
     mini_batches: int = 1  # optimizer steps in each pass
+    critic_epochs: int | None = None  # the critic's own passes, made before the actor's; none: as ppo_epochs
+    critic_mini_batches: int | None = None  # and its optimizer steps in each; none: as mini_batches
     actor_lr: float = 1e-5
     critic_lr: float = 1e-5
     lr_schedule: str = "linear"
@@ -187,6 +191,27 @@ class Dialect:
     def has_critic(self) -> bool:
         """Whether a critic is built at all."""
         return self.critic_start != "none"
+
+    @property
+    def decouples_lambdas(self) -> bool:
+        """Whether advantages and returns are estimated with lambdas of their own, so that they differ by more than the
+        values."""
+        return self.value_lam is not None or self.length_adaptive_alpha is not None
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the actor after each rollout."""
+        return self.ppo_epochs * self.mini_batches
+
+    @property
+    def critic_passes(self) -> tuple[int, int]:
+        """The critic's epochs after each rollout, and its optimizer steps in each of them."""
+        return self.critic_epochs or self.ppo_epochs, self.critic_mini_batches or self.mini_batches
+
+    @property
+    def critic_learns_apart(self) -> bool:
+        """Whether the critic has optimizer steps of its own, where otherwise each is of both models."""
+        return self.has_critic and self.critic_passes != (self.ppo_epochs, self.mini_batches)
 
     @property
     def micro_batches_matter(self) -> bool:

@@ -74,7 +74,7 @@ class _Planner:
             offload=config.offload and config.stage == 0 and not model.trained,
             on_gpu=self.cluster.on_gpu,
             master_width=FLOAT // 2 if ds_config["bf16"].get("bf16_master_weights_and_grads") else FLOAT,
-            passes=self.workload.passes,
+            passes=self.workload.passes_of(role),
         )
 
     def plan(self) -> MemoryPlan:
@@ -173,7 +173,8 @@ class _Planner:
             not copies.shared
             or [self._needs[other].kind for other in copies.models].count(self._needs[place].kind) == 1
         )
-        return place in copies.models and alone and copies.between_steps == "keep" and self.workload.updates == 1
+        updates = max(map(self.workload.updates_of, ("actor", "critic") if self.spec.share_trunk else (role,)))
+        return place in copies.models and alone and copies.between_steps == "keep" and updates == 1
 
     @property
     def _kept(self) -> Bytes:
@@ -256,14 +257,14 @@ class _Planner:
         moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
         beside = self._bucket("actor", self.models["actor"].numbers) if self.workload.overlap_gather else Bytes()
         always, host_bytes = [self.rest, self._kept, beside], [self.host_rest, moved]
-        held, passes = Bytes(), self.workload.passes
+        held = Bytes()
         trained = {role: host for role in ("critic", "actor") if (host := self._host(role)) is not None}
         for role, host in trained.items():
-            engine = self.engines[host]
+            engine, passes = self.engines[host], self.workload.passes_of(role)
             needed = _kinds(role, training_pass(engine.model, self.workload.rows, None if role == host else role))
             # Gradients of the role before, in the same engine, are those of earlier passes.
             made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
-            kept = self.kept[host] = self._kept_whole(engine, needed, held)
+            kept = self.kept[host] = self._kept_whole(engine, passes, needed, held)
             whole = Bytes() if self._lent(host) else engine.gathered(backward=True, kept=kept)
             if kept.weights and not self._lent(host):  # and fetched in the first pass, as at other times
                 first = [*always, held, needed, engine.in_backward(1), engine.gathered(backward=True)]
@@ -279,9 +280,9 @@ class _Planner:
             self._moment("train", f"{host}'s optimizer step", [*always, held, on_device], [*host_bytes, on_host])
             held = Bytes({other: kinds for other, kinds in held.by_role.items() if other != host})
 
-    def _kept_whole(self, engine: ZeroMemory, needed: Bytes, held: Bytes) -> Kept:
+    def _kept_whole(self, engine: ZeroMemory, passes: int, needed: Bytes, held: Bytes) -> Kept:
         """What the engine keeps over the passes of a step; needed: by one pass; held: gradients of other engines."""
-        passes, room = self.workload.passes, self.cluster.room
+        room = self.cluster.room
         # On CPUs it is decided in the first step, before there are moments.
         rest = self.rest if self.cluster.on_gpu else self._at_rest(stepped=False)[0]
         free = None if room is None else room - (rest + self._kept + held).total

@@ -12,7 +12,8 @@ class Workload:
 
     prompt, response: the most tokens of each. generated: responses that a rank decodes side by side. responses: those
     that a rank makes in a step. micro_batch: rows of one forward and backward pass. mini_batches: optimizer steps of
-    each of the ppo_epochs. texts: whether the actor learns from texts too, as long as prompt and response. backend,
+    each of the ppo_epochs. critic_passes: epochs and mini-batches of the critic, where it has its own. texts: whether
+    the actor learns from texts too, as long as prompt and response. backend,
     between_steps: as `build_rollouts` has them. evaluated: held-out prompts, over all ranks. parts: ranks over which
     vLLM spreads the actor. group: ranks that are to hold a copy together, as `build_rollouts` has it. overlap_gather:
     whether the actor's copy is filled while the critic trains.
@@ -25,6 +26,7 @@ class Workload:
     micro_batch: int
     mini_batches: int = 1
     ppo_epochs: int = 1
+    critic_passes: tuple[int, int] | None = None
     texts: bool = False
     backend: str = "auto"
     between_steps: str = "keep"
@@ -48,15 +50,18 @@ class Workload:
         """Ranks of a node that hold the actor together in any case, and so have to divide the node's."""
         return {"vllm": self.parts, "replica": self.group or 1}.get(self.backend, 1)
 
-    @property
-    def updates(self) -> int:
-        """Optimizer steps after each rollout."""
-        return self.mini_batches * self.ppo_epochs
+    def mini_batches_of(self, role: str) -> int:
+        """Optimizer steps of this model in each epoch."""
+        return self.critic_passes[1] if role == "critic" and self.critic_passes else self.mini_batches
 
-    @property
-    def passes(self) -> int:
-        """Forward and backward passes of one optimizer step."""
-        return -(-(self.responses // self.mini_batches) // self.micro_batch) * (2 if self.texts else 1)
+    def updates_of(self, role: str) -> int:
+        """Optimizer steps of this model after each rollout."""
+        epochs = self.critic_passes[0] if role == "critic" and self.critic_passes else self.ppo_epochs
+        return epochs * self.mini_batches_of(role)
+
+    def passes_of(self, role: str) -> int:
+        """Forward and backward passes of one optimizer step of this model."""
+        return -(-(self.responses // self.mini_batches_of(role)) // self.micro_batch) * (2 if self.texts else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

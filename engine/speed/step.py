@@ -25,7 +25,8 @@ class Step:
     decoders: by role, of those that there are; actor and reference, critic and reward model are of one shape each.
     engines: by role, how they come by their weights; those that are not named are at stage 3, and keep nothing. hosts:
     roles that the engine of another one plays, by role. rows: responses of a rank; decoded: of these side by side.
-    prompt, response: tokens. micro_batch: rows of a pass. updates: optimizer steps, each on rows / mini_batches; texts:
+    prompt, response: tokens. micro_batch: rows of a pass. updates: optimizer steps, each on rows / mini_batches;
+    critic_updates: both of the critic, where its steps are not the actor's; texts:
     whether the actor learns from as many texts. whole, divided: roles with a copy, alone or with `group` ranks; own:
     roles whose copy no other model takes turns in; stays: copies do also while training. drawing: ranks that hold a
     copy of the actor which only draws, as vLLM does; None for none. checkpointed: whether backward passes compute
@@ -43,6 +44,7 @@ class Step:
     hosts: Mapping[str, str] = field(default_factory=dict)
     mini_batches: int = 1
     updates: int = 1
+    critic_updates: tuple[int, int] | None = None
     texts: bool = False
     whole: frozenset[str] = frozenset()
     divided: frozenset[str] = frozenset()
@@ -73,7 +75,7 @@ class Step:
             if role in self.decoders:
                 found[f"train {role}"] = self._trained(role, rates, ranks)
                 found[f"step {role}"] = self._stepped(role, rates, ranks.world)
-        return found | {"agree on updates": _agreed(self.updates * UPDATE, ranks), "metrics": _agreed(ELSE, ranks)}
+        return found | {"agree on updates": _agreed(self._agreements(), ranks), "metrics": _agreed(ELSE, ranks)}
 
     def _host(self, role: str) -> str:
         return self.hosts.get(role, role)
@@ -147,6 +149,14 @@ class Step:
         share = latency / token.exchange if token.exchange else 0.0
         return Part(times * compute, times * exposed * share, times * exposed * (1 - share), False, gathered)
 
+    def _updates(self, role: str) -> tuple[int, int]:
+        """The role's optimizer steps, and the mini-batches of an epoch."""
+        return (role == "critic" and self.critic_updates) or (self.updates, self.mini_batches)
+
+    def _agreements(self) -> int:
+        """Small calls of all optimizer steps; of one model's alone half of both's."""
+        return (self.updates + self._updates("critic")[0]) * UPDATE // 2
+
     def _passes(self, rows: float) -> int:
         return -(-int(rows) // self.micro_batch)
 
@@ -164,21 +174,22 @@ class Step:
         return gathered.computing(compute, rates.overlaps)
 
     def _trained(self, role: str, rates: Rates, ranks: Ranks) -> Part:
-        rows = self.rows / self.mini_batches * (2 if self.texts and role == "actor" else 1)
-        compute = self.updates * self._forward(role, rows, rates) * (4 if self.checkpointed else 3)
+        updates, mini_batches = self._updates(role)
+        rows = self.rows / mini_batches * (2 if self.texts and role == "actor" else 1)
+        compute = updates * self._forward(role, rows, rates) * (4 if self.checkpointed else 3)
         if ranks.world == 1:
             return Part(compute)
         host = self._host(role)
         lent = host in self.whole and host in self.own and self.stays  # until the first update has changed them
         exchanged = self._exchanges(role, rates, ranks).training(
-            self._passes(rows), self.updates, lent, known=not self._copied(role), alone=host == role
+            self._passes(rows), updates, lent, known=not self._copied(role), alone=host == role
         )
         return exchanged.computing(compute, rates.overlaps)
 
     def _stepped(self, role: str, rates: Rates, world: int) -> Part:
         if self._host(role) != role:
             return Part()
-        decoder, share = self.decoders[role], self.updates * self._engine(role).trains / world
+        decoder, share = self.decoders[role], self._updates(role)[0] * self._engine(role).trains / world
         if role in self.offloaded:  # gradients go to the host, and weights come back
             return Part(share * (ADAM / rates.host_adam + 2 * decoder.number / rates.host_link))
         return Part(share * ADAM / rates.adam)

@@ -207,6 +207,10 @@ class TrainedModel:
         """The rest of the training state, the same on all ranks: step counts and the loss scale, as JSON has them."""
         return self.state.scalars()
 
+    def forget_moments(self) -> None:
+        """Have Adam be as before its first step; weights and loss scale stay (all ranks call this)."""
+        self.state.forget_moments()
+
     def load_shards(self, source: ShardSource, scalars: Mapping) -> None:
         """Put back what `shards` and `scalars` gave, on whatever ranks and at whatever stage (all ranks call this).
 

@@ -161,6 +161,10 @@ class TrainedRole(HostedRole):
         """The rest of it, the same on all ranks: the role's step count, and the loss scale that all roles have."""
         return self.state.scalars()
 
+    def forget_moments(self) -> None:
+        """As `TrainedModel.forget_moments`, for this role alone."""
+        self.state.forget_moments()
+
     def load_shards(self, source: ShardSource, scalars: Mapping) -> None:
         """As `TrainedModel.load_shards`, for this role alone (all ranks call this)."""
         self.state.load(source, scalars)

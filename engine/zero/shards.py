@@ -162,6 +162,14 @@ class TrainingState:
                 setattr(scaler, name, value)
         self.stage.refresh_from_masters()
 
+    def forget_moments(self) -> None:
+        """Have Adam be as before its first step; weights and loss scale stay."""
+        masters = self.stage.masters()
+        for master in masters:
+            set_steps(master.adam, master.tensor, 0)
+        for adam in {master.adam for master in masters}:
+            settle(adam, 0)
+
     def _tensors(self) -> list[Tensor]:
         return [master.tensor for master in self.stage.masters()]
 

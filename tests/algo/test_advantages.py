@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from engine.algo.advantages import gae, group_advantages, group_deviations, group_means, returns_to_go, rloo
+from engine.algo.advantages import (
+    ESTIMATORS,
+    AdvantageInputs,
+    gae,
+    group_advantages,
+    group_deviations,
+    group_means,
+    length_adaptive_lambda,
+    returns_to_go,
+    rloo,
+)
 
 RNG = np.random.default_rng(0)
 REWARDS = torch.tensor(RNG.normal(size=(4, 9)), dtype=torch.float32)
@@ -154,3 +164,46 @@ def test_returns_to_go_by_hand_and_as_gae_without_values():
     assert returns_to_go(rewards, 1.0).tolist() == [[7.0, 6.0, 4.0], [8.0, 0.0, 0.0]]
     whole, _ = gae(REWARDS, torch.zeros_like(REWARDS), 0.9, 1.0)
     torch.testing.assert_close(returns_to_go(REWARDS, 0.9), whole, rtol=0, atol=1e-5)
+
+
+def estimated(**changed) -> list[np.ndarray]:
+    """GAE's advantages and returns of responses of 9, 9, 4 and 1 tokens; rewards and values are 0 behind them."""
+    mask = torch.arange(9) < torch.tensor([9, 9, 4, 1]).unsqueeze(-1)
+    given = {"policy_mask": mask, "valid": mask.any(-1), "group_size": 1, "gamma": 0.9, "lam": 0.6}
+    inputs = AdvantageInputs(rewards=REWARDS * mask, values=VALUES * mask, **{**given, **changed})
+    return [column.double().numpy() for column in ESTIMATORS["gae"].compute(inputs)]
+
+
+def test_decoupled_lambdas_are_two_estimates():
+    mask = np.arange(9) < np.array([[9], [9], [4], [1]])
+    rewards, values = REWARDS * torch.tensor(mask), VALUES * torch.tensor(mask)
+    advantages, returns = estimated(value_lam=1.0)
+    np.testing.assert_allclose(advantages, double_sum(rewards, values, 0.9, 0.6), rtol=0, atol=1e-5)
+    to_come = np.zeros((4, 10))
+    for t in reversed(range(9)):  # with lambda 1 no value is left in a return
+        to_come[:, t] = rewards[:, t].double().numpy() + 0.9 * to_come[:, t + 1]
+    np.testing.assert_allclose(returns, to_come[:, :9], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(returns_to_go(rewards, 0.9).double().numpy(), to_come[:, :9], rtol=0, atol=1e-5)
+    assert np.abs(returns - advantages - values.double().numpy()).max() > 0.1
+
+
+def test_one_lambda_said_twice_changes_no_bit():
+    for one, other in zip(estimated(), estimated(value_lam=0.6), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_lambda_by_length_by_hand():
+    # 1 - 1 / (1/2 x 8) = 3/4; 1 - 1 / (1/2 x 4) = 1/2; 1 - 1 / (1/2 x 2) = 0, and no less for one token or none.
+    assert length_adaptive_lambda(torch.tensor([8, 4, 2, 1, 0]), 0.5).tolist() == [0.75, 0.5, 0.0, 0.0, 0.0]
+
+
+def test_each_response_has_the_lambda_of_its_length():
+    mask = torch.arange(9) < torch.tensor([9, 9, 4, 1]).unsqueeze(-1)
+    rewards, values = REWARDS * mask, VALUES * mask
+    advantages, returns = estimated(length_adaptive_alpha=0.5)
+    lams = [1 - 1 / 4.5, 1 - 1 / 4.5, 1 - 1 / 2, 0.0]
+    for row, lam in enumerate(lams):
+        one = double_sum(rewards[row : row + 1], values[row : row + 1], 0.9, lam)
+        np.testing.assert_allclose(advantages[row : row + 1], one, rtol=0, atol=1e-5)
+    expected = double_sum(rewards, values, 0.9, 0.6) + values.double().numpy()  # the critic learns with `lam`
+    np.testing.assert_allclose(returns, expected, rtol=0, atol=1e-5)

@@ -122,6 +122,15 @@ def test_value_loss_by_hand_on_both_sides():
     assert tenth.loss.item() == pytest.approx(0.659 / 2, abs=1e-6) and tenth.value.item() == sums.value.item()
 
 
+def test_without_a_clip_range_the_value_loss_is_the_squared_error():
+    # 0.81 + 0.25 + 2.25 + 0.25 + 2.25 = 5.81; the gradient is V - R everywhere
+    values = row(1.1, 1.5, 0.5, 0.5, 1.5).requires_grad_()
+    sums = value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), None)
+    sums.loss.backward()
+    assert sums.loss.item() == pytest.approx(5.81 / 2, abs=1e-5) and sums.clipped.item() == 0
+    torch.testing.assert_close(values.grad, row(-0.9, -0.5, -1.5, 0.5, 1.5), rtol=0, atol=1e-6)
+
+
 def test_the_value_gradient_is_the_error_where_the_plain_side_wins():
     values = row(1.1, 1.5, 0.5, 0.5, 1.5).requires_grad_()
     value_loss(values, torch.ones(1, 5), row(2, 2, 2, 0, 0), everywhere(values), 0.2).loss.backward()

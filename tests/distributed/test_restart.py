@@ -48,6 +48,12 @@ RUNS["rloo"] = {
         "score_scaling": "first_batch",
     },
 }
+RUNS["apart"] = {
+    "stage": 3,
+    "config": "stage3.json",
+    "dtype": "fp32",
+    "changed": {"critic_epochs": 3, "critic_mini_batches": 1, "value_lam": 1.0, "length_adaptive_alpha": 0.5},
+}
 RUNS["lora"] = {"stage": 3, "config": "stage3.json", "dtype": "bf16", "lora": {"dim": 4, "lr": 1e-2}}
 
 

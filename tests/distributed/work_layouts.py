@@ -40,11 +40,11 @@ def one_run(
     samples_per_prompt: int,
     ppo_epochs: int,
     correction: str = "none",
+    **others,
 ) -> dict:
-    """Three steps; the metrics of each, and the actor's and critic's weights at the end."""
-    dialect = DIALECT.override(
-        ppo_epochs=ppo_epochs, mini_batches=mini_batches, samples_per_prompt=samples_per_prompt, correction=correction
-    )
+    """Three steps; the metrics of each, and the actor's and critic's weights at the end; others: the dialect's."""
+    sizes = {"ppo_epochs": ppo_epochs, "mini_batches": mini_batches, "samples_per_prompt": samples_per_prompt}
+    dialect = DIALECT.override(**sizes, correction=correction, **others)
     trainer = build_trainer(
         engine_spec(folder, stage, config=config),
         dialect=dialect,

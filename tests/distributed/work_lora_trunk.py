@@ -13,6 +13,7 @@ from engine.zero.config import EngineConfig
 from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, timeless
 from tests.engine.zero.inspecting import parameter_bytes, pretend_cpus_have_fp16, weights
+from training.critic_pretraining import CriticPretraining
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import model_folders
 
@@ -25,10 +26,12 @@ def all_runs(folder: str, output: str, runs: dict[str, dict]) -> dict[str, dict]
     return {name: one_run(folder, f"{output}/{name}", **arguments) for name, arguments in runs.items()}
 
 
-def new_trainer(folder: str, stage: int, share: bool, dtype: str = "fp32", checkpointing: bool = False) -> PPOTrainer:
+def new_trainer(
+    folder: str, stage: int, share: bool, dtype: str = "fp32", checkpointing: bool = False, apart: bool = False
+) -> PPOTrainer:
     """A trainer whose actor and critic go on with adapters of one base, in one engine or in two.
 
-    The critic warms up for a step.
+    The critic warms up for a step. apart: it is pretrained before, and has four epochs of its own.
     """
     config = str(Path(folder) / f"stage{stage}.json")
     spec = EngineSpec(
@@ -49,8 +52,10 @@ def new_trainer(folder: str, stage: int, share: bool, dtype: str = "fp32", check
     return PPOTrainer(
         models=engine,
         rollouts=build_rollouts("replica", engine.actor, engine.tokenizer, others=engine.engines),
-        dialect=DIALECT.override(ppo_epochs=2),
-        config=PPOConfig(total_steps=STEPS, micro_batch_size=4, critic_warmup_steps=1),
+        dialect=DIALECT.override(ppo_epochs=2, critic_epochs=4 if apart else None),
+        config=PPOConfig(
+            total_steps=STEPS, micro_batch_size=4, critic_warmup_steps=1, critic_pretrain_steps=2 if apart else 0
+        ),
         sampling=SAMPLING,
     )
 
@@ -62,6 +67,7 @@ def one_run(folder: str, output: str, resumed: bool = False, steps: int = STEPS,
     """
     trainer, feed = new_trainer(folder, **arguments), TinyPrompts(16)
     models, found = trainer.models, {"metrics": []}
+    found["metrics"] += [report.metrics for report in CriticPretraining(trainer).fit(feed)]
     while trainer.steps_done < steps:
         report = trainer.step(feed.prompts(trainer.steps_done))
         found["metrics"].append(timeless(report.metrics))

@@ -24,6 +24,7 @@ BELOW_ZERO = (
     "learning_rate",
     "actor_learning_rate",
     "critic_learning_rate",
+    "critic_pretrain_learning_rate",
     "lora_learning_rate",
     "actor_lora_learning_rate",
     "critic_lora_learning_rate",

@@ -17,6 +17,7 @@ EVERY_STEP = {
     ),
     *(f"policy/{name}" for name in ("loss", "approxkl", "clipfrac", "ratio_mean", "ratio_max", "grad_norm", "lr")),
     *(f"value/{name}" for name in ("loss", "clipfrac", "explained_variance", "mean", "grad_norm", "lr")),
+    *(f"value/{name}" for name in ("explained_outcome", "slope", "bias")),
     "advantages/mean",
     "advantages/std",
     "returns/mean",

@@ -1,6 +1,7 @@
 """Which rows make an optimizer step and a pass, and at which rate; seen by models that take notes."""
 
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,8 @@ from engine.errors import RunStopped
 from engine.experience import Rollout, TrainingBatch
 from engine.rollout import SamplingConfig
 from training.flags.rlhf_arguments import RLHFFlags
-from training.ppo_trainer import PPOConfig, PPOTrainer, mini_batch_rows
+from training.mini_batches import mini_batch_rows
+from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.reporting.metrics import Accumulator
 
 ROWS, EPOCHS = 8, 4
@@ -158,6 +160,51 @@ def test_rates_fall_with_each_rollout_or_with_each_optimizer_step(per, expected)
     trainer = trained(OPENAI.override(lr_per=per, actor_lr=1e-5, critic_lr=2e-5), 8, rollouts=4)
     assert [lr for lr, _ in trainer.models.actor.steps] == pytest.approx([1e-5 * factor for factor in expected])
     assert [lr for lr, _ in trainer.models.critic.steps] == pytest.approx([2e-5 * factor for factor in expected])
+
+
+def test_a_critic_with_passes_of_its_own_makes_them_first():
+    """Two epochs of four mini-batches, then the actor's one of two; the rate falls by the steps of each model."""
+    order = []
+
+    class Ordered(NoteTaker):
+        def step(self, lr, overflow=False, skip=False):
+            order.append(self.role)
+            return super().step(lr, overflow, skip)
+
+    fields = {"ppo_epochs": 1, "mini_batches": 2, "critic_epochs": 2, "critic_mini_batches": 4}
+    dialect = OPENAI.override(lr_per="optimizer_step", actor_lr=1e-5, critic_lr=2e-5, **fields)
+    trainer = trainer_of(dialect, 8, 3, Ordered("critic"))
+    trainer.models.actor = trainer.learner.models.actor = Ordered("actor")
+    for _ in range(2):
+        trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
+        trainer.steps_done += 1
+    assert order == (["critic"] * 8 + ["actor"] * 2) * 2 and trainer.optimizer_steps == 4
+    critic, actor = trainer.models.critic.steps, trainer.models.actor.steps
+    assert [lr for lr, _ in critic] == pytest.approx([2e-5 * (1 - step / 24) for step in range(16)])
+    assert [lr for lr, _ in actor] == pytest.approx([1e-5 * (1 - step / 6) for step in range(4)])
+    for start in range(0, 16, 4):
+        rows = [row for _, passes in critic[start : start + 4] for part in passes for row in part]
+        assert sorted(rows) == list(range(ROWS)) and len(rows) == 4 * 2
+    assert len({tuple(passes[0]) for _, passes in critic}) > 4, "each epoch has the same mini-batches"
+
+
+def test_a_warm_critic_and_a_cold_one_have_the_same_passes():
+    """In a step of warm-up the critic makes its own passes, and the actor none."""
+    dialect = OPENAI.override(ppo_epochs=1, critic_epochs=3)
+    trainer = trainer_of(dialect, 8, 2)
+    trainer.config = dataclasses.replace(trainer.config, critic_warmup_steps=1)
+    trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
+    assert (len(trainer.models.critic.steps), trainer.models.actor.steps) == (3, [])
+    trainer.steps_done += 1
+    trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
+    assert (len(trainer.models.critic.steps), len(trainer.models.actor.steps)) == (6, 1)
+
+
+def test_passes_that_are_the_actors_are_made_with_it():
+    joint = trained(OPENAI.override(mini_batches=2), 8, rollouts=2)
+    said = trained(OPENAI.override(mini_batches=2, critic_epochs=EPOCHS, critic_mini_batches=2), 8, rollouts=2)
+    for role in ("actor", "critic"):
+        assert getattr(said.models, role).steps == getattr(joint.models, role).steps
 
 
 def on_rank(monkeypatch, rank: int, world: int, rows: int, mini_batches: int, key: tuple) -> list[list[int]]:

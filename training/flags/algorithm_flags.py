@@ -53,6 +53,16 @@ class AlgorithmFlags(DataFlags):
     lr_scheduler_type: str | None = flag(None, "shape of the learning rate", choices=VALUES["lr_schedule"])
     num_warmup_steps: int | None = flag(None, "optimizer steps of rising learning rate")
     max_grad_norm: float | None = flag(None, "gradients are clipped to this norm; 0 for no clipping")
+    critic_pretrain_steps: int = flag(
+        0,
+        "steps before the first that train the critic alone, on responses of the SFT model and what really followed "
+        "(lambda 1); they move neither prompts nor learning rates of the others. The critic is saved as "
+        "OUTPUT_DIR/critic_pretrained, from which another run may start: its --critic_model_name_or_path, with "
+        "--reward_model_name_or_path beside it",
+    )
+    critic_pretrain_learning_rate: float | None = flag(
+        None, "the critic's peak learning rate in these steps; by default --critic_learning_rate"
+    )
     critic_warmup_steps: int = flag(0, "steps at the start that train the critic alone")
     max_kl: float | None = flag(
         None,
@@ -80,7 +90,13 @@ class AlgorithmFlags(DataFlags):
             "per_device_training_batch_size",
             "gradient_accumulation_steps",
         )
-        self.at_least(0, "critic_warmup_steps")
+        self.at_least(0, "critic_pretrain_steps", "critic_warmup_steps")
+        self.above(0, "critic_pretrain_learning_rate")
+        self.finite("critic_pretrain_learning_rate")
+        if self.critic_pretrain_learning_rate is not None and not self.critic_pretrain_steps:
+            raise UserError(
+                f"--critic_pretrain_learning_rate {self.critic_pretrain_learning_rate} needs --critic_pretrain_steps."
+            )
         self.above(0, "max_kl")
         self.finite("max_kl")
         self._validate_division()
@@ -170,6 +186,12 @@ class AlgorithmFlags(DataFlags):
             raise UserError(
                 f"batch sizes do not divide: {sizes}, which is no multiple of the dialect's mini_batches "
                 f"{mini_batches}. Change the sizes, or --set mini_batches=N."
+            )
+        dialect = self.resolved_dialect()[0]
+        if dialect.critic_learns_apart and made % dialect.critic_passes[1]:
+            raise UserError(
+                f"batch sizes do not divide: {sizes}, which is no multiple of the critic's {dialect.critic_passes[1]} "
+                "mini-batches. Change the sizes, or --set critic_mini_batches=N."
             )
 
     @classmethod

@@ -183,6 +183,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardFunctionFlags):
             "critic_zero_stage",
             "critic_ds_config",
             "critic_gradient_checkpointing",
+            "critic_pretrain_steps",
             "critic_warmup_steps",
             "critic_lora_dim",
         ):

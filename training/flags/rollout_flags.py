@@ -82,6 +82,12 @@ class RolloutFlags(RunFlags):
                 f"--overlap_gather with --replicas_between_steps {self.replicas_between_steps}: there is no copy to "
                 "gather into while actor and critic train. Leave one of them out."
             )
+        if self.overlap_gather and self.resolved_dialect()[0].critic_learns_apart:
+            raise UserError(
+                "--overlap_gather: the critic has epochs or mini-batches of its own (critic_epochs, "
+                "critic_mini_batches), which it makes before the actor's, and nothing trains while the actor's copy "
+                "would be filled. Leave it out."
+            )
         self.at_least(1, "vllm_tensor_parallel_size", "inference_tp_size")
         if "RANK" in os.environ:  # not in a program that plans for other machines
             self.check_groups(ranks_of_this_machine())

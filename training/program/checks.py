@@ -2,6 +2,7 @@
 
 from engine import distributed
 from engine.algorithms import Dialect, check
+from engine.errors import UserError
 from engine.models.checking import check_policy, check_rows, check_scorer, check_trunk, check_vocabularies
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.hydra import check_hydra
@@ -14,7 +15,7 @@ from engine.zero.extensions import refuse_missing
 from training.flags.reward_functions import load_functions
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.adapted_models import adapted_roles
-from training.program.model_files import check_positions, generation_stops
+from training.program.model_files import check_positions, generation_stops, is_pretrained_critic
 from training.program.startup import check_run
 from training.restarts.resume_point import ResumePoint
 
@@ -66,7 +67,7 @@ def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
     check(
         dialect,
         rows_per_rank=args.rows_per_rank,
-        mini_batches=dialect.mini_batches,
+        mini_batches=max(dialect.mini_batches, dialect.critic_passes[1]),
         micro_batch_size=args.per_device_training_batch_size,
         ranks=distributed.world_size(),
         layers=layers,
@@ -96,6 +97,11 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
                 check_trunk(path, f"--{name}", trusted)
         else:
             check_scorer(path, f"--{name}", trusted)
+            if path == args.reward_path and is_pretrained_critic(path):
+                raise UserError(
+                    f"--{name} {path}: that is a pretrained critic, whose numbers say what is still to come of a text; "
+                    "it gives no scores. Name the reward model with --reward_model_name_or_path."
+                )
             if tokenizer is not None:
                 check_vocabularies(tokenizer, path, f"--{name}", trusted)
         args.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")

@@ -41,6 +41,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
         f"of {args.rows_per_rank * distributed.world_size()} responses on {distributed.ranks_in_words()}",
         *course(args, plan).lines(),
         *dynamic_sampling_line(plan.dialect),
+        *pretraining_lines(args),
         *too_long(
             plan.prompts, "prompts", "--max_prompt_seq_len", args, plan.tokenizer, models, args.max_answer_seq_len
         ),
@@ -59,6 +60,14 @@ def dynamic_sampling_line(dialect: Dialect) -> list[str]:
         f"dynamic sampling: a step draws up to {most} batches of prompts, until groups whose scores differ fill it; "
         "epochs may pass so many times as fast"
     ]
+
+
+def pretraining_lines(args: RLHFFlags) -> list[str]:
+    """What comes before the first step, if anything does."""
+    steps, responses = args.critic_pretrain_steps, args.rows_per_rank * distributed.world_size()
+    if not steps:
+        return []
+    return [f"before the first step the critic is pretrained: {steps} steps of {responses} responses of the SFT model"]
 
 
 def course(args: RLHFFlags, plan: Plan) -> Course:

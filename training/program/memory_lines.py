@@ -29,6 +29,7 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
         micro_batch=args.per_device_training_batch_size,
         mini_batches=dialect.mini_batches,
         ppo_epochs=dialect.ppo_epochs,
+        critic_passes=dialect.critic_passes if dialect.critic_learns_apart else None,
         texts=args.unsupervised_dataset_name is not None,
         backend=args.rollout_backend,
         between_steps=args.replicas_between_steps,

@@ -63,3 +63,12 @@ def most_tokens(args: RunFlags, models: Iterable[str | None], beside: int = 0) -
 
 def _positions(config) -> int | None:
     return getattr(config, "max_position_embeddings", None)
+
+
+PRETRAINING_RECORD = "critic_pretraining.json"
+"""In the folder of a critic that was pretrained: how. It tells such a folder from a reward model's."""
+
+
+def is_pretrained_critic(path: str) -> bool:
+    """Whether a critic stands at `path` that a run has pretrained and saved."""
+    return (Path(path) / PRETRAINING_RECORD).is_file()

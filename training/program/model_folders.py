@@ -221,8 +221,10 @@ def _keep_others(old: Path, place: Path, ours: list[str]) -> None:
     shutil.rmtree(old)
 
 
-def finish(output_dir: Path, saved: dict[str, Path], step: int) -> None:
+def finish(output_dir: Path, saved: dict[str, Path], step: int, kept: Iterable[str] = ()) -> None:
     """After all models of a run: take those of an earlier run away, and say in run.json which there are (rank 0 does).
+
+    kept: names of models that the run saved before its end.
 
     Nothing is taken away if a model of this run had to go to another place.
     """
@@ -230,7 +232,7 @@ def finish(output_dir: Path, saved: dict[str, Path], step: int) -> None:
         return
     if all(place == output_dir / name for name, place in saved.items()):
         with going_on(output_dir):
-            written.remove_other_models(output_dir, saved)
+            written.remove_other_models(output_dir, {*saved, *kept})
     with going_on(output_dir / RUN_FILE):
         record_models(output_dir, saved, step)
 

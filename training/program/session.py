@@ -32,7 +32,7 @@ SCORE = "eval/score"
 
 
 class Session:
-    """Called around a run's steps: `begin`, then `after_step` with each report, then `end`."""
+    """Called around a run's steps: `begin`, `before_first_step`, then `after_step` with each report, then `end`."""
 
     def __init__(self, args: RLHFFlags, plan: Plan, trainer: PPOTrainer, evaluator: Evaluator | None):
         self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
@@ -43,10 +43,11 @@ class Session:
         )
         self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
         logged = trainer.steps_done - (self.owed is not None)
+        self.view = views.averaged(views.PPO) if self.models.ema is not None else views.PPO
         self.writer = open_writer(
             args,
             total_steps=plan.last_step,
-            view=views.averaged(views.PPO) if self.models.ema is not None else views.PPO,
+            view=self.view,
             resume_step=logged if plan.resume else None,
         )
         goes_on = plan.resume is not None and plan.resume.in_output_dir
@@ -74,7 +75,7 @@ class Session:
         return self.trainer.state_dict() | owed | before | first
 
     def begin(self) -> None:
-        """Settings into run.json and TensorBoard; held-out scores before the first step, or those still owed."""
+        """Settings into run.json and TensorBoard."""
         flags, dialect = self.args.as_dict(), dataclasses.asdict(self.plan.dialect)
         with going_on(self.output_dir / RUN_FILE):
             write_run_record(
@@ -85,15 +86,22 @@ class Session:
                 resumed=self.plan.resume is not None and self.plan.resume.in_output_dir,
             )
         self.writer.hparams({**flags, "resolved_dialect": dialect})
-        if self.evaluator and self.trainer.steps_done == 0:
+
+    def before_first_step(self) -> None:
+        """Held-out scores before the first step, if they are not there yet; or those still owed."""
+        pretrained = self.trainer.steps_done == 0 and self.args.critic_pretrain_steps > 0
+        if self.evaluator and self.trainer.steps_done == 0 and not (pretrained and self.evaluator.before):
             with phase("evaluating"):
                 metrics, rows = self.evaluator.run(0)
             self.write_samples("before", rows)
-            self.writer.log(0, 0, metrics)
+            self.writer.log(0, 0, {**(self.owed or {}), **metrics})
+            self.owed = None
         if self.owed is not None:
             if self.trainer.steps_done == self.plan.last_step:
                 self.saved |= self.save_models()
             self.log_step(self.trainer.steps_done, self.trainer.samples)
+        if pretrained:
+            self.checkpoints.save_if_due(0)
 
     def after_step(self, report: StepReport) -> None:
         """Log the step; evaluate, show samples and save where it is time to; end where the run was asked to.
@@ -136,7 +144,8 @@ class Session:
 
     def evaluates_after(self, step: int) -> bool:
         """Whether the held-out prompts are answered after this step."""
-        return self.evaluator is not None and (step == self.plan.last_step or _is_due(step, self.args.eval_steps))
+        asked = step in (0, self.plan.last_step) or (step > 0 and _is_due(step, self.args.eval_steps))
+        return self.evaluator is not None and asked
 
     def name_of(self, step: int) -> str:
         """The file of a step's samples, without its ending."""
@@ -186,7 +195,8 @@ class Session:
         if averaged is not None:
             with averaged.swapped():
                 saved |= forms(models.actor, "actor_ema")
-        model_folders.finish(self.output_dir, saved, self.trainer.steps_done)
+        kept = written.PRETRAINED if self.args.critic_pretrain_steps else ()
+        model_folders.finish(self.output_dir, saved, self.trainer.steps_done, kept)
         return saved
 
     def end(self) -> None:

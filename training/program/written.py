@@ -27,7 +27,12 @@ POINTS = "checkpoints/step_*"
 """Restart points are known by what they hold, since they are renamed when they are set aside."""
 OWN_FILES = (WRITTEN_FILE, "run.lock")
 KEPT = ".kept"  # the ending that a user's file gets which has a name that the run writes
-MODEL_FOLDERS = ("actor", "critic", "actor_ema", "actor_adapter", "critic_adapter", "actor_ema_adapter", "adapter", ".")
+PRETRAINED = ("critic_pretrained", "critic_pretrained_adapter")
+MODEL_FOLDERS = (
+    *("actor", "critic", "actor_ema", "actor_adapter", "critic_adapter", "actor_ema_adapter"),
+    *PRETRAINED,
+    *("adapter", "."),
+)
 OLD_FILES = (
     "metrics.jsonl",
     RUN_FILE,
@@ -117,7 +122,7 @@ class Written:
 
 def is_point(path: Path) -> bool:
     """Whether a folder is a restart point of this program's, or was to become one."""
-    if path.is_symlink() or not path.is_dir() or re.fullmatch(r"step_\d+(\.\w+)?", path.name) is None:
+    if path.is_symlink() or not path.is_dir() or re.fullmatch(r"step_-?\d+(\.\w+)?", path.name) is None:
         return False
     return path.suffix == PARTIAL or any((path / name).is_file() for name in ("trainer_state.json", "manifest.json"))
 

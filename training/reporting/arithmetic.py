@@ -111,11 +111,12 @@ class Arithmetic:
         return peak_flops(self.models.actor)
 
     def of_step(
-        self, drawn: Sequence[Rollout], experience: Experience, epochs: int, trains_actor: bool
+        self, drawn: Sequence[Rollout], experience: Experience, epochs: int, critic_epochs: int
     ) -> dict[str, Tensor]:
         """FLOPs by phase, where they are known; without those of scoring responses that are left out.
 
-        drawn: as they were generated. epochs: how often its responses were learned from; trains_actor: by both models.
+        drawn: as they were generated. epochs, critic_epochs: how often actor and critic learned from its
+            responses.
         """
         actor, critic, reward = self.costs
         if actor is None or critic is None or reward is None:
@@ -125,12 +126,12 @@ class Arithmetic:
         learned = experience.rollout
         lengths, labels = learned.attention_mask.sum(-1), learned.response_mask.sum(-1)
         policies = 1 if experience.logprobs is learned.logprobs else 2  # the sampler's are not computed again
-        training = critic.training(lengths, labels) + trains_actor * actor.training(lengths, labels)
+        training = critic_epochs * critic.training(lengths, labels) + epochs * actor.training(lengths, labels)
         scoring = critic.forward(lengths, labels) + reward.forward(lengths, labels)
         return {
             "generate": actor.forward(generated - 1, responses),  # the last token is read by no one
             "make_experience": policies * actor.forward(lengths, labels) + scoring,
-            "train": epochs * training,
+            "train": training,
         }
 
     def add_to(
@@ -140,15 +141,15 @@ class Arithmetic:
         drawn: Sequence[Rollout],
         experience: Experience,
         epochs: int,
-        trains_actor: bool,
+        critic_epochs: int,
     ) -> None:
         """Put the speed of each phase into the metrics; arguments as for `of_step`, seconds by phase."""
         tokens = experience.rollout.attention_mask.sum()
-        for phase, times in (("make_experience", 1), ("train", epochs)):
+        for phase, times in (("make_experience", 1), ("train", epochs or critic_epochs)):
             _add_speed(metrics, phase, times * tokens, seconds[phase])
         if self.peak is None:
             return
-        for phase, flops in self.of_step(drawn, experience, epochs, trains_actor).items():
+        for phase, flops in self.of_step(drawn, experience, epochs, critic_epochs).items():
             _add_use(metrics, phase, flops, seconds[phase], self.peak)
 
 

@@ -80,6 +80,17 @@ class Accumulator:
         total, squares, _ = _moments(returns, mask)
         self._add(name, "explained_variance", [error_total, error_squares, total, squares, count])
 
+    def add_slope(self, name: str, values: torch.Tensor, outcomes: torch.Tensor, mask: torch.Tensor) -> None:
+        """Add to the slope of the line through the points (value, outcome), by least squares, where `mask` holds.
+
+        1 where a value is off by no more than a constant; below 1 high values are too high and low ones too low, above
+        1 they are too near to each other. No entry where values do not vary.
+        """
+        total, squares, count = _moments(values, mask)
+        other, _, _ = _moments(outcomes, mask)
+        both, _, _ = _moments(values.double() * outcomes.double(), mask)
+        self._add(name, "slope", [total, squares, other, both, count])
+
     def reduce(self) -> dict[str, float]:
         """Every metric over all ranks, by name, the same on each; a metric without items gives no entry.
 
@@ -177,5 +188,17 @@ def _explained_variance(
     return 1 - _variance(error_total, error_squares, count) / variance if variance else None
 
 
-FINISH = {"mean": _mean, "sum": float, "variance": _variance, "std": _std, "explained_variance": _explained_variance}
+def _slope(total: float, squares: float, other: float, both: float, count: float) -> float | None:
+    variance = _variance(total, squares, count)
+    return (both / count - total / count * other / count) / variance if variance else None
+
+
+FINISH = {
+    "mean": _mean,
+    "sum": float,
+    "variance": _variance,
+    "std": _std,
+    "explained_variance": _explained_variance,
+    "slope": _slope,
+}
 """How the reduced parts of each kind become the metric's value; None where there is nothing to report."""

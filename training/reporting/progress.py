@@ -17,7 +17,7 @@ class ProgressBar:
     """The run's progress on stderr: a bar in a terminal; elsewhere (a log file) plain lines, ever less often.
 
     Both show the rate and the time left, from the steps of this process only: those before a resume took none of its
-    time. `shown`: label -> metric. unit: what is counted.
+    time. `shown`: label -> metric. unit: what is counted. below: by how much steps are numbered lower than they count.
     """
 
     def __init__(
@@ -27,12 +27,13 @@ class ProgressBar:
         shown: Mapping[str, str],
         first_step: int = 0,
         unit: str = "step",
+        below: int = 0,
         stream=None,
         clock=time.monotonic,
     ):
         self._stream = sys.stderr if stream is None else stream
         self._total, self._first, self._shown, self._clock = total_steps, first_step, shown, clock
-        self._unit = unit
+        self._unit, self._below = unit, below
         self._started = self._due = clock()
         self._bar = None
         if self._stream.isatty():
@@ -40,6 +41,7 @@ class ProgressBar:
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
         """Show how far the run has come, and the shown ones of its metrics."""
+        step += self._below
         shown = {label: short(metrics[name]) for label, name in self._shown.items() if name in metrics}
         if self._bar is None:
             self._log_line(step, shown)

@@ -62,8 +62,7 @@ class MetricWriter:
                 lambda: TensorBoardSink(folder, view=view, name=run_name(output_dir), resume_step=resume_step),
             )
             self._sinks.append(self._tensorboard)
-        self._bar = ProgressBar(total_steps, shown=view.bar, first_step=resume_step or 0)
-        self._sinks.append(self._bar)
+        self.count(total_steps, shown=view.bar, first_step=max(0, resume_step or 0))
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `step`, after which `samples` responses (or examples) had been seen; once a step,
@@ -71,6 +70,16 @@ class MetricWriter:
         metrics = {**metrics, **self.take_time()}
         for sink in self._sinks:
             sink.log(step, samples, metrics)
+
+    def count(self, total_steps: int, *, shown: Mapping[str, str], **how) -> None:
+        """Have the progress be of these steps from here on; arguments as of `ProgressBar`."""
+        if self._clock is None:
+            return
+        if self._bar is not None:
+            self._bar.close()
+            self._sinks.remove(self._bar)
+        self._bar = ProgressBar(total_steps, shown=shown, **how)
+        self._sinks.append(self._bar)
 
     def take_time(self) -> dict[str, float]:
         """What passed since the last line, as metrics; the next line does not count it again. {} on other ranks."""

@@ -52,9 +52,21 @@ def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algori
     elif algorithm.estimator.needs_critic:
         # Before whitening, after which they would always be 0 and 1.
         advantages = returns - batch.values
+        if algorithm.dialect.decouples_lambdas:
+            advantages, _ = algorithm.estimates(batch.rewards, batch.values, batch.masks)
         metrics.add_explained_variance("value/explained_variance", batch.values, returns, batch.value_mask)
+        add_calibration(metrics, batch, algorithm)
     metrics.add_moments(advantages, mask, mean="advantages/mean", std="advantages/std")
     metrics.add_moments(returns, mask, mean="returns/mean", variance="returns/var")
+
+
+def add_calibration(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
+    """How well the values that a rollout had say what followed: the returns with lambda 1, in which no value stands."""
+    values, mask = batch.values, batch.value_mask
+    outcomes = algorithm.outcomes(batch.rewards, batch.masks)
+    metrics.add_explained_variance("value/explained_outcome", values, outcomes, mask)
+    metrics.add_slope("value/slope", values, outcomes, mask)
+    metrics.add("value/bias", ((values - outcomes) * mask).sum(), mask.sum())
 
 
 def add_correction(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:

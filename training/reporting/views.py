@@ -64,9 +64,19 @@ PPO = View(
             "loss": ("policy/loss",),
         },
         "value": {
-            "explained variance": ("value/explained_variance",),
+            "explained variance: of the returns, of what really followed": (
+                "value/explained_variance",
+                "value/explained_outcome",
+            ),
             "loss": ("value/loss",),
             "values and returns": ("value/mean", "returns/mean"),
+            "calibration: what followed, by value (1 is right)": ("value/slope",),
+            "bias: value less what followed": ("value/bias",),
+        },
+        "critic's pretraining, steps up to 0": {
+            "explained variance, pretraining": ("critic_pretrain/explained_variance",),
+            "loss, pretraining": ("critic_pretrain/loss",),
+            "calibration, pretraining (1 is right)": ("critic_pretrain/slope",),
         },
         "optimizers": {
             "learning rates": ("policy/lr", "value/lr"),

@@ -17,14 +17,19 @@ from training.program.phases import place
 from training.reporting.metrics_file import read_metrics
 
 # Parts of a run that lie outside of its steps, by the names of their metrics, and how they are called in words.
-BEFORE = {"redone": "steps done again", "start": "start-up"}
+BEFORE = {"redone": "steps done again", "start": "start-up", "critic_pretrain": "critic's pretraining"}
 BETWEEN = {
     "evaluate": "evaluations",
     "checkpoint": "restart points",
     "normalize": "normalisation",
     "save": "saving models",
 }
-PHASES = {"time/evaluate": "evaluating", "time/normalize": "normalising", "time/save": "saving models"}
+PHASES = {
+    "time/critic_pretrain": "pretraining the critic",
+    "time/evaluate": "evaluating",
+    "time/normalize": "normalising",
+    "time/save": "saving models",
+}
 
 
 class WallClock:

@@ -1,6 +1,7 @@
 """What a restart point's trainer_state.json says: the state, what must be equal in a run that goes on, what may change.
 
-steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale    the state: PPOTrainer.state_dict
+steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale    the state: PPOTrainer.state_dict; steps_done
+                    below 0 while the critic is pretrained
 held_out_..., metrics_without_evaluation    BEFORE, FIRST and OWED below, where there are any
 models              step counts and loss scales: TrainedModel.scalars of each
 ema                 whether there is a moving average
@@ -120,6 +121,8 @@ class Conditions:
             **frozen_identity(_start_flags(args, dialect), inputs or {}, args),
             "--share_trunk": args.share_trunk or None,
             **args.moving_reference(),
+            "--critic_pretrain_steps": args.critic_pretrain_steps or None,
+            "--critic_pretrain_learning_rate": args.critic_pretrain_learning_rate,
         }
         settings = {
             **fields,

@@ -1,6 +1,6 @@
 """Where the files of restart points stand, and which points an output folder has.
 
-    OUTPUT_DIR/checkpoints/step_000100/
+    OUTPUT_DIR/checkpoints/step_000100/     step_-00005: 5 steps of the critic's pretraining before the first step
         actor/rank_00000.safetensors ...    numbers of the actor's training state, a file for each rank that wrote
         critic/ ema/ reference/             the same of the critic, of the moving average, and of the weights of a
                                             reference that is refreshed, if there are any
@@ -35,7 +35,7 @@ def rank_file(rank: int) -> str:
 
 def step_of(folder: Path) -> int | None:
     """The step that a folder is named after as a restart point's; None where it is not so named."""
-    match = re.fullmatch(r"step_(\d+)", folder.name)
+    match = re.fullmatch(r"step_(-?\d+)", folder.name)
     return int(match[1]) if match else None
 
 
@@ -51,7 +51,7 @@ def points_in(output_dir: Path) -> list[Path]:
 def unfinished_in(output_dir: Path) -> list[Path]:
     """The folders of restart points that were being written, or being deleted."""
     found = (output_dir / CHECKPOINTS).glob("step_*")
-    return sorted(path for path in found if re.fullmatch(rf"step_\d+({PARTIAL}|{PRUNED})", path.name))
+    return sorted(path for path in found if re.fullmatch(rf"step_-?\d+({PARTIAL}|{PRUNED})", path.name))
 
 
 def set_aside(folder: Path) -> Path:

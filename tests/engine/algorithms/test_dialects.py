@@ -40,6 +40,9 @@ def test_dialects_cannot_be_changed_in_place():
         ("default", {"score_clip": -1.0}, "score_clip -1.0: must be greater than 0."),
         ("default", {"kl_coef": -0.1}, "kl_coef -0.1: must be at least 0."),
         ("default", {"lam": 1.5}, "lam 1.5: must be at most 1."),
+        ("default", {"value_lam": 1.5}, "value_lam 1.5: must be at most 1."),
+        ("default", {"length_adaptive_alpha": 0.0}, "length_adaptive_alpha 0.0: must be greater than 0."),
+        ("default", {"critic_epochs": 0}, "critic_epochs 0: must be greater than 0."),
         ("default", {"lam": float("nan")}, "lam nan: must be at least 0."),
         ("default", {"lr_schedule": "exponential"}, "lr_schedule 'exponential': known are linear, cosine, constant"),
         ("default", {"betas": (0.9, 1.0)}, "betas (0.9, 1.0): each must be at least 0 and less than 1."),
@@ -98,6 +101,7 @@ def test_what_cannot_go_together_is_refused_with_the_reason(name, changed, messa
         ("trl_rloo", {"given": ["kl_coef", "critic_lr"]}, "critic_lr is given, but the dialect trl_rloo has no critic"),
         ("trl_rloo", {"given": ["value_clip_range"]}, "value_clip_range is given"),
         ("trl_rloo", {"given": ["gamma"]}, "gamma is given, but the dialect trl_rloo has no critic"),
+        ("trl_rloo", {"given": ["value_lam"]}, "value_lam is given, but the dialect trl_rloo has no critic"),
         ("trlx", {"given": ["kl_target"]}, "kl_target is given, but kl_controller is 'fixed'"),
         (
             "deepspeed_chat_2023",
@@ -129,6 +133,13 @@ def test_a_limit_that_no_epoch_follows_is_refused():
         check(one_pass, given=["early_stop_kl"])
     check(one_pass.override(ppo_epochs=2), given=["early_stop_kl"])
     check(get_dialect("deepspeed_chat"), given=["early_stop_kl"])  # set to none
+
+
+def test_a_lambda_that_nobody_reads_is_refused():
+    both = get_dialect("default").override(value_lam=1.0, length_adaptive_alpha=0.05)
+    with pytest.raises(UserError, match="lam is given, but value_lam and length_adaptive_alpha say both lambdas."):
+        check(both, given=["lam"])
+    check(both.replaced(value_lam=None), given=["lam"])
 
 
 def test_scores_of_one_response_have_no_deviation():

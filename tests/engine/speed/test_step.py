@@ -74,6 +74,18 @@ def test_what_is_kept_or_lent_is_gathered_less():
     assert small.parts(RATES, TEN)["train actor"].gathered == 4 * 2 * 50e6
 
 
+def test_a_critic_that_learns_apart_has_its_own_updates():
+    joint, apart = STEP.parts(RATES, TEN), replace(STEP, critic_updates=(6, 2)).parts(RATES, TEN)
+    assert apart["train actor"] == joint["train actor"] and apart["step actor"] == joint["step actor"]
+    assert apart["train critic"].compute == pytest.approx(6 * 3 * forward(8) / 1e14)  # six updates of half the rows
+    assert apart["train critic"].gathered == 6 * 2 * 2 * 20e9  # each of two passes, forward and backward
+    assert apart["step critic"].compute == pytest.approx(6 * joint["step critic"].compute)
+    calls = joint[
+        "agree on updates"
+    ].latency  # of one step of both models; of seven of one each they are 3.5 times that
+    assert apart["agree on updates"].latency == pytest.approx(3.5 * calls)
+
+
 def test_copies_are_filled_when_others_have_taken_their_turn():
     taking_turns = replace(STEP, whole=frozenset(FOUR), stays=True)
     own = replace(taking_turns, own=frozenset(FOUR))

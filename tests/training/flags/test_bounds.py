@@ -30,6 +30,7 @@ AT_LEAST = {  # flag: (the highest value that is refused, the lowest that is tak
             (
                 "seed",
                 "num_eval_prompts",
+                "critic_pretrain_steps",
                 "critic_warmup_steps",
                 "num_warmup_steps",
                 "eval_steps",

@@ -74,7 +74,7 @@ def test_phases_are_told_by_their_speed_and_use_of_the_gpu():
     for sampled, policies in ((False, 2), (True, 1)):
         experience = SimpleNamespace(rollout=rollout, logprobs=rollout.logprobs if sampled else torch.zeros(2, 1))
         metrics = Accumulator()
-        needs.add_to(metrics, seconds, [rollout], experience, epochs=3, trains_actor=True)
+        needs.add_to(metrics, seconds, [rollout], experience, epochs=3, critic_epochs=3)
         assert metrics.reduce() == pytest.approx(
             {
                 "speed/make_experience": 5 / 4,
@@ -84,10 +84,12 @@ def test_phases_are_told_by_their_speed_and_use_of_the_gpu():
                 "mfu/train": 3 * (actor.training(lengths, labels) + critic.training(lengths, labels)).item() / 1000 / 5,
             }
         )
-    critic_alone = needs.of_step([rollout], experience, epochs=1, trains_actor=False)["train"]
+    critic_alone = needs.of_step([rollout], experience, epochs=0, critic_epochs=1)["train"]
     assert critic_alone == critic.training(lengths, labels)
+    apart = needs.of_step([rollout], experience, epochs=1, critic_epochs=4)["train"]
+    assert apart == 4 * critic.training(lengths, labels) + actor.training(lengths, labels)
     needs.peak, metrics = None, Accumulator()
-    needs.add_to(metrics, seconds, [rollout], experience, epochs=3, trains_actor=True)
+    needs.add_to(metrics, seconds, [rollout], experience, epochs=3, critic_epochs=3)
     assert set(metrics.reduce()) == {"speed/make_experience", "speed/train"}
 
 

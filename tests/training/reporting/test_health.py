@@ -61,6 +61,12 @@ def test_runs_of_other_programs_are_not_judged():
     assert the_finding(rows).text == "no step of PPO to judge"
 
 
+CALIBRATED = {
+    "value_explained_outcome": lambda t: 0.5,
+    "value_slope": lambda t: 0.9,
+    "value_bias": lambda t: -1.9,
+    "returns_var": lambda t: 4.0,
+}
 # The words by which a finding is known, its severity, and the curves that it must see.
 CASES = {
     "KL far, by response": (
@@ -89,6 +95,21 @@ CASES = {
         "explained variance of the value was -0.25 over the last quarter",
         LOOK,
         {"value_explained_variance": lambda t: -0.25},
+    ),
+    "value unexplained, but by itself": (
+        "of what really followed, was -0.1 over the last quarter",
+        LOOK,
+        {"value_explained_outcome": lambda t: -0.1},
+    ),
+    "values too far apart": (
+        "a value higher by 1 stood for 0.2 more (value/slope): values are too far apart",
+        LOOK,
+        {**CALIBRATED, "value_slope": lambda t: 0.2},
+    ),
+    "values too low": (
+        "values were 2.5 too low (value/bias), more than returns vary (2)",
+        LOOK,
+        {**CALIBRATED, "value_bias": lambda t: -2.5},
     ),
     "clipped": ("clip fraction was 0.4 around steps ", LOOK, {"policy_clipfrac": lambda t: 0.4}),
     "clipped for a while": (
@@ -182,6 +203,8 @@ def test_what_stands_out_is_told(words, severity, curves):
         {"objective_kl": lambda t: 4.9 * t**4},
         {"objective_entropy": lambda t: 2.0 if t < 0.5 else 0.9},
         {"value_explained_variance": lambda t: -1.0 if t < 0.7 else 0.05},
+        CALIBRATED,
+        {**CALIBRATED, "value_slope": lambda t: 2.9},
         {"policy_clipfrac": lambda t: 0.9 if t == 0 else 0.1},
         {"policy_approxkl": lambda t: 0.04},
         {"rollout_eos_rate": lambda t: 0.15},

@@ -7,8 +7,16 @@ from pathlib import Path
 from training.reporting.standard_errors import ENDINGS, Estimate, with_errors
 
 ROOT = Path(__file__).parents[3]
-GROUPS = "objective|policy|value|advantages|returns|rollout|time|checkpoint|memory|eval|train|reward"
-ADDING = {"add", "add_sum", "add_max", "add_min", "add_moments", "add_explained_variance"}  # an Accumulator's methods
+GROUPS = "objective|policy|value|critic_pretrain|advantages|returns|rollout|time|checkpoint|memory|eval|train|reward"
+ADDING = {
+    "add",
+    "add_sum",
+    "add_max",
+    "add_min",
+    "add_moments",
+    "add_explained_variance",
+    "add_slope",
+}  # an Accumulator's methods
 
 # Names that are put together: the form in the code, with {} for what is filled in, and what it becomes.
 SCORE_PARTS = ("scores_model", "scores_function", "length_penalty")
@@ -23,6 +31,13 @@ FAMILIES = {
     "{}/lr": {"policy/lr", "value/lr"},
     "{}/skipped": {"policy/skipped", "value/skipped"},
     "{}/loss_scale": {"policy/loss_scale", "value/loss_scale"},
+    "critic_pretrain/{}": {
+        f"critic_pretrain/{name}"
+        for name in (
+            *("explained_variance", "loss", "slope", "bias", "mean", "scores", "response_length"),
+            *("skipped", "loss_scale", "grad_norm", "lr"),
+        )
+    },
     "speed/{}": {"speed/make_experience", "speed/train"},
     "mfu/{}": {"mfu/generate", "mfu/make_experience", "mfu/train"},
     "time/{}": {"time/generate", "time/make_experience", "time/train"},

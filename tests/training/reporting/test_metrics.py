@@ -89,6 +89,18 @@ def test_explained_variance():
     assert metrics.reduce() == pytest.approx(expected, abs=1e-12)
 
 
+def test_slope_of_what_followed_on_values():
+    mask = torch.tensor([[True, True, True, False]])
+    values = torch.tensor([[0.0, 1.0, 2.0, -9.0]])  # mean 1, variance 2/3
+    metrics = Accumulator()
+    metrics.add_slope("right up to a constant", values, values + 7.0, mask)
+    metrics.add_slope("too far apart", values, values / 4, mask)
+    metrics.add_slope("by least squares", values, torch.tensor([[0.0, 0.0, 3.0, 5.0]]), mask)  # covariance 2 - 1
+    metrics.add_slope("undefined", torch.full((1, 4), 0.1), values, mask)
+    expected = {"right up to a constant": 1.0, "too far apart": 0.25, "by least squares": 1.5}
+    assert metrics.reduce() == pytest.approx(expected, abs=1e-12)
+
+
 def test_adding_keeps_no_graph_and_sums_in_float64():
     metrics = Accumulator()
     total = torch.tensor(2.0**24, requires_grad=True)

@@ -48,6 +48,14 @@ def test_other_units_than_steps():
     assert stream.getvalue() == "batch 1/4 (25%), 2.00 s/batch, 0:00:06 left\n"
 
 
+def test_steps_that_are_numbered_from_below_0_are_counted_from_1():
+    stream, clock = io.StringIO(), Clock()
+    bar = ProgressBar(4, shown={}, first_step=1, below=4, stream=stream, clock=clock)
+    clock.now += 2.0
+    bar.log(-2, 0, {})
+    assert stream.getvalue() == "step 2/4 (50%), 2.00 s/step, 0:00:04 left\n"
+
+
 def _moments(seconds: int) -> list[int]:
     """When a run of one step a second prints its lines, in seconds after its start."""
     stream, clock = io.StringIO(), Clock()

@@ -48,6 +48,21 @@ def test_changed_settings_are_named_and_unchanged_ones_are_not():
     ]
 
 
+def test_the_critics_pretraining_must_be_equal_and_points_from_before_it_are_taken():
+    then = written(conditions(critic_pretrain_steps=4))
+    conditions(critic_pretrain_steps=4).check(then, HERE)
+    for now, message in (
+        (conditions(critic_pretrain_steps=5), "--critic_pretrain_steps was 4 when it was written and is 5 now"),
+        (conditions(), "--critic_pretrain_steps was 4 when it was written and is not given now"),
+    ):
+        with pytest.raises(UserError, match=message):
+            now.check(then, HERE)
+    old = written(conditions())
+    for name in ("--critic_pretrain_steps", "--critic_pretrain_learning_rate"):
+        del old.identity[name]
+    conditions().check(old, HERE)
+
+
 def test_another_number_of_steps_is_named_where_learning_rates_fall_by_it():
     changes = conditions(total_steps=20).changes_since(written(conditions()))
     assert changes == [

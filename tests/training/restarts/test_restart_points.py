@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import UserError
-from tests.training.restarts.tiny_points import IDENTITY, flip_bit, write_points
+from tests.training.restarts.tiny_points import IDENTITY, TinyRun, flip_bit, write_points
+from training.program.written import is_point
 from training.restarts.conditions import Conditions
+from training.restarts.layout import points_in
 from training.restarts.resume_point import ResumePoint, set_aside_newer
 
 
@@ -40,6 +42,22 @@ def test_going_on_from_an_older_point_sets_the_newer_ones_aside(tmp_path):
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["step_000005", "step_000010.abandoned", "step_000010.abandoned2", "step_000015.abandoned"]
     assert find(tmp_path).folder.name == "step_000005"
+
+
+def test_steps_before_the_first_are_below_0(tmp_path):
+    """The critic's pretraining: steps -8 and -2, and 0 at its end."""
+    run = TinyRun(tmp_path)
+    for run.step in (-8, -2, 0, 4):
+        run.checkpoints.save(run.step, wait=True)
+    names = [path.name for path in points_in(tmp_path)]
+    assert names == ["step_-00008", "step_-00002", "step_000000", "step_000004"]
+    assert all(is_point(path) for path in points_in(tmp_path))
+    partial = tmp_path / "checkpoints" / "step_-00001.partial"
+    partial.mkdir()
+    assert is_point(partial) and find(tmp_path).steps_done == 4
+    set_aside_newer(tmp_path, -2)
+    assert not partial.exists() and [path.name for path in points_in(tmp_path)] == names[:2]
+    assert find(tmp_path).steps_done == -2 and find("auto", tmp_path).folder.name == "step_-00002"
 
 
 def test_whether_the_run_stands_in_the_output_folder(tmp_path, monkeypatch):

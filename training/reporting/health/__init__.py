@@ -18,6 +18,7 @@ from training.reporting.health.optimization import (
     too_much_clipped,
     updates_skipped,
     updates_too_far,
+    value_miscalibrated,
     value_unexplained,
 )
 from training.reporting.health.outlook import outlook
@@ -44,6 +45,7 @@ TRENDS = (
     entropy_fell,
     entropy_rose,
     value_unexplained,
+    value_miscalibrated,
     too_much_clipped,
     updates_too_far,
     length_grew,

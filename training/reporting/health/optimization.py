@@ -32,6 +32,8 @@ SPIKE, NEIGHBOURS = 10.0, 5
 that of few samples. The whole run's median will not do: a critic's norm falls to a tenth while it learns."""
 SKIPPED = 0.05
 """Share of steps without an update. fp16's loss scale is searched by overflowing: some at the start, few after."""
+SLOPE = 3.0
+"""By which factor a difference of values may be off, up or down: advantages are then mostly the critic's error."""
 FELL_BACK = 0.5
 """Share of the highest rise in score that is lost again by the end."""
 
@@ -104,15 +106,43 @@ def _unmoved_by(rows: Sequence[Mapping]) -> str:
 
 
 def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
-    """The critic does not help."""
-    late = mean(rows, "value/explained_variance", 0.75, 1.0)
+    """The critic does not help. Returns with a lambda below 1 hold its own values, which explain themselves: outcomes
+    are what counts, where a run has them."""
+    outcome, late = (mean(rows, f"value/explained_{of}", 0.75, 1.0) for of in ("outcome", "variance"))
+    what = "explained variance of the value"
+    if outcome is not None:
+        late, what = outcome, "explained variance of the value, of what really followed,"
     if late is None or late > 0:
         return None
     return Finding(
         LOOK,
-        f"explained variance of the value was {late:.2g} over the last quarter: the critic does no "
-        "better than a constant",
-        "Raise --critic_learning_rate or --critic_warmup_steps, and look whether value/clipfrac is high.",
+        f"{what} was {late:.2g} over the last quarter: the critic does no better than a constant",
+        "Pretrain it (--critic_pretrain_steps 20), give it more passes over the responses (--set critic_epochs=4), "
+        "raise --critic_learning_rate, and look whether value/clipfrac is high (--set value_clip_range=none).",
+    )
+
+
+def value_miscalibrated(rows: Sequence[Mapping]) -> Finding | None:
+    """A critic that knows which responses are better, but not by how much, or that is off by a constant."""
+    explained, slope, bias, variance = (
+        mean(rows, name, 0.75, 1.0) for name in ("value/explained_outcome", "value/slope", "value/bias", "returns/var")
+    )
+    if explained is None or explained <= 0 or slope is None or bias is None or variance is None:
+        return None  # one that explains nothing has a finding of its own
+    seen = []
+    if not 1 / SLOPE <= slope <= SLOPE:
+        how = "too far apart" if slope < 1 else "too near to each other"
+        seen.append(f"a value higher by 1 stood for {slope:.2g} more (value/slope): values are {how}")
+    if abs(bias) > variance**0.5:
+        how = "high" if bias > 0 else "low"
+        seen.append(f"values were {abs(bias):.2g} too {how} (value/bias), more than returns vary ({variance**0.5:.2g})")
+    if not seen:
+        return None
+    return Finding(
+        LOOK,
+        f"over the last quarter {'; '.join(seen)}",
+        "Give the critic more updates (--set critic_epochs=4), without the clip that holds its values back (--set "
+        "value_clip_range=none), and targets without its own values (--set value_lam=1).",
     )
 
 

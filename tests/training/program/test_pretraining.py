@@ -1,0 +1,120 @@
+"""What a run does around the steps of the critic's pretraining, seen by stand-ins that take notes."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from engine.errors import EndedEarly, UserError
+from tests.training.flags.command_lines import step3
+from training.program import model_folders, output_lock, stopping
+from training.program.checks import check_models
+from training.program.model_files import PRETRAINING_RECORD, is_pretrained_critic
+from training.program.pretraining import pretrain
+
+
+class Notes:
+    """A session, its writer, its restart points and the steps themselves, in the order in which they are asked."""
+
+    def __init__(self, folder, steps: int, done: int = 0):
+        self.said = []
+        self.steps, self.done = steps, done
+        self.trainer = SimpleNamespace(steps_done=done - steps)
+        self.plan = SimpleNamespace(last_step=9, dialect=step3().resolved_dialect()[0])
+        self.args = step3(critic_pretrain_steps=steps)
+        self.models, self.own_tokenizer, self.output_dir = SimpleNamespace(critic="critic"), None, folder
+        self.writer, self.checkpoints, self.view = self, self, SimpleNamespace(bar={"kl": "objective/kl"})
+        self.owed, self.newest = None, None
+
+    @property
+    def steps_done(self):
+        return self.steps + self.trainer.steps_done
+
+    def prompts(self, step):
+        return step
+
+    def step(self, prompts):
+        self.trainer.steps_done += 1
+        self.said.append(f"step on prompts {prompts}")
+        return SimpleNamespace(step=self.trainer.steps_done, metrics={"critic_pretrain/loss": 0.5})
+
+    def count(self, total, **how):
+        self.said.append(f"count {total} from {how.get('first_step', 0)}, below {how.get('below', 0)}")
+
+    def take_metrics(self):
+        return {}
+
+    def log_step(self, step, samples):
+        self.said.append(f"log {step} {samples} {self.owed}")
+        self.owed = None
+
+    def save_if_due(self, step):
+        self.said.append(f"point {step}")
+
+    def write(self, text):
+        self.said.append(text.split(":")[0])
+
+    def end_early(self, reason, report):
+        raise EndedEarly(f"{reason} after {report.step}, owed {self.owed}")
+
+
+@pytest.fixture
+def asked(monkeypatch, tmp_path) -> list:
+    """Reasons to end that the borders see, one after the other; then none."""
+    reasons = []
+    monkeypatch.setattr(stopping, "agreed", lambda: reasons.pop(0) if reasons else None)
+    monkeypatch.setattr(output_lock, "check_held", lambda: None)
+    monkeypatch.setattr(model_folders, "merged_wanted", lambda choice, models, folder: True)
+    saved = {"critic_pretrained": tmp_path / "critic_pretrained"}
+    monkeypatch.setattr(model_folders, "save_forms", lambda *given: saved[given[3]].mkdir() or saved)
+    return reasons
+
+
+def run(notes: Notes) -> list[str]:
+    """What they were asked; the stand-in is session, pretraining and feed at once."""
+    pretrain(notes, notes, notes)
+    return notes.said
+
+
+def test_each_step_has_its_line_and_the_last_ones_waits_for_the_held_out_scores(asked, tmp_path):
+    notes = Notes(tmp_path, steps=3)
+    line = {"critic_pretrain/loss": 0.5}
+    assert run(notes) == [
+        "count 3 from 0, below 3",
+        *("step on prompts 0", f"log -2 0 {line}", "point -2"),
+        *("step on prompts 1", f"log -1 0 {line}", "point -1"),
+        *("step on prompts 2", "critic pretrained in 3 steps"),
+        "count 9 from 0, below 0",
+    ]
+    assert notes.owed == line
+    record = json.loads((tmp_path / "critic_pretrained" / PRETRAINING_RECORD).read_text())
+    assert (record["steps"], record["gamma"], record["learning_rate"]) == (3, 1.0, 1e-5)
+    listed = json.loads((tmp_path / "written.json").read_text())
+    assert listed["models"]["critic_pretrained"] == [PRETRAINING_RECORD]
+
+
+def test_a_run_that_goes_on_makes_the_steps_that_are_left(asked, tmp_path):
+    assert run(Notes(tmp_path, steps=3, done=2))[:2] == ["count 3 from 2, below 3", "step on prompts 2"]
+
+
+@pytest.mark.parametrize("borders, step", [([stopping.Reason.SIGTERM], -1), ([None, stopping.Reason.SIGTERM], 0)])
+def test_a_request_to_end_is_followed_at_each_border(asked, tmp_path, borders, step):
+    asked += borders
+    with pytest.raises(EndedEarly, match=f"after {step}, owed {{'critic_pretrain/loss': 0.5}}"):
+        run(Notes(tmp_path, steps=2))
+    assert (tmp_path / "critic_pretrained").exists() == (step == 0)
+
+
+def test_a_critic_is_no_reward_model(tmp_path, monkeypatch):
+    (tmp_path / PRETRAINING_RECORD).write_text("{}")
+    assert is_pretrained_critic(str(tmp_path)) and not is_pretrained_critic(str(tmp_path / "elsewhere"))
+    for name in ("check_policy", "check_rows", "check_attention", "check_trunk", "check_scorer", "check_vocabularies"):
+        monkeypatch.setattr(f"training.program.checks.{name}", lambda *given: None)
+    for name in ("read_tokenizer", "generation_stops", "read_config", "check_positions"):
+        monkeypatch.setattr(f"training.program.checks.{name}", lambda *given, **named: None)
+    args = step3(critic_model_name_or_path=str(tmp_path))
+    monkeypatch.setattr(type(args), "check_attention", lambda *given: None)
+    with pytest.raises(UserError, match="--critic_model_name_or_path .*: that is a pretrained critic"):
+        check_models(args, args.resolved_dialect()[0])
+    args = step3(critic_model_name_or_path=str(tmp_path), reward_model_name_or_path="reward")
+    check_models(args, args.resolved_dialect()[0])

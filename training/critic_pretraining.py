@@ -1,0 +1,143 @@
+"""The critic's training before the first PPO step: what responses of the policy as it starts are worth.
+
+    trainer = PPOTrainer(..., config=PPOConfig(total_steps=200, critic_pretrain_steps=20))
+    for report in CriticPretraining(trainer).fit(feed):  # trainer.steps_done goes from -20 to 0
+        print(report.step, report.metrics["critic_pretrain/explained_variance"])
+    for report in trainer.fit(other_feed): ...
+
+A critic that starts as a reward model was only ever read at the end of a text, and one with a new head knows nothing:
+the first advantages are then its error. Here it alone learns, from what really followed each token (returns with lambda
+1). Actor and reference are one model meanwhile, so that there is no KL and neither is asked. Its Adam is then as before
+its first step, and so a run that starts from the saved critic takes the same course.
+
+Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optimization holds the secret" (VC-PPO, arXiv
+2503.01491), value pretraining: responses of the fixed SFT policy, Monte-Carlo returns.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from engine import distributed
+from engine.algorithms import Algorithm, end_token_id
+from engine.experience import PromptBatch, TrainingBatch
+from engine.optim import lr_factor
+from training.group_sampling import PromptFeed
+from training.learner import Learner
+from training.mini_batches import mini_batch_rows
+from training.ppo_trainer import PPOTrainer, StepReport
+from training.reporting.guards import stop_unless_finite, stop_unless_weights_finite
+from training.reporting.metrics import Accumulator
+from training.reporting.step_metrics import add_advantages
+
+SEED = 0xC817C  # mixed into the run's seed: responses share no random numbers with those of the PPO steps
+OF_RESPONSES = ("scores", "response_length")
+OF_VALUES = ("loss", "mean", "explained_variance", "slope", "bias", "grad_norm", "lr", "skipped", "loss_scale")
+
+
+class CriticPretraining:
+    """Trains the critic of a PPOTrainer that has not made a step.
+
+    lr: its peak learning rate meanwhile; by default that of the dialect, whose schedule goes by these steps alone.
+    """
+
+    def __init__(self, trainer: PPOTrainer, lr: float | None = None):
+        dialect = trainer.algorithm.dialect
+        self.trainer, self.steps = trainer, trainer.config.critic_pretrain_steps
+        own = dialect.replaced(
+            value_lam=1.0,
+            length_adaptive_alpha=None,
+            value_clip_range=None,
+            whiten_advantages=False,
+            ratio_limit=None,
+            critic_lr=dialect.critic_lr if lr is None else lr,
+        )
+        self.algorithm = Algorithm(
+            own,
+            pad_token_id=trainer.sampling.pad_token_id,
+            end_token_id=end_token_id(trainer.models.tokenizer, own),
+            reduce=distributed.all_reduce_sum,
+            ranks=distributed.world_size(),
+            response_slots=trainer.sampling.max_new_tokens,
+        )
+        self.algorithm.score_scale = trainer.algorithm.score_scale  # scores are scaled as they will be
+        size, padded = trainer.config.micro_batch_size, trainer.config.padded
+        self.learner = Learner(trainer.models, self.algorithm, size, padded=padded)
+        self.sampling = replace(trainer.sampling, seed=trainer.sampling.seed ^ SEED)
+
+    @property
+    def steps_done(self) -> int:
+        """How many of them."""
+        return self.steps + self.trainer.steps_done
+
+    def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
+        """Train to the last of these steps, reporting after each. The feed's steps are counted from 0."""
+        while self.trainer.steps_done < 0:
+            yield self.step(feed.prompts(self.steps_done))
+
+    def step(self, prompts: PromptBatch) -> StepReport:
+        """Answer these prompts, and have the critic learn what the answers were worth (all ranks call this together,
+        with equally many prompts each)."""
+        trainer, metrics = self.trainer, Accumulator()
+        prompts = prompts.to(distributed.device()).repeat(self.algorithm.dialect.samples_per_prompt)
+        batch = self._batch(prompts)
+        trainer.weights_are_whole = False
+        self._train(batch, metrics)
+        trainer.steps_done += 1
+        if trainer.steps_done == 0:
+            trainer.models.critic.forget_moments()
+        trainer.weights_are_whole = True
+        add_advantages(metrics, batch, self.algorithm)
+        metrics.add("scores", batch.scores.sum(), len(batch))
+        metrics.add("response_length", batch.rollout.response_mask.sum(), len(batch))
+        found = {name.removeprefix("value/"): value for name, value in metrics.reduce().items()}
+        found = {f"critic_pretrain/{name}": found[name] for name in (*OF_RESPONSES, *OF_VALUES) if name in found}
+        return StepReport(trainer.steps_done, 0, found, batch)
+
+    def _batch(self, prompts: PromptBatch) -> TrainingBatch:
+        """Responses with their scores, the critic's values, and what followed each token."""
+        trainer, algorithm = self.trainer, self.algorithm
+        rollout = trainer.rollouts.generate(prompts, self.sampling)
+        experience = trainer.experience_maker.make_experience(rollout, policies=False)
+        trainer.rollouts.release_memory()
+        stop_unless_finite(trainer.steps_done, experience, trainer.models.tokenizer)
+        rollout = experience.rollout
+        slots = algorithm.slots(rollout.responses, rollout.response_mask)
+        scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
+        rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, slots, kl_coef=0.0)
+        values = algorithm.kept_values(experience.values, slots)
+        advantages, returns = algorithm.compute_advantages(rewards, values, slots.masks)
+        return TrainingBatch.of(
+            experience,
+            algorithm.learned(slots.masks, rollout.ended),
+            processed_scores=scores,
+            rewards=rewards,
+            values=values,
+            advantages=advantages,
+            returns=returns,
+            kl_coef=0.0,
+            measured_kl=torch.zeros_like(scores),
+        )
+
+    def _train(self, batch: TrainingBatch, metrics: Accumulator) -> None:
+        """The critic's optimizer steps, as many as it has after a rollout of PPO's."""
+        trainer, dialect, done = self.trainer, self.algorithm.dialect, self.steps_done
+        epochs, mini_batches = dialect.critic_passes
+        updates = epochs * mini_batches
+        for epoch in range(epochs):
+            key = trainer.config.seed ^ SEED, done, epoch
+            for index, rows in enumerate(mini_batch_rows(len(batch), mini_batches, key)):
+                made = done * updates + epoch * mini_batches + index
+                position = self.algorithm.schedule_position(done, made, self.steps, updates)
+                schedule = dialect.warmup_steps, dialect.lr_schedule, dialect.warmup_from_zero
+                self.learner.optimizer_step(
+                    batch,
+                    rows,
+                    metrics,
+                    step=trainer.steps_done,
+                    optimizer_step=made,
+                    lr_factor=lr_factor(*position, *schedule),
+                    train_actor=False,
+                )
+        stop_unless_weights_finite(trainer.steps_done, {"critic": trainer.models.critic})
