@@ -124,8 +124,8 @@ def recorded() -> None:
 
     path, train = Path(os.environ[FOLDER], f"{os.environ['RANK']}.jsonl"), ppo_trainer.PPOTrainer.step
 
-    def step(self, prompts):
-        report = train(self, prompts)
+    def step(self, *given):
+        report = train(self, *given)
         if self.steps_done % EVERY == 0:
             with path.open("a") as file:
                 file.write(json.dumps({"step": self.steps_done, **counts()}) + "\n")
