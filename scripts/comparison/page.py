@@ -9,7 +9,7 @@ from engine.errors import UserError
 from scripts.comparison.frontier import curve
 from scripts.comparison.results import Compared, Results
 from scripts.comparison.table import broken_off, main_table, ordered, search_table
-from scripts.comparison.tasks import ROOT, Task
+from scripts.comparison.tasks import ROOT, TASKS, Task
 
 PAGE = ROOT / "docs" / "comparison.md"
 BEGIN, END = "<!-- made by scripts/compare_dialects.py -->", "<!-- made so far -->"
@@ -21,7 +21,7 @@ def section(task: Task, entries: Sequence[Compared], picture: str) -> str:
     used = sum(result.cpu_seconds for compared in entries for result in compared.results.values())
     used += sum(compared.search.cpu_seconds for compared in entries)
     command = ["python scripts/compare_dialects.py", *(shlex.quote(compared.label) for compared in entries)]
-    command += ["--tasks", task.name, "--seeds", *map(str, seeds)]
+    command += ["--tasks", task.name, "--seeds", *map(str, seeds), *budget_words(task)]
     fewer = [f"`{compared.label}`" for compared in entries if len(compared.results) < len(seeds)]
     lines = [
         f"## {task.name}: {task.what}",
@@ -30,7 +30,7 @@ def section(task: Task, entries: Sequence[Compared], picture: str) -> str:
         textwrap.fill(" ".join(command), 118, subsequent_indent="    ", break_long_words=False).replace("\n", " \\\n"),
         "```",
         "",
-        f"{len(entries)} entries, {len(seeds)} seeds ({', '.join(map(str, seeds))}); each run learns from "
+        f"Entries: {len(entries)}; seeds: {', '.join(map(str, seeds))}. Each run learns from "
         f"{task.steps * task.responses:,} responses in {task.steps} steps, evaluated every {task.every}. "
         f"{used / 60:.0f} CPU minutes in all, the search included."
         + (f" Fewer seeds: {', '.join(fewer)}." if fewer else ""),
@@ -45,6 +45,16 @@ def section(task: Task, entries: Sequence[Compared], picture: str) -> str:
         search_table(entries, task.rates, task.search_kl),
     ]
     return "\n".join(lines)
+
+
+def budget_words(task: Task) -> list[str]:
+    """The flags of a budget or of rates that are not the task's usual ones."""
+    usual, rates = TASKS[task.name], " ".join(f"{rate:g}" for rate in task.rates)
+    return [
+        *([f"--steps {task.steps}"] if task.steps != usual.steps else []),
+        *([f"--responses {task.responses}"] if task.responses != usual.responses else []),
+        *([f"--rates {rates}"] if task.rates != usual.rates else []),
+    ]
 
 
 def plot(task: Task, entries: Sequence[Compared], path: Path) -> None:

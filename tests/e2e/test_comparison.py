@@ -16,7 +16,7 @@ from scripts import compare_dialects
 from scripts.comparison import judge, processes
 from scripts.comparison.entries import Entry, program, settings, step3_words
 from scripts.comparison.frontier import Band, Point, band, best_score_under, curve, score_at
-from scripts.comparison.page import BEGIN, END, PAGE, between_marks
+from scripts.comparison.page import BEGIN, END, PAGE, between_marks, budget_words, section
 from scripts.comparison.processes import Ended
 from scripts.comparison.results import Compared
 from scripts.comparison.runs import Result
@@ -168,6 +168,14 @@ def test_tables_exactly():
         "| the SFT model | - | - | - | - | - | - | - | 0.00 | 0.0 | 20.0 | 0.250 | 0.900 |",
     ]
     assert search_table([second], TASK.rates, 4.0).splitlines()[2] == "| `second` | 0.50 | **1.25** | - | 60 |"
+
+
+def test_the_command_of_a_section_has_another_budget():
+    assert budget_words(TASK) == []
+    assert budget_words(TASK.sized(20, 64, [1e-3, 2e-3])) == ["--steps 20", "--responses 64", "--rates 0.001 0.002"]
+    made = section(TASK.sized(20, None, None), [compared("first", (4.0, 1.0), (2.0, 1.0))], "x.png")
+    assert "compare_dialects.py first --tasks quickstart --seeds 0 1 --steps 20\n" in made
+    assert "2,560 responses in 20 steps, evaluated every 5" in made
 
 
 def test_only_what_stands_between_the_marks_is_replaced():
