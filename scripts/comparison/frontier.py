@@ -28,18 +28,21 @@ class Band:
 
 
 def score_at(course: Sequence[Point], kl: float) -> float | None:
-    """The score where the course first comes to this KL from below, on the line between two evaluations; None if it
-    never does."""
+    """The best score where the course is at this KL, on the lines between two evaluations; None if it never is.
+
+    A course may come back to a KL with a better score than on its way out, as learning rates fall.
+    """
+    found = []
     for before, after in pairwise(course):
-        if before.kl <= kl <= after.kl:
-            share = (kl - before.kl) / (after.kl - before.kl) if after.kl > before.kl else 1.0
-            return before.score + share * (after.score - before.score)
-    return None
+        if min(before.kl, after.kl) <= kl <= max(before.kl, after.kl):
+            share = (kl - before.kl) / (after.kl - before.kl) if after.kl != before.kl else 1.0
+            found.append(before.score + share * (after.score - before.score))
+    return max(found, default=None)
 
 
 def best_score_under(course: Sequence[Point], kl: float) -> float | None:
-    """The best score at no more than this KL: of an evaluation, or where the course first comes to it; None for a
-    course that begins above it."""
+    """The best score at no more than this KL: of an evaluation, or where the course is at it; None for a course
+    that is above it throughout."""
     found = [point.score for point in course if point.kl <= kl]
     crossing = score_at(course, kl)
     return max([*found, *([] if crossing is None else [crossing])], default=None)

@@ -22,7 +22,7 @@ from training.program.agreement import agreed
 from training.program.plan import make_plan
 from training.program.startup import leave, run
 from training.reporting.evaluation import Evaluator
-from training.reporting.variety import distinct_bigrams
+from training.reporting.variety import distinct_bigrams, known_share
 from training.step3_rlhf import build_evaluator, build_trainer, choose_rollouts
 
 
@@ -33,7 +33,7 @@ def measures(metrics: dict[str, float], rows: list[dict], known: frozenset[str])
     a response; distinct_bigrams: distinct pairs of neighbouring words for each token drawn; known_words: the share of
     all words that are known.
     """
-    words = [word for row in rows for word in row["response"].split()]
+    responses = [row["response"] for row in rows]
     tokens = sum(row["tokens"] for row in rows)
     return {
         "score": metrics["eval/score"],
@@ -41,8 +41,8 @@ def measures(metrics: dict[str, float], rows: list[dict], known: frozenset[str])
         "kl": metrics["eval/kl"],
         "kl_se": metrics["eval/kl_se"],
         "tokens": metrics["eval/response_length"],
-        "distinct_bigrams": distinct_bigrams(row["response"] for row in rows) / max(tokens, 1),
-        "known_words": sum(word in known for word in words) / max(len(words), 1),
+        "distinct_bigrams": distinct_bigrams(responses) / max(tokens, 1),
+        "known_words": known_share(responses, known),
     }
 
 

@@ -35,18 +35,18 @@ def course(*pairs):
     return [Point(*pair) for pair in pairs]
 
 
-def test_a_course_is_read_where_it_first_comes_to_a_kl():
+def test_a_course_is_read_where_it_is_best_at_a_kl():
     straight = course((0, 0), (2, 1), (6, 2))
     assert [score_at(straight, kl) for kl in (0, 1, 2, 4, 6)] == [0, 0.5, 1, 1.5, 2]
     assert score_at(straight, 6.1) is None
-    back = course((0, 0), (4, 1), (2, 2), (6, 3))
-    assert score_at(back, 3) == 0.75, "not on the way back, nor where it comes there again"
-    assert score_at(back, 5) == 2.75
+    back = course((0, 0), (4, 1), (2, 2), (6, 1))
+    assert score_at(back, 3) == 1.75, "0.75 on its way out, 1.5 on its way back, 1.75 on its way out again"
+    assert score_at(back, 1) == 0.25
     assert score_at([], 1) is None
 
 
 def test_the_best_score_under_a_kl():
-    assert best_score_under(course((0, 0), (4, 1), (2, 2), (6, 9)), 3) == 2, "an evaluation"
+    assert best_score_under(course((0, 0), (4, 1), (2, 2), (6, 1)), 3) == 2, "an evaluation"
     assert best_score_under(course((0, 0), (8, 4)), 2) == 1, "what a run that went too far had on its way"
     assert best_score_under(course((0, 0.5), (8, -4)), 2) == 0.5
     assert best_score_under(course((3, 1)), 2) is None
