@@ -34,10 +34,7 @@ class Dialect:
     # both are the same within rounding, and where no other slots count than
     # those that were drawn
     samples_per_prompt: int = 1
-    dynamic_sampling: int = (
-        1  # batches of prompts that a step may draw until groups whose scores differ fill it; 1: all
-    )
-    # that is drawn is learned
+    dynamic_sampling: int = 1  # batches of prompts that may be drawn until groups whose scores differ fill a step
 
     # Texts. "" is none, "eos" the tokenizer's EOS, anything else a text of one token.
     query_start: str = ""  # a query begins after the first such token
