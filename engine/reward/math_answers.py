@@ -5,7 +5,7 @@
 The package is an extra: pip install .[math].
 """
 
-import atexit
+import contextlib
 import importlib.util
 import json
 import os
@@ -81,7 +81,7 @@ class _Worker:
             start_new_session=True,
             env={**os.environ, "PYTHONIOENCODING": "utf-8:surrogatepass"},
         )
-        atexit.register(_end, weakref.ref(self._process))
+        self.end = weakref.finalize(self, _end, self._process)  # called at the latest when this object goes
         self._read = b""
         ready = self._line(START_SECONDS)
         if ready is None or "ready" not in ready:
@@ -98,11 +98,6 @@ class _Worker:
             return None
         return self._line(seconds)
 
-    def end(self) -> None:
-        """Kill it, whatever it is doing."""
-        self._process.kill()
-        self._process.communicate()
-
     def _line(self, seconds: float) -> dict | None:
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -113,6 +108,10 @@ class _Worker:
         return json.loads(line) if line.endswith(b"\n") else None
 
 
-def _end(process: weakref.ref) -> None:
-    if (running := process()) is not None and running.poll() is None:
-        running.kill()
+def _end(process: subprocess.Popen) -> None:
+    """Kill it, whatever it is doing."""
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # what was not written any more
+            pipe.close()  # type: ignore[union-attr]
+    process.wait()
