@@ -18,6 +18,7 @@ from engine.host_memory import freed_memory_given_back
 from engine.models.adapter_folders import HEAD, AdapterFolder, read_adapter
 from engine.models.attention import USUAL, Attention
 from engine.models.backbone import Backbone
+from engine.models.buffers import restore_buffers
 from engine.models.checking import check_policy, check_scorer, check_trunk
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.deepspeed_chat import deepspeed_chat_state, take_pad_token
@@ -29,7 +30,7 @@ from engine.models.places import base_of
 from engine.models.policy import Policy
 from engine.models.reading import read_config, read_tokenizer
 from engine.models.scorer import Scorer
-from engine.zero.gathering import gathered_params, own_part, set_parameter
+from engine.zero.gathering import gathered_params, is_partitioned, own_part, set_parameter
 from engine.zero.partitioned_loading import partitioned_loading
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -229,6 +230,8 @@ def _loaded(
             trust_remote_code=False,
             **attention.arguments,
         )
+    if dtype != torch.float32 and is_partitioned(next(model.parameters())):
+        restore_buffers(model, dtype)
     misfit, message = replace(Misfit.of(info), left_over=()), None  # which the look at the headers has judged
     if new_head:
         misfit = replace(misfit, missing=tuple(name for name in misfit.missing if not name.startswith("score.")))

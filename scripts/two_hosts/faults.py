@@ -144,7 +144,8 @@ def broken_import(case: Case) -> contextlib.AbstractContextManager:
 
 def without_ninja(case: Case) -> contextlib.AbstractContextManager:
     """The faulty host has no program of the name ninja."""
-    folders = [Path(sys.executable).parent, *map(Path, ("/usr/bin", "/usr/local/bin"))]
+    searched = [*os.environ["PATH"].split(os.pathsep), "/usr/bin", "/usr/local/bin"]
+    folders = [Path(sys.executable).parent, *map(Path, searched)]
     return replaced(case, {path.resolve(): "" for folder in folders if (path := folder / "ninja").exists()})
 
 

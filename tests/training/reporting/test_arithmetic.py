@@ -46,7 +46,11 @@ def test_costs_are_what_torch_counts(tmp_path, family, kind):
     later = rows * (length**2 - length * (length + 1) // 2)
     unneeded = (4 + 8 * cost.passed / cost.matrices) * cost.attention * later
     score_head = 3 * 2 * module.model.score.weight.numel() * rows * length if kind == "scorer" else 0
-    assert flops.get_total_flops() == needed + unneeded + score_head
+    # Some versions of transformers have positions times frequencies as a product of matrices.
+    counts = flops.get_flop_counts()
+    rotary = sum(sum(count.values()) for name, count in counts.items() if name.endswith("rotary_emb"))
+    assert rotary in (0, 2 * rows * length * 4)  # 4 frequencies a head
+    assert flops.get_total_flops() - rotary == needed + unneeded + score_head
 
 
 def test_adapters_cost_no_gradients_of_matrices_and_experts_are_not_counted(tmp_path):
