@@ -2,11 +2,11 @@
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from transformers import PreTrainedModel
 
 
 @torch.no_grad()
-def restore_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+def restore_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give a Hugging Face model the buffers that it has where it is not partitioned.
 
     While ZeRO-3 builds a model, every tensor of floating-point numbers that is made is rounded to the weights' dtype
