@@ -228,10 +228,8 @@ class TrainingBatch:
 
     rollout, logprobs, entropy, ref_logprobs, scores: as in Experience; the log-probs are the old policy's.
     values: (B, T) float32, the old critic's with what the dialect has after the end; zeros without a critic.
-    processed_scores: (B,) float32, as they stand in the rewards.
-    kl: (B, T) float32, as in Experience; measured_kl (B,) float32, nats, what the coefficient is steered by; kl_coef,
-        the coefficient.
-    rewards: (B, T) float32, before any whitening.
+    kl: (B, T) float32, as in Experience; measured_kl (B,) float32, nats, what the coefficient kl_coef is steered by.
+    processed_scores: (B,) float32, as they stand in the rewards; rewards: (B, T) float32, before any whitening.
     advantages, returns: (B, T) float32; estimated anew where the dialect does so in each mini-batch.
     policy_mask, value_mask: (B, T) bool, the slots that each loss is summed over; state_mask, where values count.
     correction, cut: (B, T) float32, what the policy's loss is multiplied by, and (B, T) bool, where the ratio was cut

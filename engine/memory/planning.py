@@ -282,10 +282,9 @@ class _Planner:
 
     def _kept_whole(self, engine: ZeroMemory, passes: int, needed: Bytes, held: Bytes) -> Kept:
         """What the engine keeps over the passes of a step; needed: by one pass; held: gradients of other engines."""
-        room = self.cluster.room
         # On CPUs it is decided in the first step, before there are moments.
         rest = self.rest if self.cluster.on_gpu else self._at_rest(stepped=False)[0]
-        free = None if room is None else room - (rest + self._kept + held).total
+        free = None if self.cluster.room is None else self.cluster.room - (rest + self._kept + held).total
         return engine.kept(passes, needed + engine.gathered(backward=True) + engine.in_backward(passes), free)
 
     def _save(self) -> None:

@@ -11,7 +11,7 @@ settings            what may change; every change that has an effect is printed
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from training.flags.lora_flags import LoraFlags
 from training.flags.reward_functions import short_names
 from training.flags.rlhf_arguments import RLHFFlags
 from training.restarts.inputs import BASE, FUNCTION, MODELS, changed_models
+from training.restarts.older_points import OVERLONG, TRUNCATE, WEIGHTS, in_todays_words, weights_identity
 
 OWED = "metrics_without_evaluation"
 """In a state: the metrics of its step, where it was written before the evaluation that goes into their line."""
@@ -34,8 +35,6 @@ DATA = "the data"  # whose fingerprints say nothing to people
 FROZEN = "frozen weights of the "
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
-WEIGHTS, OLD_WEIGHT = "--reward_weights", "--reward_function_weight"
-OVERLONG, OLD_OVERLONG, TRUNCATE = "--overlong", "--overlong_prompts", "truncate"
 # Fields of the dialect that must be equal: those that say what the state counts, which models there are, and what a
 # score is, as the flags of the score do.
 FIXED_FIELDS = (
@@ -144,7 +143,7 @@ class Conditions:
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
         """Those that a state file holds."""
-        return cls(_with_weights(_with_overlong(state["identity"])), dict(state["settings"]))
+        return cls(in_todays_words(state["identity"]), dict(state["settings"]))
 
     def check(self, written: "Conditions", folder: Path) -> None:
         """Raise UserError if this run differs from the one that wrote the point in `folder` in what must be equal."""
@@ -253,30 +252,6 @@ def _start_flags(args: RLHFFlags, dialect: Dialect) -> dict[str, str]:
         own = dialect.critic_start == "reward_model" and args.critic_model_name_or_path is not None
         flags["critic_"] = "--critic_model_name_or_path" if own else flags["actor_"]
     return flags
-
-
-def _with_overlong(identity: Mapping) -> dict:
-    """The identity with --overlong, also of points from before all steps had that flag.
-
-    Steps 1 and 2 then did as cut_answer does; step 3 had a flag of another name, and as its default a way of its own.
-    """
-    if OVERLONG in identity or not {OLD_OVERLONG, "--max_seq_len"} & set(identity):
-        return dict(identity)
-    return {**identity, OVERLONG: identity.get(OLD_OVERLONG, "cut_answer")}
-
-
-def weights_identity(weights: Sequence[float]) -> list[float] | None:
-    """The weights of reward functions; None where all are 1, given or not."""
-    return list(weights) if any(weight != 1.0 for weight in weights) else None
-
-
-def _with_weights(identity: Mapping) -> dict:
-    """The identity with the functions' weights, also of points from when there was one function, with a flag of its
-    own."""
-    kept = dict(identity)
-    if OLD_WEIGHT in kept:
-        kept[WEIGHTS] = weights_identity([kept.pop(OLD_WEIGHT)])
-    return kept
 
 
 def _said(value: object) -> str:

@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.reporting.good_run import run
+from tests.training.reporting.good_run import run, the_finding
 from training.flags.rlhf_arguments import RLHFFlags
 from training.reporting import health as health_package
 from training.reporting.health import ALARM, FINE, LOOK, health
-
-
-def the_finding(records: list[dict]):
-    """The only finding."""
-    (finding,) = health(records)
-    return finding
 
 
 def test_nothing_stands_out_in_a_good_run():
@@ -275,33 +269,3 @@ def test_every_flag_that_is_advised_exists():
     advised = {flag for file in files for flag in re.findall(r"--(\w+)", file.read_text())}
     known = {field.name for field in dataclasses.fields(RLHFFlags)}
     assert len(advised) > 5 and advised <= known, advised - known
-
-
-@pytest.mark.parametrize("steps", [1, 20])
-def test_a_sampler_that_is_not_the_actor_is_told(steps):
-    near = {"rollout_logprob_gap": lambda t: 0.01, "rollout_ratio_far": lambda t: 0.0}
-    assert the_finding(run(steps, **near)).severity == FINE
-    apart = near | {
-        "rollout_logprob_gap": lambda t: 0.06,
-        "rollout_sampler_kl": lambda t: 0.004,
-        "rollout_ratio_min": lambda t: 0.25,
-        "rollout_ratio_max": lambda t: 7.5,
-    }
-    finding = the_finding(run(steps, **apart))
-    assert finding.severity == LOOK
-    assert finding.seen == (
-        "the sampler's log-probs ended 0.06 nats a token from the actor's (KL 0.004), with ratios from 0.25 to 7.5, "
-        "0.0% of them outside 0.5 to 2"
-    )
-    another = the_finding(run(steps, **apart | {"rollout_ratio_far": lambda t: 0.2}))
-    assert another.severity == ALARM and "20.0% of them" in another.seen
-    # A KL that is negative is one of its signs.
-    both = the_finding(run(steps, **apart | {"objective_kl": lambda t: -2.0}))
-    assert both.severity == ALARM and "With it: KL to the reference ended at -2 nats" in both.seen
-
-
-def test_a_correction_that_cuts_much_is_told():
-    assert the_finding(run(policy_correction_cut=lambda t: 0.05)).severity == FINE
-    finding = the_finding(run(policy_correction_cut=lambda t: 0.2))
-    assert finding.severity == LOOK
-    assert finding.seen.startswith("20% of the tokens that were learned from had a ratio to the sampler that was cut")
