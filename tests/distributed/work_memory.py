@@ -1,5 +1,6 @@
 """Run by ranks: the bytes of tensors alive in two whole steps, by phase."""
 
+import gc
 import tempfile
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def counted(case: Case, actor: str, critic: str) -> dict[str, int]:
     """By phase the most bytes alive at once on this rank: loading, the phases of two steps (Adam has its moments in the
     second; what stays frozen is copied in the first), and saving.
 
-    "rest": what is held between steps, and "walk": the same by a walk over all objects.
+    "before_walk" and "after_walk": what is held between steps; "walk": the same by a walk over all objects.
     """
     with LiveBytes() as live:
         memory = phase_clock.phase_memory = PhaseMemory(LivePeak(live))
@@ -36,7 +37,9 @@ def counted(case: Case, actor: str, critic: str) -> dict[str, int]:
         first = dict(memory.bytes)
         trainer.step(_prompts(case))
         memory.bytes |= {phase: max(first[phase], count) for phase, count in memory.bytes.items()}
-        memory.bytes |= {"walk": tensor_bytes(), "rest": live.live, "experience": memory.bytes["make_experience"]}
+        gc.collect()
+        memory.bytes |= {"before_walk": live.live, "walk": tensor_bytes(), "after_walk": live.live}
+        memory.bytes["experience"] = memory.bytes["make_experience"]
         with memory.phase("save"), tempfile.TemporaryDirectory() as folder:
             for role, model in models.trained.items():
                 model_folders.save(model, models.tokenizer, Path(folder), role)
