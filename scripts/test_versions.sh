@@ -20,8 +20,9 @@ case "$which" in
 esac
 venv="${VENV:-$root/.venv_$which}"
 
-# For the lowest "torch>=2.9,<2.16" becomes "torch==2.9"; for the newest it stays, and pip takes the newest.
-bounds="$(grep -oE '"(torch|deepspeed|transformers)[>=<][^"]*"' "$root/setup.py" | tr -d '"')"
+# For the lowest "torch>=2.9,<2.16" becomes "torch==2.9"; for the newest it stays, and pip takes the newest. What all
+# need has a line of its own there; extras, which narrow it, have not.
+bounds="$(grep -oE '^ +"(torch|deepspeed|transformers)[>=<][^"]*"' "$root/setup.py" | tr -d '" ')"
 wanted="$which $(cat "$root/setup.py" "$root/constraints.txt" | cksum)"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     "${PYTHON:-python3}" -m venv --clear "$venv"

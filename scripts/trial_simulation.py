@@ -43,6 +43,7 @@ PHASES = {
 """By the phase that is measured, the parts of a step in which ranks exchange."""
 OPTIONS = [name for name in trial_links.OPTIONS if name not in trial_links.NOT_SIMULATED]
 WITHIN = 0.15
+TURNS = 3  # in which the calls are timed
 
 
 def main() -> int:
@@ -94,17 +95,33 @@ def calibrated(report: Mapping, names: list[str], folder: Path, port: int) -> di
     settings = {**given, "actor": str(actor), "critic": str(critic)}
     found: dict = {"decoders": decoders(settings), "curves": {}, "compute": {}}
     with TwoHosts(link=Link(given["bits_per_s"], given["delay_s"])) as hosts:
-        for number, name in enumerate(names):
-            options = trial_links.OPTIONS[name]
-            if dtype_of(report, name) not in found["compute"]:
-                alone = {**settings, "dtype": dtype_of(report, name)}
-                found["compute"][alone["dtype"]] = computed(hosts, alone, folder, port + 4 * number, ranks)
-            output = folder / f"curves_{number}.json"
-            argv = [sys.executable, str(ROOT / "scripts" / "trial_simulation_rank.py")]
-            argv.append(json.dumps({**options, "output": str(output)}))
-            run_ranks(hosts, argv, folder, port + 50 + number, ranks)
-            found["curves"][name] = json.loads(output.read_text())
+        for number, dtype_name in enumerate(dict.fromkeys(dtype_of(report, name) for name in names)):
+            alone = {**settings, "dtype": dtype_name}
+            found["compute"][dtype_name] = computed(hosts, alone, folder, port + 4 * number, ranks)
+        turns: dict[str, list[dict]] = {}
+        for turn in range(TURNS):
+            for number, what in enumerate(dict.fromkeys(map(by_node_of, names))):
+                output = folder / f"curves_{turn}_{number}.json"
+                argv = [sys.executable, str(ROOT / "scripts" / "trial_simulation_rank.py")]
+                argv.append(json.dumps({"by_node": what, "output": str(output)}))
+                run_ranks(hosts, argv, folder, port + 50 + number, ranks)
+                turns.setdefault(what, []).append(json.loads(output.read_text()))
+    found["curves"] = {name: middle(turns[by_node_of(name)]) for name in names}
     return found
+
+
+def middle(turns: list[dict]) -> dict:
+    """The medians of several turns of trial_simulation_rank.py: one may have been disturbed."""
+    merged: dict = {"adam": statistics.median(turn["adam"] for turn in turns)}
+    for call in ("gathers", "reductions"):
+        columns = zip(*(turn[call] for turn in turns), strict=True)
+        merged[call] = [(column[0][0], statistics.median(seconds for _, seconds in column)) for column in columns]
+    return merged
+
+
+def by_node_of(name: str) -> str:
+    """Which calls an option sends by node, all that their times depend on."""
+    return trial_links.OPTIONS[name].get("by_node", "gathers")
 
 
 def computed(hosts: TwoHosts, settings: Mapping, folder: Path, port: int, ranks: int) -> dict[str, float]:
