@@ -11,7 +11,7 @@ from engine.zero.engines import FrozenModel, TrainedModel
 
 
 def pretend_cpus_have_fp16() -> None:
-    """DeepSpeed refuses fp16 on CPUs, where it is slow but right."""
+    """DeepSpeed refuses fp16 on CPUs without AVX512-FP16, where it is slow but right."""
     get_accelerator().is_fp16_supported = lambda: True
 
 
