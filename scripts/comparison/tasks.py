@@ -55,8 +55,8 @@ class Task:
         for name in self.needs:
             if not environment.get(name):
                 return f"{self.name} is left out: the variable {name} is not set ({VARIABLES[name]})."
-            if not Path(environment[name]).is_dir():
-                return f"{self.name} is left out: {name}={environment[name]} is no folder ({VARIABLES[name]})."
+            if not Path(environment[name]).exists():
+                return f"{self.name} is left out: {name}={environment[name]} is not there ({VARIABLES[name]})."
         return None
 
     def sized(self, steps: int | None, responses: int | None, rates: Sequence[float] | None) -> "Task":
@@ -81,6 +81,7 @@ class Task:
 VARIABLES = {
     "REVIEWS_MODEL": "a folder with a small pretrained language model and tokenizer, as for scripts/trial_reviews.sh",
     "REVIEWS_DATA": "a folder with sft.jsonl, pairs.jsonl and prompts.jsonl, as for scripts/trial_reviews.sh",
+    "VERSES_TEXT": "what bible -f prints, as for scripts/trial_verses_models.sh",
 }
 
 
@@ -125,6 +126,13 @@ def make_reviews(models: Path) -> None:
     for name, part in parts.items():
         if not (folder / name).is_file():
             (folder / name).write_text("".join(part), encoding="utf-8")
+
+
+def make_verses(models: Path) -> None:
+    """Verses, SFT and reward model, unless they are there."""
+    if not (models / "reward" / "config.json").is_file():
+        script = ["scripts/trial_verses_models.sh", Path(os.environ["VERSES_TEXT"]).resolve(), models]
+        subprocess.run(script, cwd=ROOT, check=True)
 
 
 def make_sums(models: Path) -> None:
@@ -180,6 +188,23 @@ TASKS = {
             texts=("data/sft.jsonl",),
             prepare=make_reviews,
             needs=("REVIEWS_MODEL", "REVIEWS_DATA"),
+        ),
+        Task(
+            name="verses",
+            what="Bible verses as in the New Testament, a GPT-2 of 0.6 million parameters",
+            flags=_flags(32, 48, *REWARD_MODEL),
+            fixed_slots=40,
+            responses=64,
+            steps=24,
+            search_steps=12,
+            every=3,
+            rates=(1.5e-4, 4e-4, 1e-3),
+            search_kl=8.0,
+            kls=(5.0, 8.0, 12.0, 16.0),
+            least_rise=1.0,  # its standard deviation over the SFT model's responses
+            texts=("data/sft.jsonl",),
+            prepare=make_verses,
+            needs=("VERSES_TEXT",),
         ),
         Task(
             name="sums",
