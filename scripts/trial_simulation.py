@@ -225,7 +225,7 @@ def dtype_of(report: Mapping, name: str) -> str:
 def crossings_of(report: Mapping, name: str) -> tuple[float, float]:
     """How many times as many bytes as are gathered, and as are reduced, go to a host under an option."""
     hosts, ranks = report["hosts"], report["ranks_per_host"]
-    what, share = trial_links.OPTIONS[name].get("by_node", "gathers"), (hosts - 1) / hosts
+    what, share = by_node_of(name), (hosts - 1) / hosts
     gathered = tree_crossings(hosts, ranks) if what == "nothing" else share  # what a node lacks, once
     return gathered, share if what == "all" else ring_crossings(hosts, ranks)
 

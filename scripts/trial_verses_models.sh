@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Data, SFT and reward model of the trial on Bible verses, in the environment that is active: a byte-level BPE, a GPT-2
-# of 0.6 million parameters, and a reward model that prefers the New Testament. About 8 minutes on two CPU cores.
+# of 0.6 million parameters, and a reward model that prefers the New Testament.
 # scripts/compare_dialects.py goes on from here.
 #
 #   scripts/trial_verses_models.sh TEXT OUTPUT_DIR      in the repository; writes data/, base/, sft/ and reward/

@@ -53,10 +53,12 @@ class Task:
     def why_not(self, environment: Mapping[str, str] = os.environ) -> str | None:
         """Why this task cannot be run here, in a sentence; None where it can."""
         for name in self.needs:
+            kind, content = VARIABLES[name]
             if not environment.get(name):
-                return f"{self.name} is left out: the variable {name} is not set ({VARIABLES[name]})."
-            if not Path(environment[name]).exists():
-                return f"{self.name} is left out: {name}={environment[name]} is not there ({VARIABLES[name]})."
+                return f"{self.name} is left out: the variable {name} is not set (a {kind} with {content})."
+            path = Path(environment[name])
+            if not (path.is_dir() if kind == "folder" else path.is_file()):
+                return f"{self.name} is left out: {name}={path} is no {kind} (with {content})."
         return None
 
     def sized(self, steps: int | None, responses: int | None, rates: Sequence[float] | None) -> "Task":
@@ -79,10 +81,11 @@ class Task:
 
 
 VARIABLES = {
-    "REVIEWS_MODEL": "a folder with a small pretrained language model and tokenizer, as for scripts/trial_reviews.sh",
-    "REVIEWS_DATA": "a folder with sft.jsonl, pairs.jsonl and prompts.jsonl, as for scripts/trial_reviews.sh",
-    "VERSES_TEXT": "what bible -f prints, as for scripts/trial_verses_models.sh",
+    "REVIEWS_MODEL": ("folder", "a small pretrained language model and tokenizer, as for scripts/trial_reviews.sh"),
+    "REVIEWS_DATA": ("folder", "sft.jsonl, pairs.jsonl and prompts.jsonl, as for scripts/trial_reviews.sh"),
+    "VERSES_TEXT": ("file", "what bible -f prints, as for scripts/trial_verses_models.sh"),
 }
+"""By variable whether it names a folder or a file, and what is in it."""
 
 
 def _flags(longest_prompt: int, longest_response: int, *reward: str) -> tuple[str, ...]:
@@ -152,6 +155,24 @@ def known_words(files: list[Path]) -> frozenset[str]:
     return frozenset(found)
 
 
+REVIEWS = Task(
+    name="reviews",
+    what="positive film reviews by a pretrained Llama of 260,000 parameters (docs/trial_reviews.md)",
+    flags=_flags(32, 48, *REWARD_MODEL),
+    fixed_slots=40,
+    responses=64,
+    steps=24,
+    search_steps=12,
+    every=3,
+    rates=(1.5e-4, 4e-4, 1e-3),
+    search_kl=8.0,
+    kls=(5.0, 8.0, 12.0, 16.0),
+    least_rise=1.0,  # its standard deviation over the SFT model's responses
+    texts=("data/sft.jsonl",),
+    prepare=make_reviews,
+    needs=("REVIEWS_MODEL", "REVIEWS_DATA"),
+)
+
 TASKS = {
     task.name: task
     for task in (
@@ -172,37 +193,11 @@ TASKS = {
             texts=("data/sft.jsonl",),
             prepare=make_quickstart,
         ),
-        Task(
-            name="reviews",
-            what="positive film reviews by a pretrained Llama of 260,000 parameters (docs/trial_reviews.md)",
-            flags=_flags(32, 48, *REWARD_MODEL),
-            fixed_slots=40,
-            responses=64,
-            steps=24,
-            search_steps=12,
-            every=3,
-            rates=(1.5e-4, 4e-4, 1e-3),
-            search_kl=8.0,
-            kls=(5.0, 8.0, 12.0, 16.0),
-            least_rise=1.0,  # its standard deviation over the SFT model's responses
-            texts=("data/sft.jsonl",),
-            prepare=make_reviews,
-            needs=("REVIEWS_MODEL", "REVIEWS_DATA"),
-        ),
-        Task(
+        REVIEWS,
+        replace(
+            REVIEWS,
             name="verses",
             what="Bible verses as in the New Testament, a GPT-2 of 0.6 million parameters",
-            flags=_flags(32, 48, *REWARD_MODEL),
-            fixed_slots=40,
-            responses=64,
-            steps=24,
-            search_steps=12,
-            every=3,
-            rates=(1.5e-4, 4e-4, 1e-3),
-            search_kl=8.0,
-            kls=(5.0, 8.0, 12.0, 16.0),
-            least_rise=1.0,  # its standard deviation over the SFT model's responses
-            texts=("data/sft.jsonl",),
             prepare=make_verses,
             needs=("VERSES_TEXT",),
         ),

@@ -4,7 +4,7 @@
     python -m scripts.comparison.verses kjv.txt OUTPUT_DIR
 
 Writes base/, and data/ with the files and fields of the reviews (docs/trial_reviews.md): sft.jsonl, pairs.jsonl,
-prompts.jsonl, eval_prompts.jsonl. A verse stands in one of the files alone, but for SFT's, whose half makes pairs.
+prompts.jsonl, eval_prompts.jsonl. Prompts are of verses that no other file has.
 """
 
 import json

@@ -188,8 +188,9 @@ def test_only_what_stands_between_the_marks_is_replaced():
 def test_a_task_says_what_it_misses(tmp_path):
     task = TASKS["reviews"]
     assert "REVIEWS_MODEL is not set" in task.why_not({})
-    assert "is not there" in task.why_not({"REVIEWS_MODEL": str(tmp_path / "none"), "REVIEWS_DATA": str(tmp_path)})
+    assert "is no folder" in task.why_not({"REVIEWS_MODEL": str(tmp_path / "none"), "REVIEWS_DATA": str(tmp_path)})
     assert task.why_not({"REVIEWS_MODEL": str(tmp_path), "REVIEWS_DATA": str(tmp_path)}) is None
+    assert "is no file" in TASKS["verses"].why_not({"VERSES_TEXT": str(tmp_path)})
 
 
 def test_what_is_measured_of_answers(tmp_path):
