@@ -8,6 +8,9 @@ ranks at once, each a world of its own, on hosts that exchange nothing, where it
 seconds of ZeRO-3's two collective calls alone over the shaped link, by their size, and of Adam's step; and, for the
 table, the step on two hosts. How many calls a step makes, of which sizes, is what engine/speed/step.py says. Bytes are
 predicted from gloo's trees and rings (engine/speed/crossings.py) and counted on the network card.
+
+Seconds, predicted and measured, are of the fastest of several turns: a machine that others share only adds to them, and
+for minutes at a time.
 """
 
 import argparse
@@ -43,7 +46,7 @@ PHASES = {
 """By the phase that is measured, the parts of a step in which ranks exchange."""
 OPTIONS = [name for name in trial_links.OPTIONS if name not in trial_links.NOT_SIMULATED]
 WITHIN = 0.15
-TURNS = 3  # in which the calls are timed
+TURNS = 3  # in which everything is timed
 
 
 def main() -> int:
@@ -93,29 +96,32 @@ def calibrated(report: Mapping, names: list[str], folder: Path, port: int) -> di
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[given["dtype"]]
     actor, critic = make_models(folder / "models", given["size"], given["critic_size"] or given["size"], dtype)
     settings = {**given, "actor": str(actor), "critic": str(critic)}
-    found: dict = {"decoders": decoders(settings), "curves": {}, "compute": {}}
+    found: dict = {"decoders": decoders(settings)}
     with TwoHosts(link=Link(given["bits_per_s"], given["delay_s"])) as hosts:
-        for number, dtype_name in enumerate(dict.fromkeys(dtype_of(report, name) for name in names)):
-            alone = {**settings, "dtype": dtype_name}
-            found["compute"][dtype_name] = computed(hosts, alone, folder, port + 4 * number, ranks)
+        alone: dict[str, list[dict]] = {}
         turns: dict[str, list[dict]] = {}
         for turn in range(TURNS):
+            for number, dtype_name in enumerate(dict.fromkeys(dtype_of(report, name) for name in names)):
+                own = {**settings, "dtype": dtype_name}
+                alone.setdefault(dtype_name, []).append(computed(hosts, own, folder, port + 4 * number, ranks))
             for number, what in enumerate(dict.fromkeys(map(by_node_of, names))):
                 output = folder / f"curves_{turn}_{number}.json"
                 argv = [sys.executable, str(ROOT / "scripts" / "trial_simulation_rank.py")]
                 argv.append(json.dumps({"by_node": what, "output": str(output)}))
                 run_ranks(hosts, argv, folder, port + 50 + number, ranks)
                 turns.setdefault(what, []).append(json.loads(output.read_text()))
-    found["curves"] = {name: middle(turns[by_node_of(name)]) for name in names}
+    curves = {what: fastest_calls(timed) for what, timed in turns.items()}
+    found["curves"] = {name: curves[by_node_of(name)] for name in names}
+    found["compute"] = {key: min(computes, key=lambda phases: phases["step"]) for key, computes in alone.items()}
     return found
 
 
-def middle(turns: list[dict]) -> dict:
-    """The medians of several turns of trial_simulation_rank.py: one may have been disturbed."""
-    merged: dict = {"adam": statistics.median(turn["adam"] for turn in turns)}
+def fastest_calls(turns: list[dict]) -> dict:
+    """The curves of trial_simulation_rank.py, each size in the turn that was fastest."""
+    merged: dict = {"adam": min(turn["adam"] for turn in turns)}
     for call in ("gathers", "reductions"):
         columns = zip(*(turn[call] for turn in turns), strict=True)
-        merged[call] = [(column[0][0], statistics.median(seconds for _, seconds in column)) for column in columns]
+        merged[call] = [(column[0][0], min(seconds for _, seconds in column)) for column in columns]
     return merged
 
 
@@ -206,12 +212,13 @@ def compared(report: Mapping, found: Mapping, names: list[str]) -> tuple[list[st
     ]
     worst = 0.0
     for name in names:
-        steps = [step for turn in report["options"][name] for step in turn]
+        turns = report["options"][name]
+        fastest = min(turns, key=lambda steps: trial_links.seconds_of(steps, "step"))
         for phase, (own, exchange, size) in predicted(report, found, name).items():
-            measured = trial_links.seconds_of(steps, phase)
+            measured = trial_links.seconds_of(fastest, phase)
             ratio = (own + exchange) / measured
             cells = [name, phase, f"{own:.2f}", f"{exchange:.2f}", f"{own + exchange:.2f}", f"{measured:.2f}"]
-            cells += [f"{ratio:.2f}", f"{size:.1f}", f"{trial_links.megabytes_of(steps, phase):.1f}"]
+            cells += [f"{ratio:.2f}", f"{size:.1f}", f"{trial_links.megabytes_of(fastest, phase):.1f}"]
             lines.append(f"| {' | '.join(cells)} |")
         worst = max(worst, abs(ratio - 1))  # of the step, which comes last
     return lines, worst
