@@ -5,9 +5,9 @@
     TRL_PYTHON=/path/to/python python scripts/compare_dialects.py default trl --docs
 
 An entry is a dialect, a variant of one (NAME:FIELD=VALUE,...,--FLAG=VALUE) or `trl`, TRL's own PPO, run by the Python
-that TRL_PYTHON names; by default all dialects, and trl where there is such a Python. Each is tuned on each task: short
-runs of one seed at a few learning rates, of which the one with the best score under a KL is chosen. Then it learns with
-each seed, and the policies of all evaluations are judged alike (scripts/comparison/judge.py).
+that TRL_PYTHON names; by default all dialects, and trl where there is such a Python. Each is tuned on each task: runs
+of one seed at a few learning rates, of which the one with the best score under a KL is chosen. Then it learns with each
+seed, and the policies of all evaluations are judged alike (scripts/comparison/judge.py).
 
 OUTPUT has runs/ (a folder a run, named by its command: what is done is not done again), results.json with everything,
 comparison.md with tables, and a picture a task. A task that needs models or data says what it misses and is left out.
@@ -55,13 +55,13 @@ def compare(options: argparse.Namespace, tasks: list[Task], entries: list[Entry]
 def compare_entry(options: argparse.Namespace, task: Task, entry: Entry, models: Path, results: Results) -> None:
     """An entry's search, and its runs at the chosen rate."""
 
-    def run(rate: float, seed: int, steps: int) -> Run:
-        return Run(task, entry, models, options.output.resolve(), rate, seed, steps)
+    def run(rate: float, seed: int) -> Run:
+        return Run(task, entry, models, options.output.resolve(), rate, seed)
 
-    short = [run(rate, SEED, task.search_steps) for rate in task.rates]
-    complete(short, options.jobs)
-    search = searched(entry, short)
-    runs = [run(search.chosen, seed, task.steps) for seed in options.seeds]
+    tried = [run(rate, SEED) for rate in task.rates]
+    complete(tried, options.jobs)
+    search = searched(entry, tried)
+    runs = [run(search.chosen, seed) for seed in options.seeds]
     complete(runs, options.jobs)
     results.add(task, entry.label, search, runs)
 
@@ -70,7 +70,7 @@ def unmoved(task: Task, entries: list[Compared]) -> list[str]:
     """The entries of which a seed's best score is not by the task's least_rise above the SFT model's."""
     found = []
     for compared in entries:
-        rises = [max(p.score for p in r.course) - r.course[0].score for r in compared.results.values()]
+        rises = [max(point.score for point in course) - course[0].score for course in compared.courses]
         if min(rises) < task.least_rise:
             found.append(f"{compared.label} on {task.name} ({min(rises):+.2f})")
     return found
@@ -131,7 +131,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="where a task's models stand already, or are to be made (OUTPUT/models/TASK)",
     )
     parser.add_argument("--jobs", type=positive, default=1, help="runs side by side, each in one process (1)")
-    parser.add_argument("--steps", type=positive, help="of a run, for a smaller or larger budget; the search has half")
+    parser.add_argument("--steps", type=positive, help="of a run, for a smaller or larger budget")
     parser.add_argument("--responses", type=positive, help="of a step")
     parser.add_argument("--rates", nargs="+", type=float, help="what the search chooses from")
     parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/comparison.md, too")

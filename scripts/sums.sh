@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to models that a checker has taught two-digit sums: data, a tokenizer of characters, an SFT model that is
-# right about some of them, PPO and RLOO with as many responses each, and the accuracy of all on sums that none has seen.
+# right about some of them, PPO, GRPO and RLOO with as many responses each, and the accuracy of all on sums that none has
+# seen.
 # One process; a few minutes on a CPU core, 2 of them for the environment.
 #
 #   scripts/sums.sh [OUTPUT_DIR]      by default sums/ in the repository; must be empty
@@ -34,9 +35,13 @@ scripts/sums_models.sh "$out" 1
 say "step 3: PPO, 256 sums a step"
 step3 ppo 256 --dialect default --actor_learning_rate 1e-3 --critic_learning_rate 2e-3
 
+say "step 3: GRPO, 32 sums a step, each asked eight times"
+step3 grpo 32 --dialect grpo_trl --num_samples_per_prompt 8 --actor_learning_rate 3e-4
+
 say "step 3: RLOO, 32 sums a step, each asked eight times"
 step3 rloo 32 --dialect trl_rloo --num_samples_per_prompt 8 --temperature 1.0 --actor_learning_rate 3e-4
 
 say "right answers to held-out sums"
-python -m training.toy.sums accuracy --data "$out/data/eval_prompts.jsonl" "$out/sft" "$out/ppo/actor" "$out/rloo/actor"
+python -m training.toy.sums accuracy --data "$out/data/eval_prompts.jsonl" "$out/sft" \
+    "$out/ppo/actor" "$out/grpo/actor" "$out/rloo/actor"
 say "done"

@@ -12,7 +12,7 @@ model="$(realpath "$1")" data="$(realpath "$2")" out="$(realpath -m "$3")"
 mkdir -p "$out"
 cd "$root"
 
-source scripts/trial_reviews_models.sh "$model" "$data" "$out"      # steps 1 and 2
+source scripts/trial_models.sh "$model" "$data" "$out"      # steps 1 and 2
 
 for seed in ${SEEDS:-1 2 3}; do
     launch training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \

@@ -4,6 +4,7 @@
     default:lam=1.0,kl_in=loss                       with other fields
     default:gamma=1.0,--critic_pretrain_steps=20     and other flags of step 3
     trl                                              TRL's PPO, by the Python that TRL_PYTHON names
+    default+line, trl+line                           the same runs, read on the line from the SFT model to their ends
 
 All are given the task's responses: drawn at temperature 1 until EOS, which a task's models end with, at most
 LARGEST_GROUP to a prompt. The rest is the dialect's own.
@@ -20,6 +21,7 @@ from engine.errors import UserError
 from scripts.comparison.tasks import Task
 
 TRL = "trl"
+LINE = "+line"
 SEARCHED = ("actor_lr", "critic_lr")
 LARGEST_GROUP = 8  # responses to one prompt: theirs are made for steps of thousands of responses
 WARMUP_SHARE = 10  # a dialect's warm-up is cut to this part of a run's optimizer steps: theirs are made for long runs
@@ -29,23 +31,26 @@ WARMUP_SHARE = 10  # a dialect's warm-up is cut to this part of a run's optimize
 class Entry:
     """One line of the comparison.
 
-    dialect: its name, or TRL. fields: FIELD=VALUE; flags: words for step 3, both as the label has them.
+    dialect: its name, or TRL. fields: FIELD=VALUE; flags: words for step 3, both as the label has them. line: whether
+    it is read by models between the SFT model and its last one, and not by those that it came by.
     """
 
     label: str
     dialect: str
     fields: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    line: bool = False
 
     @classmethod
     def parsed(cls, label: str) -> "Entry":
         """An entry from its label; raises UserError for a dialect or field that does not exist, and for a learning
         rate, which the search chooses."""
-        name, _, rest = label.partition(":")
+        line = label.endswith(LINE)
+        name, _, rest = label.removesuffix(LINE).partition(":")
         if name == TRL:
             if rest:
                 raise UserError(f"{label}: TRL's own PPO has no variants here. Leave out {rest!r}.")
-            return cls(label, name)
+            return cls(label, name, line=line)
         words = re.split(r",(?=-{0,2}\w+=)", rest) if rest else []
         flags = tuple(word for word in words if word.startswith("--"))
         fields = tuple(word for word in words if not word.startswith("--"))
@@ -55,12 +60,12 @@ class Entry:
                 raise UserError(f"{label}: {field} is what the search chooses. Leave it out, or give other --rates.")
         get_dialect(name).replaced(**settings)
         split = [part for word in flags for part in word.split("=", 1)]
-        return cls(label, name, fields, tuple(split))
+        return cls(label, name, fields, tuple(split), line)
 
     @property
     def folder(self) -> str:
-        """The label as a name of a folder."""
-        return re.sub(r"[^\w.=-]+", "_", self.label)
+        """The label as a name of a folder; however it is read, its runs are the same."""
+        return re.sub(r"[^\w.=-]+", "_", self.label.removesuffix(LINE))
 
     def resolved(self) -> Dialect:
         """The dialect with the label's fields."""

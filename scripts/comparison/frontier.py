@@ -32,12 +32,25 @@ def score_at(course: Sequence[Point], kl: float) -> float | None:
 
     A course may come back to a KL with a better score than on its way out, as learning rates fall.
     """
-    found = []
-    for before, after in pairwise(course):
+    place = place_of(course, kl)
+    return None if place is None else read_at([point.score for point in course], place)
+
+
+def place_of(course: Sequence[Point], kl: float) -> float | None:
+    """Where the course is at this KL with the best score: 2.25 is a quarter of the way from its third point to the
+    next."""
+    scores, found = [point.score for point in course], []
+    for number, (before, after) in enumerate(pairwise(course)):
         if min(before.kl, after.kl) <= kl <= max(before.kl, after.kl):
             share = (kl - before.kl) / (after.kl - before.kl) if after.kl != before.kl else 1.0
-            found.append(before.score + share * (after.score - before.score))
-    return max(found, default=None)
+            found.append(number + share)
+    return max(found, key=lambda place: read_at(scores, place), default=None)
+
+
+def read_at(values: Sequence[float], place: float) -> float:
+    """One measure of a course's points, at a place on the lines between them."""
+    number = min(int(place), len(values) - 2)
+    return values[number] + (place - number) * (values[number + 1] - values[number])
 
 
 def best_score_under(course: Sequence[Point], kl: float) -> float | None:

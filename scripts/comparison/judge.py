@@ -3,8 +3,9 @@
     python -m scripts.comparison.judge JOB.json FLAGS...
 
 FLAGS are step 3's, of the dialect `default`: responses are drawn at temperature 1 until EOS, scored by the task's
-reward, and their KL is the one to the SFT model. JOB has "policies" ({name: folder}), "texts" (files whose words are
-known) and "written", where {name: measures} goes; the SFT model's name is "".
+reward, and their KL is the one to the SFT model. JOB has "policies" ({name: [folder, scale]}: the SFT
+model plus so much of the change to that one), "texts" (files whose words are known) and "written", where
+{name: measures} goes; the SFT model's name is "".
 """
 
 import json
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine import distributed
 from engine.models.loading import load_policy
@@ -46,10 +48,12 @@ def measures(metrics: dict[str, float], rows: list[dict], known: frozenset[str])
     }
 
 
-def put_weights(models: RLHFEngine, folder: str) -> None:
-    """Have the actor compute with the weights of another policy of its architecture."""
-    other = load_policy(folder, torch.float32, what="policy")
-    models.actor.module.load_state_dict(other.state_dict())
+def put_weights(models: RLHFEngine, sft: dict[str, Tensor], folder: str, scale: float) -> None:
+    """Have the actor compute with the SFT model's weights plus `scale` times what another policy of its architecture
+    departs from them."""
+    other = load_policy(folder, torch.float32, what="policy").state_dict()
+    merged = other if scale == 1.0 else {name: sft[name].lerp(weight, scale) for name, weight in other.items()}
+    models.actor.module.load_state_dict(merged)
     models.actor.version += 1  # copies of them are stale
 
 
@@ -62,8 +66,9 @@ def main(args: RLHFFlags, job: dict) -> None:
     assert isinstance(evaluator, Evaluator), "a task has held-out prompts"
     known = known_words([Path(path) for path in job["texts"]])
     found = {"": measures(*evaluator.run(0), known)}
-    for name, folder in job["policies"].items():
-        put_weights(models, folder)
+    sft = {name: weight.clone() for name, weight in models.actor.module.state_dict().items()}
+    for name, (folder, scale) in job["policies"].items():
+        put_weights(models, sft, folder, scale)
         found[name] = measures(*evaluator.run(1), known)
         print(f"{name}: score {found[name]['score']:.3f}, KL {found[name]['kl']:.2f}", flush=True)
     if distributed.is_main():

@@ -40,7 +40,7 @@ def section(task: Task, entries: Sequence[Compared], picture: str) -> str:
         *(line for sentence in broken_off(entries) for line in (sentence, "")),
         f"![Score against KL]({picture})",
         "",
-        f"The search: the best score at a KL of at most {task.search_kl:g} after {task.search_steps} steps.",
+        f"The search: the best score at a KL of at most {task.search_kl:g}, with a seed of its own.",
         "",
         search_table(entries, task.rates, task.search_kl),
     ]
@@ -68,7 +68,7 @@ def plot(task: Task, entries: Sequence[Compared], path: Path) -> None:
     colors, styles = pyplot.get_cmap("tab10").colors, ("-", "--", ":")
     reach = 0.0
     for place, compared in enumerate(ordered(entries, task.search_kl)):
-        bands = curve([result.course for result in compared.results.values()])
+        bands = curve(compared.courses)
         kls, means = [kl for kl, _ in bands], [values.mean for _, values in bands]
         reach = max([reach, *kls])
         errors = [values.error or 0.0 for _, values in bands]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.comparison.entries import LINE
+from scripts.comparison.frontier import Point
 from scripts.comparison.runs import Result, Run, write_json
 from scripts.comparison.search import Search
 from scripts.comparison.tasks import Task
@@ -20,6 +22,16 @@ class Compared:
     label: str
     search: Search
     results: dict[int, Result]
+
+    @property
+    def line(self) -> bool:
+        """Whether the entry is read on the line."""
+        return self.label.endswith(LINE)
+
+    @property
+    def courses(self) -> list[list[Point]]:
+        """Score against KL as the entry reads it, by seed."""
+        return [result.course(self.line) for result in self.results.values()]
 
 
 class Results:
@@ -59,4 +71,4 @@ class Results:
 
 
 def _budget(task: Task) -> dict[str, int]:
-    return {"responses": task.responses, "steps": task.steps, "search_steps": task.search_steps, "every": task.every}
+    return {"responses": task.responses, "steps": task.steps, "every": task.every}

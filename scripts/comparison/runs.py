@@ -28,6 +28,8 @@ from training.restarts.export import export
 from training.restarts.layout import CHECKPOINTS
 
 POLICIES = "policies"
+LINE_SCALES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)
+"""Of the change from the SFT model to a run's last policy: WARP's last stage (arXiv:2406.16768, section 3)."""
 STOPPED = 1  # the exit code of a run that broke off by itself
 
 
@@ -41,19 +43,18 @@ class Run:
     home: Path
     rate: float
     seed: int
-    steps: int
 
     @property
     def words(self) -> list[str]:
         """Its command without the output folder, relative to that of the models, which may stand anywhere."""
-        return step3_words(self.entry, self.task, self.models, rate=self.rate, seed=self.seed, steps=self.steps)
+        return step3_words(self.entry, self.task, self.models, rate=self.rate, seed=self.seed, steps=self.task.steps)
 
     @property
     def folder(self) -> Path:
         """Where it is; another command has another folder."""
         words = json.dumps([word.replace(str(self.models), "{models}") for word in self.words])
         digest = hashlib.sha256(words.encode()).hexdigest()[:8]
-        name = f"rate{self.rate:g}_seed{self.seed}_steps{self.steps}_{digest}"
+        name = f"rate{self.rate:g}_seed{self.seed}_steps{self.task.steps}_{digest}"
         return self.home / "runs" / self.task.name / self.entry.folder / name
 
     def read(self, name: str) -> dict[str, Any] | None:
@@ -72,7 +73,8 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Result:
     """command; ended: whether it came to its end, `why` not; responses drawn; CPU seconds of its process,
-    start included, and seconds of its clock; evaluations: measures of each, the SFT model's first."""
+    start included, and seconds of its clock; evaluations: measures of each, the SFT model's first; line: of models
+    from the SFT model to the last policy."""
 
     command: str
     ended: bool
@@ -81,12 +83,16 @@ class Result:
     cpu_seconds: float
     seconds: float
     evaluations: list[dict[str, float]]
+    line: list[dict[str, float]]
 
-    @property
-    def course(self) -> list[Point]:
-        """Score against KL; the SFT model is the reference, so that its KL is 0."""
-        first, *later = self.evaluations
-        return [Point(0.0, first["score"]), *(Point(row["kl"], row["score"]) for row in later)]
+    def rows(self, line: bool) -> list[dict[str, float]]:
+        """The measures on the line, or of the evaluations; the SFT model is the reference, so that its KL is 0."""
+        first, *later = self.line if line else self.evaluations
+        return [first | {"kl": 0.0}, *later]
+
+    def course(self, line: bool) -> list[Point]:
+        """Score against KL."""
+        return [Point(row["kl"], row["score"]) for row in self.rows(line)]
 
 
 def write_json(path: Path, content: object) -> None:
@@ -122,7 +128,7 @@ def train(run: Run) -> None:
         shutil.rmtree(folder)  # of a run of this very command that was cut off
     folder.mkdir(parents=True)
     log = folder / "log.txt"
-    print(f"{run.task.name}, {run.entry.label}, rate {run.rate:g}, seed {run.seed}: {run.steps} steps", flush=True)
+    print(f"{run.task.name}, {run.entry.label}, rate {run.rate:g}, seed {run.seed}: {run.task.steps} steps", flush=True)
     ended = processes.run_program([*command, "--output_dir", str(folder / "out")], log)
     if ended.code not in (0, STOPPED) or not (folder / "out").is_dir():
         raise UserError(f"{shlex.join(command)} ended with exit code {ended.code}; {log} has what it printed.")
@@ -145,7 +151,7 @@ def keep_policies(run: Run) -> None:
 def judge(runs: Sequence[Run]) -> None:
     """Have all policies of runs of one task judged in one process; raises UserError if that fails."""
     task, models = runs[0].task, runs[0].models
-    policies = {str(path): str(path) for run in runs for path in sorted((run.folder / POLICIES).iterdir())}
+    policies = {key: policy for run in runs for key, policy in judged(run).items()}
     with tempfile.TemporaryDirectory() as temporary:
         job, written = Path(temporary) / "job.json", Path(temporary) / "measures.json"
         texts = [str(models / name) for name in task.texts]
@@ -161,16 +167,30 @@ def judge(runs: Sequence[Run]) -> None:
         finish(run, measures)
 
 
+def judged(run: Run) -> dict[str, tuple[str, float]]:
+    """What of a run is judged: folders, and how much of their change from the SFT model is taken."""
+    paths = sorted((run.folder / POLICIES).iterdir())
+    policies = {str(path): (str(path), 1.0) for path in paths}
+    return policies | {_on_line(paths[-1], scale): (str(paths[-1]), scale) for scale in LINE_SCALES[:-1] if paths}
+
+
+def _on_line(last: Path, scale: float) -> str:
+    return str(last) if scale == 1.0 else f"{last} x {scale}"
+
+
 def finish(run: Run, measures: dict[str, dict[str, float]]) -> None:
     """Write a run's result, and remove its policies. measures: by policy, and "" for the SFT model."""
     trained = run.read("trained")
     assert trained is not None, "only what was trained is judged"
     samples = responses_by_step(run)
     evaluations = [{"step": 0, "responses": 0} | measures[""]]
-    for path in sorted((run.folder / POLICIES).iterdir()):
+    paths = sorted((run.folder / POLICIES).iterdir())
+    for path in paths:
         step = int(path.name.removeprefix("step_"))
         evaluations.append({"step": step, "responses": samples[step]} | measures[str(path)])
-    result = trained | {"responses": max(samples.values(), default=0), "evaluations": evaluations}
+    line = [{"scale": 0.0} | measures[""]]
+    line += [{"scale": scale} | measures[_on_line(paths[-1], scale)] for scale in LINE_SCALES if paths]
+    result = trained | {"responses": max(samples.values(), default=0), "evaluations": evaluations, "line": line}
     write_json(run.folder / "result.json", result)
     shutil.rmtree(run.folder / POLICIES)
 
@@ -178,5 +198,5 @@ def finish(run: Run, measures: dict[str, dict[str, float]]) -> None:
 def responses_by_step(run: Run) -> dict[int, int]:
     """How many responses a run had drawn after each step."""
     if run.entry.dialect == TRL:
-        return {step: step * run.task.responses for step in range(run.steps + 1)}
+        return {step: step * run.task.responses for step in range(run.task.steps + 1)}
     return {row["step"]: row["samples"] for row in read_metrics(run.folder / "out" / METRICS_FILE)}

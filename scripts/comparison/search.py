@@ -1,6 +1,6 @@
-"""The search that tunes every entry alike: short runs of one seed at each of the task's rates, chosen by their score
-under a KL.
+"""The search that tunes every entry alike: runs of one seed at each of the task's rates, chosen by score under a KL.
 
+They are as long as those that are compared: shorter ones would choose rates that come to a KL sooner.
 Its seed is none that is compared, so that an entry's choice is not made by luck that then counts as its own.
 """
 
@@ -34,8 +34,8 @@ def searched(entry: Entry, runs: list[Run]) -> Search:
     """The choice, once the search's runs are complete; raises UserError where all of them broke off at once."""
     scores = {}
     for run in runs:
-        later = run.result.course[1:]
-        scores[run.rate] = best_score_under(run.result.course, run.task.search_kl) if later else None
+        course = run.result.course(entry.line)
+        scores[run.rate] = best_score_under(course, run.task.search_kl) if course[1:] else None
     chosen = choose(scores)
     if chosen is None:
         raise UserError(

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from scripts.comparison.frontier import Band, band, score_at
+from scripts.comparison.frontier import Band, band, place_of, read_at, score_at
 from scripts.comparison.results import Compared
 from scripts.comparison.tasks import Task
+
+VARIETY = {"distinct_bigrams": "bigrams a token", "known_words": "known words"}
+"""Measures by which responses that became alike are told, and invented words, and what columns call them."""
 
 
 def number(values: Band | None, of: int, digits: int = 2) -> str:
@@ -18,8 +21,7 @@ def number(values: Band | None, of: int, digits: int = 2) -> str:
 
 def at_kls(compared: Compared, kls: Sequence[float]) -> list[Band | None]:
     """The score at each KL, over the seeds."""
-    courses = [result.course for result in compared.results.values()]
-    return [band([score_at(course, kl) for course in courses]) for kl in kls]
+    return [band([score_at(course, kl) for course in compared.courses]) for kl in kls]
 
 
 def ordered(entries: Sequence[Compared], kl: float) -> list[Compared]:
@@ -35,24 +37,29 @@ def ordered(entries: Sequence[Compared], kl: float) -> list[Compared]:
 def main_table(task: Task, entries: Sequence[Compared]) -> str:
     """A line an entry, and one of the SFT model."""
     columns = ["", "rate", "drawn", "CPU s", *(f"at KL {kl:g}" for kl in task.kls)]
-    columns += ["last score", "last KL", "tokens", "bigrams a token", "known words"]
+    columns += ["last score", "last KL", *(f"{what} at {task.search_kl:g}" for what in VARIETY.values())]
     lines = [_line(columns), "| --- " * len(columns) + "|"]
     for compared in ordered(entries, task.search_kl):
         results = list(compared.results.values())
         cells = [f"`{compared.label}`", f"{compared.search.chosen:g}"]
         cells += [f"{fmean(getattr(r, name) for r in results):.0f}" for name in ("responses", "cpu_seconds")]
         cells += [number(values, len(results)) for values in at_kls(compared, task.kls)]
-        cells += _last_cells([result.evaluations[-1] for result in results])
+        rows = [result.rows(compared.line) for result in results]
+        cells += [number(band([row[-1]["score"] for row in rows]), len(rows))]
+        cells += [number(band([row[-1]["kl"] for row in rows]), len(rows), 1)]
+        places = [place_of(course, task.search_kl) for course in compared.courses]
+        for name in VARIETY:
+            found = [
+                None if place is None else read_at([point[name] for point in row], place)
+                for row, place in zip(rows, places, strict=True)
+            ]
+            cells.append(number(band(found), len(rows), 3))
         lines.append(_line(cells))
     if entries:
         first = next(iter(entries[0].results.values())).evaluations[0]
-        lines.append(_line(["the SFT model", "-", "-", "-", *("-" for _ in task.kls), *_last_cells([first])]))
+        cells = ["the SFT model", "-", "-", "-", *("-" for _ in task.kls), f"{first['score']:.2f}", "0.0"]
+        lines.append(_line([*cells, *(f"{first[name]:.3f}" for name in VARIETY)]))
     return "\n".join(lines)
-
-
-def _last_cells(rows: Sequence[dict[str, float]]) -> list[str]:
-    digits = {"score": 2, "kl": 1, "tokens": 1, "distinct_bigrams": 3, "known_words": 3}
-    return [number(band([row[name] for row in rows]), len(rows), places) for name, places in digits.items()]
 
 
 def search_table(entries: Sequence[Compared], rates: Sequence[float], kl: float) -> str:

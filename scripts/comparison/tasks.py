@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.errors import UserError
-
 ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = 256
 
@@ -22,11 +20,10 @@ class Task:
 
     what: for the page. flags: step 3's, with `models` for the folder of models and data. fixed_slots: of dialects that
     learn what follows an end, too: about as many as a response has tokens. responses: in a step; steps: of a run;
-    search_steps: of a run of the search; every: steps between evaluations. rates: what the search chooses from, each
-    the peak of actor and critic. search_kl: the search takes the best score at no more than this KL, in nats a
-    response. kls: where scores are read. least_rise: of the score, by which an entry has learned. texts: files under
-    `models` whose words are known. prepare: makes what is missing of `models`. needs: variables that name what this
-    machine has to have.
+    every: steps between evaluations. rates: what the search chooses from, each the peak of actor and critic. search_kl:
+    the search takes the best score at no more than this KL, in nats a response. kls: where scores are read. least_rise:
+    of the score, by which an entry has learned. texts: files under `models` whose words are known. prepare: makes what
+    is missing of `models`. needs: variables that name what this machine has to have.
     """
 
     name: str
@@ -35,7 +32,6 @@ class Task:
     fixed_slots: int
     responses: int
     steps: int
-    search_steps: int
     every: int
     rates: tuple[float, ...]
     search_kl: float
@@ -62,18 +58,12 @@ class Task:
         return None
 
     def sized(self, steps: int | None, responses: int | None, rates: Sequence[float] | None) -> "Task":
-        """The task at another budget: steps of a run, of which the search has half, responses of a step, and rates.
-
-        Raises: UserError for an odd number of steps.
-        """
-        if steps is None:
-            return replace(self, responses=responses or self.responses, rates=tuple(rates or self.rates))
-        if steps % 2:
-            raise UserError(f"--steps {steps}: a run of the search has half as many. Give an even number.")
-        half = steps // 2
-        every = max(number for number in range(1, min(self.every, half) + 1) if half % number == 0)
-        sized = self.sized(None, responses, rates)
-        return replace(sized, steps=steps, search_steps=half, every=every)
+        """The task at another budget: steps of a run, responses of a step, and rates."""
+        steps = steps or self.steps
+        most = min(self.every, max(1, steps // 2))  # two evaluations at least
+        every = max(number for number in range(1, most + 1) if steps % number == 0)
+        responses, rates = responses or self.responses, tuple(rates or self.rates)
+        return replace(self, steps=steps, every=every, responses=responses, rates=rates)
 
     def words(self, models: Path) -> list[str]:
         """The flags, with the folder in them."""
@@ -118,7 +108,7 @@ def make_reviews(models: Path) -> None:
     """SFT and reward model on the reviews, and their prompts in two parts, unless they are there."""
     model, data = (Path(os.environ[name]).resolve() for name in ("REVIEWS_MODEL", "REVIEWS_DATA"))
     if not (models / "reward" / "config.json").is_file():
-        script = ["scripts/trial_reviews_models.sh", model, data, models]
+        script = ["scripts/trial_models.sh", model, data, models]
         subprocess.run(script, cwd=ROOT, check=True)
     folder = models / "data"
     folder.mkdir(exist_ok=True)
@@ -162,9 +152,8 @@ REVIEWS = Task(
     fixed_slots=40,
     responses=64,
     steps=24,
-    search_steps=12,
     every=3,
-    rates=(1.5e-4, 4e-4, 1e-3),
+    rates=(4e-4, 1e-3, 2.5e-3),
     search_kl=8.0,
     kls=(5.0, 8.0, 12.0, 16.0),
     least_rise=1.0,  # its standard deviation over the SFT model's responses
@@ -183,10 +172,9 @@ TASKS = {
             fixed_slots=16,
             responses=128,
             steps=30,
-            search_steps=15,
             every=5,
             # The model learns at rates that would break a large one.
-            rates=(5e-4, 1.5e-3, 4.5e-3),
+            rates=(1.5e-3, 4.5e-3, 1.35e-2),
             search_kl=4.0,
             kls=(1.0, 2.0, 4.0, 8.0),
             least_rise=1.0,  # its standard deviation over the SFT model's responses
@@ -208,7 +196,6 @@ TASKS = {
             fixed_slots=4,
             responses=256,
             steps=60,
-            search_steps=30,
             every=10,
             rates=(3e-4, 1e-3, 3e-3),
             search_kl=2.0,

@@ -7,19 +7,21 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine.algorithms import DIALECTS, get_dialect
 from engine.errors import UserError
 from scripts import compare_dialects
 from scripts.comparison import judge, processes
 from scripts.comparison.entries import Entry, program, settings, step3_words
-from scripts.comparison.frontier import Band, Point, band, best_score_under, curve, score_at
+from scripts.comparison.frontier import Band, Point, band, best_score_under, curve, place_of, read_at, score_at
 from scripts.comparison.page import BEGIN, END, PAGE, between_marks, budget_words, section
 from scripts.comparison.processes import Ended
 from scripts.comparison.results import Compared
-from scripts.comparison.runs import Result
+from scripts.comparison.runs import LINE_SCALES, Result
 from scripts.comparison.search import Search, choose
 from scripts.comparison.table import at_kls, main_table, number, ordered, search_table
 from scripts.comparison.tasks import TASKS, known_words
@@ -36,13 +38,15 @@ def course(*pairs):
 
 
 def test_a_course_is_read_where_it_is_best_at_a_kl():
-    straight = course((0, 0), (2, 1), (6, 2))
+    straight, back = course((0, 0), (2, 1), (6, 2)), course((0, 0), (4, 1), (2, 2), (6, 1))
     assert [score_at(straight, kl) for kl in (0, 1, 2, 4, 6)] == [0, 0.5, 1, 1.5, 2]
     assert score_at(straight, 6.1) is None
-    back = course((0, 0), (4, 1), (2, 2), (6, 1))
     assert score_at(back, 3) == 1.75, "0.75 on its way out, 1.5 on its way back, 1.75 on its way out again"
     assert score_at(back, 1) == 0.25
     assert score_at([], 1) is None
+    assert place_of(back, 3) == 2.25, "a quarter of the last line"
+    assert (read_at([8, 4, 2, 1], 1.5), read_at([8, 4, 2, 1], 3.0)) == (3, 1)
+    assert place_of(straight, 7) is None
 
 
 def test_the_best_score_under_a_kl():
@@ -119,6 +123,9 @@ def test_variants():
     }.items():
         with pytest.raises(UserError, match=message):
             Entry.parsed(label)
+    on_line = Entry.parsed("default:betas=0.8,0.9,lam=1.0,--critic_warmup_steps=2+line")
+    assert (on_line.line, entry.line, on_line.folder == entry.folder) == (True, False, True)
+    assert on_line.flags == entry.flags and Entry.parsed("trl+line").line
     with pytest.raises(UserError, match="no multiple"):
         step3_words(Entry.parsed("trl_rloo:samples_per_prompt=3"), TASK, "m", rate=1, seed=1, steps=2)
 
@@ -131,7 +138,7 @@ def test_the_command_of_trls_ppo(monkeypatch):
     )
     monkeypatch.delenv("TRL_PYTHON", raising=False)
     with pytest.raises(UserError, match="set TRL_PYTHON"):
-        program(Entry.parsed("trl"))
+        program(Entry.parsed("trl+line"))
 
 
 @pytest.mark.skipif(not os.environ.get("TRL_PYTHON"), reason="TRL_PYTHON names no Python with trl")
@@ -150,8 +157,9 @@ def evaluation(kl, score):
 
 
 def compared(label, *ends):
+    line = [evaluation(0.0, 0.0), evaluation(2.0, 1.0) | {"distinct_bigrams": 0.5}, evaluation(4.0, 1.25)]
     results = {
-        seed: Result("command", True, "", 64, 30.0 + seed, 40.0, [evaluation(0.0, 0.0), evaluation(*end)])
+        seed: Result("command", True, "", 64, 30.0 + seed, 40.0, [evaluation(0.0, 0.0), evaluation(*end)], line)
         for seed, end in enumerate(ends)
     }
     return Compared(label, Search({5e-4: 0.5, 1.5e-3: 1.25, 4.5e-3: None}, 60.0, 1.5e-3), results)
@@ -164,10 +172,15 @@ def test_tables_exactly():
     assert [number(values, 2) for values in at_kls(first, [1.0, 4.0, 8.0])] == ["0.38 ± 0.12", "1.00 (1 of 2)", "-"]
     assert main_table(TASK, [first]).splitlines()[2:] == [
         "| `first` | 0.0015 | 64 | 30 | 0.38 ± 0.12 | 0.75 ± 0.25 | 1.00 (1 of 2) | - | "
-        "1.00 ± 0.00 | 3.0 ± 1.0 | 20.0 ± 0.0 | 0.250 ± 0.000 | 0.900 ± 0.000 |",
-        "| the SFT model | - | - | - | - | - | - | - | 0.00 | 0.0 | 20.0 | 0.250 | 0.900 |",
+        "1.00 ± 0.00 | 3.0 ± 1.0 | 0.250 (1 of 2) | 0.900 (1 of 2) |",
+        "| the SFT model | - | - | - | - | - | - | - | 0.00 | 0.0 | 0.250 | 0.900 |",
     ]
-    assert search_table([second], TASK.rates, 4.0).splitlines()[2] == "| `second` | 0.50 | **1.25** | - | 60 |"
+    on_line = main_table(TASK, [compared("first+line", (4.0, 1.0))]).splitlines()
+    assert "bigrams a token at 4 | known words at 4" in on_line[0]
+    assert on_line[2] == "| `first+line` | 0.0015 | 64 | 30 | 0.50 | 1.00 | 1.25 | - | 1.25 | 4.0 | 0.250 | 0.900 |"
+    assert (
+        search_table([second], (5e-4, 1.5e-3, 4.5e-3), 4.0).splitlines()[2] == "| `second` | 0.50 | **1.25** | - | 60 |"
+    )
 
 
 def test_the_command_of_a_section_has_another_budget():
@@ -202,6 +215,18 @@ def test_what_is_measured_of_answers(tmp_path):
     found = judge.measures(metrics, rows, known)
     assert found["distinct_bigrams"] == 4 / 8
     assert found["known_words"] == 5 / 6
+
+
+def test_a_policy_on_the_line_is_between_the_sft_model_and_the_last(monkeypatch):
+    last = torch.nn.Linear(1, 2, bias=False)
+    last.load_state_dict({"weight": torch.tensor([[3.0], [6.0]])})
+    monkeypatch.setattr(judge, "load_policy", lambda *args, **kwargs: last)
+    actor = SimpleNamespace(module=torch.nn.Linear(1, 2, bias=False), version=0)
+    sft = {"weight": torch.tensor([[1.0], [2.0]])}
+    judge.put_weights(SimpleNamespace(actor=actor), sft, "folder", 0.25)
+    assert actor.module.weight.tolist() == [[1.5], [3.0]]
+    judge.put_weights(SimpleNamespace(actor=actor), sft, "folder", 1.0)
+    assert (actor.module.weight.tolist(), actor.version) == ([[3.0], [6.0]], 2), "copies of the weights are stale"
 
 
 def test_programs_side_by_side_share_no_port(tmp_path, monkeypatch):
@@ -263,6 +288,15 @@ def test_a_comparison_of_the_smallest_size(tiny_task, tmp_path, monkeypatch, in_
         assert [row["responses"] for row in result["evaluations"]] == [0, 4, 8]
         assert result["evaluations"][0]["kl"] == pytest.approx(0.0, abs=1e-5)
         assert result["evaluations"][2]["kl"] > 1e-4
+        assert [row["scale"] for row in result["line"]] == [0.0, *LINE_SCALES]
+        assert len({row["kl"] for row in result["line"]}) == 1 + len(LINE_SCALES), "each is another model"
+        assert {"scale": 1.0} | result["evaluations"][2] == result["line"][-1] | {"step": 2, "responses": 8}
     assert (out / "quickstart.png").is_file()
     assert "| `default` | 0.001 |" in (out / "comparison.md").read_text()
     assert not list(out.rglob("*.safetensors")), "the policies are judged and gone"
+
+    words[0] = "default+line"
+    assert compare_dialects.main([*words, "--seeds", "1", "2"]) == 0
+    assert len(in_this_process) == 6, "the same runs, read again"
+    entries = json.loads((out / "results.json").read_text())["tasks"]["quickstart"]["entries"]
+    assert entries["default+line"]["runs"] == entries["default"]["runs"]

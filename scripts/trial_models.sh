@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# SFT and reward model of the trial on real reviews, in the environment that is active; what is there already is kept.
+# SFT and reward model of a trial on texts of one's own, in the environment that is active; what is there already is kept.
 # scripts/trial_reviews.sh and scripts/compare_dialects.py go on from here.
 #
-#   scripts/trial_reviews_models.sh MODEL_DIR DATA_DIR OUTPUT_DIR      in the repository; writes sft/ and reward/
+#   scripts/trial_models.sh MODEL_DIR DATA_DIR OUTPUT_DIR [SFT_EPOCHS]      in the repository; writes sft/ and reward/
 #
 # The folders are those of scripts/trial_reviews.sh.
 set -euo pipefail
-model="$1" data="$2" out="$3"
+model="$1" data="$2" out="$3" sft_epochs="${4:-3}"
 
 launch() { deepspeed --log_level critical --num_gpus 2 --master_port "${MASTER_PORT:-29500}" "$@"; }
 
 if [ ! -e "$out/sft/config.json" ]; then
     launch training/step1_sft.py --model_name_or_path "$model" --data_path "$data/sft.jsonl" --output_dir "$out/sft" \
-        --max_seq_len 128 --per_device_train_batch_size 16 --num_train_epochs 3 --learning_rate 3e-3 \
+        --max_seq_len 128 --per_device_train_batch_size 16 --num_train_epochs "$sft_epochs" --learning_rate 3e-3 \
         --lr_scheduler_type cosine --num_warmup_steps 50 --per_device_eval_batch_size 50 --seed 1
 fi
 if [ ! -e "$out/reward/config.json" ]; then
