@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -44,6 +44,9 @@ def load_extension(builder: str) -> None:
     found = get_accelerator().create_op_builder(builder)
     if found is None or not found.is_compatible():
         return
+    if not is_ninja_available():
+        _load_installed(found)  # and no build of others is waited for
+        return
     folder = Path(_get_build_directory(found.NAME, verbose=False))
     with (folder.parent / LOCK).open("a+", encoding="utf-8") as building:
         fcntl.flock(building, fcntl.LOCK_EX)
@@ -56,15 +59,19 @@ def load_extension(builder: str) -> None:
             print(f"building DeepSpeed's extension {found.NAME}, once; this takes about a minute", flush=True)
         try:
             found.load()
-        except RuntimeError:
-            if is_ninja_available():
-                raise
-            raise UserError(
-                f"ninja is not found in PATH ({os.environ.get('PATH')}), and DeepSpeed's extension {found.NAME} cannot "
-                f"be used without it, even where it is built. Run: {sys.executable} -m pip install ninja"
-            ) from None
         finally:
             _write(building, "")
+
+
+def _load_installed(found: Any) -> None:
+    """Load an extension without ninja: one that was installed with DeepSpeed, but none that is built here."""
+    try:
+        found.load()
+    except RuntimeError:
+        raise UserError(
+            f"ninja is not found in PATH ({os.environ.get('PATH')}), and DeepSpeed's extension {found.NAME} cannot "
+            f"be used without it, even where it is built. Run: {sys.executable} -m pip install ninja"
+        ) from None
 
 
 def _wait_for_others(folder: Path) -> None:

@@ -86,13 +86,18 @@ def test_a_build_that_fails_leaves_no_word_of_it(build, tmp_path):
     assert seen == [False]
 
 
-def test_without_ninja_the_message_says_so(build, monkeypatch):
+def test_without_ninja_the_message_says_so_while_others_build(build, tmp_path, monkeypatch):
     def load():
         raise RuntimeError("Unable to JIT load the own op due to ninja not being installed.")
 
     monkeypatch.setenv("PATH", "/nowhere")
+    mark(tmp_path)  # it would be waited for
+    monkeypatch.setattr(fcntl, "flock", lambda *args: pytest.fail("the lock of a build is waited for"))
     with pytest.raises(UserError, match=r"^ninja is not found in PATH \(/nowhere\), and .* own .* pip install ninja"):
         build(load)
+    seen = []
+    build(lambda: seen.append("installed with DeepSpeed"))
+    assert seen
 
 
 def test_another_programs_build_of_the_same_is_waited_for(build, tmp_path, capsys, monkeypatch):
