@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.errors import UserError
+from scripts.comparison.entries import LINE
 from scripts.comparison.frontier import curve
 from scripts.comparison.results import Compared, Results
 from scripts.comparison.table import broken_off, main_table, ordered, search_table
@@ -18,8 +19,9 @@ BEGIN, END = "<!-- made by scripts/compare_dialects.py -->", "<!-- made so far -
 def section(task: Task, entries: Sequence[Compared], picture: str) -> str:
     """A task's part of the page: what was run, table, curves, search."""
     seeds = sorted({seed for compared in entries for seed in compared.results})
-    used = sum(result.cpu_seconds for compared in entries for result in compared.results.values())
-    used += sum(compared.search.cpu_seconds for compared in entries)
+    runs = {result.command: result for compared in entries for result in compared.results.values()}
+    searches = {compared.label.removesuffix(LINE): compared.search for compared in entries}  # runs may be read twice
+    used = sum(each.cpu_seconds for each in (*runs.values(), *searches.values()))
     command = ["python scripts/compare_dialects.py", *(shlex.quote(compared.label) for compared in entries)]
     command += ["--tasks", task.name, "--seeds", *map(str, seeds), *budget_words(task)]
     fewer = [f"`{compared.label}`" for compared in entries if len(compared.results) < len(seeds)]
