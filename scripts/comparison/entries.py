@@ -31,26 +31,23 @@ WARMUP_SHARE = 10  # a dialect's warm-up is cut to this part of a run's optimize
 class Entry:
     """One line of the comparison.
 
-    dialect: its name, or TRL. fields: FIELD=VALUE; flags: words for step 3, both as the label has them. line: whether
-    it is read by models between the SFT model and its last one, and not by those that it came by.
+    dialect: its name, or TRL. fields: FIELD=VALUE; flags: words for step 3, both as the label has them.
     """
 
     label: str
     dialect: str
     fields: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
-    line: bool = False
 
     @classmethod
     def parsed(cls, label: str) -> "Entry":
         """An entry from its label; raises UserError for a dialect or field that does not exist, and for a learning
         rate, which the search chooses."""
-        line = label.endswith(LINE)
         name, _, rest = label.removesuffix(LINE).partition(":")
         if name == TRL:
             if rest:
                 raise UserError(f"{label}: TRL's own PPO has no variants here. Leave out {rest!r}.")
-            return cls(label, name, line=line)
+            return cls(label, name)
         words = re.split(r",(?=-{0,2}\w+=)", rest) if rest else []
         flags = tuple(word for word in words if word.startswith("--"))
         fields = tuple(word for word in words if not word.startswith("--"))
@@ -60,7 +57,12 @@ class Entry:
                 raise UserError(f"{label}: {field} is what the search chooses. Leave it out, or give other --rates.")
         get_dialect(name).replaced(**settings)
         split = [part for word in flags for part in word.split("=", 1)]
-        return cls(label, name, fields, tuple(split), line)
+        return cls(label, name, fields, tuple(split))
+
+    @property
+    def line(self) -> bool:
+        """Whether it is read by models between the SFT model and its last one, and not by those that it came by."""
+        return self.label.endswith(LINE)
 
     @property
     def folder(self) -> str:
