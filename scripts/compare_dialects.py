@@ -9,7 +9,7 @@ that TRL_PYTHON names; by default all dialects, and trl where there is such a Py
 of one seed at a few learning rates, of which the one with the best score under a KL is chosen. Then it learns with each
 seed, and the policies of all evaluations are judged alike (scripts/comparison/judge.py).
 
-OUTPUT has runs/ (a folder a run, named by its command: what is done is not done again), results.json with everything,
+OUTPUT has runs/ (a folder a run, named by its command: what is done is not done again), results.jsonl with everything,
 comparison.md with tables, and a picture a task. A task that needs models or data says what it misses and is left out.
 """
 
@@ -27,7 +27,7 @@ from engine.algorithms import DIALECTS
 from engine.errors import UserError
 from scripts.comparison import page
 from scripts.comparison.entries import TRL, Entry, program
-from scripts.comparison.results import Compared, Results
+from scripts.comparison.results import FILE, Compared, Results
 from scripts.comparison.runs import Run, complete
 from scripts.comparison.search import SEED, searched
 from scripts.comparison.tasks import ROOT, TASKS, Task
@@ -134,7 +134,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, help="of a run, for a smaller or larger budget")
     parser.add_argument("--responses", type=positive, help="of a step")
     parser.add_argument("--rates", nargs="+", type=float, help="what the search chooses from")
-    parser.add_argument("--docs", action="store_true", help="write tables and pictures into docs/comparison.md, too")
+    parser.add_argument(
+        "--docs", action="store_true", help="add tables, pictures and numbers to those of docs/comparison.md"
+    )
     options = parser.parse_args(arguments)
     options.models = dict(options.models)
     return options
@@ -147,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        entries, tasks, results = chosen_entries(options.entries), chosen_tasks(options), Results(options.output)
+        entries, tasks, results = chosen_entries(options.entries), chosen_tasks(options), Results(options.output / FILE)
         options.output.mkdir(parents=True, exist_ok=True)
         wrong = compare(options, tasks, entries, results)
         shown = list((TASKS | {task.name: task for task in tasks}).values())  # also what an earlier command compared

@@ -1,4 +1,4 @@
-"""docs/comparison.md: what the program writes into it between two marks, and the pictures beside it."""
+"""docs/comparison.md: what the program writes into it between two marks, and beside it the pictures and the numbers."""
 
 import shlex
 import textwrap
@@ -13,14 +13,20 @@ from scripts.comparison.table import broken_off, main_table, ordered, search_tab
 from scripts.comparison.tasks import ROOT, TASKS, Task
 
 PAGE = ROOT / "docs" / "comparison.md"
+PUBLISHED = PAGE.with_suffix(".jsonl")
 BEGIN, END = "<!-- made by scripts/compare_dialects.py -->", "<!-- made so far -->"
 
 
 def section(task: Task, entries: Sequence[Compared], picture: str) -> str:
     """A task's part of the page: what was run, table, curves, search."""
     seeds = sorted({seed for compared in entries for seed in compared.results})
-    runs = {result.command: result for compared in entries for result in compared.results.values()}
-    searches = {compared.label.removesuffix(LINE): compared.search for compared in entries}  # runs may be read twice
+    # Runs may be read twice, by their courses and on the line.
+    runs = {
+        (compared.label.removesuffix(LINE), compared.search.chosen, seed): result
+        for compared in entries
+        for seed, result in compared.results.items()
+    }
+    searches = {compared.label.removesuffix(LINE): compared.search for compared in entries}
     used = sum(each.cpu_seconds for each in (*runs.values(), *searches.values()))
     command = ["python scripts/compare_dialects.py", *(shlex.quote(compared.label) for compared in entries)]
     command += ["--tasks", task.name, "--seeds", *map(str, seeds), *budget_words(task)]
@@ -107,6 +113,9 @@ def between_marks(text: str, made: str) -> str:
 
 
 def write(results: Results, tasks: Sequence[Task]) -> None:
-    """Put the sections into the page, and their pictures beside it."""
-    made = make(results, tasks, PAGE.parent, "comparison_")
+    """Put the sections into the page, of these results and of those that were written there before, and their pictures
+    and all numbers beside it."""
+    published = Results(PUBLISHED)
+    published.take(results)
+    made = make(published, tasks, PAGE.parent, "comparison_")
     PAGE.write_text(between_marks(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")

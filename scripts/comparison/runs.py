@@ -72,11 +72,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """command; ended: whether it came to its end, `why` not; responses drawn; CPU seconds of its process,
-    start included, and seconds of its clock; evaluations: measures of each, the SFT model's first; line: of models
-    from the SFT model to the last policy."""
+    """ended: whether it came to its end, `why` not; responses drawn; CPU seconds of its process, start included, and
+    seconds of its clock; evaluations: measures of each, the SFT model's first; line: of models from the SFT model to
+    the last policy."""
 
-    command: str
     ended: bool
     why: str
     responses: int
@@ -190,7 +189,8 @@ def finish(run: Run, measures: dict[str, dict[str, float]]) -> None:
         evaluations.append({"step": step, "responses": samples[step]} | measures[str(path)])
     line = [{"scale": 0.0} | measures[""]]
     line += [{"scale": scale} | measures[_on_line(paths[-1], scale)] for scale in LINE_SCALES if paths]
-    result = trained | {"responses": max(samples.values(), default=0), "evaluations": evaluations, "line": line}
+    kept = {name: value for name, value in trained.items() if name != "command"}
+    result = kept | {"responses": max(samples.values(), default=0), "evaluations": evaluations, "line": line}
     write_json(run.folder / "result.json", result)
     shutil.rmtree(run.folder / POLICIES)
 

@@ -18,7 +18,7 @@ from scripts.comparison import judge, processes
 from scripts.comparison.entries import Entry, program, settings, step3_words
 from scripts.comparison.page import BEGIN, END, PAGE, between_marks, budget_words, section
 from scripts.comparison.processes import Ended
-from scripts.comparison.results import Compared
+from scripts.comparison.results import Compared, Results
 from scripts.comparison.runs import LINE_SCALES, Result
 from scripts.comparison.search import Search, choose
 from scripts.comparison.table import at_kls, main_table, number, ordered, search_table
@@ -119,7 +119,7 @@ def evaluation(kl, score):
 def compared(label, *ends):
     line = [evaluation(0.0, 0.0), evaluation(2.0, 1.0) | {"distinct_bigrams": 0.5}, evaluation(4.0, 1.25)]
     results = {
-        seed: Result("command", True, "", 64, 30.0 + seed, 40.0, [evaluation(0.0, 0.0), evaluation(*end)], line)
+        seed: Result(True, "", 64, 30.0 + seed, 40.0, [evaluation(0.0, 0.0), evaluation(*end)], line)
         for seed, end in enumerate(ends)
     }
     return Compared(label, Search({5e-4: 0.5, 1.5e-3: 1.25, 4.5e-3: None}, 60.0, 1.5e-3), results)
@@ -149,6 +149,36 @@ def test_the_command_of_a_section_has_another_budget():
     made = section(TASK.sized(20, None, None), [compared("first", (4.0, 1.0), (2.0, 1.0))], "x.png")
     assert "compare_dialects.py first --tasks quickstart --seeds 0 1 --steps 20\n" in made
     assert "2,560 responses in 20 steps, evaluated every 5" in made
+
+
+def test_a_file_of_results_takes_what_another_has(tmp_path):
+    def line(label, seeds, chosen, steps=30):
+        return {
+            "task": "quickstart",
+            "label": label,
+            "budget": {"responses": 128, "steps": steps, "every": 5},
+            "search": {"scores": {"0.001": 0.5}, "cpu_seconds": 1.0, "chosen": chosen},
+            "runs": {seed: dataclasses.asdict(Result(True, "", 64, 1.0, 1.0, [], [])) for seed in seeds},
+        }
+
+    def results(name, *lines):
+        (tmp_path / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return Results(tmp_path / name)
+
+    published = results("docs", line("a", "12", 1e-3), line("b", "1", 1e-3), line("c", "1", 1e-3))
+    published.take(results("new", line("a", "3", 1e-3), line("b", "2", 2e-3), line("d", "1", 1e-3)))
+    read = Results(tmp_path / "docs").of(TASK)
+    assert {compared.label: list(compared.results) for compared in read} == {
+        "a": [1, 2, 3],
+        "b": [2],
+        "c": [1],
+        "d": [1],
+    }
+    published.take(results("other", line("a", "1", 1e-3, steps=20)))
+    assert [compared.label for compared in published.of(TASK.sized(20, None, None))] == ["a"], (
+        "no two budgets of a task"
+    )
+    assert published.of(TASK) == []
 
 
 def test_only_what_stands_between_the_marks_is_replaced():
@@ -240,7 +270,8 @@ def test_a_comparison_of_the_smallest_size(tiny_task, tmp_path, monkeypatch, in_
     assert len(in_this_process) == 4, "the search's run and the seed's, each judged"
     assert compare_dialects.main([*words, "--seeds", "1", "2"]) == 0
     assert len(in_this_process) == 6, "the second seed's run alone, and its judge"
-    entry = json.loads((out / "results.json").read_text())["tasks"]["quickstart"]["entries"]["default"]
+    (entry,) = map(json.loads, (out / "results.jsonl").read_text().splitlines())
+    assert (entry["task"], entry["label"]) == ("quickstart", "default")
     assert entry["search"]["chosen"] == 1e-3
     assert [len(result["evaluations"]) for result in entry["runs"].values()] == [3, 3]
     for result in entry["runs"].values():
@@ -258,5 +289,5 @@ def test_a_comparison_of_the_smallest_size(tiny_task, tmp_path, monkeypatch, in_
     words[0] = "default+line"
     assert compare_dialects.main([*words, "--seeds", "1", "2"]) == 0
     assert len(in_this_process) == 6, "the same runs, read again"
-    entries = json.loads((out / "results.json").read_text())["tasks"]["quickstart"]["entries"]
-    assert entries["default+line"]["runs"] == entries["default"]["runs"]
+    course, line = map(json.loads, (out / "results.jsonl").read_text().splitlines())
+    assert line["label"] == "default+line" and line["runs"] == course["runs"]
