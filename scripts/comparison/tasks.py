@@ -174,7 +174,7 @@ TASKS = {
             steps=30,
             every=5,
             # The model learns at rates that would break a large one.
-            rates=(1.5e-3, 4.5e-3, 1.35e-2),
+            rates=(5e-4, 1.5e-3, 4.5e-3),
             search_kl=4.0,
             kls=(1.0, 2.0, 4.0, 8.0),
             least_rise=1.0,  # its standard deviation over the SFT model's responses
