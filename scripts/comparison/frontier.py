@@ -53,12 +53,20 @@ def read_at(values: Sequence[float], place: float) -> float:
     return values[number] + (place - number) * (values[number + 1] - values[number])
 
 
+def best_place_under(course: Sequence[Point], kl: float) -> float | None:
+    """Where a course has its best score at no more than this KL: an evaluation, or where it is at this KL; None for a
+    course that is above it throughout."""
+    scores = [point.score for point in course]
+    found = [float(number) for number, point in enumerate(course) if point.kl <= kl]
+    crossing = place_of(course, kl)
+    found += [] if crossing is None else [crossing]
+    return max(found, key=lambda place: read_at(scores, place), default=None)
+
+
 def best_score_under(course: Sequence[Point], kl: float) -> float | None:
-    """The best score at no more than this KL: of an evaluation, or where the course is at it; None for a course
-    that is above it throughout."""
-    found = [point.score for point in course if point.kl <= kl]
-    crossing = score_at(course, kl)
-    return max([*found, *([] if crossing is None else [crossing])], default=None)
+    """The best score at no more than this KL; None for a course that is above it throughout."""
+    place = best_place_under(course, kl)
+    return None if place is None else read_at([point.score for point in course], place)
 
 
 def band(values: Sequence[float | None]) -> Band | None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from scripts.comparison.frontier import Band, band, place_of, read_at, score_at
+from scripts.comparison.frontier import Band, band, best_place_under, best_score_under, read_at, score_at
 from scripts.comparison.results import Compared
 from scripts.comparison.tasks import Task
 
@@ -24,11 +24,16 @@ def at_kls(compared: Compared, kls: Sequence[float]) -> list[Band | None]:
     return [band([score_at(course, kl) for course in compared.courses]) for kl in kls]
 
 
+def best_under(compared: Compared, kl: float) -> Band | None:
+    """The best score at no more than this KL, over the seeds."""
+    return band([best_score_under(course, kl) for course in compared.courses])
+
+
 def ordered(entries: Sequence[Compared], kl: float) -> list[Compared]:
-    """The best at this KL first, those that never came to it last."""
+    """The best at no more than this KL first, those that were above it throughout last."""
 
     def key(compared: Compared) -> tuple[bool, float]:
-        found = at_kls(compared, [kl])[0]
+        found = best_under(compared, kl)
         return found is None, -(found.mean if found else 0.0)
 
     return sorted(entries, key=key)
@@ -37,7 +42,12 @@ def ordered(entries: Sequence[Compared], kl: float) -> list[Compared]:
 def main_table(task: Task, entries: Sequence[Compared]) -> str:
     """A line an entry, and one of the SFT model."""
     columns = ["", "rate", "drawn", "CPU s", *(f"at KL {kl:g}" for kl in task.kls)]
-    columns += ["last score", "last KL", *(f"{what} at {task.search_kl:g}" for what in VARIETY.values())]
+    columns += [
+        "last score",
+        "last KL",
+        f"best up to KL {task.search_kl:g}",
+        *(f"{what} there" for what in VARIETY.values()),
+    ]
     lines = [_line(columns), "| --- " * len(columns) + "|"]
     for compared in ordered(entries, task.search_kl):
         results = list(compared.results.values())
@@ -47,7 +57,8 @@ def main_table(task: Task, entries: Sequence[Compared]) -> str:
         rows = [result.rows(compared.line) for result in results]
         cells += [number(band([row[-1]["score"] for row in rows]), len(rows))]
         cells += [number(band([row[-1]["kl"] for row in rows]), len(rows), 1)]
-        places = [place_of(course, task.search_kl) for course in compared.courses]
+        cells += [number(best_under(compared, task.search_kl), len(results))]
+        places = [best_place_under(course, task.search_kl) for course in compared.courses]
         for name in VARIETY:
             found = [
                 None if place is None else read_at([point[name] for point in row], place)
@@ -57,7 +68,7 @@ def main_table(task: Task, entries: Sequence[Compared]) -> str:
         lines.append(_line(cells))
     if entries:
         first = next(iter(entries[0].results.values())).evaluations[0]
-        cells = ["the SFT model", "-", "-", "-", *("-" for _ in task.kls), f"{first['score']:.2f}", "0.0"]
+        cells = ["the SFT model", "-", "-", "-", *("-" for _ in task.kls), f"{first['score']:.2f}", "0.0", "-"]
         lines.append(_line([*cells, *(f"{first[name]:.3f}" for name in VARIETY)]))
     return "\n".join(lines)
 

@@ -128,16 +128,18 @@ def compared(label, *ends):
 def test_tables_exactly():
     first, second = compared("first", (4.0, 1.0), (2.0, 1.0)), compared("second", (4.0, 1.5))
     assert ordered([first, second], 4.0) == [second, first]
-    assert ordered([second, first], 8.0) == [second, first]
+    assert ordered([first, second], 8.0) == [second, first], "the best on the way, though none came so far"
     assert [number(values, 2) for values in at_kls(first, [1.0, 4.0, 8.0])] == ["0.38 ± 0.12", "1.00 (1 of 2)", "-"]
     assert main_table(TASK, [first]).splitlines()[2:] == [
         "| `first` | 0.0015 | 64 | 30 | 0.38 ± 0.12 | 0.75 ± 0.25 | 1.00 (1 of 2) | - | "
-        "1.00 ± 0.00 | 3.0 ± 1.0 | 0.250 (1 of 2) | 0.900 (1 of 2) |",
-        "| the SFT model | - | - | - | - | - | - | - | 0.00 | 0.0 | 0.250 | 0.900 |",
+        "1.00 ± 0.00 | 3.0 ± 1.0 | 1.00 ± 0.00 | 0.250 ± 0.000 | 0.900 ± 0.000 |",
+        "| the SFT model | - | - | - | - | - | - | - | 0.00 | 0.0 | - | 0.250 | 0.900 |",
     ]
     on_line = main_table(TASK, [compared("first+line", (4.0, 1.0))]).splitlines()
-    assert "bigrams a token at 4 | known words at 4" in on_line[0]
-    assert on_line[2] == "| `first+line` | 0.0015 | 64 | 30 | 0.50 | 1.00 | 1.25 | - | 1.25 | 4.0 | 0.250 | 0.900 |"
+    assert "best up to KL 4 | bigrams a token there | known words there" in on_line[0]
+    assert (
+        on_line[2] == "| `first+line` | 0.0015 | 64 | 30 | 0.50 | 1.00 | 1.25 | - | 1.25 | 4.0 | 1.25 | 0.250 | 0.900 |"
+    )
     assert (
         search_table([second], (5e-4, 1.5e-3, 4.5e-3), 4.0).splitlines()[2] == "| `second` | 0.50 | **1.25** | - | 60 |"
     )

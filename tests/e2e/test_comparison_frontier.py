@@ -4,7 +4,17 @@ import math
 
 import pytest
 
-from scripts.comparison.frontier import Band, Point, band, best_score_under, curve, place_of, read_at, score_at
+from scripts.comparison.frontier import (
+    Band,
+    Point,
+    band,
+    best_place_under,
+    best_score_under,
+    curve,
+    place_of,
+    read_at,
+    score_at,
+)
 
 
 def course(*pairs):
@@ -28,6 +38,9 @@ def test_the_best_score_under_a_kl():
     assert best_score_under(course((0, 0), (8, 4)), 2) == 1, "what a run that went too far had on its way"
     assert best_score_under(course((0, 0.5), (8, -4)), 2) == 0.5
     assert best_score_under(course((3, 1)), 2) is None
+    assert best_place_under(course((0, 0), (4, 1), (2, 2), (6, 1)), 3) == 2
+    assert best_place_under(course((0, 0), (8, 4)), 2) == 0.25
+    assert best_place_under(course((3, 1)), 2) is None
 
 
 def test_bands_are_over_the_seeds_that_came_so_far():
