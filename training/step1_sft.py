@@ -23,6 +23,7 @@ from training.program.adapted_models import adapted_lines, adapted_model
 from training.program.agreement import agreed, checked
 from training.program.data_lines import supervised_lines
 from training.program.ending import models_told
+from training.program.hub import check_hub, push
 from training.program.model_files import check_positions
 from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
@@ -104,6 +105,7 @@ def main(args: SFTFlags) -> None:
         )
     vocabulary = vocabulary_size(tokenizer)
     conclude(lambda: of_sft(read_metrics(trainer.metrics_path), vocabulary), args.output_dir)
+    push(args, trainer.saved)
 
 
 def held_out_loss(units: Units, before: Units | None) -> dict[str, float]:
@@ -142,6 +144,7 @@ def first_lines(args: SFTFlags, tokenizer, examples: SFTExamples, held_out: SFTE
 def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
     """What can be wrong with files, model and machine, before anything large is loaded."""
     check_run(args, resumed=point is not None and point.in_output_dir)
+    check_hub(args)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
         config = check_policy(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)

@@ -34,6 +34,7 @@ from training.program.adapted_models import adapted_lines, adapted_model
 from training.program.agreement import agreed, checked
 from training.program.data_lines import supervised_lines, warnings
 from training.program.ending import models_told
+from training.program.hub import check_hub, push
 from training.program.model_files import check_positions
 from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
@@ -90,6 +91,7 @@ def main(args: RewardFlags) -> None:
             f"margin {value_told(found, 'eval/margin')} before normalisation{_chance_told(found)}"
         )
     conclude(lambda: of_reward(read_metrics(trainer.metrics_path), len(held_out)), args.output_dir)
+    push(args, trainer.saved)
 
 
 def _chance_told(found: Mapping[str, float]) -> str:
@@ -219,6 +221,7 @@ def first_lines(
 def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
     """What can be wrong with files, models and machine, before anything large is loaded."""
     check_run(args, resumed=point is not None and point.in_output_dir)
+    check_hub(args)
     args.ds_settings()
     if args.looks_at(args.model_name_or_path):
         config = check_trunk(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)

@@ -19,6 +19,7 @@ from training.dropout import seed_dropout
 from training.flags.supervised_arguments import SupervisedFlags
 from training.gradients import accumulate_gradients
 from training.program import model_folders, output_lock, stopping
+from training.program.cards import renew_cards
 from training.program.output_folder import begin_output_dir, open_writer
 from training.program.phases import phase, place
 from training.program.unwritten import check_all_written, going_on
@@ -155,6 +156,7 @@ class SupervisedTrainer:
                 seconds = seconds_by_part([*read_metrics(self.metrics_path), self.writer.take_time()])
                 print("\n".join(time_lines(f"{self.total_steps} steps", seconds)), flush=True)
             print(line, flush=True)
+            renew_cards(self.output_dir, self.saved)
         check_all_written()
 
     def _fit(self) -> dict[str, float]:

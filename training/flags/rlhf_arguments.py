@@ -7,13 +7,14 @@ from engine.algorithms import Dialect
 from engine.errors import UserError
 from training.flags import deepspeed_chat
 from training.flags.arguments import OldFlag, flag
+from training.flags.hub_flags import HubFlags
 from training.flags.model_flags import ModelFlags
 from training.flags.restart_flags import RestartFlags
 from training.flags.rollout_flags import RolloutFlags
 
 
 @dataclass(kw_only=True)
-class RLHFFlags(RestartFlags, RolloutFlags, ModelFlags):
+class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
     """Step 3: the algorithm's flags, the models', and those of prompts, lengths, rollouts and restart points."""
 
     phase: ClassVar[int] = 3
@@ -52,6 +53,7 @@ class RLHFFlags(RestartFlags, RolloutFlags, ModelFlags):
         """Raise UserError for values that cannot work, alone or together."""
         ModelFlags.validate(self)
         RestartFlags.validate(self)
+        self.validate_hub()
         self.at_least(1, "max_prompt_seq_len", "max_answer_seq_len", "num_train_epochs", "max_steps")
         self.at_least(
             0,

@@ -12,12 +12,13 @@ from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
 from training.flags import deepspeed_chat
 from training.flags.arguments import REQUIRED, OldFlag, flag
 from training.flags.data_arguments import DataFlags
+from training.flags.hub_flags import HubFlags
 from training.flags.lora_flags import ModelLoraFlags
 from training.flags.restart_flags import RestartFlags
 
 
 @dataclass(kw_only=True)
-class SupervisedFlags(RestartFlags, ModelLoraFlags, DataFlags):
+class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
     """What steps 1 and 2 share."""
 
     old_flags: ClassVar[dict[str, OldFlag]] = deepspeed_chat.SUPERVISED
@@ -50,6 +51,7 @@ class SupervisedFlags(RestartFlags, ModelLoraFlags, DataFlags):
         self.validate_lora()
         self.check_rate("", self.learning_rate)
         RestartFlags.validate(self)
+        self.validate_hub()
         self.at_least(
             1,
             "per_device_train_batch_size",

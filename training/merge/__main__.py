@@ -144,7 +144,8 @@ def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points
             print("nothing is saved: --scale S saves one of them, --max_kl K the best within it", flush=True)
         return
     point = next((point for point in points if point.scale == scale), None)
-    note = {**source(args), "scale": scale, "measured": point and {"score": point.score, "kl": point.kl}}
+    measured = point and {"score": point.score, "score_se": point.score_se, "kl": point.kl, "kl_se": point.kl_se}
+    note = {**source(args), "scale": scale, "measured": measured}
     with phase("saving models"):
         saved = checked(
             lambda: save_merged(

@@ -13,6 +13,7 @@ from engine.models.weight_files import weights_folder
 from engine.whole_files import PARTIAL, sync_tree
 from training.merge.same_kind import SFT
 from training.merge.weights import MergedWeights
+from training.program.cards import add_merge_card
 from training.restarts.export import write_weights
 
 MODEL, NOTE = "model", "merged_from.json"
@@ -46,6 +47,7 @@ def save_merged(
                 shutil.copyfile(file, partial / file.name)
         read_tokenizer(sft, SFT, trust_remote_code=trust_remote_code).save_pretrained(partial)
         (partial / NOTE).write_text(json.dumps(dict(source), indent=2) + "\n", encoding="utf-8")
+        add_merge_card(partial, source)
         sync_tree(partial)
         partial.rename(folder)
     except OSError as error:

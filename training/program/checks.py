@@ -15,6 +15,7 @@ from engine.zero.extensions import refuse_missing
 from training.flags.reward_functions import load_functions
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.adapted_models import adapted_roles
+from training.program.hub import check_hub
 from training.program.model_files import check_positions, generation_stops, is_pretrained_critic
 from training.program.startup import check_run
 from training.restarts.resume_point import ResumePoint
@@ -23,6 +24,7 @@ from training.restarts.resume_point import ResumePoint
 def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> None:
     """What can be wrong with files, models and machine, looked at by one process; point: what is gone on from."""
     check_run(args, resumed=point is not None and point.in_output_dir)
+    check_hub(args)
     check_engines(args, dialect)
     check_vllm(args)
     load_functions(args)

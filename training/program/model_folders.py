@@ -28,8 +28,9 @@ from engine.whole_files import OLD, PARTIAL, exchange, restored, sync, sync_tree
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel, lent_state
 from training.program import written
+from training.program.cards import CARD, add_card, is_edited
 from training.program.unwritten import going_on, note, reason_of
-from training.program.written import KEPT, MODEL_FOLDERS, Written
+from training.program.written import MODEL_FOLDERS, Written
 from training.reporting.run_record import RUN_FILE, record_models
 
 COMPLETE = "model.complete"
@@ -113,14 +114,17 @@ def save(
     with freed_memory_given_back(), lent_state(model.module.model) as lent:
         if distributed.is_main():
             state = (adapter_state if adapter else merged_state)(model.module, lent)
-            write = save_adapter if adapter else save_model
+            saves = save_adapter if adapter else save_model
             if edit is not None:
                 edit(state)
             try:
                 size = sum(weights.numel() * weights.element_size() for weights in state.values())
-                place = _save_somewhere(
-                    lambda folder: write(model.module, state, tokenizer, folder), output_dir, name, size
-                )
+
+                def write(folder: Path) -> None:
+                    saves(model.module, state, tokenizer, folder)
+                    add_card(folder, output_dir, name)
+
+                place = _save_somewhere(write, output_dir, name, size)
             except OSError as error:
                 problem = f"the trained model {place} cannot be written ({reason_of(error)}), nor could any other place"
     place, problem = distributed.broadcast_object((place, problem))
@@ -173,13 +177,15 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
         _written(write, partial)
         files = [path.name for path in partial.iterdir()]
         before = written.list_model(output_dir, name, files)
+        if is_edited(output_dir / name / CARD):  # it is the user's by now
+            before = [file for file in before if file != CARD]
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     if name == ".":
         for file in set(files) - set(before):
             if (output_dir / file).exists():
-                (output_dir / file).rename(output_dir / f"{file}{KEPT}")
+                (output_dir / file).rename(written.kept_place(output_dir / file))
         partial.replace(output_dir / COMPLETE)
         _link_complete(output_dir)
     else:
@@ -217,7 +223,7 @@ def _keep_others(old: Path, place: Path, ours: list[str]) -> None:
     for path in list(old.iterdir()):
         if path.name not in ours:
             target = place / path.name
-            path.rename(target.with_name(target.name + KEPT) if os.path.lexists(target) else target)
+            path.rename(written.kept_place(target) if os.path.lexists(target) else target)
     shutil.rmtree(old)
 
 

@@ -10,7 +10,15 @@ import psutil
 OUTSIDE = "outside of training"
 # Phases in which one rank may be busy for as long as it takes, while the others wait for it.
 # Normalising, ranks sample responses apart.
-ALONE = (OUTSIDE, "reading data", "loading models", "writing a restart point", "normalising", "saving models")
+ALONE = (
+    OUTSIDE,
+    "reading data",
+    "loading models",
+    "writing a restart point",
+    "normalising",
+    "saving models",
+    "uploading",
+)
 
 
 @dataclass

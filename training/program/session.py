@@ -11,6 +11,8 @@ from engine.zero.engines import TrainedModel
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
 from training.program import model_folders, output_lock, stopping, written
+from training.program.cards import renew_cards
+from training.program.hub import push
 from training.program.output_folder import open_writer
 from training.program.phases import phase
 from training.program.plan import Plan
@@ -218,12 +220,15 @@ class Session:
                     curves=curves if curves.exists() else None,
                 )
                 print("\n" + summary_text(summary), flush=True)
+            renew_cards(self.output_dir, self.saved)
         check_all_written()
 
     def judge(self) -> None:
-        """Say the run's last words; raises RunStopped where training has broken the actor."""
+        """Say the run's last words, and upload the actor if that was asked for; raises RunStopped where training has
+        broken it."""
         prompts = len(self.evaluator.prompts) if self.evaluator else 0
         conclude(lambda: of_ppo(read_metrics(self.output_dir / METRICS_FILE), prompts), self.args.output_dir)
+        push(self.args, self.saved)
 
 
 def held_out_scores(output_dir: Path) -> dict[int, float]:

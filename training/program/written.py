@@ -12,6 +12,7 @@ its run.json says that a run of this program was there.
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import threading
@@ -127,6 +128,13 @@ def is_point(path: Path) -> bool:
     return path.suffix == PARTIAL or any((path / name).is_file() for name in ("trainer_state.json", "manifest.json"))
 
 
+def kept_place(path: Path) -> Path:
+    """Where a user's file goes whose name the run writes: NAME.kept, or what is free behind that."""
+    while os.path.lexists(path := path.with_name(path.name + KEPT)):
+        pass
+    return path
+
+
 def announce(folder: Path, *names: str) -> None:
     """List what is about to be made in the folder. A file of that name that is not listed is the user's: it is renamed.
 
@@ -138,7 +146,7 @@ def announce(folder: Path, *names: str) -> None:
         for name in set(names) - set(announced) - set(listed.files):
             path = folder / name
             if not set(name) & set("*?[") and path.is_file() and not listed.has(name):
-                path.rename(path.with_name(path.name + KEPT))
+                path.rename(kept_place(path))
         announced += [name for name in names if name not in announced]
         new = [name for name in announced if name not in listed.files]
         if new:

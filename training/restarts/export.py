@@ -31,6 +31,7 @@ from engine.models.adapter_folders import BASE, SCORE, WEIGHTS
 from engine.models.places import ADAPTER_CONFIG, is_adapter
 from engine.safetensors_files import file_order
 from engine.whole_files import sync
+from training.program.cards import add_run_card
 from training.restarts.adapter_point import OF_MODELS, AdapterPoint
 from training.restarts.layout import CONFIG, EMA, PARTIAL
 from training.restarts.resume_point import ResumePoint
@@ -149,6 +150,7 @@ def export(
         else:
             write_weights(tensors, max_shard_size, partial)
         _write_config(source, dtype, partial, OF_MODELS if adapter else (ADAPTER_CONFIG, SCORE, BASE))
+        add_run_card(partial, found.folder.parent.parent, _name(model, ema, adapter), found.steps_done)
         sync(partial)
         partial.rename(folder)
     except OSError as error:
@@ -157,6 +159,12 @@ def export(
         shutil.rmtree(partial, ignore_errors=True)
     sync(folder.parent)
     return folder
+
+
+def _name(model: str, ema: bool, adapter: bool) -> str:
+    """The folder that a run saves this model in."""
+    name = "." if model == "model" else f"{model}_ema" if ema else model
+    return name if not adapter else "adapter" if name == "." else f"{name}_adapter"
 
 
 def _tensors(point: ResumePoint, model: str, ema: bool, dtype: str | None) -> PointTensors:

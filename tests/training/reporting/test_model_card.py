@@ -1,0 +1,154 @@
+"""Model cards: what a run's record and metrics come to, what is kept private, and snippets that run as they stand."""
+
+import re
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+
+from engine.experience import position_ids
+from engine.models.loading import load_scorer
+from tests.tiny_models import EOS, make_causal_lm, make_scorer
+from training.reporting.card_snippets import snippet
+from training.reporting.hub_names import is_hub_name
+from training.reporting.merge_card import merge_card
+from training.reporting.model_card import RunFacts, model_card
+
+PRIVATE = ("/home", "lovelace", "acme", "node7", "my_rules")
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "four-engine-rlhf": "0.1.0"}
+START = {
+    "command": "deepspeed training/step3_rlhf.py --data_path /home/lovelace/acme.jsonl",
+    "working_directory": "/home/lovelace",
+    "versions": VERSIONS,
+    "git": {"commit": "0123abcd", "dirty": True},
+    "machine": {"host": "node7", "world_size": 8, "accelerator": "A100"},
+}
+DIALECT = {"name": "trl_ppo", "kl_coef": 0.2, "critic_start": "reward_model", "actor_lr": 3e-6, "critic_lr": 3e-6}
+DIALECT |= {"ppo_epochs": 4, "mini_batches": 1, "samples_per_prompt": 1}
+PPO_FLAGS = {
+    "actor_model_name_or_path": "org/sft-7b",
+    "critic_model_name_or_path": "/home/lovelace/acme-reward",
+    "reward_model_name_or_path": None,
+    "reward_function": ["/home/lovelace/my_rules.py:score"],
+    "data_path": ["/home/lovelace/acme.jsonl", "org/prompts"],
+    "unsupervised_dataset_name": None,
+    "max_answer_seq_len": 48,
+    "seed": 1234,
+}
+ROWS = [
+    {"step": 0, "samples": 0, "eval/score": 0.25, "eval/score_se": 0.125, "eval/kl": 0.0},
+    {"step": 1, "samples": 64, "objective/kl": 0.5, "objective/kl_coef": 0.2},
+    {"step": 2, "samples": 128, "objective/kl": 3.5, "objective/kl_coef": 0.1}
+    | {"eval/score": 1.5, "eval/score_se": 0.0625, "eval/score_change": 1.25, "eval/score_change_se": 0.11}
+    | {"eval/ema_score": 1.125, "eval/kl": 4.0},
+]
+
+
+def ppo(**changes) -> RunFacts:
+    return RunFacts(**{"start": {**START, "flags": PPO_FLAGS, "dialect": DIALECT}, "rows": ROWS} | changes)
+
+
+def supervised(rows=(), **flags) -> RunFacts:
+    given = {"model_name_or_path": "org/base", "data_path": ["org/pairs"], "eval_data_path": [], **flags}
+    return RunFacts(start={**START, "flags": given, "dialect": None}, rows=list(rows))
+
+
+def front(text: str) -> dict:
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_the_actors_card_says_what_the_run_was():
+    text = model_card(ppo(), "actor")
+    assert front(text) == {
+        "library_name": "transformers",
+        "tags": ["rlhf", "ppo"],
+        "pipeline_tag": "text-generation",
+        "base_model": "org/sft-7b",
+        "base_model_relation": "finetune",
+        "datasets": ["org/prompts"],
+    }
+    assert "Dialect `trl_ppo`, but (the dialect's in brackets) `kl_coef=0.2` (0.05)." in text
+    assert "| score | 0.250 ± 0.125 | 1.500 ± 0.062 | +1.250 ± 0.110 |" in text
+    assert "| KL to the reference | 0.000 | 4.000 |" in text
+    assert "| responses learned from | 128 |" in text and "| steps | 2 |" in text and "| ranks | 8, A100 |" in text
+    assert "| KL coefficient, first and last | 0.2, 0.1 |" in text
+    assert "commit 0123abcd with changes of its own; python 3.11.7, torch 2.13.0" in text
+    assert "| score | 0.250 ± 0.125 | 1.125 |  |" in model_card(ppo(), "actor_ema")
+    assert dict(ModelCard(text).data.to_dict())["base_model"] == "org/sft-7b"
+
+
+@pytest.mark.parametrize("name", ["actor", "actor_ema", "critic", "actor_adapter", "critic_pretrained"])
+def test_nothing_that_may_be_private_is_told(name):
+    text = model_card(ppo(), name)
+    assert [word for word in PRIVATE if word in text] == []
+    assert (
+        "local files, not on the Hub" in text and "[org/prompts](https://huggingface.co/datasets/org/prompts)" in text
+    )
+
+
+def test_a_critic_has_the_base_that_it_began_as():
+    assert "base_model" not in front(model_card(ppo(), "critic"))  # a local reward model, of which nothing is known
+    known = {"/home/lovelace/acme-reward": "org/base"}
+    assert front(model_card(ppo(known=known), "critic"))["base_model"] == "org/base"
+    anew = {**DIALECT, "critic_start": "zero_head"}
+    run = ppo(start={**START, "flags": PPO_FLAGS, "dialect": anew})
+    assert front(model_card(run, "critic"))["base_model"] == "org/sft-7b"
+    assert "pipeline_tag" not in front(model_card(ppo(), "critic"))
+
+
+def test_results_stand_in_the_front_where_their_data_are_public_and_the_measure_is_everybodys():
+    rows = [{"step": 0, "samples": 0, "eval/accuracy": 0.5}, {"step": 9, "samples": 72, "eval/accuracy": 0.71234}]
+    text = model_card(supervised(rows, pairwise_loss="last_token"), ".")
+    (result,) = front(text)["model-index"][0]["results"]
+    assert result["metrics"] == [{"type": "accuracy", "value": 0.7123}]
+    assert result["dataset"] == {"name": "org/pairs, held out", "type": "org/pairs"}
+    for flags in ({"data_path": ["/home/lovelace/acme.jsonl"]}, {"eval_data_path": ["/home/lovelace/acme.jsonl"]}):
+        assert "model-index" not in front(model_card(supervised(rows, pairwise_loss="last_token", **flags), "."))
+    assert "model-index" not in front(model_card(ppo(), "actor"))
+
+
+def test_before_the_last_evaluation_the_card_says_that_it_is_not_there():
+    text = model_card(supervised(), "adapter")
+    assert "Not measured." in text and front(text)["library_name"] == "peft"
+    assert front(text)["base_model_relation"] == "adapter" and "lora" in front(text)["tags"]
+    assert "nothing was measured yet" in model_card(ppo(rows=ROWS[:2]), "actor")
+
+
+def test_names_on_the_hub():
+    assert [
+        name
+        for name in ("gpt2", "org/name", "/home/x", "a/b/c", "x.jsonl", "x.csv.gz", "local/jsonfile", "./x")
+        if is_hub_name(name)
+    ] == ["gpt2", "org/name"]
+
+
+def test_a_merged_models_card():
+    source = {"sft": "org/sft", "trained": ["/home/lovelace/acme-actor"], "method": "linear", "scale": 1.25}
+    source |= {
+        "prompts": ["/home/lovelace/acme.jsonl"],
+        "measured": {"score": 2.0, "score_se": 0.5, "kl": 7.0, "kl_se": 0.25},
+    }
+    text = merge_card(source, VERSIONS, None)
+    assert front(text)["base_model"] == ["org/sft"] and front(text)["base_model_relation"] == "merge"
+    assert "| score | 2.000 ± 0.500 |" in text and "nats a response | 7.000 ± 0.250 |" in text
+    assert [word for word in PRIVATE if word in text] == []
+
+
+def code(text: str, folder: str) -> str:
+    found = re.search(r"```python\n(.*)\n```", text, re.DOTALL)
+    assert found is not None
+    filled = found[1].replace('FOLDER = "."', f"FOLDER = {folder!r}").replace("PROMPT", "w10 w11 ")
+    return filled.replace("RESPONSE", "w12 w13 ").replace("max_new_tokens=64", "max_new_tokens=4")
+
+
+def test_the_snippets_load_what_they_are_for(tmp_path, capsys):
+    exec(code(snippet("actor", False), make_causal_lm(tmp_path / "lm")), {})
+    assert capsys.readouterr().out.startswith("w10 w11 ")
+    folder = make_scorer(tmp_path / "scorer", offset=0.3)
+    exec(code(snippet("reward", False), folder), {})
+    scorer, ids = load_scorer(folder, torch.float32).eval(), torch.tensor([[10, 11, 12, 13, EOS]])
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        expected = scorer.sequence_scores(scorer(ids, mask, position_ids(mask)), ids, mask).item()
+    assert float(capsys.readouterr().out) == pytest.approx(expected, abs=1e-5)
