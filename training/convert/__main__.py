@@ -1,0 +1,73 @@
+"""Another system's PPO configuration as a YAML file for step 3's --config.
+
+    python -m training.convert trl ppo.yaml --ranks 8 --output run.yaml
+    python -m training.convert openrlhf train_ppo.sh --output run.yaml
+
+trl: TRL's PPOConfig, ScriptArguments and ModelConfig in one YAML or JSON file. openrlhf: a script that calls
+train_ppo_ray, its flags alone, or these in a YAML or JSON file. Each line of what is written says where it comes from;
+what has no counterpart, or is still to be decided, stands at its end and is printed. An unknown field is an error.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.errors import UserError
+from engine.whole_files import write_whole
+from training.convert.openrlhf import OPENRLHF, with_old_names
+from training.convert.page import page
+from training.convert.reading import read_fields
+from training.convert.translation import System, translate
+from training.convert.trl import TRL
+
+SYSTEMS: dict[str, System] = {"trl": TRL, "openrlhf": OPENRLHF}
+
+
+def convert(system: str, path: str, ranks: int | None = None, skip_unknown: bool = False) -> tuple[str, list[str]]:
+    """The YAML's text, and what has no counterpart. Raises: UserError for what cannot be read or translated."""
+    chosen, fields = SYSTEMS[system], read_fields(path)
+    if chosen is OPENRLHF:
+        fields = with_old_names(fields)
+    unknown = [name for name in fields if name not in chosen.table] if skip_unknown else []
+    found = translate(chosen, fields, ranks, unknown)
+    return page(found, chosen, Path(path).name), found.missing
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert by a command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("system", choices=tuple(SYSTEMS), help="whose configuration it is")
+    parser.add_argument("config", help="its file")
+    parser.add_argument("--output", help="the YAML file to write; by default it is printed")
+    parser.add_argument("--ranks", type=int, help="how many processes there are to be: sizes of all ranks need it")
+    parser.add_argument("--skip_unknown", action="store_true", help="pass over fields that the table does not have")
+    given = parser.parse_args(argv)
+    try:
+        if given.ranks is not None and given.ranks < 1:
+            raise UserError(f"--ranks {given.ranks}: give 1 or more.")
+        if given.output is not None and Path(given.output).exists():
+            raise UserError(f"--output {given.output}: it is there already. Move it away, or give another name.")
+        text, missing = convert(given.system, given.config, given.ranks, given.skip_unknown)
+        if given.output is None:
+            print(text, end="")
+        else:
+            _write(given.output, text)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for line in missing:
+        print(f"no counterpart, or to be decided: {line}", file=sys.stderr)
+    return 0
+
+
+def _write(output: str, text: str) -> None:
+    try:
+        write_whole(output, text)
+    except OSError as error:
+        raise UserError(f"--output {output}: cannot be written ({error.strerror}). Give another place.") from None
+    print(f"written: {output}\ntry it: training/step3_rlhf.py --config {output} --dry_run")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""OpenRLHF's PPO and its kind without a critic: what flags mean together."""
+
+from collections.abc import Mapping
+
+from engine.errors import UserError
+from training.convert.openrlhf_table import RENAMED, SOURCE, TABLE
+from training.convert.translation import Given, System, Translation, generation_sizes
+
+DIALECTS = {
+    "gae": "default",
+    "reinforce": "reinforce_pp",
+    "reinforce_baseline": "reinforce_pp_baseline",
+    "rloo": "rloo",
+    "group_norm": "grpo",
+    "dr_grpo": "dr_grpo",
+}
+"""By advantage_estimator."""
+AS_GAE = (  # where PPO differs from the dialect default, as reinforce_pp has it of the same code
+    ("old_logprobs", "forward", "log-probs come from a second pass"),
+    ("min_response_tokens", 0, "all responses are learned from"),
+    ("warmup_from_zero", True, "as transformers' schedules"),
+)
+OF_GAE = (("lambd", "lam"), ("value_clip", "value_clip_range"))
+"""What means something with a critic alone."""
+SCHEDULES = {name: name for name in ("linear", "cosine", "constant", "constant_with_warmup")}
+
+
+def with_old_names(fields: Mapping[str, object]) -> dict[str, object]:
+    """The fields by the table's names; raises UserError where one is given by both of its names."""
+    found: dict[str, object] = {}
+    for name, value in fields.items():
+        old = RENAMED.get(name, name)
+        if old in found:
+            raise UserError(f"{name}: {old} is given, too, which is the same. Leave one.")
+        found[old] = value
+    return found
+
+
+def relations(given: Given, found: Translation, ranks: int | None) -> None:
+    """The lines of flags that mean something together; raises UserError where sizes do not divide."""
+    estimator = str(given["advantage_estimator"])
+    if estimator not in DIALECTS:
+        raise UserError(f"advantage_estimator {estimator}: known are {', '.join(DIALECTS)}.")
+    found.add("dialect", DIALECTS[estimator], f"advantage_estimator {estimator}")
+    if estimator == "gae":
+        for name, value, why in AS_GAE:
+            found.set(name, value, why)
+        for name, flag in OF_GAE:
+            found.add(flag, given.number(name), name + ("" if name in given.fields else ", its default"))
+    elif not estimator.startswith("reinforce"):
+        found.missing.append(
+            f"advantage_estimator {estimator}: the dialect is that of its paper or TRL; OpenRLHF's own form of it "
+            "differs in details (docs/dialects.md)"
+        )
+    _models(given, found, estimator)
+    _data(given, found)
+    steps = _batches(given, found, ranks)
+    _rates(given, found, estimator, steps)
+    _scores_and_kl(given, found)
+    _saving(given, found)
+    _precision_and_adapters(given, found, estimator)
+
+
+def _models(given: Given, found: Translation, estimator: str) -> None:
+    reward, critic, remote = (given[name] for name in ("reward_pretrain", "critic_pretrain", "remote_rm_url"))
+    if reward is not None and "," in str(reward):
+        found.missing.append(
+            f"reward_pretrain {reward}: one reward model; others as --reward_function (docs/extending.md)"
+        )
+        reward = str(reward).split(",")[0]
+    if remote is not None:
+        found.missing.append(
+            f"remote_rm_url {remote}: --reward_function takes score(prompts, responses) of a file, or a class that "
+            "asks a server (docs/extending.md)"
+        )
+    if estimator != "gae" or critic is None:
+        if reward is not None:
+            found.add(
+                "critic_model_name_or_path",
+                reward,
+                "reward_pretrain" + (", from which the critic begins" if estimator == "gae" else ""),
+            )
+        return
+    found.add("critic_model_name_or_path", critic, "critic_pretrain")
+    if reward is not None and reward != critic:
+        found.add("reward_model_name_or_path", reward, "reward_pretrain")
+
+
+def _data(given: Given, found: Translation) -> None:
+    for name, flag in (("prompt_data", "data_path"), ("eval_dataset", "eval_data_path")):
+        if given[name] is not None:
+            found.add(flag, str(given[name]).split(","), name)
+    if given["input_key"] not in ("prompt", "messages"):
+        default = "" if "input_key" in given.fields else ", its default"
+        found.missing.append(
+            f"input_key {given['input_key']}{default}: prompts stand in the column prompt or messages; rename it"
+        )
+    answer = given["generate_max_len"]
+    prompt = given["prompt_max_len"]
+    if given["max_len"] is not None:
+        if answer is None:
+            raise UserError("max_len without generate_max_len (rollout.max_new_tokens): give the latter, too.")
+        prompt = given.whole("max_len") - given.whole("generate_max_len")
+        found.add("max_prompt_seq_len", prompt, f"max_len {given['max_len']} - {answer}")
+    else:
+        found.add("max_prompt_seq_len", prompt or 1024, "prompt_max_len" + ("" if prompt else ", its default"))
+    found.add("max_answer_seq_len", answer or 1024, "generate_max_len" + ("" if answer else ", its default"))
+    if given["overlong_buffer_len"] is not None:
+        share = given.number("overlong_buffer_len") / float(answer or 1024)
+        found.set("overlong_buffer", share, f"overlong_buffer_len {given['overlong_buffer_len']} / generate_max_len")
+
+
+def _batches(given: Given, found: Translation, ranks: int | None) -> int:
+    """Returns the optimizer steps of one pass over a step's responses."""
+    placed = given.whole("actor_num_nodes") * given.whole("actor_num_gpus_per_node")
+    world = ranks or placed
+    told = f"{world} ranks" + ("" if ranks else " (actor_num_nodes x actor_num_gpus_per_node)")
+    prompts, samples, batch = (
+        given.whole(name) for name in ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
+    )
+    micro = given.whole("micro_train_batch_size")
+    if prompts % world:
+        raise UserError(f"rollout_batch_size {prompts} is no multiple of {told}. Give other --ranks.")
+    if batch % (micro * world):
+        raise UserError(
+            f"train_batch_size {batch} is no multiple of micro_train_batch_size {micro} x {told}. Give other --ranks."
+        )
+    if prompts * samples % batch:
+        raise UserError(
+            f"rollout_batch_size {prompts} x n_samples_per_prompt {samples} is no multiple of train_batch_size {batch}."
+        )
+    at_once = max(1, given.whole("micro_rollout_batch_size") // samples)
+    generation_sizes(found, prompts // world, at_once, f"rollout_batch_size {prompts} / {told}")
+    found.add("per_device_training_batch_size", micro, f"micro_train_batch_size {micro}")
+    passes, steps = batch // (micro * world), prompts * samples // batch
+    why = f"train_batch_size {batch} / ({micro} x {world}): {steps} optimizer steps in a pass over the responses"
+    found.add("gradient_accumulation_steps", passes, why)
+    return steps
+
+
+def _rates(given: Given, found: Translation, estimator: str, steps: int) -> None:
+    if estimator == "gae":
+        default = "" if "critic_learning_rate" in given.fields else ", its default"
+        found.add("critic_learning_rate", given.number("critic_learning_rate"), "critic_learning_rate" + default)
+    schedule = str(given["lr_scheduler"])
+    if schedule == "cosine_with_min_lr":
+        found.add("lr_scheduler_type", "cosine", "lr_scheduler cosine_with_min_lr")
+        found.missing.append("lr_scheduler cosine_with_min_lr: its rate falls to a tenth of the peak, here to 0")
+    elif schedule in SCHEDULES:
+        found.add("lr_scheduler_type", schedule, "lr_scheduler")
+    else:
+        found.missing.append(f"lr_scheduler {schedule}: take one of {', '.join(SCHEDULES)}")
+    if given.number("lr_warmup_ratio"):
+        found.missing.append(
+            f"lr_warmup_ratio {given['lr_warmup_ratio']}: --num_warmup_steps is this share of all optimizer steps, "
+            f"{steps} x max_epochs a step, which --dry_run counts; without it the dialect's"
+        )
+    betas = given["adam_betas"]
+    if isinstance(betas, list) and [float(beta) for beta in betas] != [0.9, 0.95]:
+        found.set("betas", tuple(float(beta) for beta in betas), "adam_betas")
+
+
+def _scores_and_kl(given: Given, found: Translation) -> None:
+    if given["kl_target"] is not None:
+        found.set("kl_controller", "adaptive", "kl_target is given")
+        found.set("kl_target", given.number("kl_target"), "kl_target")
+        found.set("kl_horizon", given.number("kl_horizon"), "kl_horizon")
+    ends = given["eps_clip_low_high"]
+    if isinstance(ends, list):
+        found.add("clip_range", float(ends[0]), "eps_clip_low_high, the first")
+        found.set("clip_range_high", float(ends[1]), "eps_clip_low_high, the second")
+    else:
+        found.add("clip_range", given.number("eps_clip"), "eps_clip")
+    clip = given["reward_clip_range"]
+    low, high = (float(end) for end in clip) if isinstance(clip, list) and len(clip) == 2 else (0.0, 0.0)
+    if low == -high and high > 0:
+        found.add("score_clip", high, "reward_clip_range, on both sides alike")
+    else:
+        found.missing.append(f"reward_clip_range {clip}: scores are clipped to plus or minus one number (--score_clip)")
+    if given.true("enable_vllm_is_correction"):
+        limit = given.number("vllm_is_truncated_threshold")
+        found.set("correction", "token_truncate", "enable_vllm_is_correction")
+        found.set("correction_max", limit, "vllm_is_truncated_threshold")
+
+
+def _saving(given: Given, found: Translation) -> None:
+    saves, looks, warm = (int(given.number(name)) for name in ("save_steps", "eval_steps", "freezing_actor_steps"))
+    if saves > 0:
+        found.add("save_steps", saves, "save_steps")
+        found.add("keep_checkpoints", given.whole("max_ckpt_num"), "max_ckpt_num")
+    if looks > 0:
+        found.add("eval_steps", looks, "eval_steps")
+    if warm > 0:
+        found.add("critic_warmup_steps", warm, "freezing_actor_steps")
+    if given.true("enable_ema"):
+        found.add("ema_decay", given.number("ema_beta"), "ema_beta")
+
+
+def _precision_and_adapters(given: Given, found: Translation, estimator: str) -> None:
+    named = given["param_dtype"]
+    if named is None:
+        found.add(
+            "dtype", "bf16" if given.true("bf16") else "fp16", "bf16" if given.true("bf16") else "bf16 is not given"
+        )
+    elif named in ("bf16", "fp16"):
+        found.add("dtype", named, "param_dtype")
+    else:
+        raise UserError(f"param_dtype {named}: known are bf16 and fp16.")
+    rank = int(given.number("lora_rank"))
+    if rank <= 0:
+        return
+    found.add("actor_lora_dim", rank, "lora_rank")
+    found.add("actor_lora_learning_rate", given.number("actor_learning_rate"), "actor_learning_rate: the factors', too")
+    if estimator == "gae":
+        found.add("critic_lora_dim", rank, "lora_rank")
+        rate = given.number("critic_learning_rate")
+        found.add("critic_lora_learning_rate", rate, "critic_learning_rate: the factors', too")
+    found.add("only_optimize_lora", True, "peft trains the factors alone")
+    found.add("lora_alpha", given.number("lora_alpha"), "lora_alpha")
+    modules = given["target_modules"]
+    if modules != "all-linear":
+        found.add("lora_target_modules", modules, "target_modules")
+
+
+OPENRLHF = System(name="OpenRLHF", source=SOURCE, table=TABLE, relations=relations)

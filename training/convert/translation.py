@@ -1,0 +1,165 @@
+"""A configuration of another system, translated field by field: lines for our YAML, and what has no counterpart."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from engine.errors import UserError, nearest
+from training.convert.entries import Entry, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A flag of ours with its value, and why it has that. "set": the value is FIELD=VALUE of the dialect."""
+
+    flag: str
+    value: object
+    why: str
+
+
+@dataclass(slots=True)
+class Translation:
+    """lines: in order. missing: what has no counterpart, or has to be decided. idle: what needs none."""
+
+    lines: list[Line] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
+
+    def add(self, flag: str, value: object, why: str) -> None:
+        """A flag's line."""
+        self.lines.append(Line(flag, value, why))
+
+    def set(self, name: str, value: object, why: str) -> None:
+        """A line that gives a field of the dialect a value."""
+        self.lines.append(Line("set", f"{name}={_word(value)}", why))
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The fields that a configuration has, and the table's defaults of those that it has not."""
+
+    fields: Mapping[str, object]
+    table: Mapping[str, Entry]
+
+    def __getitem__(self, name: str) -> object:
+        found = self.fields.get(name)
+        return self.table[name].default if found is None else found
+
+    def number(self, name: str) -> float:
+        """A field as a number; raises UserError for what is none."""
+        value = self[name]
+        try:
+            if isinstance(value, bool):
+                raise ValueError
+            return float(value)
+        except (TypeError, ValueError):
+            raise UserError(f"{name} {value!r}: found no number. Give one.") from None
+
+    def whole(self, name: str) -> int:
+        """A field as a whole number of 1 or more; raises UserError for what is none."""
+        value = self.number(name)
+        if value != int(value) or value < 1:
+            raise UserError(f"{name} {self[name]!r}: needed is a whole number of 1 or more.")
+        return int(value)
+
+    def true(self, name: str) -> bool:
+        """Whether a field is on; raises UserError for what is neither true nor false."""
+        value = self[name]
+        if not isinstance(value, bool | None):
+            text = str(value).lower()
+            if text not in ("true", "false"):
+                raise UserError(f"{name} {value!r}: needed is true or false.")
+            value = text == "true"
+        return bool(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """Another system. source: which version the table is of. relations: adds the lines of fields that mean something
+    together; it is told the ranks, None where they are not known."""
+
+    name: str
+    source: str
+    table: Mapping[str, Entry]
+    relations: Callable[[Given, Translation, int | None], None]
+
+
+def translate(
+    system: System, fields: Mapping[str, object], ranks: int | None = None, skipped: Collection[str] = ()
+) -> Translation:
+    """The translation of a configuration.
+
+    skipped: fields of no table that are passed over. Raises: UserError for another field that the table does not have,
+    and for values that contradict each other.
+    """
+    found = Translation()
+    for name in fields:
+        if name not in system.table:
+            if name in skipped:
+                found.missing.append(f"{name}: unknown, and passed over (--skip_unknown)")
+                continue
+            near = nearest(name, list(system.table))
+            raise UserError(
+                f"unknown field {name} of {system.name}{f' (did you mean {near}?)' if near else ''}: the table is of "
+                f"{system.source}. Take it out, or give --skip_unknown."
+            )
+    given = Given(fields, system.table)
+    system.relations(given, found, ranks)
+    for name, entry in system.table.items():
+        if name in fields or entry.written:
+            _translate_one(name, entry, given, name in fields, found)
+    return found
+
+
+def _translate_one(name: str, entry: Entry, given: Given, is_given: bool, found: Translation) -> None:
+    value = given[name]
+    told = f"{name} {_shown(value)}" + ("" if is_given else ", its default")
+    if entry.kind == Kind.ABSENT:
+        if not any(_equal(value, harmless) for harmless in entry.asks_nothing):
+            found.missing.append(f"{told}: {entry.note}")
+    elif entry.kind == Kind.IDLE:
+        found.idle.append(f"{told}: {entry.note}")
+    elif entry.kind == Kind.SAME and value is not None:
+        if entry.values:
+            key = value if isinstance(value, bool) else str(value)
+            if key not in entry.values:
+                found.missing.append(f"{told}: {entry.note or 'this value has no counterpart'}")
+                return
+            value = entry.values[key]
+        why = told + (f": {entry.note}" if entry.note else "")
+        for flag in entry.flags:
+            found.add(flag, value, why)
+        for setting in entry.settings:
+            found.set(setting, value, why)
+
+
+def _equal(value: object, other: object) -> bool:
+    if value == other or str(value).lower() == str(other).lower():
+        return True
+    try:
+        return float(value) == float(other)
+    except (TypeError, ValueError):
+        return False
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, list | tuple):
+        return ",".join(f"{item:g}" for item in value)
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def generation_sizes(found: Translation, prompts: int, at_once: int, why: str) -> None:
+    """The lines of so many prompts of a rank, of which at most `at_once` are answered together: as many as divide them.
+
+    How many are answered together changes time and memory, and no number.
+    """
+    size = next(number for number in range(min(prompts, max(1, at_once)), 0, -1) if prompts % number == 0)
+    found.add("per_device_generation_batch_size", size, f"{why}; of these at most {at_once} at once")
+    found.add("generation_batches", prompts // size, f"{prompts} prompts of a rank in a step / {size}")
