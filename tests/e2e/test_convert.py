@@ -30,7 +30,8 @@ def test_trls(tiny, tmp_path, capfd):
 def test_openrlhfs(tiny, tmp_path, capfd):
     words = (
         f"--pretrain {tiny.folder}/sft --reward_pretrain {tiny.folder}/reward --input_key prompt "
-        f"--prompt_data {tiny.folder}/prompts.jsonl --save_path {tmp_path}/out --rollout_batch_size 8 --train_batch_size 4 --zero_stage 0 "
+        f"--prompt_data {tiny.folder}/prompts.jsonl --save_path {tmp_path}/out "
+        "--rollout_batch_size 8 --train_batch_size 4 --zero_stage 0 "
         "--micro_train_batch_size 2 --prompt_max_len 6 --generate_max_len 8 --param_dtype bf16 --lr_scheduler linear"
     )
     (tmp_path / "flags.sh").write_text(words)

@@ -1,0 +1,53 @@
+"""What pages say of flags is there: ours in the programs, fields in the dialects, other systems' in the tables."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.algorithms import Dialect
+from training.convert.openrlhf_table import TABLE as OPENRLHF
+from training.convert.trl_table import TABLE as TRL
+from training.flags import deepspeed_chat
+from training.flags.memory_flags import MemoryFlags
+from training.flags.rlhf_arguments import RLHFFlags
+from training.flags.supervised_arguments import RewardFlags, SFTFlags
+from training.merge.flags import MergeFlags
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = ("guide", "sharing", "from_deepspeed_chat", "from_trl", "from_trlx", "from_openrlhf")
+OTHERS = {  # of launchers, and of the programs of training/convert, restarts/export and engine/speed/scaling
+    *("num_gpus", "log_level", "module", "hostfile", "output", "ranks", "skip_unknown", "models", "max_restarts"),
+    *("algo.kl.init_coef", "init_kl_coef"),  # OpenRLHF's own, as examples
+}
+
+
+def flags() -> set[str]:
+    """All that some program of ours takes."""
+    classes = (SFTFlags, RewardFlags, RLHFFlags, MergeFlags, MemoryFlags)
+    named = {spec.name for one in classes for spec in dataclasses.fields(one)}
+    return named | deepspeed_chat.STEP3.keys() | deepspeed_chat.SUPERVISED.keys()
+
+
+def first_column(page: str, head: str) -> set[str]:
+    """The names in backticks of the first column of the tables that begin with `head`."""
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    tables = re.findall(rf"^\| {head}[^\n]*\n\| ---[^\n]*\n((?:\|[^\n]*\n)+)", text, re.MULTILINE)
+    assert tables
+    cells = [row.split("|")[1] for table in tables for row in table.splitlines()]
+    return {name for cell in cells for quoted in re.findall(r"`([^`]+)`", cell) for name in re.findall(r"^\w+", quoted)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_and_fields_are_there(page):
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"--([a-z][\w.]+\w)", text))
+    assert len(named) > 2 and named - flags() - OTHERS == set()
+    fields = {name for given in re.findall(r"--set ([\w=.,` -]+)", text) for name in re.findall(r"(\w+)=", given)}
+    assert fields <= {spec.name for spec in dataclasses.fields(Dialect)}
+
+
+def test_names_of_other_systems_are_in_the_converters_tables():
+    assert first_column("from_trl", "TRL") - TRL.keys() == set()
+    assert first_column("from_openrlhf", "OpenRLHF") - OPENRLHF.keys() == {"colocate_"}  # and a star
