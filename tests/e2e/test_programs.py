@@ -30,6 +30,13 @@ def test_reward_models_open(chain, path):
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("path", ("sft", "reward", "ppo/actor", "ppo/actor_ema", "ppo/critic", "resumed/actor"))
+def test_each_model_has_a_card(chain, path):
+    text = (chain[path] / "README.md").read_text()
+    assert f"| steps | {STEPS} |" in text and "| ranks | 2, " in text and str(chain.folder) not in text
+    assert re.search(r"\| [a-z ,]+ \| \S+ ± \S+ \| \S+ ± \S+ \|", text), "nothing held out, before and after"
+
+
 def test_steps_1_and_2_report(chain):
     for name, loss, held_out, last_words in (
         ("sft", "train/loss", "eval/perplexity", "held-out perplexity"),

@@ -254,7 +254,7 @@ TRAINING: dict[str, Entry] = {
     "save_steps": related(-1),
     "max_ckpt_num": related(3),
     "eval_steps": related(-1),
-    "load_checkpoint": same("resume", values={True: "auto"}, note="its checkpoints are of another form"),
+    "load_checkpoint": same("resume", values={True: "auto", False: None}, note="its checkpoints are of another form"),
     "use_tensorboard": same("tensorboard_path"),
     **dict.fromkeys(
         ("max_ckpt_mem", "ckpt_path", "save_hf_ckpt", "disable_ds_ckpt"), idle("restart points: --save_steps")

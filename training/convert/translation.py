@@ -125,6 +125,8 @@ def _translate_one(name: str, entry: Entry, given: Given, is_given: bool, found:
                 found.missing.append(f"{told}: {entry.note or 'this value has no counterpart'}")
                 return
             value = entry.values[key]
+            if value is None:  # that is the default here
+                return
         why = told + (f": {entry.note}" if entry.note else "")
         for flag in entry.flags:
             found.add(flag, value, why)

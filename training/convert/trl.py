@@ -91,7 +91,12 @@ def _rates(given: Given, found: Translation, updates: int | None) -> None:
             )
             return
         warmup = math.ceil(given.number("warmup_ratio") * updates)
-    if 0 < warmup < 1 and updates is not None:  # which newer versions of transformers take for a ratio
+    if 0 < warmup < 1:  # which newer versions of transformers take for a ratio
+        if updates is None:
+            found.missing.append(
+                f"warmup_steps {warmup:g}: a share of steps that are not known; give --num_warmup_steps"
+            )
+            return
         warmup = math.ceil(warmup * updates)
     if warmup:
         found.add("num_warmup_steps", math.ceil(warmup), "steps, since TRL's PPO changes the rate after each of them")

@@ -96,6 +96,8 @@ def test_warm_up_is_counted_in_steps(tmp_path):
     found = converted(tmp_path, 2, warmup_ratio=0.1, **sizes)
     assert found["num_warmup_steps"] == 5 and "warmup_from_zero=true" in found["set"]
     assert converted(tmp_path, 2, warmup_steps=7, **sizes)["num_warmup_steps"] == 7
+    assert converted(tmp_path, 2, warmup_steps=0.1, **sizes)["num_warmup_steps"] == 5
+    assert "num_warmup_steps" not in converted(tmp_path, warmup_steps=0.1)  # of how many is not known
 
 
 def test_adapters_are_the_policys_alone(tmp_path):

@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
+from tests.tiny_adapters import make_adapter
 from tests.tiny_models import EOS, make_causal_lm, make_scorer
 from training.reporting.card_snippets import snippet
 from training.reporting.hub_names import is_hub_name
@@ -147,6 +148,19 @@ def test_the_snippets_load_what_they_are_for(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("w10 w11 ")
     folder = make_scorer(tmp_path / "scorer", offset=0.3)
     exec(code(snippet("reward", False), folder), {})
+    scorer, ids = load_scorer(folder, torch.float32).eval(), torch.tensor([[10, 11, 12, 13, EOS]])
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        expected = scorer.sequence_scores(scorer(ids, mask, position_ids(mask)), ids, mask).item()
+    assert float(capsys.readouterr().out) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_snippets_of_adapters_load_them_with_their_base(tmp_path, capsys):
+    base = make_causal_lm(tmp_path / "base")
+    exec(code(snippet("actor", True), make_adapter(tmp_path / "actor", base)), {})
+    assert "w10 w11" in capsys.readouterr().out
+    folder = make_adapter(tmp_path / "reward", base, scorer=True)
+    exec(code(snippet("reward", True), folder), {})
     scorer, ids = load_scorer(folder, torch.float32).eval(), torch.tensor([[10, 11, 12, 13, EOS]])
     mask = torch.ones_like(ids)
     with torch.no_grad():
