@@ -92,6 +92,8 @@ class ExperienceMaker:
         scores: of these rows, from `score`, where they have been asked for before.
         """
         learned, scored = self.algorithm.texts(rollout)
+        if scores is None:
+            self.reward.prepare(scored)
         rows = self._micro_batches(learned)
         pieces = [learned.select(part, self.algorithm.dialect.slots_past_response) for part in rows]
         joined = partial(_joined, rows=rows, width=rollout.response_length)
@@ -111,6 +113,7 @@ class ExperienceMaker:
     def score(self, rollout: Rollout) -> Scores:
         """The scores alone, of responses of which some may be left out (all ranks call this, as `make_experience`)."""
         learned, scored = self.algorithm.texts(rollout)
+        self.reward.prepare(scored)
         rows = self._micro_batches(learned)
         joined = partial(_joined, rows=rows, width=rollout.response_length)
         return self._scores([scored.select(part) for part in rows], joined)

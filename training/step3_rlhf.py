@@ -19,11 +19,12 @@ from engine.reward.agreed import AgreedReward
 from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
+from engine.reward.server import ServerReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
 from training.critic_pretraining import SEED, CriticPretraining
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
-from training.flags.reward_functions import NamedFunction
+from training.flags.reward_functions import SERVER, NamedFunction
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import is_source
 from training.ppo_trainer import PPOConfig, PPOTrainer
@@ -37,6 +38,7 @@ from training.program.output_folder import begin_output_dir
 from training.program.phases import phase, place
 from training.program.plan import Plan, make_plan
 from training.program.pretraining import pretrain
+from training.program.reward_server import check_server
 from training.program.session import Session
 from training.program.shared_folder import check_shared
 from training.program.startup import leave, run
@@ -63,6 +65,9 @@ def main(args: RLHFFlags) -> None:
     with phase("reading data"):
         inputs = checked(lambda: fingerprints(args))
         plan = agreed(lambda: make_plan(args, dialect, point, inputs))
+    if args.reward_url:
+        with phase("asking the reward server"):
+            agreed(lambda: check_server(args, plan))
     if distributed.is_main():
         print(first_lines(args, plan, changed), flush=True)
     with phase("loading models"):
@@ -134,12 +139,15 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
 
 
 def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSource:
-    """What scores responses: the reward model, functions, or all with their weights, and a penalty for length."""
+    """What scores responses: the reward model, functions, a server, or all with their weights, and a penalty for
+    length."""
     sources: dict[str, tuple[RewardSource, float]] = {}
     if models.reward is not None:
         sources["model"] = (models.reward, args.reward_model_weight)
     for each in plan.reward_functions:
         sources[each.name] = user_reward(each, plan, models.tokenizer), each.weight
+    if (server := args.reward_server()) is not None:
+        sources[SERVER] = ServerReward(server, models.tokenizer, rows_of(plan)), args.reward_url_weight
     (alone, weight), *others = sources.values()
     if not others and weight == 1.0 and not args.length_penalty:
         return alone
@@ -150,8 +158,12 @@ def user_reward(named: NamedFunction, plan: Plan, tokenizer) -> RewardSource:
     """One that --reward_function names: a RewardSource class, or a function of texts and the data's rows."""
     if is_source(named.function):
         return AgreedReward.made(named.function, tokenizer, f"the reward source {named.given}")
-    rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
-    return FunctionReward(named.function, tokenizer, rows, named.given)
+    return FunctionReward(named.function, tokenizer, rows_of(plan), named.given)
+
+
+def rows_of(plan: Plan) -> ConcatDataset:
+    """The data's rows, by the indices of their prompts."""
+    return ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
 
 
 def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:

@@ -57,6 +57,17 @@ class AgreedReward(RewardSource):
         """The source's own."""
         return self.source.weights()
 
+    def prepare(self, rollout: Rollout) -> None:
+        """The source's own, if it has one; raises RunStopped on all ranks where it fails on one."""
+        if type(self.source).prepare is RewardSource.prepare:
+            return
+        problem = None
+        try:
+            self.source.prepare(rollout)
+        except BaseException as error:  # whatever the user's code raises, sys.exit too
+            problem = f"raised {described(error)}"
+        stop_together(problem, self.name, "It is told which responses come next. Mend it.")
+
     def on_device(self) -> contextlib.AbstractContextManager:
         """The source's own."""
         return self.source.on_device()

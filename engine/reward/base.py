@@ -58,6 +58,12 @@ class RewardSource(Protocol):
         for all of them, in whatever order, and this is called by each rank for itself. By default nothing is done."""
         return
 
+    def prepare(self, rollout: Rollout) -> None:
+        """These are all of this rank's responses that `score` is asked for next, in whatever order and parts: what
+        takes its time elsewhere may begin, and go on while the other models compute. All ranks call this together. By
+        default nothing is done."""
+        return
+
     def on_device(self) -> contextlib.AbstractContextManager:
         """Context in which whatever is needed is on the device; by default nothing is."""
         return contextlib.nullcontext()

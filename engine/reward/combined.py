@@ -53,6 +53,11 @@ class CombinedReward(RewardSource):
         for source, _ in self.sources.values():
             source.begin(rollout)
 
+    def prepare(self, rollout: Rollout) -> None:
+        """As in RewardSource, by each source."""
+        for source, _ in self.sources.values():
+            source.prepare(rollout)
+
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
         """Context in which every source is on the device."""

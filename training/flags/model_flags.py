@@ -12,11 +12,11 @@ from engine.zero.limits import refuse_offload_of_roles
 from training.flags.arguments import REQUIRED, flag
 from training.flags.lora_flags import LEARNING_RATE, RoleLoraFlags
 from training.flags.reference_flags import MOVING, ReferenceFlags
-from training.flags.reward_function_flags import RewardFunctionFlags
+from training.flags.reward_server_flags import RewardServerFlags
 
 
 @dataclass(kw_only=True)
-class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardFunctionFlags):
+class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
     """The models of step 3, their adapters and their engines."""
 
     actor_model_name_or_path: str = flag(
@@ -24,11 +24,12 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardFunctionFlags):
     )
     critic_model_name_or_path: str | None = flag(
         None,
-        "the reward model that the critic starts from; with --reward_function it may be left out, and the critic "
-        "is then the SFT model with a new head; in dialects without such a critic it names the reward model alone",
+        "the reward model that the critic starts from; with --reward_function or --reward_url it may be left out, and "
+        "the critic is then the SFT model with a new head; in dialects without such a critic it names the reward model "
+        "alone",
     )
     reward_model_name_or_path: str | None = flag(
-        None, "the reward model; by default the critic's path, or none with --reward_function"
+        None, "the reward model; by default the critic's path, or none with --reward_function or --reward_url"
     )
     actor_dropout: float | None = flag(None, "0, as it is anyway: responses are learned by the function that gave them")
     critic_dropout: float | None = flag(None, "0, as it is anyway")
@@ -49,9 +50,10 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardFunctionFlags):
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        RewardFunctionFlags.validate(self)
+        RewardServerFlags.validate(self)
         self.validate_lora()
         self.validate_functions()
+        self.validate_server()
         for role in ("actor", "critic"):
             self._trained(role).check_stage()
         self._validate_rewards(self.resolved_dialect()[0])
@@ -70,28 +72,29 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardFunctionFlags):
     def _validate_rewards(self, dialect: Dialect) -> None:
         role = "critic" if dialect.critic_start == "reward_model" else "reward"
         given = self.critic_model_name_or_path if role == "critic" else self.reward_path
-        if not self.reward_function and given is None:
+        if not self.other_rewards and given is None:
             raise UserError(
                 f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
-                "your own with --reward_function."
+                "your own with --reward_function, or a server with --reward_url."
             )
+        beside = "--reward_function" if self.reward_function else "--reward_url"
         if self.reward_path is None:
             for name in ("reward_ds_config", "offload_reward_model"):
                 if getattr(self, name):
                     raise UserError(
-                        f"--{name} is given, but there is no reward model beside --reward_function. Name "
+                        f"--{name} is given, but there is no reward model beside {beside}. Name "
                         "one with --reward_model_name_or_path."
                     )
             if self.reward_model_weight != 1.0:
                 raise UserError(
                     f"--reward_model_weight {self.reward_model_weight}: there is no reward model beside "
-                    "--reward_function. Name one with --reward_model_name_or_path."
+                    f"{beside}. Name one with --reward_model_name_or_path."
                 )
 
     @property
     def reward_path(self) -> str | None:
-        """The reward model's path; None where functions alone give the scores."""
-        if self.reward_model_name_or_path is not None or self.reward_function:
+        """The reward model's path; None where functions or a server alone give the scores."""
+        if self.reward_model_name_or_path is not None or self.other_rewards:
             return self.reward_model_name_or_path
         return self.critic_model_name_or_path
 

@@ -21,7 +21,9 @@ class RewardFunctionFlags(AlgorithmFlags):
         group="rewards",
     )
     reward_weights: list[float] = flag(
-        [], "the weight of each function in the score, by default 1; one of weight 0 is measured alone"
+        [],
+        "the weight of each function in the score, and then of the reward server, by default 1; one of weight 0 is "
+        "measured alone",
     )
     answer_column: str | None = flag(
         None, "the column with the right answers, for math_verify (pip install .[math]); by default answer"
@@ -33,8 +35,8 @@ class RewardFunctionFlags(AlgorithmFlags):
     )
     overlap_rewards: bool = flag(
         False,
-        "call each function, from a thread of its own, for responses that are done while others are still drawn; what "
-        "it says of a response must not depend on the others, nor on the thread",
+        "call each function, from a thread of its own, and ask the reward server for responses that are done while "
+        "others are still drawn; what it says of a response must not depend on the others, nor on the thread",
     )
     reward_model_weight: float = flag(1.0, "the reward model's weight in the score")
     length_penalty: float = flag(0.0, "subtracted from the score for each token of the response")
@@ -44,20 +46,24 @@ class RewardFunctionFlags(AlgorithmFlags):
         self.finite("reward_model_weight", "length_penalty")
         functions, weights = self.reward_function, self.reward_weights
         said = " ".join(f"{weight:g}" for weight in weights)
-        if weights and not functions:
-            raise UserError(f"--reward_weights {said} needs --reward_function.")
-        if weights and len(weights) != len(functions):
+        if weights and not self.other_rewards:
+            raise UserError(f"--reward_weights {said} needs --reward_function or --reward_url.")
+        if weights and len(weights) != len(self.other_rewards):
+            what = f"{len(functions)} functions (--reward_function {' '.join(functions)})" if functions else ""
+            server = "the reward server" if len(self.other_rewards) > len(functions) else ""
             raise UserError(
-                f"--reward_weights {said}: {len(weights)} weights for {len(functions)} functions "
-                f"(--reward_function {' '.join(functions)}). Give one for each, or none."
+                f"--reward_weights {said}: {len(weights)} weights for {' and '.join(filter(None, [what, server]))}. "
+                "Give one for each, or none."
             )
         if not all(map(math.isfinite, weights)):
             raise UserError(f"--reward_weights {said}: must be finite.")
         if len(set(functions)) < len(functions):
             twice = next(name for name in functions if functions.count(name) > 1)
             raise UserError(f"--reward_function {' '.join(functions)}: {twice} is given twice. Give it once.")
-        if not functions and self.overlap_rewards:
-            raise UserError("--overlap_rewards needs --reward_function: it is for functions alone.")
+        if not self.other_rewards and self.overlap_rewards:
+            raise UserError(
+                "--overlap_rewards needs --reward_function or --reward_url: it is not for the reward model."
+            )
         for name, function in (("answer_column", "math_verify"), ("response_format", "format")):
             if getattr(self, name) is not None and function not in functions:
                 raise UserError(f"--{name} {getattr(self, name)} needs --reward_function {function}.")
@@ -67,6 +73,11 @@ class RewardFunctionFlags(AlgorithmFlags):
             raise UserError(
                 f"--response_format {self.response_format}: is no regular expression ({error}). Mend it."
             ) from None
+
+    @property
+    def other_rewards(self) -> list[str]:
+        """What scores beside the reward model, in the order of --reward_weights."""
+        return self.reward_function
 
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:

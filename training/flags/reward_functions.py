@@ -14,6 +14,7 @@ from training.flags.user_function import is_source, load_function
 from training.reporting.standard_errors import ENDINGS
 
 ALONE = "function"  # how metrics call the only one
+SERVER = "server"  # and those of --reward_url
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def load_functions(args: RewardFunctionFlags) -> list[NamedFunction]:
                 f"--overlap_rewards with --reward_function {name}: that is a class, and only functions are called "
                 "early. Leave the flag out, or give a function."
             )
-    weights = args.reward_weights or [1.0] * len(given)
+    weights = args.reward_weights[: len(given)] or [1.0] * len(given)
     return [NamedFunction(*each) for each in zip(names(given), given, functions, weights, strict=True)]
 
 
@@ -52,7 +53,8 @@ def load_given(name: str, args: RewardFunctionFlags) -> Callable:
 
 
 def names(given: Sequence[str]) -> list[str]:
-    """How metrics call each function: by its own name, with a number where another, or the reward model, has it."""
+    """How metrics call each function: by its own name, with a number where another, the reward model or a server has
+    it."""
     if len(given) == 1:
         return [ALONE]
     found: list[str] = []
@@ -71,7 +73,7 @@ def _numbered(name: str, taken: Collection[str]) -> str:
 
 def _free(name: str, taken: Collection[str]) -> bool:
     """Whether no metric of another meaning has this name; TensorBoard has a histogram of scores."""
-    return name not in (*taken, "model", "histogram", *HELD_OUT) and not name.endswith(ENDINGS)
+    return name not in (*taken, "model", SERVER, "histogram", *HELD_OUT) and not name.endswith(ENDINGS)
 
 
 def check_columns(functions: Sequence[NamedFunction], rows: Mapping[str, Mapping]) -> None:

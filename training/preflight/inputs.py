@@ -1,8 +1,10 @@
 """What the run reads, as this node finds it: models, data and files, with fingerprints that cost little."""
 
 import hashlib
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import huggingface_hub
 
@@ -15,6 +17,8 @@ from training.flags.user_function import names_file
 from training.preflight.node import Input
 
 MODELS, DATA = "model_name_or_path", ("data_path", "dataset_name")
+OTHER_REWARDS = ("reward_function", "reward_url")
+CONNECT_SECONDS = 5.0  # to a reward server
 FILES_READ = 256  # of a folder with more, their names and sizes count alone
 
 
@@ -25,7 +29,7 @@ def inputs_of(args: RunFlags) -> dict[str, Input]:
 
 def _named(args: RunFlags) -> Iterator[tuple[str, str]]:
     for name, value in args.as_dict().items():
-        if name.endswith((MODELS, *DATA, "ds_config")) or name == "reward_function":
+        if name.endswith((MODELS, *DATA, "ds_config")) or name in OTHER_REWARDS:
             yield from ((name, one) for one in (value if isinstance(value, list) else [value]) if one)
 
 
@@ -38,6 +42,8 @@ def looked_at(name: str, value: str) -> Input:
         looks = _data
     elif name == "reward_function":
         looks = _function
+    elif name == "reward_url":
+        looks = _server
     try:
         return Input(content=looks(name, value))
     except (UserError, OSError) as error:
@@ -71,6 +77,14 @@ def _data(name: str, value: str) -> str:
 def _function(name: str, value: str) -> str:
     where = value.rpartition(":")[0]
     return content(Path(where)) if names_file(where) else ""
+
+
+def _server(name: str, url: str) -> str:
+    """ "", where the server can be connected to from here; OSError where not."""
+    parts = urlsplit(url)
+    port = parts.port or {"https": 443}.get(parts.scheme, 80)
+    with socket.create_connection((parts.hostname, port), timeout=CONNECT_SECONDS):
+        return ""
 
 
 def _file(name: str, value: str) -> str:

@@ -28,6 +28,7 @@ from training.flags.rlhf_arguments import RLHFFlags
 from training.program.first_lines import changes_since, dialect_lines, plan_lines
 from training.program.memory_lines import memory_lines, memory_of_one_model
 from training.program.plan import make_plan
+from training.program.reward_server import check_server
 from training.program.startup import leave, run
 from training.reporting.run_record import command_line
 from training.restarts.inputs import fingerprints
@@ -88,6 +89,7 @@ def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumeP
     if not unseen:
         plan = make_plan(args, dialect, point, fingerprints(args))
         checked += [*plan_lines(args, plan), *changes_since(plan)]
+        checked += [f"{url} gives one text the score {score:g}" for url, score in check_server(args, plan).items()]
     report(checked, unseen, args.engine_configs(dialect), memory_lines(args, dialect))
 
 

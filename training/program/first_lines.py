@@ -7,6 +7,7 @@ from training.program.adapted_models import adapted_lines, adapted_roles
 from training.program.course import Course
 from training.program.data_lines import counted, too_long
 from training.program.plan import Plan
+from training.program.reward_server import server_lines
 from training.restarts.conditions import Conditions
 
 
@@ -48,6 +49,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
         f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
         *adapted_lines(adapted_roles(args, plan.dialect)),
         *(f"{what}: no second copy" for what in plan.spec.shared.values()),
+        *server_lines(args),
     ]
 
 

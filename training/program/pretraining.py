@@ -68,6 +68,7 @@ def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, f
         "critic": args.critic_model_name_or_path,
         "reward_model": args.reward_path,
         "reward_function": args.reward_function,
+        "reward_url": args.reward_url,
         **metrics,
     }
     for name, folder in saved.items():

@@ -32,6 +32,8 @@ BEFORE = "held_out_before_training"
 FIRST = "held_out_first_responses"
 """In a state: the responses to the held-out prompts before the first step, beside which later ones have new words."""
 DATA = "the data"  # whose fingerprints say nothing to people
+URL = "--reward_url"  # an address, which may change
+SERVED = "scores from"
 FROZEN = "frozen weights of the "
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
@@ -116,6 +118,8 @@ class Conditions:
             **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS},
             "--reward_function": short_names(args.reward_function),
             WEIGHTS: weights_identity(args.reward_weights),
+            SERVED: "reward server" if args.reward_url else None,
+            "--reward_url_columns": args.reward_url_columns or None,
             **lora_identity(args),
             **frozen_identity(_start_flags(args, dialect), inputs or {}, args),
             "--share_trunk": args.share_trunk or None,
@@ -130,6 +134,7 @@ class Conditions:
             TOTAL_STEPS: total_steps,
             MICRO_BATCH: args.per_device_training_batch_size,
             RANKS: distributed.world_size(),
+            **({URL: " ".join(args.reward_url), f"{URL}_form": args.reward_url_form} if args.reward_url else {}),
             **{f"--{role}_zero_stage": args.stage(role) for role in ("actor", "critic")},
             **lora_rates(args),
         }
@@ -203,7 +208,8 @@ class Conditions:
     def scores_changed_since(self, written: "Conditions") -> bool:
         """Whether another reward function or reward model scores than where the point was written.
 
-        One that is known neither by its contents nor by its path is taken for the same.
+        One that is known neither by its contents nor by its path is taken for the same, and so is a reward server,
+        which may have moved.
         """
         function = _contents(f"--{FUNCTION}")
         functions = {conditions.settings.get(function) for conditions in (self, written)} - {None}
@@ -213,7 +219,8 @@ class Conditions:
     def _reward_model(self) -> tuple[object, object]:
         """Its path and the fingerprint of its contents; None where there is none, or it is not known."""
         flag = "--reward_model_name_or_path"
-        if self.settings.get(flag) is None and self.identity.get(f"--{FUNCTION}") is None:
+        others = (f"--{FUNCTION}", SERVED)
+        if self.settings.get(flag) is None and all(self.identity.get(name) is None for name in others):
             flag = "--critic_model_name_or_path"
         return self.settings.get(flag), self.settings.get(_contents(flag))
 
@@ -221,6 +228,8 @@ class Conditions:
         if name.removeprefix("--") in MODELS:
             now, then = (conditions.settings.get(_contents(name)) for conditions in (self, written))
             return "" if None in (now, then) else " (the same weights)" if now == then else " (other weights)"
+        if name == URL:
+            return " (taken for the same server at another address)"
         if name == TOTAL_STEPS:
             return " (learning rates go on as in a run of so many steps)"
         if name == RANKS and self.ranks_matter:

@@ -1,0 +1,143 @@
+"""One HTTP request and its answer, by the standard library; what went wrong is told apart by whether to ask again.
+
+    body = exchange("http://10.0.0.7:8000/score", b'{"items": [...]}', timeout=180, most_bytes=1 << 20)
+
+Proxies are taken from the environment as urllib does, never for addresses of this machine.
+"""
+
+import contextlib
+import http.client
+import ipaddress
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from urllib.parse import urlsplit
+
+from engine.errors import shortened
+
+PIECE = 1 << 16  # bytes read at once
+SHOWN = 300  # bytes of an error's body
+
+
+class Fault(Exception):
+    """What may be over when the server is asked again: it is away, too slow, or says that it is busy or broken.
+
+    retry_after: seconds after which the server asks to be asked again, if it says so.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Mistake(Exception):
+    """What asking again does not help: the server refuses the request, or its answer is none."""
+
+
+def exchange(url: str, body: bytes | None, timeout: float, most_bytes: int) -> tuple[bytes, bool]:
+    """GET, or POST of JSON where there is a body; returns the answer's body, and whether it is known to be whole: that
+    of an answer without a length ends where the connection does, however that came.
+
+    timeout: seconds until there is a connection, until the answer begins, and until it ends. most_bytes: of the answer.
+    Raises: Fault, Mistake.
+    """
+    headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, data=body, headers=headers)
+    with _sorted_by_remedy(url, timeout), _opener(url).open(request, timeout=timeout) as answer:
+        if answer.status != 200 and body is not None:
+            raise Mistake(f"answered {answer.status} {answer.reason} without scores")
+        found = _read(answer, time.monotonic() + timeout, most_bytes)
+        whole = answer.headers.get("Content-Length") is not None or answer.headers.get("Transfer-Encoding") is not None
+        return found, whole
+
+
+def is_this_machine(url: str) -> bool:
+    """Whether the URL's host is an address of this machine itself."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
+
+
+def retry_after(value: str | None, now: datetime) -> float | None:
+    """Seconds, of a Retry-After header (RFC 9110, 10.2.3: seconds or a date); None where it says nothing."""
+    if value is None:
+        return None
+    if value.strip().isdecimal():
+        return float(value)
+    try:
+        date = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - now).total_seconds())
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """urllib would turn a POST that is sent elsewhere into a GET."""
+
+    def redirect_request(self, *args, **kwargs) -> None:
+        return None
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    proxies = urllib.request.ProxyHandler({} if is_this_machine(url) else None)
+    return urllib.request.build_opener(proxies, _NoRedirects)
+
+
+def _read(answer: http.client.HTTPResponse, deadline: float, most_bytes: int) -> bytes:
+    pieces, size = [], 0
+    while piece := answer.read1(PIECE):
+        pieces.append(piece)
+        size += len(piece)
+        if size > most_bytes:
+            raise Mistake(f"answered more than {most_bytes} bytes, which begin {shortened(pieces[0][:80])}")
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    if answer.length:  # read1 ends without a word where the connection does
+        raise http.client.IncompleteRead(b"", answer.length)
+    return b"".join(pieces)
+
+
+@contextlib.contextmanager
+def _sorted_by_remedy(url: str, timeout: float) -> Iterator[None]:
+    try:
+        yield
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _of_status(error) from None
+    except urllib.error.URLError as error:
+        reason = error.reason if isinstance(error.reason, OSError) else OSError(error.reason)
+        raise _of_connection(reason, timeout) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise _of_connection(error, timeout) from None
+
+
+def _of_status(error: urllib.error.HTTPError) -> Fault | Mistake:
+    body = b""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        body = error.read(SHOWN)
+    said = f"answered {error.code} {error.reason}" + (f" {shortened(body.decode(errors='replace'))}" if body else "")
+    if error.code == 429 or error.code >= 500:
+        return Fault(said, retry_after(error.headers.get("Retry-After"), datetime.now(UTC)))
+    if 300 <= error.code < 400:
+        return Mistake(f"{said}, and would have it asked at {error.headers.get('Location')}: give that URL")
+    return Mistake(said)
+
+
+def _of_connection(error: OSError | http.client.HTTPException, timeout: float) -> Fault | Mistake:
+    if isinstance(error, ssl.SSLError) and not isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+        return Mistake(f"cannot be spoken to by TLS ({error})")
+    if isinstance(error, TimeoutError):
+        return Fault(f"did not answer within {timeout:g} s")
+    if isinstance(error, socket.gaierror):
+        return Fault(f"has a host that is not known ({error.strerror})")
+    return Fault(f"cannot be reached, or broke off ({type(error).__name__}: {error})")

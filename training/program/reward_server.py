@@ -1,0 +1,38 @@
+"""Whether the reward servers of a run are there and give scores, looked at before a model is loaded."""
+
+from engine import distributed
+from engine.errors import UserError
+from engine.reward.server import probe
+from engine.reward.server_forms import FORMS
+from training.flags.rlhf_arguments import RLHFFlags
+from training.program.plan import Plan, first_rows
+
+
+def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
+    """What each server says of one text, asked from each node, whose ranks will all ask it; by URL.
+
+    Raises: UserError where data lack a column that is to be sent, and where a server cannot be reached or gives no
+    score.
+    """
+    settings = args.reward_server()
+    if settings is None or distributed.local_rank() != 0:
+        return {}
+    rows = first_rows(plan.prompts, plan.held_out)
+    for where, row in rows.items():
+        missing = [name for name in settings.columns if row.get(name) is None]
+        if missing:
+            raise UserError(
+                f"--reward_url_columns {' '.join(settings.columns)}: {where} lack {missing[0]}: they have "
+                f"{', '.join(row)}. Add the column, or name those that are there."
+            )
+    special_tokens = FORMS[settings.form].special_tokens
+    prompt = plan.tokenizer.decode(plan.prompts[0], skip_special_tokens=not special_tokens)  # type: ignore[attr-defined]
+    return probe(settings, prompt, plan.prompts.rows[0])
+
+
+def server_lines(args: RLHFFlags) -> list[str]:
+    """Who gives the scores, as a run's first lines have it; none without a server."""
+    if not args.reward_url:
+        return []
+    columns = f", with {', '.join(args.reward_url_columns)}" if args.reward_url_columns else ""
+    return [f"scores from {' and '.join(args.reward_url)} (form {args.reward_url_form}{columns})"]
