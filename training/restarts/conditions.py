@@ -33,7 +33,7 @@ FIRST = "held_out_first_responses"
 """In a state: the responses to the held-out prompts before the first step, beside which later ones have new words."""
 DATA = "the data"  # whose fingerprints say nothing to people
 URL = "--reward_url"  # an address, which may change
-SERVED = "scores from"
+SERVED = "the reward server"
 FROZEN = "frozen weights of the "
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
@@ -118,7 +118,7 @@ class Conditions:
             **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS},
             "--reward_function": short_names(args.reward_function),
             WEIGHTS: weights_identity(args.reward_weights),
-            SERVED: "reward server" if args.reward_url else None,
+            SERVED: "given" if args.reward_url else None,
             "--reward_url_columns": args.reward_url_columns or None,
             **lora_identity(args),
             **frozen_identity(_start_flags(args, dialect), inputs or {}, args),

@@ -147,7 +147,7 @@ def test_offload_needs_something_to_offload():
         (("--enable_test_mode",), "--enable_test_mode and --test_stop_step N (1 or more) go together"),
         (("--test_stop_step", "3"), "--enable_test_mode and --test_stop_step N (1 or more) go together"),
         (("--unsupervised_dataset_config_name", "x"), "--unsupervised_dataset_config_name x needs"),
-        (("--reward_weights", "2"), "--reward_weights 2 needs --reward_function."),
+        (("--reward_weights", "2"), "--reward_weights 2 needs --reward_function or --reward_url."),
         (
             ("--reward_function", "m:f", "m:g", "--reward_weights", "2"),
             "--reward_weights 2: 1 weights for 2 functions (--reward_function m:f m:g). Give one for each, or none.",
@@ -157,7 +157,7 @@ def test_offload_needs_something_to_offload():
         (("--reward_function_weight", "2"), "unknown flag --reward_function_weight. Give --reward_weights 2."),
         (("--answer_column", "solution"), "--answer_column solution needs --reward_function math_verify."),
         (("--reward_function", "format", "--response_format", "(a"), "--response_format (a: is no regular expression"),
-        (("--overlap_rewards",), "--overlap_rewards needs --reward_function"),
+        (("--overlap_rewards",), "--overlap_rewards needs --reward_function or --reward_url"),
         (
             ("--reward_function", "m:f", "--reward_model_weight", "2"),
             "--reward_model_weight 2.0: there is no reward model",
