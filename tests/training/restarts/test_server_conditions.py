@@ -1,0 +1,21 @@
+"""What a restart point asks of a run with a reward server."""
+
+import pytest
+
+from engine.errors import UserError
+from tests.training.restarts.test_conditions import HERE, conditions, written
+
+
+def test_a_reward_server_may_move_and_not_go():
+    then = written(conditions(reward_url=["http://a/", "http://b/"]))
+    moved = conditions(reward_url=["http://c/"])
+    moved.check(then, HERE)
+    assert moved.changes_since(then) == [
+        "changed since the restart point: --reward_url http://a/ http://b/ -> http://c/ (taken for the same server at "
+        "another address)"
+    ]
+    assert not moved.scores_changed_since(then)
+    with pytest.raises(UserError, match="the reward server was 'given' when it was written and is not given now"):
+        conditions().check(then, HERE)
+    with pytest.raises(UserError, match="--reward_url_columns was not given when it was written and is .'answer'. now"):
+        conditions(reward_url=["http://a/"], reward_url_columns=["answer"]).check(then, HERE)
