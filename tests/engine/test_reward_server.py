@@ -1,6 +1,10 @@
 """Scores of rollouts from a reward server: which responses are sent, when, in how many requests; and the probe."""
 
+import json
+import re
 import threading
+from http.server import ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ import torch
 from engine.errors import RunStopped, UserError
 from engine.reward.combined import CombinedReward
 from engine.reward.server import ServerReward, ServerSettings, probe
+from engine.reward.server_forms import Item, decoded, encoded
 from tests.engine.fake_models import rollout_of
 from tests.ports import free_port
 from tests.reward_server import serving
@@ -95,3 +100,25 @@ def test_the_probe():
     away = f"http://127.0.0.1:{free_port()}/score"
     with pytest.raises(UserError, match=f"^--reward_url {away}: .*cannot be reached.*--reward_url_form"):
         probe(ServerSettings(urls=[away], patience=0.2), "w05", {})
+
+
+def test_the_server_and_the_requests_of_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "reward_server.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    named = {"__name__": "page"}
+    exec(source, named)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), named["Handler"])
+    named["Handler"].log_message = lambda *given: None
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/score"
+    assert probe(ServerSettings(urls=[url]), "w05", {}) == {url: -5.0}  # of "probe"
+    assert reward(url).score(ROLLOUT).tolist() == [-4.0, 0.0, -12.0]
+    server.shutdown()
+    server.server_close()
+    items = [Item("7.0", "What is 2 + 2?", " 4", {"answer": "4"}), Item("9.0", "What is 1 + 2?", " 5", {"answer": "3"})]
+    whole = Item("", "<s> What is 2 + 2?", " 4 </s>", {"answer": "4"})
+    asked, answer, theirs, their_answer = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    assert json.loads(encoded("items", items)) == json.loads(asked)
+    assert decoded("items", answer.encode(), items) == [1.0, 0.0]
+    assert json.loads(encoded("openrlhf", [whole])) == json.loads(theirs)
+    assert decoded("openrlhf", their_answer.encode(), [whole]) == [1.0]

@@ -26,7 +26,7 @@ def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
                 f"{', '.join(row)}. Add the column, or name those that are there."
             )
     special_tokens = FORMS[settings.form].special_tokens
-    prompt = plan.tokenizer.decode(plan.prompts[0], skip_special_tokens=not special_tokens)  # type: ignore[attr-defined]
+    prompt = plan.tokenizer.decode(plan.prompts[0], skip_special_tokens=not special_tokens)
     return probe(settings, prompt, plan.prompts.rows[0])
 
 
