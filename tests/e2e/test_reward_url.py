@@ -26,6 +26,7 @@ def flags(tiny: Tiny, url: str, **changes) -> dict:
         "reward_model_name_or_path": tiny.folder / "reward",
         "max_steps": STEPS,
         "num_eval_prompts": HELD_OUT,
+        "per_device_training_batch_size": 2,
         "dtype": "fp32",
     }
     return tiny.flags(3, **{**served, **changes})
@@ -37,6 +38,8 @@ def test_a_server_that_is_killed_and_started_again_changes_nothing(tiny, tmp_pat
         assert ended.code == 0, ended.stderr
         assert f"scores from {server.url} (form items)" in ended.stdout
         probe, *scored = [item["response"] for asked in server.asked for item in asked["items"]]
+        sizes = [len(asked["items"]) for asked in server.asked]
+    assert sizes == [1] + [4] * (len(sizes) - 1), "not once a step of each rank, whatever the micro-batches"
     assert probe == "probe" and len(scored) == 2 * HELD_OUT + STEPS * PER_STEP
     for number, line in enumerate(metric_lines(tmp_path / "well")[1:]):
         step = scored[HELD_OUT + number * PER_STEP :][:PER_STEP]

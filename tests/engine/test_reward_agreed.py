@@ -90,6 +90,22 @@ def test_a_failure_of_another_rank(monkeypatch):
         AgreedReward(Given(torch.zeros(3)), "judge").score(ROLLOUT)
 
 
+class Prepared(Given):
+    def prepare(self, rollout):
+        if isinstance(self.returned, BaseException):
+            raise self.returned
+        self.prepared = rollout
+
+
+def test_a_source_is_told_what_comes_next():
+    source = Prepared(None)
+    AgreedReward(source, "judge").prepare(ROLLOUT)
+    assert source.prepared is ROLLOUT
+    with pytest.raises(RunStopped, match="^judge raised ValueError: 3 .*It is told which responses come next"):
+        AgreedReward(Prepared(ValueError("3")), "judge").prepare(ROLLOUT)
+    AgreedReward(Given(ValueError("3")), "judge").prepare(ROLLOUT)  # which has nothing to prepare
+
+
 class Named(RewardSource):
     def __init__(self, *names):
         self.names = names
