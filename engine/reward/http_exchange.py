@@ -119,6 +119,8 @@ def _sorted_by_remedy(url: str, timeout: float) -> Iterator[None]:
         raise _of_connection(reason, timeout) from None
     except (OSError, http.client.HTTPException) as error:
         raise _of_connection(error, timeout) from None
+    except UnicodeError as error:
+        raise Mistake(f"has a host that can be none ({error})") from None
 
 
 def _of_status(error: urllib.error.HTTPError) -> Fault | Mistake:

@@ -155,6 +155,8 @@ def contradictions(step: int, world: BadWorld) -> Iterator[Mistake]:
             {"offload": True},
             {"offload": True, "actor_zero_stage": 2},
             {"reward_weights": 2},
+            {"reward_url": "10.0.0.7:8000"},
+            {"reward_url_columns": "answer"},
             {"unsupervised_dataset_config_name": "x"},
             {"actor_dropout": 0.1},
             {"critic_dropout": 0.5},

@@ -62,6 +62,12 @@ def test_a_server_that_stays_away_stops_the_run_with_a_restart_point(tiny, tmp_p
     assert "sent " in result.stderr and '"prompt": "w' in result.stderr
     point = tmp_path / "out" / "checkpoints" / "step_000001"
     assert f"--resume {point}" in result.stderr and point.is_dir()
+    with serving() as server:  # at another address
+        whole = flags(tiny, server.url, **given) | {"output_dir": tmp_path / "whole"}
+        assert run_here(3, whole, capfd).code == 0
+        resumed = run_here(3, flags(tiny, server.url, **given, resume=point), capfd)
+    assert resumed.code == 0 and "taken for the same server at another address" in resumed.stdout
+    assert differences(tmp_path / "whole", tmp_path / "out") == []
 
 
 def test_a_server_that_is_not_there_is_told_before_models_are_loaded(tiny, tmp_path, capfd):
@@ -70,5 +76,8 @@ def test_a_server_that_is_not_there_is_told_before_models_are_loaded(tiny, tmp_p
     result = run_here(3, flags(tiny, url, **given), capfd)
     assert_one_message(result, [f"--reward_url {url}: asked for the score of one text", "Start the server"])
     assert not (tmp_path / "out").exists()
+    with serving() as server:
+        dry = run_here(3, flags(tiny, server.url, **given, dry_run=True), capfd)
+    assert dry.code == 0 and f"{server.url} gives one text the score -1\n" in dry.stdout
     lacking = flags(tiny, url, **given, reward_url_columns="answer")
     assert_one_message(run_here(3, lacking, capfd), ["--reward_url_columns answer: the prompts lack answer: they have"])

@@ -131,6 +131,13 @@ def test_mistakes_of_openrlhfs_form(time, behaviour):
         servers(time, server.url, form="openrlhf").ask(ITEMS)
 
 
+@pytest.mark.parametrize("url, told", [(f"http://{'a' * 64}/", "has a host that can be none"), ("https://{}/", "TLS")])
+def test_addresses_at_which_there_can_be_no_scores(time, url, told):
+    with serving() as server, pytest.raises(ServerError, match=told):
+        servers(time, url.format(server.http.server_address[0] + f":{server.http.server_port}")).ask(ITEMS)
+    assert time.waits == []
+
+
 def test_one_that_is_away_is_left_out_while_another_answers(time):
     with serving() as server:
         both = servers(time, f"http://127.0.0.1:{free_port()}/score", server.url)

@@ -5,12 +5,14 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import huggingface_hub
 
 from engine.errors import UserError
 from engine.models.fingerprint import BLOCK, block_starts, fingerprint
 from engine.models.places import base_of, can_be_hub_name, one_line, require_model
+from engine.reward.http_exchange import is_this_machine
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path
 from training.flags.arguments import RunFlags
 from training.flags.user_function import names_file
@@ -80,8 +82,10 @@ def _function(name: str, value: str) -> str:
 
 
 def _server(name: str, url: str) -> str:
-    """ "", where the server can be connected to from here; OSError where not."""
+    """An empty text, where the server, or the proxy before it, can be connected to from here; OSError where not."""
     parts = urlsplit(url)
+    if not is_this_machine(url) and not proxy_bypass(str(parts.hostname)):
+        parts = urlsplit(getproxies().get(parts.scheme, url))
     port = parts.port or {"https": 443}.get(parts.scheme, 80)
     with socket.create_connection((parts.hostname, port), timeout=CONNECT_SECONDS):
         return ""
