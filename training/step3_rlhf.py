@@ -15,10 +15,8 @@ from torch.utils.data import ConcatDataset
 
 import training.program.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
-from engine.reward.agreed import AgreedReward
 from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward
-from engine.reward.function import FunctionReward
 from engine.reward.server import ServerReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
@@ -26,7 +24,7 @@ from training.critic_pretraining import SEED, CriticPretraining
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
 from training.flags.reward_functions import SERVER, NamedFunction
 from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.user_function import is_source
+from training.measuring import function_source
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import dry_run, stopping
 from training.program.agreement import agreed, checked
@@ -156,9 +154,7 @@ def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSourc
 
 def user_reward(named: NamedFunction, plan: Plan, tokenizer) -> RewardSource:
     """One that --reward_function names: a RewardSource class, or a function of texts and the data's rows."""
-    if is_source(named.function):
-        return AgreedReward.made(named.function, tokenizer, f"the reward source {named.given}")
-    return FunctionReward(named.function, tokenizer, rows_of(plan), named.given)
+    return function_source(named.function, named.given, tokenizer, rows_of(plan))
 
 
 def rows_of(plan: Plan) -> ConcatDataset:

@@ -15,7 +15,8 @@ class SamplingConfig:
     There is no top_k and no top_p: log-probs describe the full distribution, so that is what is sampled from.
 
     max_new_tokens: T, the most tokens a response may have.
-    temperature: of sampling; the log-probs that PPO compares are taken at the same one.
+    temperature: of sampling; the log-probs that PPO compares are taken at the same one. 0 for the most likely token,
+        of which nothing is drawn.
     vocabulary_size: token ids from this on are never drawn: embeddings are often padded, and an id that the tokenizer
         does not know may be outside the reward model's vocabulary. None for no bound.
     stop_token_ids: tokens that end a response and belong to it; with none, and no strings, all have max_new_tokens.

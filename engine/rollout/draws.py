@@ -36,7 +36,10 @@ class Draws:
         """
         sampling = self.sampling
         choice = self._without_never_drawn(logits)[:, : sampling.vocabulary_size]
-        tokens = sample_tokens(choice, self.uniforms[rows, places], sampling.temperature)
+        if sampling.temperature == 0.0:
+            tokens = choice.argmax(-1)
+        else:
+            tokens = sample_tokens(choice, self.uniforms[rows, places], sampling.temperature)
         self.record(logits, tokens, rows, places)
         return tokens.unsqueeze(1)
 

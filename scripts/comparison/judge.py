@@ -20,32 +20,12 @@ from engine.models.loading import load_policy
 from engine.rlhf_engine import RLHFEngine
 from scripts.comparison.tasks import known_words
 from training.flags.rlhf_arguments import RLHFFlags
+from training.measuring import policy_measures
 from training.program.agreement import agreed
 from training.program.plan import make_plan
 from training.program.startup import leave, run
 from training.reporting.evaluation import Evaluator
-from training.reporting.variety import distinct_bigrams, known_share
 from training.step3_rlhf import build_evaluator, build_trainer, choose_rollouts
-
-
-def measures(metrics: dict[str, float], rows: list[dict], known: frozenset[str]) -> dict[str, float]:
-    """What is kept of an evaluation.
-
-    metrics, rows: of the Evaluator. known: words that are known. Returns: score and KL with standard errors; tokens of
-    a response; distinct_bigrams: distinct pairs of neighbouring words for each token drawn; known_words: the share of
-    all words that are known.
-    """
-    responses = [row["response"] for row in rows]
-    tokens = sum(row["tokens"] for row in rows)
-    return {
-        "score": metrics["eval/score"],
-        "score_se": metrics["eval/score_se"],
-        "kl": metrics["eval/kl"],
-        "kl_se": metrics["eval/kl_se"],
-        "tokens": metrics["eval/response_length"],
-        "distinct_bigrams": distinct_bigrams(responses) / max(tokens, 1),
-        "known_words": known_share(responses, known),
-    }
 
 
 def put_weights(models: RLHFEngine, sft: dict[str, Tensor], folder: str, scale: float) -> None:
@@ -65,11 +45,11 @@ def main(args: RLHFFlags, job: dict) -> None:
     evaluator = build_evaluator(plan, build_trainer(args, plan, models, rollouts))
     assert isinstance(evaluator, Evaluator), "a task has held-out prompts"
     known = known_words([Path(path) for path in job["texts"]])
-    found = {"": measures(*evaluator.run(0), known)}
+    found = {"": policy_measures(*evaluator.run(0), known)}
     sft = {name: weight.clone() for name, weight in models.actor.module.state_dict().items()}
     for name, (folder, scale) in job["policies"].items():
         put_weights(models, sft, folder, scale)
-        found[name] = measures(*evaluator.run(1), known)
+        found[name] = policy_measures(*evaluator.run(1), known)
         print(f"{name}: score {found[name]['score']:.3f}, KL {found[name]['kl']:.2f}", flush=True)
     if distributed.is_main():
         Path(job["written"]).write_text(json.dumps(found), encoding="utf-8")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from engine.models.reading import read_tokenizer
 from engine.zero.config import EngineConfig
+from training.measuring import read_held_out
 from training.merge.flags import MergeFlags
-from training.merge.frontier import Measuring, read_held_out
+from training.merge.frontier import Measuring
 from training.merge.weights import MergedWeights, stored_weights
 
 

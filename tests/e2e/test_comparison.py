@@ -26,6 +26,7 @@ from scripts.comparison.tasks import TASKS, known_words
 from tests.e2e.programs import run_words
 from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
+from training.measuring import policy_measures
 from training.program.startup import run
 
 TASK = TASKS["quickstart"]
@@ -204,7 +205,7 @@ def test_what_is_measured_of_answers(tmp_path):
     assert known == {"a", "go", "od", "good", "film", ".", "it", "is"}
     rows = [{"response": "good film .", "tokens": 5}, {"response": "good filmest .", "tokens": 3}]
     metrics = dict.fromkeys(("eval/score", "eval/score_se", "eval/kl", "eval/kl_se", "eval/response_length"), 0.0)
-    found = judge.measures(metrics, rows, known)
+    found = policy_measures(metrics, rows, known)
     assert found["distinct_bigrams"] == 4 / 8
     assert found["known_words"] == 5 / 6
 

@@ -16,19 +16,17 @@ from typing import NoReturn
 import training.program.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
 from engine.errors import RunStopped
-from engine.models.checking import check_policy, check_rows, check_scorer, check_vocabularies
-from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
-from engine.models.reading import read_config, read_tokenizer
-from engine.rollout.families import check_attention
+from engine.models.checking import check_policy
+from engine.models.reading import read_tokenizer
 from training.flags.user_function import load_function
+from training.measuring import check_answering, check_scoring, read_held_out
 from training.merge.flags import MergeFlags
-from training.merge.frontier import Measuring, Point, best_within, read_held_out
+from training.merge.frontier import Measuring, Point, best_within
 from training.merge.report import PICTURE, TABLE, draw, table, write_points
 from training.merge.same_kind import SFT, TRAINED, check_change, check_paths, check_tokenizers, check_weights
 from training.merge.saving import MODEL, save_merged
 from training.merge.weights import MergedWeights, stored_weights
 from training.program.agreement import agreed, checked
-from training.program.model_files import check_positions
 from training.program.phases import phase
 from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
@@ -57,20 +55,8 @@ def check(args: MergeFlags) -> None:
     check_tokenizers(sft, args.trained_model_name_or_path, trusted)
     if not args.data_path:
         return
-    tokenizer = read_tokenizer(sft, SFT, trust_remote_code=trusted)
-    config = read_config(sft, SFT, trusted)
-    check_rows(tokenizer, config, sft, SFT)
-    check_attention(sft, SFT, trusted)
-    args.check_attention(sft, LANGUAGE_MODEL, SFT)
-    lengths = {"max_prompt_seq_len": args.max_prompt_seq_len, "max_answer_seq_len": args.max_answer_seq_len}
-    check_positions(config, f"{SFT} {sft}", **lengths)
-    reward = args.reward_model_name_or_path
-    if reward is not None:
-        name = "--reward_model_name_or_path"
-        check_scorer(reward, name, trusted)
-        check_vocabularies(tokenizer, reward, name, trusted)
-        args.check_attention(reward, CLASSIFIER, name)
-        check_positions(read_config(reward, name, trusted), f"{name} {reward}", **lengths)
+    check_answering(args, sft, SFT)
+    check_scoring(args, read_tokenizer(sft, SFT, trust_remote_code=trusted))
     if args.reward_function is not None:
         load_function(args.reward_function)
 
@@ -93,7 +79,7 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
     """Each scale's point, printed as it comes, written when all are there (all ranks call this)."""
     with phase("reading data"):
         tokenizer = read_tokenizer(args.sft_model_name_or_path, SFT, trust_remote_code=args.trust_remote_code)
-        held_out = agreed(lambda: read_held_out(args, tokenizer))
+        held_out = agreed(lambda: read_held_out(args, tokenizer, args.known_texts_path))
     with phase("loading models"):
         measuring = Measuring(args, held_out)
     points, folder = [], Path(args.output_dir)

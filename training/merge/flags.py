@@ -1,24 +1,24 @@
 """The flags of the merge program."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.algo.weight_changes import METHODS
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
-from engine.zero.config import EngineConfig
 from training.flags.arguments import REQUIRED, flag
-from training.flags.data_arguments import DataFlags
+from training.flags.measuring_flags import MeasuringFlags
 
 FRONTIER = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
 WITHOUT_DATA = ("known_texts_path", "reward_model_name_or_path", "reward_function", "max_kl")
 
 
 @dataclass(kw_only=True)
-class MergeFlags(DataFlags):
+class MergeFlags(MeasuringFlags):
     """Which models are merged, at which scales they are measured and on what, and which one is saved."""
 
-    phase: ClassVar[int] = 3
+    program: ClassVar[str] = "merge"
 
     data_path: list[str] = flag(
         [],
@@ -45,7 +45,7 @@ class MergeFlags(DataFlags):
     )
     max_shard_size: str = flag("50GB", "larger weight files are split")
 
-    reward_model_name_or_path: str | None = flag(None, "the reward model", group="measuring")
+    reward_model_name_or_path: str | None = flag(None, "the reward model", group="rewards")
     reward_function: str | None = flag(
         None, "a function or RewardSource class, as in step 3; with a reward model, scores add up"
     )
@@ -54,23 +54,12 @@ class MergeFlags(DataFlags):
         "texts whose words count as known, beside those of the prompts: data sets as step 1 reads them, such as the "
         "SFT model's own",
     )
-    num_eval_prompts: int = flag(128, "how many held-out prompts are answered at each scale")
-    max_prompt_seq_len: int = flag(256, "longest prompt, in tokens")
-    max_answer_seq_len: int = flag(256, "longest response, in tokens")
-    stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
-    temperature: float = flag(1.0, "of sampling")
-    per_device_eval_batch_size: int = flag(16, "responses of each rank side by side, and in one forward pass")
-    zero_stage: int = flag(0, "3 divides each model over the ranks; at 0 each rank has all of them", choices=(0, 3))
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
-        DataFlags.validate(self)
+        MeasuringFlags.validate(self)
         self.finite("scale", "max_kl")
-        self.above(0, "temperature", "max_kl")
-        self.at_least(1, "num_eval_prompts", "max_prompt_seq_len", "max_answer_seq_len", "per_device_eval_batch_size")
-        for name in ("preflight", "overwrite_output_dir"):
-            if getattr(self, name):
-                raise UserError(f"--{name}: the merge program has no use for it. Leave it out.")
+        self.above(0, "max_kl")
         bad = [scale for scale in self.scales if not abs(scale) < 1e6]
         if bad:
             raise UserError(f"--scales {bad[0]}: give finite numbers.")
@@ -103,18 +92,11 @@ class MergeFlags(DataFlags):
         chosen = [] if self.scale is None else [self.scale]
         return sorted({0.0, *self.scales, *chosen}) if self.data_path else []
 
+    @property
+    def reward_models(self) -> Sequence[str]:
+        """The one, if there is one."""
+        return [] if self.reward_model_name_or_path is None else [self.reward_model_name_or_path]
+
     def engine_spec(self) -> EngineSpec:
-        """What the engines are to be that measure: frozen ones of policy, reference, and reward model if there is
-        one."""
-        return EngineSpec(
-            actor_path=self.sft_model_name_or_path,
-            critic_path=None,
-            with_critic=False,
-            reward_path=self.reward_model_name_or_path,
-            with_reward_model=self.reward_model_name_or_path is not None,
-            trust_remote_code=self.trust_remote_code,
-            attention=self.attention,
-            dtype=str(self.dtype),
-            micro_batch_size=self.per_device_eval_batch_size,
-            **{role: EngineConfig(role, self.zero_stage) for role in ("actor", "reference", "reward")},
-        )
+        """What the engines are to be that measure."""
+        return self.spec_of(self.sft_model_name_or_path)

@@ -7,7 +7,8 @@ from torch import Tensor
 from engine.errors import UserError
 from engine.models.fit import listed
 from engine.models.places import same_model
-from engine.models.reading import read_config, read_tokenizer
+from engine.models.reading import read_config
+from training.measuring import check_same_tokens
 
 SFT, TRAINED = "--sft_model_name_or_path", "--trained_model_name_or_path"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")
@@ -26,15 +27,9 @@ def check_paths(sft: str, trained: Sequence[str]) -> None:
 
 def check_tokenizers(sft: str, trained: Sequence[str], trust_remote_code: bool = False) -> None:
     """Raise UserError where a model reads texts as other tokens than the SFT model."""
-    own = read_tokenizer(sft, SFT, trust_remote_code=trust_remote_code).get_vocab()
     for path in trained:
-        other = read_tokenizer(path, TRAINED, trust_remote_code=trust_remote_code).get_vocab()
-        if own != other:
-            differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
-            raise UserError(
-                f"{TRAINED} {path}: its vocabulary is another one than that of {SFT} {sft} ({len(other)} and "
-                f"{len(own)} tokens; {listed(differing)}). Only models that were trained from one model can be merged."
-            )
+        why = "Only models that were trained from one model can be merged."
+        check_same_tokens((SFT, sft), (TRAINED, path), why, trust_remote_code)
 
 
 def check_weights(

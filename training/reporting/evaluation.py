@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,13 +24,29 @@ from training.reporting.variety import compressed_bytes, distinct_bigrams, new_w
 EVAL_SEED = 0x5EED  # mixed into the run's seed: held-out samples share no random numbers with training
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a policy said to the held-out prompts.
+
+    rows: one a response, by prompt and then by sample: prompt, response, score, kl, tokens, and the parts of the score.
+    ended: whether each response came to an end of its own. score_parts, rewards: columns of the rows, what adds up to
+    the score where that is more than one thing, and what each of several sources said, before its weight.
+    """
+
+    rows: list[dict]
+    ended: list[bool]
+    score_parts: list[str]
+    rewards: list[str]
+
+
 class Evaluator:
     """Answers the same prompts with the same random numbers each time, so that scores differ by the policy alone.
 
     first_index: what a reward function's `rows` hold before the first held-out row, the training rows: it finds the row
     of held-out prompt i at first_index + i. before, first: what each prompt's answer measured before the first step,
     with which changes are paired, and the answers, beside which words are new; both set by `run(0)`. Where `before` has
-    no scores, or of other parts than now, they are another reward's: the score then has no change.
+    no scores, or of other parts than now, they are another reward's: the score then has no change. samples: responses
+    to each prompt; `run`, which pairs prompt by prompt, needs 1.
     """
 
     def __init__(
@@ -43,10 +60,12 @@ class Evaluator:
         first_index: int = 0,
         before: Units | None = None,
         first: Sequence[str] | None = None,
+        samples: int = 1,
     ):
         self.prompts, self.rollouts, self.experience_maker = prompts, rollouts, experience_maker
         self.sampling = dataclasses.replace(sampling, seed=sampling.seed ^ EVAL_SEED)
         self.tokenizer, self.first_index, self.before, self.first = tokenizer, first_index, before, first
+        self.samples = samples
 
     def run(self, step: int) -> tuple[dict[str, float], list[dict]]:
         """Metrics and one row a prompt (prompt, response, score, its parts, kl), the same on all ranks (all call this).
@@ -54,22 +73,9 @@ class Evaluator:
         step: after which the weights are what they are.
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
-        indices = self._own_prompts()
-        answered = self._answer(indices)
-        # Shifted only now: random numbers are keyed by the index among the held-out prompts.
-        shifted = dataclasses.replace(answered, indices=answered.indices + self.first_index)
-        experience = self.experience_maker.make_experience(shifted)
-        self.rollouts.release_memory()
-        rollout = experience.rollout  # without what follows an end that the sampler did not stop at
-        kl = experience.kl.sum(-1)
-        own = dict(zip(indices, sample_rows(rollout, experience.scores, kl, self.tokenizer)))
-        parts = experience.score_parts | {f"reward_{name}": reward for name, reward in experience.rewards.items()}
-        for name, part in parts.items():
-            for index, value in zip(indices, part.tolist()):
-                own[index][name] = value
-        found = {index: row for part in distributed.all_gather_objects(own) for index, row in part.items()}
-        rows = [found[index] for index in sorted(found)]
-        _stop_if_not_finite(rows, step)
+        assert self.samples == 1, "several samples of a prompt are not independent: `answers` has them"
+        answers = self.answers(step)
+        rows, parts = answers.rows, [*answers.score_parts, *answers.rewards]
         columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
         columns |= {name: name for name in parts}
         units = {name: [float(row[column]) for row in rows] for name, column in columns.items()}
@@ -78,13 +84,37 @@ class Evaluator:
             self.first = responses
         if self.first is not None:
             units["new_words"] = new_words(responses, self.first, [row["prompt"] for row in rows])
-        self.before = units if step == 0 else paired(self.before, experience.score_parts)
+        self.before = units if step == 0 else paired(self.before, answers.score_parts)
         metrics = with_errors(_estimates(units), self.before and _estimates(self.before))
         metrics["eval/score_std"] = statistics.pstdev(row["score"] for row in rows)
         metrics["eval/distinct_responses"] = float(len(set(responses)))
         metrics["eval/distinct_bigrams"] = float(distinct_bigrams(responses))
         metrics["eval/compressed_bytes"] = compressed_bytes(responses) / max(sum(row["tokens"] for row in rows), 1)
         return metrics, rows
+
+    def answers(self, step: int) -> Answers:
+        """Every response, the same on all ranks (all call this).
+
+        step: after which the weights are what they are, for messages.
+        Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
+        """
+        answered = self._answer(self._own_prompts())
+        # Shifted only now: random numbers are keyed by the index among the held-out prompts.
+        shifted = dataclasses.replace(answered, indices=answered.indices + self.first_index)
+        experience = self.experience_maker.make_experience(shifted)
+        self.rollouts.release_memory()
+        rollout = experience.rollout  # without what follows an end that the sampler did not stop at
+        rewards = {f"reward_{name}": reward for name, reward in experience.rewards.items()}
+        parts = {name: part.tolist() for name, part in (experience.score_parts | rewards).items()}
+        own = {}
+        for place, row in enumerate(sample_rows(rollout, experience.scores, experience.kl.sum(-1), self.tokenizer)):
+            key = answered.indices[place].item(), answered.samples[place].item()
+            row |= {name: part[place] for name, part in parts.items()}
+            own[key] = row, rollout.ended[place].item()
+        found = {key: each for rank in distributed.all_gather_objects(own) for key, each in rank.items()}
+        rows, ended = map(list, zip(*(found[key] for key in sorted(found)), strict=True))
+        _stop_if_not_finite(rows, step)
+        return Answers(rows, ended, list(experience.score_parts), list(rewards))
 
     def _own_prompts(self) -> list[int]:
         """This rank's prompts, equally many on all ranks: what is left over is filled up with repeats."""
@@ -96,7 +126,7 @@ class Evaluator:
         batch = collate_prompts(
             [self.prompts[index] for index in indices], keys, torch.zeros_like(keys), self.sampling.pad_token_id
         )
-        return self.rollouts.generate(batch.to(distributed.device()), self.sampling)
+        return self.rollouts.generate(batch.repeat(self.samples).to(distributed.device()), self.sampling)
 
 
 def _estimates(units: Units) -> dict[str, Estimate]:

@@ -54,7 +54,7 @@ READERS = {
     "reporting/compare_runs.py",
     "reporting/reward_change.py",
     "reporting/verdict.py",
-    "merge/frontier.py",
+    "measuring.py",
     *(
         f"reporting/health/{name}.py"
         for name in ("__init__", "optimization", "outlook", "policy", "responses", "sampler")

@@ -1,0 +1,63 @@
+"""The flags of programs that have finished models answer held-out prompts: merging and comparing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine.engine_spec import EngineSpec
+from engine.errors import UserError
+from engine.zero.config import EngineConfig
+from training.flags.arguments import flag
+from training.flags.data_arguments import DataFlags
+
+
+@dataclass(kw_only=True)
+class MeasuringFlags(DataFlags):
+    """Which prompts are answered, and how responses are drawn."""
+
+    phase: ClassVar[int] = 3
+    program: ClassVar[str]
+    """How messages call the program."""
+
+    num_eval_prompts: int = flag(128, "how many held-out prompts are answered by each model", group="measuring")
+    max_prompt_seq_len: int = flag(256, "longest prompt, in tokens")
+    max_answer_seq_len: int = flag(256, "longest response, in tokens")
+    stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
+    temperature: float = flag(1.0, "of sampling")
+    per_device_eval_batch_size: int = flag(16, "responses of each rank side by side, and in one forward pass")
+    zero_stage: int = flag(0, "3 divides each model over the ranks; at 0 each rank has all of them", choices=(0, 3))
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        DataFlags.validate(self)
+        self.above(0, "temperature")
+        self.at_least(1, "num_eval_prompts", "max_prompt_seq_len", "max_answer_seq_len", "per_device_eval_batch_size")
+        for name in ("preflight", "overwrite_output_dir"):
+            if getattr(self, name):
+                raise UserError(f"--{name}: the {self.program} program has no use for it. Leave it out.")
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Of prompts and responses, by the flags' names."""
+        return {"max_prompt_seq_len": self.max_prompt_seq_len, "max_answer_seq_len": self.max_answer_seq_len}
+
+    @property
+    def reward_models(self) -> Sequence[str]:
+        """The paths of the reward models."""
+        raise NotImplementedError
+
+    def spec_of(self, path: str) -> EngineSpec:
+        """What the engines are to be that measure the policy at `path`: frozen ones of policy, reference, and reward
+        models, of which the spec names the first."""
+        return EngineSpec(
+            actor_path=path,
+            critic_path=None,
+            with_critic=False,
+            reward_path=next(iter(self.reward_models), None),
+            with_reward_model=bool(self.reward_models),
+            trust_remote_code=self.trust_remote_code,
+            attention=self.attention,
+            dtype=str(self.dtype),
+            micro_batch_size=self.per_device_eval_batch_size,
+            **{role: EngineConfig(role, self.zero_stage) for role in ("actor", "reference", "reward")},
+        )
