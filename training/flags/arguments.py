@@ -171,6 +171,15 @@ class RunFlags:
         """All flags by name."""
         return dataclasses.asdict(self)
 
+    def read_paths(self) -> dict[str, list[str]]:
+        """The models and data sets that the run reads, by flag."""
+        endings = ("model_name_or_path", "data_path", "dataset_name")
+        found = {name: value for name, value in self.as_dict().items() if name.endswith(endings)}
+        return {
+            name: [path for path in (value if isinstance(value, list) else [value]) if path]
+            for name, value in found.items()
+        }
+
     def looks_at(self, path: str) -> bool:
         """Whether the model at `path` is to be read: in a dry run only if it, and an adapter's base, is on this
         machine."""

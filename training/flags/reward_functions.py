@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from engine.errors import UserError
 from engine.reward.base import HELD_OUT
@@ -44,7 +45,14 @@ def load_functions(args: RewardFunctionFlags) -> list[NamedFunction]:
     return [NamedFunction(*each) for each in zip(names(given), given, functions, weights, strict=True)]
 
 
-def load_given(name: str, args: RewardFunctionFlags) -> Callable:
+class BuiltInFlags(Protocol):
+    """The flags of built-in functions."""
+
+    answer_column: str | None
+    response_format: str | None
+
+
+def load_given(name: str, args: BuiltInFlags) -> Callable:
     """The built-in function of this name, or the user's; raises UserError where it cannot be had."""
     if name not in BUILT_IN:
         return load_function(name)

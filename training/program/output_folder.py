@@ -78,25 +78,23 @@ def _check_names(output_dir: Path) -> None:
 def _check_apart(args: RunFlags, output_dir: Path) -> None:
     """Raise UserError where the output folder is, contains or lies in a model or data set that the run reads."""
     own = output_dir.resolve()
-    for name, value in args.as_dict().items():
-        if name.endswith(("model_name_or_path", "data_path", "dataset_name")):
-            for given in _read_by(value if isinstance(value, list) else [value], name):
-                path = Path(given).expanduser().resolve()
-                if path.exists() and (own.is_relative_to(path) or path.is_relative_to(own)):
-                    how = "is" if own == path else "lies in" if own.is_relative_to(path) else "contains"
-                    raise UserError(
-                        f"--output_dir {output_dir}: it {how} --{name} {given}, which the run reads. Give a folder "
-                        "apart from it."
-                    )
+    for name, paths in args.read_paths().items():
+        for given in _read_by(paths, name):
+            path = Path(given).expanduser().resolve()
+            if path.exists() and (own.is_relative_to(path) or path.is_relative_to(own)):
+                how = "is" if own == path else "lies in" if own.is_relative_to(path) else "contains"
+                raise UserError(
+                    f"--output_dir {output_dir}: it {how} --{name} {given}, which the run reads. Give a folder "
+                    "apart from it."
+                )
 
 
-def _read_by(paths: Iterable[str | None], name: str) -> Iterator[str]:
+def _read_by(paths: Iterable[str], name: str) -> Iterator[str]:
     """What a run reads that is given these paths: of an adapter its base too."""
     for path in paths:
-        if path:
-            yield path
-            if is_adapter(path):
-                yield base_of(path, f"--{name}")
+        yield path
+        if is_adapter(path):
+            yield base_of(path, f"--{name}")
 
 
 def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:

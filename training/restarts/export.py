@@ -134,9 +134,26 @@ def export(
     assert found is not None, "a path was given"
     for line in found.passed_over:
         print(f"PASSED OVER: {line}", file=sys.stderr)
+    print(f"reads {found.folder}")
+    return write_export(
+        found, folder, model=model, ema=ema, dtype=dtype, max_shard_size=max_shard_size, adapter=adapter, base=base
+    )
+
+
+def write_export(
+    found: ResumePoint,
+    folder: Path,
+    *,
+    model: str = "actor",
+    ema: bool = False,
+    dtype: str | None = None,
+    max_shard_size: str = SHARD_SIZE,
+    adapter: bool = False,
+    base: str | None = None,
+) -> Path:
+    """`export`, of a point that was found, by one process; `folder` is not there, or empty."""
     if folder.resolve().is_relative_to(found.folder.resolve()):
         raise UserError(f"{folder} lies in the restart point {found.folder}, which would be damaged. Give another one.")
-    print(f"reads {found.folder}")
     tensors = _tensors(found, model, ema, dtype)
     source = found.folder / CONFIG / model
     if adapter or is_adapter(source):
