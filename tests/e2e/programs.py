@@ -116,7 +116,12 @@ def launch_program(path: Path, flags: dict, ranks: int) -> Result:
     return _launched(path, command_line(flags), ranks)
 
 
-def _launched(program: Path, words: list[str], ranks: int) -> Result:
+def launch_module(module: str, flags: dict, ranks: int) -> Result:
+    """The same of a program that is a module, `deepspeed --module training.merge`; raises TimeoutError."""
+    return _launched("--module", [module, *command_line(flags)], ranks)
+
+
+def _launched(program: Path | str, words: list[str], ranks: int) -> Result:
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
     launcher += ["--master_port", str(free_port())]
     return _started([*launcher, str(program), *words], ranks)

@@ -14,12 +14,12 @@ from typing import NoReturn
 
 import training.program.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
-from engine.errors import UserError
 from engine.models.reading import read_config, read_tokenizer
-from training.compare.answering import Answering, check_functions
+from training.compare.answering import Answering, functions_of
 from training.compare.flags import CompareFlags
 from training.compare.models import Model, config_of, exported, located, named
 from training.compare.report import DATA, PAGE, Comparison, table, write_json
+from training.flags.reward_functions import check_columns
 from training.measuring import check_answering, check_same_tokens, check_scoring, read_held_out
 from training.program.agreement import agreed, checked
 from training.program.model_files import check_positions
@@ -46,29 +46,24 @@ def check(args: CompareFlags) -> list[Model]:
     """Where the models stand, after a look at all that can be wrong; by one process. Raises: UserError."""
     check_run(args)
     models = [located(name, path) for name, path in named(args.models).items()]
-    check_models(args, models)
-    first, *others = [(model.what, config_of(model) or model.path) for model in models]
+    first, *others = [(model.what, config_of(model)) for model in models]
     for other in others:
         why = "Models are compared by what they make of the same tokens: give models with one tokenizer."
         check_same_tokens(first, other, why, args.trust_remote_code)
+    check_models(args, models)
     check_scoring(args, read_tokenizer(first[1], first[0], trust_remote_code=args.trust_remote_code))
-    check_functions(args)
+    functions_of(args)
     return models
 
 
 def check_models(args: CompareFlags, models: Sequence[Model]) -> None:
     """Raise UserError where one cannot answer; of a restart point only what can be seen before it is exported."""
     for model in models:
-        config = config_of(model)
-        if not model.is_point:
-            check_answering(args, model.path, model.what)
-        elif config is not None:
-            found = read_config(config, model.what, args.trust_remote_code)
-            check_positions(found, f"{model.what} {model.given}", **args.lengths)
+        if model.is_point:
+            config = read_config(config_of(model), model.what, args.trust_remote_code)
+            check_positions(config, f"{model.what} {model.given}", **args.lengths)
         else:
-            raise UserError(
-                f"{model.what} {model.given}: no policy is in this restart point. Give a run of step 1 or 3."
-            )
+            check_answering(args, model.path, model.what)
 
 
 def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
@@ -77,6 +72,7 @@ def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
     with phase("reading data"):
         tokenizer = read_tokenizer(first.path, first.what, trust_remote_code=args.trust_remote_code)
         held_out = agreed(lambda: read_held_out(args, tokenizer))
+        checked(lambda: check_columns(functions_of(args), {"the held-out prompts": held_out.prompts.rows[0]}))
     with phase("loading models"):
         answering = Answering(args, held_out, first)
     samples, prompts = {}, []

@@ -28,7 +28,7 @@ from engine.zero.gathering import full_shape
 from training.compare.flags import CompareFlags
 from training.compare.measures import Sample
 from training.compare.models import Model
-from training.flags.reward_functions import load_given
+from training.flags.reward_functions import NamedFunction, load_given
 from training.measuring import HeldOut, evaluator_of, function_source, rollouts_of, stored_names
 from training.merge.weights import stored_weights
 
@@ -90,10 +90,11 @@ class Answering:
 
     def _reward(self) -> RewardSource:
         """All rewards; the score is the first one's, the others are measured beside it."""
-        sources: list[RewardSource] = [RewardModel(scorer) for scorer in self.scorers]
-        for given in self.args.reward_function:
-            function = load_given(given, self.args)
-            sources.append(function_source(function, given, self.held_out.tokenizer, self.held_out.rows))
+        tokenizer, rows = self.held_out.tokenizer, self.held_out.rows
+        sources: list[RewardSource] = [
+            *(RewardModel(scorer) for scorer in self.scorers),
+            *(function_source(each.function, each.given, tokenizer, rows) for each in functions_of(self.args)),
+        ]
         return CombinedReward({str(place): (source, float(place == 0)) for place, source in enumerate(sources)})
 
     def _policy(self, model: Model) -> FrozenModel:
@@ -141,7 +142,6 @@ def reward_names(args: CompareFlags) -> list[str]:
     return found
 
 
-def check_functions(args: CompareFlags) -> None:
-    """Raise UserError for a reward function that cannot be loaded."""
-    for given in args.reward_function:
-        load_given(given, args)
+def functions_of(args: CompareFlags) -> list[NamedFunction]:
+    """The reward functions. Raises: UserError for one that cannot be loaded."""
+    return [NamedFunction(given, given, load_given(given, args), 1.0) for given in args.reward_function]

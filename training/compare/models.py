@@ -79,13 +79,20 @@ def _is_model(folder: Path) -> bool:
     return any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG))
 
 
-def config_of(model: Model) -> str | None:
-    """The folder with a model's configuration and tokenizer; None for a restart point that has none of a policy's."""
+def config_of(model: Model) -> str:
+    """The folder with a model's configuration and tokenizer. Raises: UserError for a restart point of a critic alone,
+    or of another program's."""
     if not model.is_point:
         return model.path
     points = [Path(model.path), *reversed(points_in(Path(model.path)))]
     folders = [point / CONFIG / part for point in points for part in ("actor", "model")]
-    return next((str(folder) for folder in folders if _is_model(folder)), None)
+    found = next((folder for folder in folders if _is_model(folder)), None)
+    if found is None:
+        raise UserError(
+            f"{model.what} {model.given}: no policy's configuration is in this restart point. Give a point of step 1 "
+            "or 3, or the folder of a saved model."
+        )
+    return str(found)
 
 
 @contextlib.contextmanager

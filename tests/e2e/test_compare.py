@@ -1,0 +1,200 @@
+"""The comparison program from its command line: its numbers beside a straight-line computation, and its messages."""
+
+import json
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from engine.experience_maker import ExperienceMaker
+from tests.distributed import plain
+from tests.e2e.programs import Result, assert_one_message, command_line, launch_module, run_here, snapshot
+from tests.tiny_adapters import make_adapter
+from tests.tiny_models import make_causal_lm
+from training.compare import __main__ as compare
+from training.program.startup import run
+
+
+@pytest.fixture(scope="module")
+def models(tiny, tmp_path_factory) -> Path:
+    """A folder with near/ (of the SFT model's architecture), same/ (a copy of it), other/ (a Llama), adapter, and
+    run/ (of two steps, with a restart point)."""
+    folder, generator = tmp_path_factory.mktemp("models"), torch.Generator().manual_seed(3)
+    for name, size in (("near", 0.1), ("same", 0.0)):
+        shutil.copytree(tiny.folder / "sft", folder / name)
+        state = load_file(folder / name / "model.safetensors")
+        moved = {key: value + size * torch.randn(value.shape, generator=generator) for key, value in state.items()}
+        save_file(moved, folder / name / "model.safetensors", {"format": "pt"})
+    make_causal_lm(folder / "other", "llama", seed=5)
+    make_adapter(folder / "lora", str(tiny.folder / "sft"))
+    return folder
+
+
+def flags_of(tiny, models: list, **changes) -> dict:
+    """Flags of a short comparison, with these changes."""
+    return {
+        "models": models,
+        "data_path": tiny.folder / "prompts.jsonl",
+        "reward_model_name_or_path": tiny.folder / "reward",
+        "num_eval_prompts": 9,
+        "max_prompt_seq_len": 6,
+        "max_answer_seq_len": 8,
+        "per_device_eval_batch_size": 4,
+        **changes,
+    }
+
+
+def compared(flags: dict, capfd) -> Result:
+    """Run the program in this process."""
+    capfd.readouterr()
+    with mock.patch("engine.distributed.shutdown"):
+        code = run(compare.main, compare.CompareFlags, compare.__doc__, command_line(flags))
+    return Result(code, *capfd.readouterr())
+
+
+def found_in(out: Path) -> dict:
+    """What was written."""
+    return json.loads((out / "comparison.json").read_text())
+
+
+def test_kl_is_that_of_plain_models_and_scores_are_those_of_responses(tiny, models, tmp_path, capfd):
+    make, seen = ExperienceMaker.make_experience, []
+
+    def noted(self, *args, **kwargs):
+        seen.append(make(self, *args, **kwargs))
+        return seen[-1]
+
+    folders = {"sft": tiny.folder / "sft", "near": models / "near", "other": models / "other"}
+    given = [f"{name}={folder}" for name, folder in folders.items()]
+    with mock.patch.object(ExperienceMaker, "make_experience", noted):
+        flags = flags_of(tiny, given, output_dir=tmp_path / "out", temperature=0.8, num_samples_per_prompt=2)
+        result = compared(flags, capfd)
+    assert result.code == 0, result.stderr
+    found = found_in(tmp_path / "out")
+    first = plain.policy(tiny.folder, "sft")
+    for model, experience in zip(found["models"], seen, strict=True):
+        rollout, own = experience.rollout, plain.policy(folders[model["name"]].parent, folders[model["name"]].name)
+        assert len(rollout) == 18, "nine prompts, two samples each"
+        with torch.no_grad():
+            apart = plain.logprobs(own, rollout, 0.8) - plain.logprobs(first, rollout, 0.8)
+        kl = (apart * rollout.response_mask).sum(-1)
+        assert model["kl"]["value"] == pytest.approx(kl.mean().item(), abs=1e-4)
+        tokens = rollout.response_mask.sum()
+        assert model["kl_per_token"]["value"] == pytest.approx((kl.sum() / tokens).item(), abs=1e-4)
+        assert model["tokens"]["value"] == pytest.approx(tokens.item() / 18)
+        assert model["ended"]["value"] == pytest.approx(rollout.ended.float().mean().item())
+        assert model["scores"]["reward"]["value"] == pytest.approx(experience.scores.mean().item(), abs=1e-5)
+    kls = {model["name"]: model["kl"]["value"] for model in found["models"]}
+    assert kls["sft"] == 0.0 and kls["near"] > 0.5 and kls["other"] > 1.0
+    scores = [sample["responses"]["near"]["scores"]["reward"] for sample in found["samples"]]
+    base = [sample["responses"]["sft"]["scores"]["reward"] for sample in found["samples"]]
+    pair = next(pair for pair in found["pairs"] if pair["model"] == "near")
+    wins = sum(one > two for one, two in zip(scores, base, strict=True))
+    assert (pair["wins"], pair["ties"]) == (wins, 18 - wins - pair["losses"])
+    assert pair["win_rate"]["value"] == pytest.approx((pair["wins"] + pair["ties"] / 2) / 18)
+    assert pair["difference"]["value"] == pytest.approx(sum(scores) / 18 - sum(base) / 18, abs=1e-6)
+
+
+def test_identical_models_are_even_and_rewards_stand_side_by_side(tiny, models, tmp_path, capfd):
+    (tmp_path / "rules.py").write_text("def words(prompts, responses): return [len(r.split()) for r in responses]\n")
+    given = [f"sft={tiny.folder / 'sft'}", f"near={models / 'near'}", f"same={models / 'same'}"]
+    flags = flags_of(tiny, given, output_dir=tmp_path / "out", reward_function=f"{tmp_path / 'rules.py'}:words")
+    result = compared(flags, capfd)
+    assert result.code == 0 and "same and sft tie on every response" in result.stdout, result.stderr
+    found = found_in(tmp_path / "out")
+    assert found["rewards"] == ["reward", "words"]
+    for pair in found["pairs"]:
+        if pair["model"] == "same":  # which took the place of other weights in one engine
+            even = {"value": 0.5, "low": 0.5, "high": 0.5, "p": 1.0, "null": 0.5, "differs": False}
+            assert pair["win_rate"] == even and pair["ties"] == 9 and pair["difference"]["value"] == 0.0
+    for sample in found["samples"]:
+        first, same = sample["responses"]["sft"], sample["responses"]["same"]
+        assert first == same and first["kl"] == 0.0
+        assert first["scores"]["words"] == len(first["response"].split())
+
+
+def test_restart_points_runs_and_adapters_are_models(tiny, models, tmp_path, capfd):
+    trained = tmp_path / "run"
+    flags = tiny.flags(3, output_dir=trained, save_steps=2, num_eval_prompts=2, actor_learning_rate=0.05)
+    result = run_here(3, flags, capfd)
+    assert result.code == 0, result.stderr
+    point = trained / "checkpoints" / "step_000002"
+    given = [f"sft={tiny.folder / 'sft'}", f"point={point}", f"run={trained}", f"lora={models / 'lora_adapter'}"]
+    before = snapshot(trained)
+    result = compared(flags_of(tiny, given, output_dir=tmp_path / "out", greedy=True), capfd)
+    assert result.code == 0, result.stderr
+    found = found_in(tmp_path / "out")
+    for sample in found["samples"]:
+        assert sample["responses"]["point"] == sample["responses"]["run"], "the run ended with that step"
+    assert all(
+        any(sample["responses"][name] != sample["responses"]["sft"] for sample in found["samples"])
+        for name in ("run", "lora")
+    )
+    assert snapshot(trained) == before and not (tmp_path / "out" / "exported").exists()
+    assert found["how"]["temperature"] is None and "no estimate" in found["how"]["kl"]
+
+
+def test_two_ranks_find_what_one_does(tiny, models, tmp_path, capfd):
+    given = [f"sft={tiny.folder / 'sft'}", f"near={models / 'near'}"]
+    flags = flags_of(tiny, given, num_samples_per_prompt=2)
+    assert compared({**flags, "output_dir": tmp_path / "one"}, capfd).code == 0
+    result = launch_module("training.compare", {**flags, "output_dir": tmp_path / "two"}, ranks=2)
+    assert result.code == 0, result.stderr
+    one, two = found_in(tmp_path / "one"), found_in(tmp_path / "two")
+    for ours, theirs in zip(one["samples"], two["samples"], strict=True):
+        assert ours["prompt"] == theirs["prompt"]
+        for name, response in ours["responses"].items():
+            other = theirs["responses"][name]
+            assert (response["response"], response["tokens"]) == (other["response"], other["tokens"])
+            assert response["scores"] == pytest.approx(other["scores"], abs=1e-5)
+            assert response["kl"] == pytest.approx(other["kl"], abs=1e-4)
+    assert [pair["win_rate"] for pair in one["pairs"]] == [pair["win_rate"] for pair in two["pairs"]]
+
+
+BAD = {
+    "one model": ({"models": ["sft"]}, "that is one model. Give two or more"),
+    "nothing to judge by": ({"reward_model_name_or_path": None}, "there is nothing to judge by"),
+    "no folder": ({"models": ["sft", "gone=/nowhere"]}, "--models gone: there is no folder /nowhere"),
+    "a reward model": ({"models": ["sft", "reward"]}, "is no language model but"),
+    "an empty folder": ({"models": ["sft", "empty"]}, "holds no config.json"),
+    "other tokens": ({"models": ["sft", "more"]}, "another one than that of --models sft"),
+    "one prompt": ({"num_eval_prompts": 1}, "--num_eval_prompts 1: must be at least 2"),
+    "greedy samples": ({"greedy": True, "num_samples_per_prompt": 2}, "all of them would be the same"),
+    "greedy heat": ({"greedy": True, "temperature": 0.5}, "greedily nothing is drawn"),
+    "a column": ({"reward_function": "math_verify", "answer_column": "sum"}, "asks for the column sum"),
+    "a function twice": ({"reward_function": ["format", "format"]}, "format is given twice"),
+    "overwriting": ({"overwrite_output_dir": True}, "the comparison program has no use for it"),
+    "a damaged point": ({"models": ["sft", "step_000007"]}, "--models step_000007: the restart point"),
+}
+
+
+@pytest.mark.parametrize("changes, message", BAD.values(), ids=BAD)
+def test_mistakes_have_one_message(tiny, models, tmp_path, capfd, monkeypatch, changes, message):
+    for name in ("empty", "step_000007/config/actor"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "step_000007" / "manifest.json").write_text("{}")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny.folder / "sft" / name, tmp_path / "step_000007" / "config" / "actor" / name)
+    for name in ("sft", "reward"):
+        (tmp_path / name).symlink_to(tiny.folder / name)
+    shutil.copytree(models / "near", tmp_path / "more")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "more")
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(tmp_path / "more")
+    monkeypatch.chdir(tmp_path)
+    flags = flags_of(tiny, ["sft", f"near={models / 'near'}"], output_dir=tmp_path / "out")
+    assert_one_message(compared({**flags, **changes}, capfd), [message])
+    assert not [path for path in tmp_path.glob("out/*") if path.suffix != ".lock"]
+
+
+def test_nothing_is_overwritten(tiny, models, tmp_path, capfd):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "comparison.json").write_text("mine")
+    given = [str(tiny.folder / "sft"), str(models / "near")]
+    for out, message in ((tmp_path / "out", "is not empty"), (models / "near" / "out", "it lies in --models")):
+        assert_one_message(compared(flags_of(tiny, given, output_dir=out), capfd), [message])
+    assert (tmp_path / "out" / "comparison.json").read_text() == "mine"
