@@ -18,6 +18,7 @@ from engine.models.reading import read_config, read_tokenizer
 from training.compare.answering import Answering, functions_of
 from training.compare.flags import CompareFlags
 from training.compare.models import Model, config_of, exported, located, named
+from training.compare.page import write_page
 from training.compare.report import DATA, PAGE, Comparison, table, write_json
 from training.flags.reward_functions import check_columns
 from training.measuring import check_answering, check_same_tokens, check_scoring, read_held_out
@@ -88,6 +89,7 @@ def report(args: CompareFlags, comparison: Comparison) -> None:
     """Print the table and write the files."""
     folder = Path(args.output_dir)
     write_json(folder / DATA, comparison)
+    write_page(folder / PAGE, comparison)
     print(f"\n{table(comparison)}\n\n{folder / PAGE} shows it with all responses, {DATA} has all numbers")
 
 

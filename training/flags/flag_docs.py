@@ -8,6 +8,7 @@ import types
 import typing
 
 from engine.algorithms import Dialect
+from training.compare.flags import CompareFlags
 from training.flags.algorithm_flags import DIALECT_FLAGS
 from training.flags.arguments import REQUIRED, RunFlags
 from training.flags.rlhf_arguments import RLHFFlags
@@ -33,6 +34,7 @@ STEPS = (
     ("Step 2, `training/step2_reward.py`", RewardFlags),
     ("Step 3, `training/step3_rlhf.py`", RLHFFlags),
     ("Merging, `python -m training.merge`", MergeFlags),
+    ("Comparing, `python -m training.compare`", CompareFlags),
 )
 
 
