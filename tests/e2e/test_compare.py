@@ -75,6 +75,7 @@ def test_kl_is_that_of_plain_models_and_scores_are_those_of_responses(tiny, mode
         result = compared(flags, capfd)
     assert result.code == 0, result.stderr
     found = found_in(tmp_path / "out")
+    assert (tmp_path / "out" / "comparison.html").read_text().startswith("<!DOCTYPE html>")
     first = plain.policy(tiny.folder, "sft")
     for model, experience in zip(found["models"], seen, strict=True):
         rollout, own = experience.rollout, plain.policy(folders[model["name"]].parent, folders[model["name"]].name)
