@@ -61,6 +61,9 @@ def relations(given: Given, found: Translation, ranks: int | None) -> None:
     _precision_and_adapters(given, found, estimator)
 
 
+LABELS = "columns are given to reward functions by their own names (docs/verifiable.md)"
+
+
 def _models(given: Given, found: Translation, estimator: str) -> None:
     reward, critic, remote = (given[name] for name in ("reward_pretrain", "critic_pretrain", "remote_rm_url"))
     if reward is not None and "," in str(reward):
@@ -69,10 +72,10 @@ def _models(given: Given, found: Translation, estimator: str) -> None:
         )
         reward = str(reward).split(",")[0]
     if remote is not None:
-        found.missing.append(
-            f"remote_rm_url {remote}: --reward_function takes score(prompts, responses) of a file, or a class that "
-            "asks a server (docs/extending.md)"
-        )
+        reward = None  # it is not asked then
+        _server(given, found)
+    elif given["label_key"] is not None:
+        found.missing.append(f"label_key {given['label_key']}: {LABELS}")
     if estimator != "gae" or critic is None:
         if reward is not None:
             found.add(
@@ -84,6 +87,20 @@ def _models(given: Given, found: Translation, estimator: str) -> None:
     found.add("critic_model_name_or_path", critic, "critic_pretrain")
     if reward is not None and reward != critic:
         found.add("reward_model_name_or_path", reward, "reward_pretrain")
+
+
+def _server(given: Given, found: Translation) -> None:
+    remote, label = str(given["remote_rm_url"]), given["label_key"]
+    urls = remote.split(",")
+    if not all(url.startswith(("http://", "https://")) for url in urls):
+        found.missing.append(
+            f"remote_rm_url {remote}: --reward_function takes score(prompts, responses) of a file (docs/verifiable.md)"
+        )
+        return
+    found.add("reward_url", urls, "remote_rm_url")
+    found.add("reward_url_form", "openrlhf", "what such a server is sent")
+    if label is not None:
+        found.add("reward_url_columns", [label], "label_key")
 
 
 def _data(given: Given, found: Translation) -> None:

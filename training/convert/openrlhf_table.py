@@ -146,7 +146,7 @@ RENAMED = {
 
 MODELS: dict[str, Entry] = {
     "pretrain": same("actor_model_name_or_path"),
-    **{name: related(None) for name in ("reward_pretrain", "critic_pretrain", "remote_rm_url")},
+    **{name: related(None) for name in ("reward_pretrain", "critic_pretrain", "remote_rm_url", "label_key")},
     "agent_func_path": absent(
         "responses of one turn are drawn; a reward of your own: --reward_function (docs/extending.md)"
     ),
@@ -161,7 +161,6 @@ DATA: dict[str, Entry] = {
     "prompt_split": absent("splits are chosen by their names: give the file of this one to --data_path", "train"),
     "eval_split": absent("give the file of this one to --eval_data_path", "train"),
     "input_key": related("input"),
-    "label_key": absent("columns are given to reward functions by their own names (docs/verifiable.md)"),
     "input_template": absent("write the prompts as they are to be, or as messages (docs/data.md)"),
     "apply_chat_template": idle("messages become text by the chat template, plain texts do not (docs/data.md)"),
     "max_samples": absent("cut the file: all prompts of --data_path are read", 1e8),

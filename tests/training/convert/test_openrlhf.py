@@ -125,15 +125,24 @@ def test_what_is_refused(tmp_path):
 
 def test_what_has_no_counterpart_is_listed(tmp_path):
     path = tmp_path / "train.sh"
-    path.write_text(SCRIPT.replace("{more}", "--async_train --remote_rm_url http://host:5000/get_reward --top_p 1.0"))
+    path.write_text(SCRIPT.replace("{more}", "--async_train --remote_rm_url rules.py --label_key answer --top_p 1.0"))
     text, missing = convert("openrlhf", str(path))
     assert [line.split(":")[0] for line in missing] == [
-        "remote_rm_url http",
+        "remote_rm_url rules.py",
         "lr_scheduler cosine_with_min_lr",
         "lr_warmup_ratio 0.03",
         "async_train true",
     ]
     assert all(f"#   {line}" in text for line in missing)
+
+
+def test_a_reward_server_is_asked_in_its_form_and_no_reward_model(tmp_path):
+    more = "--remote_rm_url http://a:5000/get_reward,http://b:5000/get_reward --label_key answer"
+    found = converted(tmp_path, more)
+    assert found["reward_url"] == ["http://a:5000/get_reward", "http://b:5000/get_reward"]
+    assert (found["reward_url_form"], found["reward_url_columns"]) == ("openrlhf", ["answer"])
+    assert "critic_model_name_or_path" not in found and "reward_model_name_or_path" not in found
+    assert parsed(tmp_path, more).reward_url == found["reward_url"]
 
 
 def test_every_flag_of_the_table_is_one_of_step_3_and_every_setting_a_field():
