@@ -60,6 +60,7 @@ def test_a_form_of_ones_own():
         (["a.py:f", "b.py:f", "c.py:f"], ["f", "f_2", "f_3"]),
         (["m:model", "m:histogram", "m:score_se"], ["model_2", "histogram_2", "score_se_2"]),
         (["math_verify", "format"], ["math_verify", "format"]),
+        (["a.py:server", "a.py:f"], ["server_2", "f"]),
     ],
 )
 def test_names_in_metrics(given, expected):
