@@ -1,10 +1,11 @@
 """Held-out prompts: what the actor answers, how it scores, how far it is from the reference."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,9 +100,7 @@ class Evaluator:
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
         answered = self._answer(self._own_prompts())
-        # Shifted only now: random numbers are keyed by the index among the held-out prompts.
-        shifted = dataclasses.replace(answered, indices=answered.indices + self.first_index)
-        experience = self.experience_maker.make_experience(shifted)
+        experience = self.experience_maker.make_experience(self._shifted(answered))
         self.rollouts.release_memory()
         rollout = experience.rollout  # without what follows an end that the sampler did not stop at
         rewards = {f"reward_{name}": reward for name, reward in experience.rewards.items()}
@@ -126,7 +125,24 @@ class Evaluator:
         batch = collate_prompts(
             [self.prompts[index] for index in indices], keys, torch.zeros_like(keys), self.sampling.pad_token_id
         )
-        return self.rollouts.generate(batch.repeat(self.samples).to(distributed.device()), self.sampling)
+        with self._finished_shifted():
+            return self.rollouts.generate(batch.repeat(self.samples).to(distributed.device()), self.sampling)
+
+    def _shifted(self, rollout: Rollout) -> Rollout:
+        """By the indices that reward functions know held-out rows by. Not before they are drawn: random numbers are
+        keyed by the index among the held-out prompts."""
+        return dataclasses.replace(rollout, indices=rollout.indices + self.first_index)
+
+    @contextlib.contextmanager
+    def _finished_shifted(self) -> Iterator[None]:
+        """What is called with responses that are done is told the same indices as what scores them afterwards."""
+        finished = self.rollouts.finished
+        if finished is not None:
+            self.rollouts.finished = lambda rollout: finished(self._shifted(rollout))
+        try:
+            yield
+        finally:
+            self.rollouts.finished = finished
 
 
 def _estimates(units: Units) -> dict[str, Estimate]:

@@ -1,0 +1,61 @@
+"""Held-out prompts are known to reward functions by the same indices while they are answered and afterwards."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.rollout.base import SamplingConfig
+from training.reporting.evaluation import Evaluator
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Of a rollout, what tells whose responses these are."""
+
+    indices: torch.Tensor
+
+
+class Rollouts:
+    """Gives a rollout of the prompts' indices, and calls `finished` with it before."""
+
+    def __init__(self, finished):
+        self.finished = finished
+
+    def generate(self, prompts, sampling):
+        answered = Answered(prompts.indices)
+        if self.finished is not None:
+            self.finished(answered)
+        return answered
+
+
+class Scored(Exception):
+    """Ends an evaluation when responses are scored."""
+
+
+def make_experience(rollout):
+    raise Scored(rollout.indices.tolist())
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_what_is_done_early_and_what_is_scored_have_the_same_indices(listens):
+    early = []
+
+    def finished(rollout):
+        early.append(rollout.indices.tolist())
+
+    rollouts = Rollouts(finished if listens else None)
+    evaluator = Evaluator(
+        [torch.tensor([5, 6]), torch.tensor([7]), torch.tensor([8])],
+        rollouts=rollouts,
+        experience_maker=SimpleNamespace(make_experience=make_experience),
+        sampling=SamplingConfig(max_new_tokens=2, stop_token_ids=(1,), pad_token_id=0),
+        tokenizer=None,
+        first_index=100,
+    )
+    with pytest.raises(Scored) as scored:
+        evaluator.run(0)
+    assert scored.value.args[0] == [100, 101, 102], "behind the 100 rows that are trained on"
+    assert early == ([[100, 101, 102]] if listens else [])
+    assert rollouts.finished is (finished if listens else None), "training's prompts are told as they are"
