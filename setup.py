@@ -28,7 +28,7 @@ setup(
     ],
     packages=[*find_packages(include=["engine", "engine.*", "training", "training.*"]), DS_CONFIGS],
     package_dir={DS_CONFIGS: "configs/ds"},
-    package_data={DS_CONFIGS: ["*.json"], "training.compare": ["*.css", "*.js"]},
+    package_data={DS_CONFIGS: ["*.json"], "training.pages": ["*.css", "*.js"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.9,<2.16",  # V100: up to 2.14 built for CUDA 12.6, or PyPI's up to 2.10 (docs/gpus.md)

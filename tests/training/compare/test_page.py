@@ -42,7 +42,7 @@ THREE = {"first": [0.0] * 8, "worse": [-1.0, -2.0] * 4, "mixed": [1.0, 1.0, 1.0,
 
 def data_in(text: str) -> dict:
     """What the page's script reads."""
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text)[1])
+    return json.loads(re.search(r'<script type="application/json" id="samples">(.*?)</script>', text)[1])
 
 
 def test_the_best_by_the_first_reward_comes_first():

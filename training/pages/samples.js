@@ -1,6 +1,6 @@
 "use strict";
 // The samples of the page: searched, filtered and sorted as a whole, and drawn a screen at a time.
-const data = JSON.parse(document.getElementById("data").textContent);
+const data = JSON.parse(document.getElementById("samples").textContent);
 const EACH = 20, LONGEST = 600;
 const [TEXT, SCORES, KL, TOKENS, ENDED, CHANGES] = [0, 1, 2, 3, 4, 5];
 const at = (name) => document.getElementById(name);
@@ -127,7 +127,7 @@ function go(by) {
   if (next < 0 || next >= found.length) return;
   start = next;
   draw();
-  at("samples").scrollIntoView();
+  at("list-of-samples").scrollIntoView();
   at("list").firstElementChild.focus({ preventScroll: true });
 }
 

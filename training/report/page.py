@@ -1,0 +1,257 @@
+"""A run, or several beside each other, as a page: held-out numbers, health, curves, samples, and how it was made."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from engine.algorithms import get_dialect
+from engine.errors import UserError
+from training.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table
+from training.report.runs import AFTER, BEFORE, Run, named
+from training.reporting.health import health
+from training.reporting.reward_change import scored_otherwise
+from training.reporting.standard_errors import with_error, within_noise
+
+POINTS = 1500  # of a curve at most: more than a screen is wide
+SEVERITIES = {"alarm": "worse", "look": "even", "fine": "better"}
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The whole file. runs: at least one, all of one step."""
+    charts = list(_charts(runs))
+    samples = _samples(runs)
+    body = [_missing(runs), _held_out(runs), _health(runs), _curves(charts)]
+    data: dict[str, object] = {"curves": [chart["data"] for chart in charts]}
+    scripts = ["charts.js"]
+    if samples is not None:
+        body.append(sample_section(samples))
+        data["samples"] = sample_data(samples)
+        scripts.append("samples.js")
+    body += [_choices(runs), _origin(runs)]
+    title = f"Report: {', '.join(run.name for run in runs)}"
+    told = "; ".join(
+        f"{run.name}: {run.kind}, {run.steps:,} steps, {run.rows[-1]['samples']:,} samples" for run in runs
+    )
+    return document(title, told, "\n".join(filter(None, body)), data, scripts)
+
+
+def _missing(runs: Sequence[Run]) -> str:
+    lines = [f"<li>{escape(run.name)}: not there: {escape(each)}</li>" for run in runs for each in run.missing]
+    return f'<ul class="verdicts">{"".join(lines)}</ul>' if lines else ""
+
+
+def evaluations(run: Run) -> tuple[Mapping, Mapping]:
+    """The rows of metrics before the first step and of the last evaluation behind it; empty where there is none."""
+    found = [row for row in run.rows if any(metric in row for _, metric in _measured(run))]
+    first = next((row for row in found if row["step"] == 0), {})
+    last = next((row for row in reversed(found) if row["step"] > 0), {})
+    return first, last
+
+
+def _measured(run: Run) -> list[tuple[str, str]]:
+    """Titles and metrics of what is measured on held-out examples."""
+    return [(title, metric) for charts in run.view.held_out.values() for title, metric in charts.items()]
+
+
+def _held_out(runs: Sequence[Run]) -> str:
+    """A table of the held-out metrics before and after, and their change; of each run."""
+    rows = []
+    for title, metric in _measured(runs[0]):
+        if metric.endswith("_change"):
+            continue
+        for place, run in enumerate(runs):
+            first, last = evaluations(run)
+            if metric not in last and metric not in first:
+                continue
+            if metric == "eval/score" and scored_otherwise(last):  # another reward's: nothing to compare with
+                first = {}
+            cells = [_told(first, metric), _told(last, metric), _change(first, last, metric)]
+            name = [dot(run.name, place)] if len(runs) > 1 else []
+            rows.append([escape(title), *name, *cells, f"{last.get('step', 0):,}"])
+    if not rows:
+        return "<section><h2>Held out</h2><p>Nothing was held out, or not measured yet.</p></section>"
+    head = ["", *(["run"] if len(runs) > 1 else []), "before", "after", "change", "at step"]
+    return f"""<section>
+<h2>Held out, before and after</h2>
+{table(head, rows, "held-out metrics before and after")}
+<p class="soft">± is one standard error; a change's is paired, example by example. (noise): within two of them.</p>
+</section>"""
+
+
+def _told(row: Mapping, metric: str) -> str:
+    return with_error(row[metric], row.get(f"{metric}_se")) if metric in row else ""
+
+
+def _change(first: Mapping, last: Mapping, metric: str) -> str:
+    if metric not in first or metric not in last:
+        return ""
+    change, error = last.get(f"{metric}_change", last[metric] - first[metric]), last.get(f"{metric}_change_se")
+    noise = " (noise)" if error is not None and within_noise(change, error) else ""
+    return with_error(change, error, sign="+") + noise
+
+
+def _health(runs: Sequence[Run]) -> str:
+    """What the curves of a PPO run say in words, and what to try."""
+    if runs[0].kind != "step 3":
+        return ""
+    lines = [
+        f'<li class="{SEVERITIES[finding.severity]}">'
+        f"{f'{escape(run.name)}: ' if len(runs) > 1 else ''}<strong>{escape(finding.severity)}</strong> "
+        f"{escape(finding.text)}</li>"
+        for run in runs
+        for finding in health(run.rows)
+    ]
+    return f'<section><h2>Health</h2><ul class="verdicts">{"".join(lines)}</ul></section>' if lines else ""
+
+
+def _charts(runs: Sequence[Run]) -> Iterator[dict]:
+    """section, title and data of each chart of which a run has values."""
+    view = runs[0].view
+    held_out = {section: {t: (metric,) for t, metric in charts.items()} for section, charts in view.held_out.items()}
+    for section, charts in {**held_out, **view.charts}.items():
+        for title, metrics in charts.items():
+            lines = list(_lines(runs, metrics))
+            if lines:
+                yield {"section": section, "title": title, "data": {"title": title, "lines": lines}}
+
+
+def _lines(runs: Sequence[Run], metrics: Sequence[str]) -> Iterator[dict]:
+    """Several runs have a colour each, and a metric a dash; of one run each metric has a colour."""
+    for place, run in enumerate(runs):
+        for number, metric in enumerate(metrics):
+            points = [
+                (row["step"], row[metric], row.get(f"{metric}_se"))
+                for row in run.rows
+                if math.isfinite(row.get(metric, math.nan))
+            ]
+            if points:
+                one = len(runs) == 1
+                label = metric if one else run.name if len(metrics) == 1 else f"{run.name}, {metric}"
+                colours = number + 1 if one else place + 1
+                yield {"label": label, "color": colours % 8, "dash": 0 if one else number, "points": thinned(points)}
+
+
+def thinned(points: Sequence[tuple]) -> list[tuple]:
+    """At most about POINTS of them, evenly, the last one included."""
+    every = -(-len(points) // POINTS)
+    kept = list(points[::every])
+    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+
+
+def _curves(charts: Sequence[Mapping]) -> str:
+    sections: dict[str, list[str]] = {}
+    for number, chart in enumerate(charts):
+        made = f'<div id="chart-{number}"><h4>{escape(chart["title"])}</h4></div>'
+        sections.setdefault(chart["section"], []).append(made)
+    made = "".join(
+        f'<h3>{escape(name)}</h3><div class="charts">{"".join(each)}</div>' for name, each in sections.items()
+    )
+    return f"""<section>
+<h2>Curves</h2>
+<p class="soft">Drag over a part of a curve to see it larger; with a curve focused arrow keys read its values, + and -
+zoom, 0 shows all. Bars are two standard errors to either side. metrics.jsonl has all numbers.</p>
+{made}
+<noscript>The curves need JavaScript; curves.png and metrics.jsonl have them, too.</noscript>
+</section>"""
+
+
+def _samples(runs: Sequence[Run]) -> Samples | None:
+    """Responses to the held-out prompts side by side: of one run before, in between and after; of several what each
+    ended with, beside the first one's before. None without such files."""
+    columns: dict[str, Sequence[Mapping]] = {}
+    if len(runs) == 1:
+        columns = {named(name): rows for name, rows in runs[0].samples.items()}
+    else:
+        start = next((run.samples[BEFORE] for run in runs if BEFORE in run.samples), None)
+        columns = {BEFORE: start} if start is not None else {}
+        columns |= {run.name: list(run.samples.values())[-1] for run in runs if set(run.samples) - {BEFORE}}
+    by_prompt = {name: {row["prompt"]: row for row in rows} for name, rows in columns.items()}
+    shared = [
+        prompt for prompt in next(iter(by_prompt.values()), {}) if all(prompt in rows for rows in by_prompt.values())
+    ]
+    if len(columns) < 2 or not shared:
+        return None
+    rows = []
+    for place, prompt in enumerate(shared):
+        answers = [by_prompt[name][prompt] for name in columns]
+        first = answers[0]["score"]
+        responses = [
+            Response(row["response"], [row["score"]], row["kl"], row["tokens"], True, [row["score"] - first])
+            for row in answers
+        ]
+        rows.append(SampleRow(prompt, place, 0, responses))
+    return Samples(list(columns), ["score"], 1, rows, f"samples/{AFTER}.jsonl")
+
+
+def departures(resolved: Mapping) -> list[tuple[str, object, object]]:
+    """In which fields a run's dialect departs from the one that it names: field, the named one's value, the run's."""
+    try:
+        usual = get_dialect(resolved["name"])
+    except UserError:  # one of the run's own
+        return []
+    plain = {name: getattr(usual, name) for name in resolved if hasattr(usual, name)}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+    return [(name, plain[name], value) for name, value in resolved.items() if name in plain and plain[name] != value]
+
+
+def _choices(runs: Sequence[Run]) -> str:
+    """What departs from the dialect; between several runs what differs; all flags behind a fold."""
+    made = []
+    for place, run in enumerate(runs):
+        dialect = run.start.get("dialect")
+        if dialect:
+            rows = [[escape(name), _value(usual), _value(own)] for name, usual, own in departures(dialect)]
+            made.append(f"<h3>{dot(run.name, place + 1)}: dialect {escape(dialect['name'])}</h3>")
+            made.append(
+                table(["field", "the dialect's", "this run's"], rows, "departures") if rows else "<p>as it is</p>"
+            )
+    if len(runs) > 1:
+        rows = [
+            [escape(name), *(_value(flat(run).get(name)) for run in runs)]
+            for name in dict.fromkeys(name for run in runs for name in flat(run))
+            if len({_value(flat(run).get(name)) for run in runs}) > 1
+        ]
+        made.append("<h3>What differs between the runs</h3>")
+        made.append(table(["", *(run.name for run in runs)], rows, "differences") if rows else "<p>Nothing.</p>")
+    for run in runs:
+        rows = [[escape(name), _value(value)] for name, value in flat(run).items()]
+        made.append(
+            f"<details><summary>all flags and fields of {escape(run.name)}</summary>"
+            f"{table(['', 'value'], rows, f'flags and fields of {run.name}')}</details>"
+        )
+    return f'<section class="wrap"><h2>Configuration</h2>{"".join(made)}</section>'
+
+
+def flat(run: Run) -> dict[str, object]:
+    """Flags, and the fields of the dialect behind `dialect/`, by name."""
+    fields = {f"dialect/{name}": value for name, value in (run.start.get("dialect") or {}).items()}
+    return {**run.flags, **fields}
+
+
+def _value(value: object) -> str:
+    return "-" if value is None else escape(str(value))
+
+
+def _origin(runs: Sequence[Run]) -> str:
+    """Command, commit, versions and machine of each start."""
+    made = []
+    for run in runs:
+        for number, start in enumerate(run.starts, 1):
+            again = f", start {number} of {len(run.starts)}" if len(run.starts) > 1 else ""
+            git = start.get("git")
+            commit = f"{git['commit']}{' with changes of its own' if git['dirty'] else ''}" if git else "not known"
+            versions = ", ".join(
+                f"{name} {version}" for name, version in (start.get("versions") or {}).items() if version
+            )
+            machine = start.get("machine") or {}
+            rows = [
+                ["started", _value(start.get("started"))],
+                ["commit", escape(commit)],
+                ["versions", escape(versions)],
+                ["ranks", f"{machine.get('world_size', '-')}, {_value(machine.get('accelerator'))}"],
+            ]
+            made.append(
+                f"<h3>{escape(run.name)}{again}</h3><pre>{escape(start.get('command', ''))}</pre>"
+                + table(["", ""], rows, f"how {run.name} was made")
+            )
+    return f'<section class="wrap"><h2>Made with</h2>{"".join(made)}</section>' if made else ""

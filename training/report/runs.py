@@ -1,0 +1,118 @@
+"""What the output folder of a run holds: metrics, samples, and the record of how it was started."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.errors import UserError
+from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.reporting.run_record import RUN_FILE, read_run_record
+from training.reporting.views import PPO, REWARD, SFT, View, averaged
+
+BEFORE, AFTER = "before", "after"
+VIEWS = {"step 1": SFT, "step 2": REWARD, "step 3": averaged(PPO)}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """rows: of metrics.jsonl. starts: of run.json, the last start last. samples: rows by the file's name without its
+    ending, in the order of steps. missing: what the folder does not hold, in words."""
+
+    name: str
+    folder: Path
+    rows: Sequence[Mapping]
+    starts: Sequence[Mapping]
+    samples: Mapping[str, Sequence[Mapping]] = field(default_factory=dict)
+    missing: Sequence[str] = ()
+
+    @property
+    def start(self) -> Mapping:
+        """The last start, or nothing where there is no run.json."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def flags(self) -> Mapping:
+        """By name."""
+        return self.start.get("flags", {})
+
+    @property
+    def kind(self) -> str:
+        """Which program wrote it, by its metrics."""
+        names = {name for row in self.rows for name in row}
+        if any(name.startswith(("objective/", "critic_pretrain/")) for name in names) or "eval/kl" in names:
+            return "step 3"
+        return "step 2" if {"train/pair_loss", "eval/pair_loss"} & names else "step 1"
+
+    @property
+    def view(self) -> View:
+        """Which metrics its charts show."""
+        return VIEWS[self.kind]
+
+    @property
+    def steps(self) -> int:
+        """The last step in metrics.jsonl."""
+        return max((row["step"] for row in self.rows), default=0)
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Each folder's run, named by the folder, or by its path where two have the same name.
+
+    Raises: UserError for a folder that holds no run, and for runs of different steps.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    if len(set(resolved)) < len(resolved):
+        twice = next(str(folder) for folder, path in zip(folders, resolved) if resolved.count(path) > 1)
+        raise UserError(f"{twice} is given twice. Give each run once.")
+    names = [path.name for path in resolved]
+    runs = [
+        read_run(folder, str(folder) if names.count(name) > 1 else name)
+        for folder, name in zip(folders, names, strict=True)
+    ]
+    if len({run.kind for run in runs}) > 1:
+        kinds = ", ".join(f"{run.name} of {run.kind}" for run in runs)
+        raise UserError(f"the runs are of different steps ({kinds}). Give runs of one step.")
+    return runs
+
+
+def read_run(folder: Path, name: str) -> Run:
+    """The run in a folder; raises UserError where there is no metrics.jsonl with a step in it."""
+    metrics = folder / METRICS_FILE
+    if not metrics.is_file():
+        raise UserError(f"{folder}: holds no {METRICS_FILE}. Give the --output_dir of a run.")
+    rows = read_metrics(metrics)
+    if not rows:
+        raise UserError(f"{metrics}: holds no step yet. Wait for the first one.")
+    missing = []
+    record = folder / RUN_FILE
+    starts = read_run_record(record) if record.is_file() else []
+    if not starts:
+        missing.append(f"{RUN_FILE}: how it was started is not known")
+    samples = read_samples(folder / "samples")
+    if any("eval/score" in row for row in rows):
+        missing += [f"samples/{each}.jsonl" for each in (BEFORE, AFTER) if each not in samples]
+    return Run(name, folder, rows, starts, samples, missing)
+
+
+def read_samples(folder: Path) -> dict[str, list[dict]]:
+    """Rows of each file of held-out samples: before, the steps in between, after. Raises: UserError."""
+    found = {path.stem: path for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith("_ema")}
+    order = [BEFORE, *(name for name in found if name.startswith("step_")), AFTER]
+    return {name: _lines(found[name]) for name in order if name in found}
+
+
+def _lines(path: Path) -> list[dict]:
+    rows = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                rows.append({name: row[name] for name in ("prompt", "response", "score", "kl", "tokens")})
+            except (ValueError, KeyError, TypeError):
+                raise UserError(f"{path}, line {number}: is no sample. Mend the file, or move it away.") from None
+    return rows
+
+
+def named(name: str) -> str:
+    """What a page calls a file of samples."""
+    return f"step {int(name.removeprefix('step_')):,}" if name.startswith("step_") else name
