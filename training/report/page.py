@@ -66,7 +66,7 @@ def _held_out(runs: Sequence[Run]) -> str:
             if metric == "eval/score" and scored_otherwise(last):  # another reward's: nothing to compare with
                 first = {}
             cells = [_told(first, metric), _told(last, metric), _change(first, last, metric)]
-            name = [dot(run.name, place)] if len(runs) > 1 else []
+            name = [dot(run.name, place + 1)] if len(runs) > 1 else []
             rows.append([escape(title), *name, *cells, f"{last.get('step', 0):,}"])
     if not rows:
         return "<section><h2>Held out</h2><p>Nothing was held out, or not measured yet.</p></section>"

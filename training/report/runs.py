@@ -56,7 +56,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Each folder's run, named by the folder, or by its path where two have the same name.
+    """Each folder's run, named by the folder, with as many of those above it as tell them apart.
 
     Raises: UserError for a folder that holds no run, and for runs of different steps.
     """
@@ -64,15 +64,19 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     if len(set(resolved)) < len(resolved):
         twice = next(str(folder) for folder, path in zip(folders, resolved) if resolved.count(path) > 1)
         raise UserError(f"{twice} is given twice. Give each run once.")
-    names = [path.name for path in resolved]
-    runs = [
-        read_run(folder, str(folder) if names.count(name) > 1 else name)
-        for folder, name in zip(folders, names, strict=True)
-    ]
+    runs = [read_run(folder, name) for folder, name in zip(folders, _told_apart(resolved), strict=True)]
     if len({run.kind for run in runs}) > 1:
         kinds = ", ".join(f"{run.name} of {run.kind}" for run in runs)
         raise UserError(f"the runs are of different steps ({kinds}). Give runs of one step.")
     return runs
+
+
+def _told_apart(paths: Sequence[Path]) -> list[str]:
+    """The fewest last parts of paths that are all different."""
+    count = 1
+    while len({path.parts[-count:] for path in paths}) < len(paths):
+        count += 1
+    return ["/".join(path.parts[-count:]) for path in paths]
 
 
 def read_run(folder: Path, name: str) -> Run:

@@ -94,6 +94,13 @@ def test_two_runs_have_a_colour_each_and_what_differs(tmp_path):
     assert block(text, "samples")["names"] == ["before", "one", "two"]
 
 
+def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path):
+    runs = [a_run(tmp_path / folder / "out" / "ppo") for folder in ("one", "two")]
+    text = report(*runs, tmp_path / "both.html")
+    assert block(text, "samples")["names"] == ["before", "one/out/ppo", "two/out/ppo"]
+    assert str(tmp_path) not in text.split("Configuration")[0]
+
+
 def test_a_run_that_broke_off_says_what_is_missing(tmp_path):
     folder = a_run(tmp_path / "ppo")
     rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
