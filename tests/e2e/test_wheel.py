@@ -37,6 +37,8 @@ def test_it_holds_the_packages_and_the_engines_configurations(wheel):
     expected = {path.relative_to(ROOT) for name in ("engine", "training") for path in (ROOT / name).rglob("*.py")}
     configs = sorted((ROOT / "configs" / "ds").glob("*.json"))
     expected |= {Path("engine/zero/configs", path.name) for path in configs}
+    pages = ROOT / "training" / "pages"
+    expected |= {path.relative_to(ROOT) for pattern in ("*.css", "*.js") for path in pages.glob(pattern)}
     found = {path.relative_to(wheel) for path in wheel.rglob("*") if path.is_file()}
     assert {path for path in found if not path.parts[0].endswith(".dist-info")} == expected
     for path in configs:

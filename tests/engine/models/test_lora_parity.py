@@ -17,7 +17,7 @@ from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec, adapt
 from tests.tiny_models import VOCABULARY, make_causal_lm
 
-DIM, CLOSE = 4, 1e-6
+DIM, CLOSE = 4, 5e-6  # rounding, of processors that sum in another order, too
 MODULE_NAMES = {"llama": "layers.", "opt": "decoder.layers."}
 SEQUENCES = torch.arange(3, 3 + 2 * 9).view(2, 9) % VOCABULARY
 MASK = torch.ones_like(SEQUENCES)
@@ -109,8 +109,11 @@ def test_outputs_and_gradients_are_the_same(both):
     own = {name.replace(".base_layer", ""): p for name, p in policy.model.named_parameters() if p.requires_grad}
     trained = {name for name in rest if not name.endswith(".left")}
     assert trained == {name for name in own if ".lora_" not in name}
-    for name in trained:
-        assert relative(own[name].grad, rest[name].grad) < CLOSE, name
+    for (
+        name
+    ) in trained:  # that of a key's bias is 0, as it moves all scores of a query alike: nothing is relative to it
+        error = (own[name].grad - rest[name].grad).norm().item()
+        assert error < CLOSE * max(rest[name].grad.norm().item(), 1.0), name
 
 
 def test_fused_weights_are_the_same_and_compute_the_same(both):

@@ -42,7 +42,7 @@ FAMILIES = {
     "mfu/{}": {"mfu/generate", "mfu/make_experience", "mfu/train"},
     "time/{}": {"time/generate", "time/make_experience", "time/train"},
     "objective/{}": {f"objective/{part}" for part in SCORE_PARTS},
-    "reward/{}": {"reward/model", "reward/function"},
+    "reward/{}": {"reward/model", "reward/function", "reward/server"},
     "eval/{}": {f"eval/{name}" for name in EVALUATED},
     "eval/ema_{}": {f"eval/ema_{name}" for name in EVALUATED},
 }
@@ -55,6 +55,8 @@ READERS = {
     "reporting/reward_change.py",
     "reporting/verdict.py",
     "measuring.py",
+    "report/page.py",
+    "report/runs.py",
     *(
         f"reporting/health/{name}.py"
         for name in ("__init__", "optimization", "outlook", "policy", "responses", "sampler")
