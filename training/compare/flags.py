@@ -1,6 +1,5 @@
 """The flags of the comparison program."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,8 +8,7 @@ from engine.errors import UserError
 from training.compare.models import named
 from training.flags.arguments import REQUIRED, flag
 from training.flags.measuring_flags import MeasuringFlags
-
-FOR_FUNCTIONS = {"answer_column": "math_verify", "response_format": "format"}
+from training.flags.reward_function_flags import check_built_in
 
 
 @dataclass(kw_only=True)
@@ -69,18 +67,7 @@ class CompareFlags(MeasuringFlags):
             twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
             if twice is not None:
                 raise UserError(f"--{name}: {twice} is given twice. Give it once.")
-        self._validate_functions()
-
-    def _validate_functions(self) -> None:
-        for name, function in FOR_FUNCTIONS.items():
-            if getattr(self, name) is not None and function not in self.reward_function:
-                raise UserError(f"--{name} {getattr(self, name)} needs --reward_function {function}.")
-        try:
-            re.compile(self.response_format or "")
-        except re.error as error:
-            raise UserError(
-                f"--response_format {self.response_format}: is no regular expression ({error}). Mend it."
-            ) from None
+        check_built_in(self)
 
     @property
     def reward_models(self) -> Sequence[str]:

@@ -64,22 +64,23 @@ class RewardFunctionFlags(AlgorithmFlags):
             raise UserError(
                 "--overlap_rewards needs --reward_function or --reward_url: it is not for the reward model."
             )
-        for name, function in (("answer_column", "math_verify"), ("response_format", "format")):
-            if getattr(self, name) is not None and function not in functions:
-                raise UserError(f"--{name} {getattr(self, name)} needs --reward_function {function}.")
-        try:
-            re.compile(self.response_format or "")
-        except re.error as error:
-            raise UserError(
-                f"--response_format {self.response_format}: is no regular expression ({error}). Mend it."
-            ) from None
-
-    @property
-    def other_rewards(self) -> list[str]:
-        """What scores beside the reward model, in the order of --reward_weights."""
-        return self.reward_function
+        check_built_in(self)
 
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:
         """Also for the name that --reward_weights had when there was one function."""
         return f"Give --reward_weights {value}." if name == "reward_function_weight" else super().no_flag(name, value)
+
+
+def check_built_in(args) -> None:
+    """Raise UserError for a column or a form that belongs to no function, or is none. args: flags with
+    `reward_function`, `answer_column` and `response_format`."""
+    for name, function in (("answer_column", "math_verify"), ("response_format", "format")):
+        if getattr(args, name) is not None and function not in args.reward_function:
+            raise UserError(f"--{name} {getattr(args, name)} needs --reward_function {function}.")
+    try:
+        re.compile(args.response_format or "")
+    except re.error as error:
+        raise UserError(
+            f"--response_format {args.response_format}: is no regular expression ({error}). Mend it."
+        ) from None

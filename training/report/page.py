@@ -42,7 +42,8 @@ def _missing(runs: Sequence[Run]) -> str:
 
 def evaluations(run: Run) -> tuple[Mapping, Mapping]:
     """The rows of metrics before the first step and of the last evaluation behind it; empty where there is none."""
-    found = [row for row in run.rows if any(metric in row for _, metric in _measured(run))]
+    metrics = [metric for _, metric in _measured(run)]
+    found = [row for row in run.rows if any(metric in row for metric in metrics)]
     first = next((row for row in found if row["step"] == 0), {})
     last = next((row for row in reversed(found) if row["step"] > 0), {})
     return first, last

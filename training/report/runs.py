@@ -16,11 +16,12 @@ VIEWS = {"step 1": SFT, "step 2": REWARD, "step 3": averaged(PPO)}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """rows: of metrics.jsonl. starts: of run.json, the last start last. samples: rows by the file's name without its
+    """kind: which step wrote it, of VIEWS. rows: of metrics.jsonl. starts: of run.json, the last start last. samples: rows by the file's name without its
     ending, in the order of steps. missing: what the folder does not hold, in words."""
 
     name: str
     folder: Path
+    kind: str
     rows: Sequence[Mapping]
     starts: Sequence[Mapping]
     samples: Mapping[str, Sequence[Mapping]] = field(default_factory=dict)
@@ -35,14 +36,6 @@ class Run:
     def flags(self) -> Mapping:
         """By name."""
         return self.start.get("flags", {})
-
-    @property
-    def kind(self) -> str:
-        """Which program wrote it, by its metrics."""
-        names = {name for row in self.rows for name in row}
-        if any(name.startswith(("objective/", "critic_pretrain/")) for name in names) or "eval/kl" in names:
-            return "step 3"
-        return "step 2" if {"train/pair_loss", "eval/pair_loss"} & names else "step 1"
 
     @property
     def view(self) -> View:
@@ -71,6 +64,14 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     return runs
 
 
+def kind_of(rows: Sequence[Mapping]) -> str:
+    """Which program wrote these metrics."""
+    names = {name for row in rows for name in row}
+    if any(name.startswith(("objective/", "critic_pretrain/")) for name in names) or "eval/kl" in names:
+        return "step 3"
+    return "step 2" if {"train/pair_loss", "eval/pair_loss"} & names else "step 1"
+
+
 def _told_apart(paths: Sequence[Path]) -> list[str]:
     """The fewest last parts of paths that are all different."""
     count = 1
@@ -95,7 +96,7 @@ def read_run(folder: Path, name: str) -> Run:
     samples = read_samples(folder / "samples")
     if any("eval/score" in row for row in rows):
         missing += [f"samples/{each}.jsonl" for each in (BEFORE, AFTER) if each not in samples]
-    return Run(name, folder, rows, starts, samples, missing)
+    return Run(name, folder, kind_of(rows), rows, starts, samples, missing)
 
 
 def read_samples(folder: Path) -> dict[str, list[dict]]:
