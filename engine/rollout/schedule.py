@@ -37,11 +37,19 @@ class Schedule:
 
         Returns: rows to be moved, and where to. Behind it rows 0 to len(living) - 1 are in use.
         """
-        stays = [not request.finished for request in self.living]
-        kept = sum(stays)
-        targets = [row for row in range(kept) if not stays[row]]
-        sources = [row for row in range(kept, len(stays)) if stays[row]]
+        sources, targets, kept = rows_to_move([not request.finished for request in self.living])
         for source, target in zip(sources, targets, strict=True):
             self.living[target] = self.living[source]
         del self.living[kept:]
         return sources, targets
+
+
+def rows_to_move(stays: Sequence[bool]) -> tuple[list[int], list[int], int]:
+    """How rows that stay come to stand in rows 0 to n - 1: the last of them take the places of those that leave.
+
+    stays: of each row. Returns: rows to be moved, where to, and n.
+    """
+    kept = sum(stays)
+    targets = [row for row in range(kept) if not stays[row]]
+    sources = [row for row in range(kept, len(stays)) if stays[row]]
+    return sources, targets, kept

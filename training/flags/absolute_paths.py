@@ -4,14 +4,14 @@ import dataclasses
 import os
 from pathlib import Path
 
-from training.flags.arguments import RunFlags
+from training.flags.arguments import ProgramFlags
 
 WRITTEN = ("output_dir", "tensorboard_path", "data_output_path")
 """Folders that may still have to be made; what is read is a path only if it stands there, else a name on the Hub."""
 READ = ("_path", "_dataset_name", "config", "resume", "reward_function")
 
 
-def make_paths_absolute(args: RunFlags) -> None:
+def make_paths_absolute(args: ProgramFlags) -> None:
     """Replace each flag's relative path by the absolute one; links stay as they are."""
     for spec in dataclasses.fields(args):
         value = getattr(args, spec.name)

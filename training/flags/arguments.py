@@ -51,14 +51,63 @@ class OldFlag:
 
 
 @dataclass(kw_only=True)
-class RunFlags:
-    """What all three steps share."""
+class ProgramFlags:
+    """What every program's flags can do: stand in a YAML file, and be checked."""
 
     old_flags: ClassVar[dict[str, OldFlag]] = {}
 
     config: str | None = flag(
         None, "YAML file with flags by name (without dashes); those on the command line win", group="the run"
     )
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work; called after parsing. By default all can."""
+
+    @classmethod
+    def no_flag(cls, name: str, value: str) -> str | None:
+        """What is said of an unknown flag or key `name` with this value, where that is no misspelling."""
+        return None
+
+    @classmethod
+    def not_overridden(cls, file: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
+        """What remains of a YAML file's settings beside those of the command line; both by flag.
+
+        A flag that the command line gives again needs no care here: its value replaces the file's.
+        """
+        return dict(file)
+
+    def as_dict(self) -> dict:
+        """All flags by name."""
+        return dataclasses.asdict(self)
+
+    def at_least(self, lowest: float, *names: str) -> None:
+        """Raise UserError unless each named flag that is set is finite and at least `lowest`."""
+        self._each(names, lambda value: value >= lowest, f"at least {lowest}")
+        self._each(names, lambda value: value != math.inf, "finite")
+
+    def above(self, bound: float, *names: str) -> None:
+        """Raise UserError unless each named flag that is set is greater than `bound`."""
+        self._each(names, lambda value: value > bound, f"greater than {bound}")
+
+    def at_most(self, highest: float, *names: str) -> None:
+        """Raise UserError unless each named flag that is set is at most `highest`."""
+        self._each(names, lambda value: value <= highest, f"at most {highest}")
+
+    def finite(self, *names: str) -> None:
+        """Raise UserError unless each named flag that is set is a finite number."""
+        self._each(names, math.isfinite, "finite")
+
+    def _each(self, names: Collection[str], met: Callable[[float], bool], what: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not met(value):
+                raise UserError(f"--{name} {value}: must be {what}.")
+
+
+@dataclass(kw_only=True)
+class RunFlags(ProgramFlags):
+    """What all three steps share."""
+
     output_dir: str = flag(REQUIRED, "folder for models, metrics and restart points")
     overwrite_output_dir: bool = flag(False, "overwrite what stands in --output_dir")
     dry_run: bool = flag(
@@ -119,7 +168,7 @@ class RunFlags:
     )
 
     def validate(self) -> None:
-        """Raise UserError for values that cannot work; called after parsing."""
+        """As ProgramFlags has it."""
         self.at_least(0, "seed", "grace_seconds")
         self.above(0, "timeout_minutes")
         self.at_most(2**31 - 1, "seed")
@@ -133,21 +182,13 @@ class RunFlags:
 
     @classmethod
     def no_flag(cls, name: str, value: str) -> str | None:
-        """What is said of an unknown flag or key `name` with this value, where that is no misspelling."""
+        """As ProgramFlags has it."""
         if name == "max_restarts":
             return (
                 "It stands before the launcher: python -m training.program.restarting --max_restarts "
                 f"{value} deepspeed ... runs the command again after it died."
             )
         return None
-
-    @classmethod
-    def not_overridden(cls, file: Mapping[str, object], given: Mapping[str, object]) -> dict[str, object]:
-        """What remains of a YAML file's settings beside those of the command line; both by flag.
-
-        A flag that the command line gives again needs no care here: its value replaces the file's.
-        """
-        return dict(file)
 
     @property
     def attention(self) -> Attention:
@@ -167,10 +208,6 @@ class RunFlags:
         LANGUAGE_MODEL or CLASSIFIER."""
         self.attention.check(path, kind, str(self.dtype), name, self.trust_remote_code)
 
-    def as_dict(self) -> dict:
-        """All flags by name."""
-        return dataclasses.asdict(self)
-
     def read_paths(self) -> dict[str, list[str]]:
         """The models and data sets that the run reads, by flag."""
         endings = ("model_name_or_path", "data_path", "dataset_name")
@@ -184,29 +221,6 @@ class RunFlags:
         """Whether the model at `path` is to be read: in a dry run only if it, and an adapter's base, is on this
         machine."""
         return not self.dry_run or (Path(path).exists() and Path(base_of(path, "model")).exists())
-
-    def at_least(self, lowest: float, *names: str) -> None:
-        """Raise UserError unless each named flag that is set is finite and at least `lowest`."""
-        self._each(names, lambda value: value >= lowest, f"at least {lowest}")
-        self._each(names, lambda value: value != math.inf, "finite")
-
-    def above(self, bound: float, *names: str) -> None:
-        """Raise UserError unless each named flag that is set is greater than `bound`."""
-        self._each(names, lambda value: value > bound, f"greater than {bound}")
-
-    def at_most(self, highest: float, *names: str) -> None:
-        """Raise UserError unless each named flag that is set is at most `highest`."""
-        self._each(names, lambda value: value <= highest, f"at most {highest}")
-
-    def finite(self, *names: str) -> None:
-        """Raise UserError unless each named flag that is set is a finite number."""
-        self._each(names, math.isfinite, "finite")
-
-    def _each(self, names: Collection[str], met: Callable[[float], bool], what: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not met(value):
-                raise UserError(f"--{name} {value}: must be {what}.")
 
 
 LONGEST_PATH, LONGEST_PART = 4095, 255  # bytes of a path and of a name in it, by Linux

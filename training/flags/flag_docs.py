@@ -10,7 +10,7 @@ import typing
 from engine.algorithms import Dialect
 from training.compare.flags import CompareFlags
 from training.flags.algorithm_flags import DIALECT_FLAGS
-from training.flags.arguments import REQUIRED, RunFlags
+from training.flags.arguments import REQUIRED, ProgramFlags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import RewardFlags, SFTFlags
 from training.merge.flags import MergeFlags
@@ -43,7 +43,7 @@ def document() -> str:
     return "\n".join([HEAD, *(section(title, flags_class) for title, flags_class in STEPS)])
 
 
-def section(title: str, flags_class: type[RunFlags]) -> str:
+def section(title: str, flags_class: type[ProgramFlags]) -> str:
     """The flags of one program: a table for each group, and one of those that have nothing left to do."""
     hints = typing.get_type_hints(flags_class)
     lines = [f"## {title}"]

@@ -1,6 +1,6 @@
 """What is said of a flag that this step does not have and another one has."""
 
-from training.flags.arguments import RunFlags
+from training.flags.arguments import ProgramFlags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import RewardFlags, SFTFlags
 
@@ -20,7 +20,7 @@ IN_STEPS_1_AND_2 = {
 }
 
 
-def flag_of_other_steps(arguments_class: type[RunFlags], name: str) -> str | None:
+def flag_of_other_steps(arguments_class: type[ProgramFlags], name: str) -> str | None:
     """Of which steps `name` is a flag, and what there is here in its place; None where no other step has it."""
     steps = [str(step) for other, step in STEPS.items() if name in other.__dataclass_fields__]
     if not steps or name in arguments_class.__dataclass_fields__:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from engine.errors import UserError, nearest_names
-from training.flags.arguments import REQUIRED, OldFlag, RunFlags, check_name
+from training.flags.arguments import REQUIRED, OldFlag, ProgramFlags, check_name
 from training.flags.other_steps import flag_of_other_steps
 from training.flags.yaml_file import read_yaml
 from training.reporting.sample_tables import visible
@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_flags(
-    arguments_class: type[RunFlags],
+    arguments_class: type[ProgramFlags],
     argv: Sequence[str],
     description: str,
     say: Callable[[str], None] = lambda line: None,
@@ -52,7 +52,7 @@ def parse_flags(
     return args
 
 
-def _parser(arguments_class: type[RunFlags], description: str, defaults: bool = True) -> _Parser:
+def _parser(arguments_class: type[ProgramFlags], description: str, defaults: bool = True) -> _Parser:
     """defaults: whether flags that are not given have their default, or are missing where they are required."""
     parser = _Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=defaults)
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # the launcher's
@@ -92,7 +92,7 @@ def _shortened(text: str) -> str:
     return line if len(line) <= 400 else f"{line[:300]} ... {line[-97:]}"
 
 
-def _refuse_unknown(arguments_class: type[RunFlags], argv: Sequence[str], known: Sequence[str]) -> None:
+def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], known: Sequence[str]) -> None:
     for place, word in enumerate(argv):
         name, sign, value = word.partition("=")
         if name.startswith("--") and name[2:] not in (*known, *UNTOLD):
@@ -103,7 +103,7 @@ def _refuse_unknown(arguments_class: type[RunFlags], argv: Sequence[str], known:
             raise UserError(f"{word}: -- is no value. --help lists the flags.")
 
 
-def _hint(arguments_class: type[RunFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
+def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
     """What is to be done about an unknown flag or key."""
     sentence = arguments_class.no_flag(name, _shortened(value)) or flag_of_other_steps(arguments_class, name)
     if sentence:
@@ -114,7 +114,7 @@ def _hint(arguments_class: type[RunFlags], name: str, value: str, names: Sequenc
     return f" Did you mean {near}?" if near else " --help lists the flags."
 
 
-def _file_words(arguments_class: type[RunFlags], argv: Sequence[str], known: Sequence[str]) -> list[str]:
+def _file_words(arguments_class: type[ProgramFlags], argv: Sequence[str], known: Sequence[str]) -> list[str]:
     """The YAML file's settings as words of a command line, each tried on its own so that a mistake names its key."""
     parser = _parser(arguments_class, "", defaults=False)
     given = vars(parser.parse_known_args(argv)[0])
