@@ -1,8 +1,8 @@
 """One model's responses, decoded side by side; others may begin while these are under way.
 
 The parts are those of the rollouts: their cache, in which rows come and go, and their passes, recorded on CPUs and as
-CUDA graphs on GPUs. Their loop (engine/rollout/decode.py) is another one: it knows all its prompts when it begins, draws
-all of them alike, and looks at what was drawn every few tokens only.
+CUDA graphs on GPUs. Their loop (engine/rollout/decode.py) is another one: it knows all its prompts when it begins,
+draws all of them alike, and looks at what was drawn every few tokens only.
 """
 
 from collections.abc import Sequence

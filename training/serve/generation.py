@@ -85,7 +85,9 @@ class Generation:
     def take(self, token: int, logits: Tensor) -> None:
         """Take the token that was drawn from these logits (V,)."""
         self.tokens.append(token)
-        logprobs = (_token_logprobs(logits, token, self.settings.logprobs),) if self.settings.logprobs is not None else ()
+        logprobs = (
+            (_token_logprobs(logits, token, self.settings.logprobs),) if self.settings.logprobs is not None else ()
+        )
         text, reason = self.text.add(token), None
         if token in self.ends or self.text.stopped:
             reason = "stop"

@@ -85,9 +85,7 @@ class Worker:
 
     def _is_work(self) -> bool:
         return bool(
-            self._to_score
-            or any(self._waiting.values())
-            or any(decoder.living for decoder in self.decoders.values())
+            self._to_score or any(self._waiting.values()) or any(decoder.living for decoder in self.decoders.values())
         )
 
     def _next(self, name: str) -> list[Generation]:

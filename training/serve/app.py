@@ -1,0 +1,242 @@
+"""Which request leads where."""
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+
+from engine.errors import UserError
+from training.data.chat import render
+from training.serve import requests as forms
+from training.serve.answers import ChatCompletions, Completions, models_list
+from training.serve.errors import RequestError, add_handlers
+from training.serve.events import EventStream, comparison_events, completion_events, told_errors
+from training.serve.models import ServedModel
+from training.serve.service import Responses, Service, Wanted, unless_gone
+
+PAGE = Path(__file__).with_name("page.html")
+
+
+def make_app(service: Service) -> FastAPI:
+    """The app that answers by this service, which starts and stops with it."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        service.stop()
+
+    app = FastAPI(title="models side by side", docs_url=None, redoc_url=None, lifespan=lifespan)
+    add_handlers(app)
+    _add_page(app)
+    _add_openai(app, service)
+    _add_comparison(app, service)
+    _add_scores(app, service)
+    return app
+
+
+def _add_page(app: FastAPI) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    policy = _content_security_policy(page)
+
+    @app.get("/", include_in_schema=False)
+    async def the_page() -> Response:
+        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+        return Response(
+            page, media_type="text/html; charset=utf-8", headers={**headers, "referrer-policy": "no-referrer"}
+        )
+
+
+def _content_security_policy(page: str) -> str:
+    """What the page may do: run its own script, have its own style, ask this service; nothing else."""
+
+    def hashes(tag: str) -> str:
+        texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        return " ".join(
+            f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts
+        )
+
+    return (
+        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _add_openai(app: FastAPI, service: Service) -> None:
+    created = int(time.time())
+
+    @app.get("/health")
+    async def health() -> dict:
+        return {"status": "ok", "models": list(service.models), "reward_model": service.scorer is not None}
+
+    @app.get("/v1/models")
+    async def models() -> dict:
+        return models_list(service.models.values(), created, service.context)
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> dict:
+        return models_list([service.model(name)], created, service.context)["data"][0]
+
+    @app.post("/v1/completions")
+    async def completions(body: forms.CompletionRequest, request: Request) -> Response:
+        model = service.model(body.model)
+        prompts = await service.encoded(lambda: [_prompt_ids(model, prompt) for prompt in body.prompts()])
+        return await _openai_answer(service, request, body, Completions(model), prompts)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: forms.ChatRequest, request: Request) -> Response:
+        model = service.model(body.model)
+        text = _chat_text(model, body)
+        prompt = await service.encoded(lambda: _prompt_ids(model, text, "messages"))
+        return await _openai_answer(service, request, body, ChatCompletions(model), [prompt])
+
+
+async def _openai_answer(
+    service: Service,
+    request: Request,
+    body: forms.CompletionRequest | forms.ChatRequest,
+    form: Completions,
+    prompts: list[list[int]],
+) -> Response:
+    """n responses to each of the prompts, whole or streamed."""
+    seed = forms.new_seed()
+    wanted = [
+        Wanted(form.model, prompt, body.settings(seed, sample, len(prompt), service.context, service.most_tokens))
+        for prompt in prompts
+        for sample in range(body.n or 1)
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(service.admitted(len(wanted)))
+        responses = stack.enter_context(Responses(service, wanted))
+        if body.stream:
+            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            return EventStream(told_errors(completion_events(form, responses, with_usage)), stack.pop_all())
+        return JSONResponse(form.whole(await unless_gone(request, responses.all())))
+
+
+def _prompt_ids(model: ServedModel, prompt: str | list[int], field: str = "prompt") -> list[int]:
+    """A prompt's token ids. Raises: RequestError where there are none, or the model does not know them."""
+    ids = model.encoder.prompt(prompt) if isinstance(prompt, str) else prompt
+    if not ids:
+        raise RequestError(400, f"{field}: the tokenizer makes no tokens of it", field)
+    if not all(0 <= token < model.decoder.vocabulary_size for token in ids):
+        raise RequestError(400, f"{field}: token ids are 0 to {model.decoder.vocabulary_size - 1}", field)
+    return ids
+
+
+def _chat_text(model: ServedModel, body: forms.ChatRequest) -> str:
+    if not model.tokenizer.chat_template:
+        told = (
+            f"the tokenizer of {model.name} has no chat template, so that it cannot be said how messages become its "
+            "prompt. Ask /v1/completions, or start the service with --chat_template FILE"
+        )
+        raise RequestError(400, told, "messages", "no_chat_template")
+    messages = [message.plain() for message in body.messages]
+    try:
+        return render(model.tokenizer, messages, where="messages", add_generation_prompt=True)
+    except UserError as error:
+        raise RequestError(400, str(error), "messages") from None
+
+
+def _add_comparison(app: FastAPI, service: Service) -> None:
+    @app.put("/")
+    async def compare(request: Request) -> Response:
+        body = _comparison(await request.body(), request.headers.get("content-type", ""))
+        names = list(dict.fromkeys(body.models or service.models))
+        if not names:
+            raise RequestError(404, "this service has no models that answer; it was started with a reward model alone")
+        seed = body.seed if body.seed is not None else forms.new_seed()
+        models = [service.model(name) for name in names]
+        prompts = await service.encoded(lambda: [_prompt_ids(model, body.prompt) for model in models])
+        wanted = [
+            Wanted(model, prompt, body.settings(seed, 0, len(prompt), service.context, service.most_tokens))
+            for model, prompt in zip(models, prompts, strict=True)
+        ]
+        with ExitStack() as stack:
+            stack.enter_context(service.admitted(len(wanted)))
+            responses = stack.enter_context(Responses(service, wanted))
+            if body.stream:
+                return EventStream(told_errors(comparison_events(service, responses, seed)), stack.pop_all())
+            found = await unless_gone(request, _compared(service, responses))
+            return JSONResponse({"prompt": body.prompt, "seed": seed, **found})
+
+
+def _comparison(body: bytes, content_type: str) -> forms.CompareRequest:
+    """The request of a JSON object, of a JSON text, or of any other body, which then is the prompt itself."""
+    try:
+        if "json" not in content_type:
+            return forms.CompareRequest(prompt=body.decode("utf-8"))
+        if body.lstrip()[:1] == b'"':
+            body = b'{"prompt":' + body + b"}"
+        return forms.CompareRequest.model_validate_json(body)
+    except UnicodeDecodeError:
+        raise RequestError(400, "the body is no UTF-8") from None
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+
+
+async def _compared(service: Service, responses: Responses) -> dict[str, dict]:
+    whole = await responses.all()
+    scores: list[float | None] = [None] * len(whole)
+    if service.scorer is not None:
+        scores = [*await service.scores([each.wanted.prompt_ids + each.tokens for each in whole])]
+    return {
+        each.wanted.model.name: {
+            "response": each.text,
+            "score": score,
+            "tokens": len(each.tokens),
+            "finish_reason": each.reason,
+        }
+        for each, score in zip(whole, scores, strict=True)
+    }
+
+
+def _add_scores(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/scores")
+    async def scores(body: forms.ScoresRequest, request: Request) -> dict:
+        def encode(item: forms.Item) -> list[int]:
+            encoder = service.scorer.encoder
+            ids, _ = encoder.answered(item.prompt, item.response)
+            return ids if item.ended else encoder.prompt(item.prompt) + encoder.continuation(item.prompt, item.response)
+
+        found = await _scored(service, request, lambda: [encode(item) for item in body.items], "items", len(body.items))
+        return {"scores": [{"id": item.id, "score": score} for item, score in zip(body.items, found, strict=True)]}
+
+    @app.post("/get_reward")
+    async def get_reward(body: forms.OpenRLHFRequest, request: Request) -> dict:
+        def encode(query: str) -> list[int]:
+            return _ended(service.scorer.encoder, query)
+
+        found = await _scored(service, request, lambda: [encode(text) for text in body.query], "query", len(body.query))
+        return {"rewards": found, "scores": found, "extra_logs": {"scores": found}}
+
+
+async def _scored(
+    service: Service, request: Request, encode: Callable[[], list[list[int]]], field: str, count: int
+) -> list[float]:
+    if service.scorer is None:
+        told = "this service has no reward model; start it with --reward_model_name_or_path"
+        raise RequestError(404, told, code="no_reward_model")
+    with service.admitted(count):
+        sequences = await service.encoded(encode)
+        for place, ids in enumerate(sequences):
+            if not 0 < len(ids) <= service.context:
+                told = f"{field}[{place}] has {len(ids)} tokens; it may have 1 to {service.context}"
+                raise RequestError(400, told, field, "context_length_exceeded")
+        return await unless_gone(request, service.scores(sequences))
+
+
+def _ended(encoder, text: str) -> list[int]:
+    """The ids of a text with its special tokens, and one EOS behind it: as OpenRLHF's own server reads a query."""
+    tokenizer, ids = encoder.tokenizer, encoder.prompt(text)
+    while ids and ids[-1] in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        ids = ids[:-1]
+    return encoder.ended(ids)

@@ -1,0 +1,113 @@
+"""What stands before the app: how large a body may be, how long it may take, and whether new requests are taken."""
+
+import asyncio
+import contextlib
+import json
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from training.serve.errors import error_body, say
+
+LINGERING = 5.0  # seconds, and bytes, of a body that is too large and thrown away after the answer: a client that
+LINGERING_BYTES = 64 << 20  # writes all before it reads would lose the answer if its connection were closed at once
+
+
+class Gate:
+    """Refuses requests before the app sees them, and knows how many it has let in.
+
+    A body over the limit is answered 413, by its announced length before any of it is read; one that does not arrive in
+    time 408; any request 503 once `closing` is set.
+
+    open: requests that were let in and are not answered whole.
+    """
+
+    def __init__(self, app: ASGIApp, max_body: int, body_seconds: float):
+        self.app, self.max_body, self.body_seconds = app, max_body, body_seconds
+        self.open, self.closing = 0, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if self.closing:
+            await _refuse(scope, send, 503, "the service is ending; ask another one", {"retry-after": "5"})
+            return
+        self.open += 1
+        try:
+            body = await self._body(scope, receive, send)
+            if body is not None:
+                await self.app(scope, _Given(body, receive), send)
+        finally:
+            self.open -= 1
+
+    async def _body(self, scope: Scope, receive: Receive, send: Send) -> bytes | None:
+        """The whole body; None where the request has been answered, or its client has gone."""
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        too_large = announced.isdigit() and int(announced) > self.max_body
+        body, more = bytearray(), not too_large
+        try:
+            async with asyncio.timeout(self.body_seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    too_large, more = len(body) > self.max_body, message.get("more_body", False)
+                    if too_large:
+                        break
+        except TimeoutError:
+            told = f"the body did not arrive within {self.body_seconds:g} seconds"
+            await _refuse(scope, send, 408, told)
+            return None
+        if not too_large:
+            return bytes(body)
+        told = f"the body is larger than the {self.max_body:,} bytes that are taken here (--max_body_mb)"
+        await _refuse(scope, send, 413, told, linger=receive)
+        return None
+
+
+class _Given:
+    """A body that is there already, and then what else comes: that the client has gone."""
+
+    def __init__(self, body: bytes, receive: Receive):
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+async def _refuse(
+    scope: Scope,
+    send: Send,
+    status: int,
+    message: str,
+    headers: dict[str, str] | None = None,
+    linger: Receive | None = None,
+) -> None:
+    """Answer without the app, and close the connection; linger: throw away what still comes, for a while."""
+    say(f"{scope['method']} {scope['path']}", status, message)
+    content = json.dumps(error_body(status, message)).encode()
+    named = {"content-type": "application/json", "content-length": str(len(content)), "connection": "close"}
+    pairs = [(name.encode(), value.encode()) for name, value in (named | (headers or {})).items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": content, "more_body": True})
+    if linger is not None:
+        await _thrown_away(linger)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _thrown_away(receive: Receive) -> None:
+    end, left = time.monotonic() + LINGERING, LINGERING_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGERING):
+            while left > 0 and time.monotonic() < end:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return

@@ -1,0 +1,229 @@
+"""What clients may send: OpenAI's fields that mean something here, and this service's own forms.
+
+A field of OpenAI's that would change the answer, and that there is not here, is refused by name unless it asks for what
+happens anyway; one that changes nothing is taken.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from training.serve.errors import RequestError
+from training.serve.generation import Settings
+
+STOPS, STOP_LENGTH, SAMPLES, TOP_LOGPROBS = 16, 200, 128, 20
+TAKEN = ("user", "metadata", "safety_identifier", "prompt_cache_key", "store", "service_tier", "parallel_tool_calls")
+"""Fields that change no answer."""
+USUAL: dict[str, Sequence[Any]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "suffix": ("",),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+}
+"""Fields that there are not here, and the values by which they ask for what happens anyway; null always does."""
+
+Text = Annotated[str, Field(min_length=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class Form(BaseModel):
+    """A request's JSON object."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _refuse_what_there_is_not(self):
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in TAKEN or value in USUAL.get(name, ()):
+                continue
+            raise RequestError(400, f"{name} is not supported here. Leave it out", name, "unsupported_parameter")
+        return self
+
+
+class StreamOptions(BaseModel):
+    """What a stream says beside the responses."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: bool = False
+
+
+class Sampling(Form):
+    """How responses are drawn: what all requests for some have in common."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+
+    def settings(self, seed: int, sample: int, prompt_length: int, context: int, most: int) -> Settings:
+        """How a response is drawn to a prompt of this many tokens.
+
+        seed: where the request has none. context: the most tokens of a prompt and its response. most: of a response.
+        Raises: RequestError for what is too long.
+        """
+        left, asked = context - prompt_length, self._asked()
+        if left < 1:
+            raise RequestError(
+                400,
+                f"the prompt has {prompt_length} tokens; together with its response it may have {context}",
+                self._prompt_field(),
+                "context_length_exceeded",
+            )
+        if asked is not None and asked > min(left, most):
+            told = f"max_tokens {asked}: this prompt's responses may have {min(left, most)} tokens at most"
+            raise RequestError(400, told, "max_tokens", "context_length_exceeded")
+        return Settings(
+            max_tokens=asked or min(left, most),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed if self.seed is not None else seed,
+            sample=sample,
+            stop=self._stops(),
+            logprobs=self._logprobs(),
+        )
+
+    def _asked(self) -> int | None:
+        return self.max_tokens
+
+    def _logprobs(self) -> int | None:
+        return None
+
+    def _prompt_field(self) -> str:
+        return "prompt"
+
+    def _stops(self) -> tuple[str, ...]:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > STOPS or not all(0 < len(stop) <= STOP_LENGTH for stop in stops):
+            told = f"stop: give at most {STOPS} texts of 1 to {STOP_LENGTH} characters"
+            raise RequestError(400, told, "stop")
+        return stops
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    model: str
+    prompt: Text | list[Text] | list[int] | list[list[int]]
+    n: int | None = Field(None, ge=1, le=SAMPLES)
+    logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
+    stream_options: StreamOptions | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, a text or token ids."""
+        many = isinstance(self.prompt, list) and not (self.prompt and isinstance(self.prompt[0], int))
+        found = self.prompt if many else [self.prompt]
+        if not found or not all(found):
+            raise RequestError(400, "prompt: it is empty", "prompt")
+        return found  # type: ignore[return-value]
+
+    def _logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class TextPart(BaseModel):
+    """A part of a message: text, the only kind that there is here."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """A message of a chat; fields that a template may know are passed on."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[TextPart]
+
+    def plain(self) -> dict:
+        """The message with its content as one text. Raises: RequestError for parts of other kinds."""
+        content = self.content
+        if not isinstance(content, str):
+            other = next((part.type for part in content if part.type != "text" or part.text is None), None)
+            if other is not None:
+                raise RequestError(400, f"messages: a part of the type {other!r}; here there is text alone", "messages")
+            content = "".join(part.text or "" for part in content)
+        return {**(self.model_extra or {}), "role": self.role, "content": content}
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=SAMPLES)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self):
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens say the same; give one of them")
+        return self
+
+    def _asked(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def _logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def _prompt_field(self) -> str:
+        return "messages"
+
+
+class CompareRequest(Sampling):
+    """PUT /. models: those that are to answer, by default all."""
+
+    prompt: Text
+    models: list[str] | None = Field(None, min_length=1)
+
+
+class Item(BaseModel):
+    """A response to be scored; other fields, such as a data set's columns, are passed over.
+
+    id: comes back with the score. ended: whether the response came to an end of its own; its end token is then scored
+    with it, as in training.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: str | int
+    prompt: str
+    response: str
+    ended: bool = True
+
+
+class ScoresRequest(BaseModel):
+    """POST /v1/scores."""
+
+    items: list[Item]
+
+
+class OpenRLHFRequest(BaseModel):
+    """POST /get_reward, as OpenRLHF's trainer sends it; its prompts and labels are passed over."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    query: list[str]
+
+
+def new_seed() -> int:
+    """A seed for a request that has none."""
+    return secrets.randbits(53)  # which JavaScript's numbers hold, so that it can be sent back
