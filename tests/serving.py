@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from tests.ports import free_port
-from tests.tiny_models import make_causal_lm, make_scorer
+from tests.tiny_models import EOS, make_causal_lm, make_scorer
 
 ROOT = Path(__file__).parents[1]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}w60{% endif %}"
@@ -28,6 +31,17 @@ def make_models(folder: Path) -> dict[str, str]:
     }
     (folder / "two" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return found
+
+
+def make_endless(folder: Path, positions: int = 4096) -> str:
+    """A language model whose greedy responses never end by themselves, and may be long; its folder."""
+    path = Path(make_causal_lm(folder, seed=3))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[EOS] = 0.0  # a logit of 0, while the largest of 60 random ones is far above
+    model.config.max_position_embeddings = positions
+    model.save_pretrained(path)
+    return str(path)
 
 
 @dataclass

@@ -75,7 +75,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> dict:
-        return {"status": "ok", "models": list(service.models), "reward_model": service.scorer is not None}
+        return service.state()
 
     @app.get("/v1/models")
     async def models() -> dict:

@@ -24,6 +24,9 @@ from training.serve.generation import Generation
 class Decoder:
     """Decodes the responses of one model, a token of each at a time. All calls come from one thread.
 
+    living: the responses under way, each in the row of the batch that is its place in the list. drawn: tokens of all so
+    far.
+
     Args:
         model: a causal language model in eval mode.
         vocabulary_size: token ids from this on are never drawn.
@@ -38,6 +41,7 @@ class Decoder:
         self.pad_id, self.vocabulary_size, self.rows, self.context = pad_id, vocabulary_size, rows, context
         self.device = next(model.parameters()).device
         self.living: list[Generation] = []
+        self.drawn = 0
         self.cache = SlotCache()
         with torch.inference_mode():
             self.passes = passes_of(model, self.cache, takes_slot_masks(model), decoding)
@@ -99,6 +103,7 @@ class Decoder:
             torch.tensor([each.temperature for each in settings], device=self.device),
             torch.tensor([each.top_p for each in settings], device=self.device),
         )
+        self.drawn += len(generations)
         for generation, token, row in zip(generations, tokens.tolist(), logits, strict=True):
             generation.take(token, row)
         return tokens.unsqueeze(1)

@@ -40,8 +40,9 @@ class ResponseText:
         """What `text`, decoded from `_start` on, has beyond what was told; from now on it is known."""
         known = self.tokenizer.decode(self._ids[self._start : self._said], skip_special_tokens=True)
         new = text[len(known) :] if text.startswith(known) else ""
-        if self._said < len(self._ids):
-            self._start, self._said = self._said, len(self._ids)
+        if new:  # else a special token: what follows is still decoded behind the last text, for its space
+            self._start = self._said
+        self._said = len(self._ids)
         return new
 
     def _past_stops(self, new: str) -> str:

@@ -68,6 +68,18 @@ class Service:
         for responses in list(self._open):
             responses.abort("the service is ending, and this was not done in time")
 
+    def state(self) -> dict:
+        """What GET /health says: which models there are, how much is asked of them now, and tokens drawn so far."""
+        decoders = self.worker.decoders.values()
+        return {
+            "status": "ok",
+            "models": list(self.models),
+            "reward_model": self.scorer is not None,
+            "asked_for": self.taken,
+            "decoding": sum(len(decoder.living) for decoder in decoders),
+            "tokens_drawn": sum(decoder.drawn for decoder in decoders),
+        }
+
     def model(self, name: str) -> ServedModel:
         """The model of this name. Raises: RequestError."""
         if name not in self.models:

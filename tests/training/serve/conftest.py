@@ -4,6 +4,8 @@ import pytest
 
 from tests.serving import make_models, serving
 
+LIMITS = ("--queue_size", "150", "--max_body_mb", "0.1", "--body_seconds", "1", "--max_answer_seq_len", "40")
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
@@ -14,5 +16,5 @@ def models(tmp_path_factory):
 def service(models, tmp_path_factory):
     pytest.importorskip("fastapi", reason="the service needs fastapi: pip install .[serve]")
     log = tmp_path_factory.mktemp("service") / "log"
-    with serving(models, log, "--queue_size", "40", "--max_body_mb", "0.1", "--max_answer_seq_len", "40") as running:
+    with serving(models, log, *LIMITS) as running:
         yield running

@@ -34,7 +34,7 @@ def test_words_keep_the_space_between_prompt_and_response():
 
 
 def test_special_tokens_are_left_out():
-    assert pieces(make_tokenizer(), "w10", " w12 </s>") == [" w12", "", ""]
+    assert pieces(make_tokenizer(), "w10", " w12 <unk> w13 </s>") == [" w12", "", " w13", "", ""]
 
 
 def test_a_character_is_said_once_its_last_byte_is_there():

@@ -1,0 +1,210 @@
+"""The service by plain HTTP: PUT /, scores, health, the page; and how mistakes are answered."""
+
+import http.client
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.experience import position_ids
+from engine.models.loading import load_scorer
+from tests.tiny_models import BOS, EOS, PAD
+
+pytestmark = pytest.mark.slow
+PROMPT = "w05 w09 w33"
+
+
+@pytest.fixture(scope="module")
+def scorer(models):
+    return load_scorer(models["reward"], torch.float32).eval()
+
+
+def score_of(scorer, ids: list[int]) -> float:
+    sequences = torch.tensor([ids])
+    mask = torch.ones_like(sequences)
+    with torch.no_grad():
+        return scorer.sequence_scores(scorer(sequences, mask, position_ids(mask)), sequences, mask).item()
+
+
+def greedy(model: str, prompt: str, count: int) -> list[int]:
+    """The tokens of transformers' own greedy response."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).generate(
+        ids, do_sample=False, max_new_tokens=count
+    )
+    return found[0, ids.shape[1] :].tolist()
+
+
+def ids_of(text: str) -> list[int]:
+    return [int(word.removeprefix("w")) for word in text.split()]
+
+
+def test_put_answers_with_every_models_continuation_and_its_score(service, models, scorer):
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12}
+    status, found, _ = service.request("PUT", "/", body)
+    assert status == 200 and list(found) == ["prompt", "seed", "one", "two"] and found["prompt"] == PROMPT
+    for name in ("one", "two"):
+        tokens = greedy(models[name], PROMPT, 12)
+        words = [f"w{token:02d}" for token in tokens if token > 3]
+        assert found[name]["response"].split() == words and found[name]["tokens"] == len(tokens)
+        assert found[name]["finish_reason"] == ("stop" if tokens[-1] == EOS else "length")
+        assert found[name]["score"] == pytest.approx(score_of(scorer, ids_of(PROMPT) + tokens), abs=1e-5)
+    assert found["one"]["response"] != found["two"]["response"]
+
+
+def test_put_takes_a_bare_text_and_a_json_text(service):
+    for body, kind in ((PROMPT, "application/x-www-form-urlencoded"), (json.dumps(PROMPT), "application/json")):
+        status, found, _ = service.request("PUT", "/", body, {"Content-Type": kind})
+        assert (status, found["prompt"]) == (200, PROMPT) and {"one", "two"} < set(found)
+
+
+def test_a_seed_gives_the_same_responses_again_and_is_told(service):
+    _, first, _ = service.request("PUT", "/", {"prompt": PROMPT})
+    _, again, _ = service.request("PUT", "/", {"prompt": PROMPT, "seed": first["seed"]})
+    _, other, _ = service.request("PUT", "/", {"prompt": PROMPT, "seed": first["seed"] + 1, "models": ["one"]})
+    assert first == again
+    assert "two" not in other and other["one"]["response"] != first["one"]["response"]
+
+
+def test_put_streams_pieces_of_each_models_text_then_scores(service):
+    body = {"prompt": PROMPT, "seed": 3, "max_tokens": 9}
+    _, whole, _ = service.request("PUT", "/", body)
+    connection = service.open_stream("/", {**body, "stream": True}, "PUT")
+    lines = [line for line in connection.getresponse().read().decode().split("\n\n") if line]
+    connection.close()
+    assert lines[-1] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert events[0] == {"seed": 3}
+    for name in ("one", "two"):
+        texts = [event["text"] for event in events if event.get("model") == name and "text" in event]
+        (end,) = [event for event in events if event.get("model") == name and "score" in event]
+        assert "".join(texts) == whole[name]["response"] and len(texts) > 3
+        assert end == {"model": name, **{key: whole[name][key] for key in ("score", "tokens", "finish_reason")}}
+
+
+def test_scores_are_the_reward_models(service, scorer):
+    pairs = [("w05 w09", "w33 w07"), ("w60", "w61 w62 w63 w04 w05"), ("w07 w08 w09", "w10")]
+    items = [{"id": f"{n}.0", "prompt": p, "response": r, "answer": "x"} for n, (p, r) in enumerate(pairs)]
+    items.append({"id": 9, "prompt": "w60", "response": "w61", "ended": False})
+    status, found, _ = service.request("POST", "/v1/scores", {"items": items})
+    assert status == 200 and [score["id"] for score in found["scores"]] == ["0.0", "1.0", "2.0", 9]
+    for score, (prompt, response) in zip(found["scores"], pairs):
+        assert score["score"] == pytest.approx(score_of(scorer, [*ids_of(f"{prompt} {response}"), EOS]), abs=1e-5)
+    assert found["scores"][-1]["score"] == pytest.approx(score_of(scorer, [60, 61]), abs=1e-5)
+
+
+def test_get_reward_reads_queries_as_openrlhfs_server_does(service, scorer):
+    """Special tokens spelt out; one EOS behind, whether or not there was one."""
+    query = ["<s> w05 w09 w33 </s>", "<s> w05 w09 w33", "w05 w09 <pad> </s> </s>"]
+    body = {"query": query, "prompts": ["", "", ""], "labels": ["", "", ""]}
+    status, found, _ = service.request("POST", "/get_reward", body)
+    expected = [score_of(scorer, ids) for ids in ([BOS, 5, 9, 33, EOS], [BOS, 5, 9, 33, EOS], [5, 9, EOS])]
+    assert status == 200 and found["rewards"] == pytest.approx(expected, abs=1e-5)
+    assert found["scores"] == found["rewards"] and isinstance(found["extra_logs"], dict)
+    assert expected[0] != pytest.approx(score_of(scorer, [BOS, 5, 9, 33, EOS, PAD]), abs=1e-3)
+
+
+def test_health_and_models(service):
+    health = service.request("GET", "/health")[1]
+    assert (health["status"], health["models"], health["reward_model"]) == ("ok", ["one", "two"], True)
+    assert (health["asked_for"], health["decoding"]) == (0, 0)
+    assert [model["id"] for model in service.request("GET", "/v1/models")[1]["data"]] == ["one", "two"]
+    assert service.request("GET", "/v1/models/two")[1]["id"] == "two"
+
+
+def test_the_page_asks_nobody_else_and_runs_its_own_script_alone(service):
+    connection = http.client.HTTPConnection("127.0.0.1", service.port)
+    connection.request("GET", "/")
+    answer = connection.getresponse()
+    page, policy = answer.read().decode(), answer.getheader("Content-Security-Policy")
+    connection.close()
+    assert answer.status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
+    assert "connect-src 'self'" in policy and "script-src 'sha256-" in policy
+    assert re.findall(r"https?://|\ssrc=|innerHTML|insertAdjacentHTML|\son\w+=", page) == []
+    assert 'aria-live="polite"' in page and re.findall(r"<(?:textarea|input) id=\"(\w+)\"", page) == re.findall(
+        r"label for=\"(\w+)\"", page
+    )
+
+
+MISTAKES = [  # method, path, body, status, what the message says, param
+    ("POST", "/v1/completions", '{"model": "one", "prompt": ', 400, "no JSON", None),
+    ("POST", "/v1/completions", "[" * 50_000, 400, "JSON|body", None),
+    ("POST", "/v1/completions", "[1]", 400, "no JSON object", None),
+    ("POST", "/v1/completions", {"model": "one"}, 400, "prompt: Field required", "prompt"),
+    ("POST", "/v1/completions", {"model": "three", "prompt": "w05"}, 404, "There is: one, two", "model"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": ""}, 400, "prompt", "prompt"),
+    ("POST", "/v1/completions", '{"model": "one", "prompt": "\\ud800"}', 400, "prompt", "prompt"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": [5, 64]}, 400, "ids are 0 to 63", "prompt"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": [5, -1]}, 400, "ids are 0 to 63", "prompt"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": "w05 " * 64}, 400, "64 tokens", "prompt"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": "w05", "max_tokens": 41}, 400, "40 tokens at", "max_tokens"),
+    (
+        "POST",
+        "/v1/completions",
+        {"model": "one", "prompt": "w05 " * 60, "max_tokens": 5},
+        400,
+        "4 tokens",
+        "max_tokens",
+    ),
+    ("POST", "/v1/completions", {"model": "one", "prompt": "w05", "max_tokens": 0}, 400, "max_tokens", "max_tokens"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": "w05", "temperature": 3}, 400, "less", "temperature"),
+    ("POST", "/v1/completions", '{"model": "one", "prompt": "w05", "top_p": NaN}', 400, "top_p", "top_p"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": "w05", "seed": 2**63}, 400, "seed", "seed"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": "w05", "stop": [""]}, 400, "stop: give", "stop"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": "w05", "echo": True}, 400, "echo is not", "echo"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": "w05", "tempature": 1}, 400, "tempature is", "tempature"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": ["w05"] * 151}, 400, "151 responses", None),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {"model": "one", "messages": [{"role": "user", "content": "w05"}]},
+        400,
+        "no chat template",
+        "messages",
+    ),
+    ("POST", "/v1/chat/completions", {"model": "two", "messages": []}, 400, "messages", "messages"),
+    (
+        "POST",
+        "/v1/chat/completions",
+        {"model": "two", "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "image_url",
+        "messages",
+    ),
+    ("PUT", "/", {"prompt": "w05", "models": ["three"]}, 404, "There is: one, two", "model"),
+    ("PUT", "/", {"prompt": "w05", "n": 2}, 400, "n is not supported", "n"),
+    ("POST", "/v1/scores", {"items": [{"id": 1, "prompt": "w05"}]}, 400, "items.0.response", "items"),
+    (
+        "POST",
+        "/v1/scores",
+        {"items": [{"id": 1, "prompt": "w05", "response": "w06 " * 70}]},
+        400,
+        "items.0. has 72",
+        "items",
+    ),
+    ("POST", "/get_reward", {"query": "w05"}, 400, "query", "query"),
+    ("GET", "/nowhere", None, 404, "there is no /nowhere", None),
+    ("DELETE", "/health", None, 405, "has no DELETE", None),
+]
+
+
+@pytest.mark.parametrize("method, path, body, status, message, param", MISTAKES)
+def test_a_mistake_is_answered_by_name_and_costs_one_line(service, method, path, body, status, message, param):
+    before = service.log.read_text()
+    found, answer, _ = service.request(method, path, body)
+    assert found == status and list(answer) == ["error"]
+    assert re.search(message, answer["error"]["message"]) and answer["error"]["param"] == param
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    lines = service.log.read_text().removeprefix(before).splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"{status} {method} {path}: ")
+
+
+def test_what_changes_nothing_is_taken(service):
+    harmless = {"user": "me", "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": None, "best_of": 1}
+    status, found, _ = service.request(
+        "POST", "/v1/completions", {"model": "one", "prompt": "w05", "max_tokens": 2, **harmless}
+    )
+    assert status == 200 and found["usage"]["prompt_tokens"] == 1
