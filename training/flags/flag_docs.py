@@ -14,6 +14,7 @@ from training.flags.arguments import REQUIRED, ProgramFlags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import RewardFlags, SFTFlags
 from training.merge.flags import MergeFlags
+from training.serve.flags import ServeFlags
 
 HEAD = """# Flags
 
@@ -35,6 +36,7 @@ STEPS = (
     ("Step 3, `training/step3_rlhf.py`", RLHFFlags),
     ("Merging, `python -m training.merge`", MergeFlags),
     ("Comparing, `python -m training.compare`", CompareFlags),
+    ("Serving, `python -m training.serve`", ServeFlags),
 )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import signal
 import socket
 import sys
@@ -92,6 +93,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 def serve(service: Service, args: ServeFlags, listening: socket.socket) -> int:
     """Answer until TERM or Ctrl-C; returns the exit code."""
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone
     server = Server(service, args)
     server.run(sockets=[listening])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
