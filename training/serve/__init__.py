@@ -13,6 +13,7 @@ service.py       what a request asks of the worker, and how much may be asked at
 gate.py          what is looked at before a request is read: size, time, whether the service is ending
 errors.py        clients' mistakes, as they are answered
 requests.py      what clients may send
+queries.py       OpenRLHF's queries as token ids
 answers.py       what they are sent, in OpenAI's form
 events.py        answers that are sent while they are drawn
 app.py           which request leads where

@@ -20,6 +20,7 @@ from training.serve.answers import ChatCompletions, Completions, models_list
 from training.serve.errors import RequestError, add_handlers
 from training.serve.events import EventStream, comparison_events, completion_events, told_errors
 from training.serve.models import ServedModel
+from training.serve.queries import query_ids
 from training.serve.service import Responses, Service, Wanted, unless_gone
 
 PAGE = Path(__file__).with_name("page.html")
@@ -212,10 +213,10 @@ def _add_scores(app: FastAPI, service: Service) -> None:
 
     @app.post("/get_reward")
     async def get_reward(body: forms.OpenRLHFRequest, request: Request) -> dict:
-        def encode(query: str) -> list[int]:
-            return _ended(service.scorer.encoder, query)
+        def encode() -> list[list[int]]:
+            return [query_ids(service.scorer.encoder, text) for text in body.query]
 
-        found = await _scored(service, request, lambda: [encode(text) for text in body.query], "query", len(body.query))
+        found = await _scored(service, request, encode, "query", len(body.query))
         return {"rewards": found, "scores": found, "extra_logs": {"scores": found}}
 
 
@@ -232,11 +233,3 @@ async def _scored(
                 told = f"{field}[{place}] has {len(ids)} tokens; it may have 1 to {service.context}"
                 raise RequestError(400, told, field, "context_length_exceeded")
         return await unless_gone(request, service.scores(sequences))
-
-
-def _ended(encoder, text: str) -> list[int]:
-    """The ids of a text with its special tokens, and one EOS behind it: as OpenRLHF's own server reads a query."""
-    tokenizer, ids = encoder.tokenizer, encoder.prompt(text)
-    while ids and ids[-1] in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        ids = ids[:-1]
-    return encoder.ended(ids)
