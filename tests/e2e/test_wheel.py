@@ -37,8 +37,8 @@ def test_it_holds_the_packages_and_the_engines_configurations(wheel):
     expected = {path.relative_to(ROOT) for name in ("engine", "training") for path in (ROOT / name).rglob("*.py")}
     configs = sorted((ROOT / "configs" / "ds").glob("*.json"))
     expected |= {Path("engine/zero/configs", path.name) for path in configs}
-    pages = ROOT / "training" / "pages"
-    expected |= {path.relative_to(ROOT) for pattern in ("*.css", "*.js") for path in pages.glob(pattern)}
+    for pattern in ("pages/*.css", "pages/*.js", "serve/*.html"):
+        expected |= {path.relative_to(ROOT) for path in (ROOT / "training").glob(pattern)}
     found = {path.relative_to(wheel) for path in wheel.rglob("*") if path.is_file()}
     assert {path for path in found if not path.parts[0].endswith(".dist-info")} == expected
     for path in configs:
@@ -51,7 +51,7 @@ def test_it_says_what_it_is(wheel):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert (info / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert metadata.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
-    extras = {"wandb", "math", "v100", "vllm", "vllm-cpu", "test", "lint", "dev"}
+    extras = {"wandb", "math", "serve", "v100", "vllm", "vllm-cpu", "test", "lint", "dev"}
     assert set(metadata.get_all("Provides-Extra")) == extras
     required = metadata.get_all("Requires-Dist")
     assert any(line.startswith("deepspeed") and "extra" not in line for line in required)
