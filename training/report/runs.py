@@ -16,8 +16,8 @@ VIEWS = {"step 1": SFT, "step 2": REWARD, "step 3": averaged(PPO)}
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """kind: which step wrote it, of VIEWS. rows: of metrics.jsonl. starts: of run.json, the last start last. samples: rows
-    by the file's name without its ending, in the order of steps. missing: what the folder does not hold, in words."""
+    """kind: which step wrote it, of VIEWS. rows: of metrics.jsonl. starts: of run.json, the last start last. samples:
+    rows by the file's name without its ending, in the order of steps. missing: what the folder does not hold."""
 
     name: str
     folder: Path
