@@ -39,7 +39,7 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 class Form(BaseModel):
     """A request's JSON object."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
 
     @model_validator(mode="after")
     def _refuse_what_there_is_not(self):
