@@ -37,9 +37,9 @@ class ServerSettings:
     timeout: float = 180.0
     patience: float = 600.0
 
-    def item(self, id: str, prompt: str, response: str, row: dict | None) -> Item:
+    def item(self, id: str, prompt: str, response: str, row: dict | None, ended: bool = True) -> Item:
         """What is sent of a response; row: of the data, of which the columns are taken; null where it lacks one."""
-        return Item(id, prompt, response, {name: (row or {}).get(name) for name in self.columns})
+        return Item(id, prompt, response, {name: (row or {}).get(name) for name in self.columns}, ended)
 
 
 class ServerReward(RewardSource):
@@ -84,8 +84,8 @@ class ServerReward(RewardSource):
         texts = zip(*decoded(rollout, self.tokenizer, FORMS[self.settings.form].special_tokens), strict=True)
         rows = self.rows if self.settings.columns else None
         items = [
-            self.settings.item(f"{index}.{sample}", *pair, None if rows is None else rows[index])
-            for (index, sample), pair in zip(keys, texts, strict=True)
+            self.settings.item(f"{index}.{sample}", *pair, None if rows is None else rows[index], ended)
+            for (index, sample), pair, ended in zip(keys, texts, rollout.ended.tolist(), strict=True)
         ]
         return keys, items
 

@@ -5,7 +5,7 @@
 
 items is a form of ours, in which ids say which score is whose:
 
-    {"items": [{"id": "7.0", "prompt": "...", "response": "...", "answer": "4"}, ...]}
+    {"items": [{"id": "7.0", "prompt": "...", "response": "...", "ended": true, "answer": "4"}, ...]}
     {"scores": [{"id": "7.0", "score": 1.0}, ...]}            in any order
 
 openrlhf is what OpenRLHF's trainer sends, so that servers which were written for it serve here:
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from engine.errors import shortened
 
-OWN_FIELDS = ("id", "prompt", "response")
+OWN_FIELDS = ("id", "prompt", "response", "ended")
 """Names of an item's fields that no column of the data can have."""
 LARGEST = 3.4028234663852886e38  # of float32
 
@@ -36,13 +36,15 @@ LARGEST = 3.4028234663852886e38  # of float32
 class Item:
     """A response that is to be scored.
 
-    id: unlike those of all others of a request. columns: of the data's row that the prompt came from.
+    id: unlike those of all others of a request. columns: of the data's row that the prompt came from. ended: whether
+    the response came to an end of its own, which its text does not say: a model that scores reads that end, too.
     """
 
     id: str
     prompt: str
     response: str
     columns: Mapping[str, object]
+    ended: bool = True
 
 
 class WrongAnswer(ValueError):
@@ -96,7 +98,7 @@ def parsed(body: bytes) -> object:
 
 def _items_request(items: Sequence[Item]) -> dict:
     return {
-        "items": [{"id": item.id, "prompt": item.prompt, "response": item.response, **item.columns} for item in items]
+        "items": [{name: getattr(item, name) for name in OWN_FIELDS} | dict(item.columns) for item in items],
     }
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.tiny_models import BOS, EOS, PAD, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 ROLLOUT = rollout_of([[BOS, 5], [6, 7, 8], [9]], [[20, EOS], [EOS], [21, 22, 23]], PAD, width=5, prompt_width=4)
+ROLLOUT = replace(ROLLOUT, ended=torch.tensor([True, True, False]))  # the last one was cut off
 SCORES = [20.0, -1.0, 22.0]
 
 
@@ -32,8 +34,12 @@ def test_what_is_sent_of_a_rollout():
     with serving() as server:
         scores = reward(server.url, rows=rows, columns=["answer", "level"]).score(ROLLOUT)
     assert scores.tolist() == SCORES and scores.dtype == torch.float32
-    told = [("0.0", "w05", " w20", "a"), ("1.0", "w06 w07 w08", "", "b"), ("2.0", "w09", " w21 w22 w23", "c")]
-    names = ("id", "prompt", "response", "answer")
+    told = [
+        ("0.0", "w05", " w20", True, "a"),
+        ("1.0", "w06 w07 w08", "", True, "b"),
+        ("2.0", "w09", " w21 w22 w23", False, "c"),
+    ]
+    names = ("id", "prompt", "response", "ended", "answer")
     expected = [dict(zip(names, each, strict=True)) | {"level": None} for each in told]
     assert server.asked == [{"items": expected}]
 
@@ -92,7 +98,7 @@ def test_a_server_that_gives_no_scores_stops_the_run():
 def test_the_probe():
     with serving() as one, serving({0: "nan"}) as other:
         assert probe(ServerSettings(urls=[one.url], columns=["answer"]), "w05", {"answer": "a"}) == {one.url: -1.0}
-        asked = {"id": "probe", "prompt": "w05", "response": "probe", "answer": "a"}
+        asked = {"id": "probe", "prompt": "w05", "response": "probe", "ended": True, "answer": "a"}
         assert one.asked == [{"items": [asked]}]
         both = ServerSettings(urls=[one.url, other.url])
         with pytest.raises(UserError, match=f"^--reward_url {other.url}: .*answered nan for response 0 of 1"):

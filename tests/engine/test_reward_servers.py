@@ -216,12 +216,12 @@ def test_what_json_cannot_say_is_told():
 
 
 def test_the_requests_as_documented(time):
-    items = [Item("7.0", "What?", " w04", {"answer": "4"}), Item("8.0", "And?", "", {"answer": "é"})]
+    items = [Item("7.0", "What?", " w04", {"answer": "4"}), Item("8.0", "And?", "", {"answer": "é"}, False)]
     with serving() as server:
         for form in ("items", "openrlhf"):
             assert servers(time, server.url, form=form).ask(items) == [4.0, -1.0]
         assert server.asked == json.loads(
-            """[{"items": [{"id": "7.0", "prompt": "What?", "response": " w04", "answer": "4"},
-                           {"id": "8.0", "prompt": "And?", "response": "", "answer": "é"}]},
+            """[{"items": [{"id": "7.0", "prompt": "What?", "response": " w04", "ended": true, "answer": "4"},
+                           {"id": "8.0", "prompt": "And?", "response": "", "ended": false, "answer": "é"}]},
                 {"query": ["What? w04", "And?"], "prompts": ["What?", "And?"], "labels": ["4", "é"]}]"""
         )

@@ -75,6 +75,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
     @app.get("/health")
+    @app.get("/v1/health")  # beside /v1/scores, where --reward_url looks for it
     async def health() -> dict:
         return service.state()
 

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
+from engine.reward.server import ServerSettings, probe
+from engine.reward.servers import Servers
 from tests.tiny_models import BOS, EOS, PAD
 
 pytestmark = pytest.mark.slow
@@ -105,6 +107,15 @@ def test_get_reward_reads_queries_as_openrlhfs_server_does(service, scorer):
     assert status == 200 and found["rewards"] == pytest.approx(expected, abs=1e-5)
     assert found["scores"] == found["rewards"] and isinstance(found["extra_logs"], dict)
     assert expected[0] != pytest.approx(score_of(scorer, [BOS, 5, 9, 33, EOS, PAD]), abs=1e-3)
+
+
+def test_a_training_run_takes_its_scores_from_here(service, scorer):
+    settings = ServerSettings(urls=[f"http://127.0.0.1:{service.port}/v1/scores"])
+    ended, cut_off = score_of(scorer, [5, 6, EOS]), score_of(scorer, [5, 6])
+    assert probe(settings, "w05", {}).keys() == set(settings.urls), "its health, and the score of one text"
+    items = [settings.item("1.0", "w05", "w06", None), settings.item("2.0", "w05", "w06", None, ended=False)]
+    found = Servers(settings.urls, settings.form, timeout=60.0, patience=60.0).ask(items)
+    assert found == pytest.approx([ended, cut_off], abs=1e-5) and abs(ended - cut_off) > 1e-3
 
 
 def test_health_and_models(service):
