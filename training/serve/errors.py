@@ -69,6 +69,10 @@ def add_handlers(app: FastAPI) -> None:
         message = told.get(error.status_code, str(error.detail))
         return answer(request, RequestError(error.status_code, message, headers=error.headers))
 
+    @app.exception_handler(Exception)  # the service's own mistake, whose trace uvicorn logs
+    async def failed(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_body(500, "the service failed; its own log says where"), 500)
+
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:
         return Response(status_code=GONE)
@@ -79,9 +83,14 @@ def _of_validation(error: RequestValidationError) -> RequestError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return RequestError(400, f"the body is no JSON: {first['ctx']['error']}")
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [str(part) for part in first["loc"] if part != "body" and _is_field(part)]
     if not place and "input" in first and not isinstance(first["input"], dict):
         return RequestError(400, "the body is no JSON object. Send one, with Content-Type: application/json")
-    name = ".".join(part for part in place if "[" not in part)  # without pydantic's names of alternatives
+    name = ".".join(place)
     message = first["msg"].removeprefix("Value error, ")
     return RequestError(400, f"{name}: {message}" if name else message, param=place[0] if place else None)
+
+
+def _is_field(part: str | int) -> bool:
+    """Whether a part of a place names a field or an item, and no kind of value that pydantic has tried."""
+    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -129,6 +130,8 @@ class Service:
                 job.cancelled = True
         if None in found:
             raise RequestError(500, FAILED)
+        if not all(map(math.isfinite, found)):
+            raise RequestError(500, "the reward model gives no finite score to this")
         return found
 
     def _scores(self, sequences: Sequence[Sequence[int]]) -> list[float]:
