@@ -5,10 +5,13 @@ with HostMemory(pids) as meter:
 meter.peak - meter.before   # bytes
 """
 
+import re
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ ")  # the line of /proc/PID/smaps that a mapping begins with
 
 
 class HostMemory:
@@ -16,7 +19,8 @@ class HostMemory:
     that one of a file which all read counts once): `before`, the `peak` of samples within this context, and `after`.
 
     A page of a file that is mapped counts from when it is first read until it is unmapped; the system's own cache of
-    files does not count.
+    files does not count. Nor do libraries: their pages are shared with whatever else runs on the machine, so that a
+    share of them grows when a process ends that has nothing to do with these.
     """
 
     def __init__(self, pids: Sequence[int], interval: float = 0.01):
@@ -46,7 +50,11 @@ class HostMemory:
 
 
 def _pss(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+    kilobytes, counts = 0, True
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("the system does not count")
+            kilobytes += int(line.split()[1]) * counts
+        elif _MAPPING.match(line):
+            counts = ".so" not in line
+    assert kilobytes, "the system does not count"
+    return kilobytes * 1024
