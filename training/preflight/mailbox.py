@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from engine import distributed
 from engine.errors import UserError
-from training.program.joining import AGENTS_STORE
+from training.program.environment import AGENTS_STORE
 
 BETWEEN = 0.1  # seconds between looks, of each rank
 CROWD = 30.0  # seconds in which the store answers each of many ranks that come at once

@@ -1,9 +1,14 @@
 """The environment that a launcher, or a script in its place, has given this process: what it lacks, what cannot be."""
 
+import errno
 import os
+import socket
+import sys
 import sysconfig
 
 from engine.errors import SharedError, UserError
+
+AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" where torchrun serves the store
 
 
 def own_programs_first() -> None:
@@ -42,6 +47,29 @@ def check_meeting_point() -> None:
             "meet. Start by deepspeed, torchrun or srun, which need nothing to be set; or set MASTER_ADDR to the host "
             "of rank 0, and MASTER_PORT to a port that is free there, the same for all processes."
         )
+
+
+def check_port() -> None:
+    """Raise UserError on rank 0 where it is to serve the others at a port that is another's, a second run's mostly.
+
+    It is asked for before the imports that take seconds: ranks that come later would join the other run, and end both.
+    """
+    port = int(os.environ.get("MASTER_PORT") or 0)
+    served_by_torchrun = os.environ.get(AGENTS_STORE) == "True"
+    group = sys.modules.get("torch.distributed")  # one that stands already, in a program that calls ours, has the port
+    stands = group is not None and group.is_available() and group.is_initialized()
+    if os.environ.get("RANK", "0") != "0" or served_by_torchrun or stands or port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: one that was left just now is free
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise UserError(
+                    f"port {port} (MASTER_PORT), where the ranks of this run are to meet, is in use, by another run "
+                    f"perhaps. Give this one another: deepspeed --master_port NUMBER"
+                ) from None
 
 
 def check_gpus() -> None:

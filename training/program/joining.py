@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping
 
 from engine import distributed
+from training.program.environment import AGENTS_STORE
 
 NAMES = ("failed", "printed", "heard")
 LOOK_EVERY = 5.0  # seconds; with a connection of its own each time, which rank 0 need not hold for every rank
 PATIENCE = 30.0  # seconds; the imports of others may take longer than this rank's
 BETWEEN, LINGER = 0.2, 1.0  # seconds between looks of one who waits, and for which rank 0 then goes on serving
-AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # "True" where torchrun serves the store
 START = "TORCHELASTIC_RESTART_COUNT"  # torchrun keeps the store when it starts the ranks anew
 
 

@@ -25,7 +25,7 @@ from training.flags.absolute_paths import make_paths_absolute
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
 from training.program import output_lock, slurm, stopping, unwritten
-from training.program.environment import check_gpus, check_launch, check_meeting_point, own_programs_first
+from training.program.environment import check_gpus, check_launch, check_meeting_point, check_port, own_programs_first
 from training.program.error_file import write_error_file
 from training.program.hosts import from_here, on_several_hosts
 from training.program.member import print_line
@@ -61,6 +61,11 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         make_paths_absolute(args)
     except UserError as error:
         return _told_to_all(error)
+    try:
+        if not args.dry_run:
+            check_port()
+    except UserError as error:
+        return _told(error)
     from engine.zero.accelerator import natural_dtype  # seconds of imports: a mistyped flag is reported before them
 
     _quiet_transformers()
