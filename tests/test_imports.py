@@ -17,6 +17,7 @@ LAYERS = [
         "engine.files",
         "engine.git_lfs",
         "engine.host_memory",
+        "engine.json_objects",
         "engine.lazy",
         "engine.safetensors_files",
         "engine.whole_files",

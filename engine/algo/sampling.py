@@ -40,14 +40,13 @@ def keyed_uniforms(seed: int, indices: Tensor, samples: Tensor, positions: Tenso
     return _shift_right(_mix(_mix(bits)), 11).double() * 2.0**-53
 
 
-def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float = 1.0) -> Tensor:
     """The token at which the cumulative probability passes each uniform number (inverse-CDF sampling).
 
     Args:
         logits: (B, V) in any float dtype.
         uniforms: (B,) float64 in [0, 1).
-        temperature: what the logits are divided by, a number for all rows or (B, 1); nothing is cut off the
-            distribution.
+        temperature: what the logits are divided by; nothing is cut off the distribution.
 
     Returns: (B,) int64. The probabilities are computed in float32 and added up in float64, so that rounding moves no
     token's share by more than 1e-7; a token of probability 0 is never drawn.

@@ -50,7 +50,7 @@ def exchange(url: str, body: bytes | None, timeout: float, most_bytes: int) -> t
     request = urllib.request.Request(url, data=body, headers=headers)
     with _sorted_by_remedy(url, timeout), _opener(url).open(request, timeout=timeout) as answer:
         if answer.status != 200 and body is not None:
-            raise Mistake(f"answered {answer.status} {answer.reason} without scores")
+            raise Mistake(f"answered {answer.status} {_plain(answer.reason)} without scores")
         found = _read(answer, time.monotonic() + timeout, most_bytes)
         whole = answer.headers.get("Content-Length") is not None or answer.headers.get("Transfer-Encoding") is not None
         return found, whole
@@ -76,7 +76,7 @@ def retry_after(value: str | None, now: datetime) -> float | None:
         return float(value)
     try:
         date = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter of years and offsets beyond all calendars
         return None
     return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - now).total_seconds())
 
@@ -127,11 +127,13 @@ def _of_status(error: urllib.error.HTTPError) -> Fault | Mistake:
     body = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         body = error.read(SHOWN)
-    said = f"answered {error.code} {error.reason}" + (f" {shortened(body.decode(errors='replace'))}" if body else "")
+    said = f"answered {error.code} {_plain(error.reason)}" + (
+        f" {shortened(body.decode(errors='replace'))}" if body else ""
+    )
     if error.code == 429 or error.code >= 500:
         return Fault(said, retry_after(error.headers.get("Retry-After"), datetime.now(UTC)))
     if 300 <= error.code < 400:
-        return Mistake(f"{said}, and would have it asked at {error.headers.get('Location')}: give that URL")
+        return Mistake(f"{said}, and would have it asked at {_plain(error.headers.get('Location'))}: give that URL")
     return Mistake(said)
 
 
@@ -142,4 +144,9 @@ def _of_connection(error: OSError | http.client.HTTPException, timeout: float) -
         return Fault(f"did not answer within {timeout:g} s")
     if isinstance(error, socket.gaierror):
         return Fault(f"has a host that is not known ({error.strerror})")
-    return Fault(f"cannot be reached, or broke off ({type(error).__name__}: {error})")
+    return Fault(f"cannot be reached, or broke off ({type(error).__name__}: {_plain(error)})")
+
+
+def _plain(text: object) -> str:
+    """What a server has written into a status line or header, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in str(text)).strip()

@@ -66,8 +66,8 @@ class ServerReward(RewardSource):
         keys, items = self._items(rollout)
         self._begin(keys, items)
         values, problem = self._early.taken(keys, items)
-        contract = "Nothing was learned from these responses. docs/reward_server.md has what is sent and answered"
-        stop_together(problem, "the reward server", contract + ".")
+        contract = "Nothing was learned from these responses. docs/reward_server.md has what is sent and answered."
+        stop_together(problem, "the reward server", contract)
         scores = [values[place] for place in range(len(items))]
         return torch.tensor(scores, dtype=torch.float32, device=rollout.sequences.device)
 
@@ -104,6 +104,8 @@ class ServerReward(RewardSource):
             return self.servers.ask(items, turn), None
         except ServerError as error:
             return [], str(error)
+        except Exception as error:  # on this rank alone: the others would wait for it in vain
+            return [], f"could not be asked ({type(error).__name__}: {error})"
 
 
 def probe(settings: ServerSettings, prompt: str, row: dict) -> dict[str, float]:

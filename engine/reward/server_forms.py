@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.errors import shortened
+from engine.json_objects import RepeatedName, unique
 
 OWN_FIELDS = ("id", "prompt", "response", "ended")
 """Names of an item's fields that no column of the data can have."""
@@ -89,9 +90,12 @@ def decoded(form: str, body: bytes, items: Sequence[Item]) -> list[float]:
 
 
 def parsed(body: bytes) -> object:
-    """What the JSON says. Raises: WrongAnswer where it is none."""
+    """What the JSON says. Raises: WrongAnswer where it is none, or says a thing twice."""
     try:
-        return json.loads(body)
+        return json.loads(body, object_pairs_hook=unique)
+    except RepeatedName as error:
+        what = f"{shortened(error.fields)}, in which {shortened(error.name)} stood {error.count} times"
+        raise WrongAnswer(f"answered {what}") from None
     except (ValueError, RecursionError):
         raise WrongAnswer(f"answered {shortened(body[:200])}, which is no JSON") from None
 

@@ -112,12 +112,12 @@ class Servers:
             except Mistake as mistake:
                 self._fail(f"{server.url} {mistake} ({what})")
             except Fault as fault:
-                self._rest(server, fault)
+                self._back_off(server, fault)
                 passed = self._clock() - began
                 if passed >= self.patience:
                     self._fail(f"{server.url} {fault} (attempt {attempts} in {passed:.1f} s; {what})")
             else:
-                self._well(server)
+                self._recovered(server)
                 return answer
         raise ServerError(self._failure)
 
@@ -141,12 +141,12 @@ class Servers:
         except WrongAnswer as wrong:
             raise Mistake(str(wrong)) from None
 
-    def _well(self, server: _Server) -> None:
+    def _recovered(self, server: _Server) -> None:
         if server.faults:
             server.faults, server.due = 0, 0.0
             _say(f"the reward server {server.url} answers again")
 
-    def _rest(self, server: _Server, fault: Fault) -> None:
+    def _back_off(self, server: _Server, fault: Fault) -> None:
         server.faults += 1
         server.due = self._clock() + delay(server.faults, fault.retry_after)
         if server.faults == 1:

@@ -197,6 +197,8 @@ def test_addresses_of_this_machine(url, expected):
         ("Wed, 21 Oct 2015 07:28:30 GMT", 30.0),
         ("Wed, 21 Oct 2015 07:27:00 GMT", 0.0),
         ("soon", None),
+        ("Mon, 01 Jan 2024 00:00:00 +99999999999999999999", None),
+        ("Mon, 01 Jan 99999999999999999999 00:00:00 GMT", None),
     ],
 )
 def test_retry_after(value, expected):

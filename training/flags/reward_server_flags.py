@@ -1,6 +1,7 @@
 """The flags of reward servers: where they are, what they are sent, and how long they are waited for."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -41,7 +42,7 @@ class RewardServerFlags(RewardFunctionFlags):
     def validate_server(self) -> None:
         """Raise UserError for URLs that are none, and for values that cannot work."""
         for url in self.reward_url:
-            _check_url(url)
+            check_reward_url(url)
         if len(set(self.reward_url)) < len(self.reward_url):
             raise UserError(f"--reward_url {' '.join(self.reward_url)}: one is given twice. Give it once.")
         self.at_least(1, "reward_url_batch_size")
@@ -85,16 +86,17 @@ class RewardServerFlags(RewardFunctionFlags):
         )
 
 
-def _check_url(url: str) -> None:
+def check_reward_url(url: str) -> None:
+    """Raise UserError for what is no URL of a server, or holds a user's name; a password in it is not shown."""
+    shown = re.sub("//.*@[^/]*", "//...", url)
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         parts, whole = urlsplit(""), False
     if not whole or parts.fragment or not url.isascii() or any(map(str.isspace, url)):
-        raise UserError(f"--reward_url {url}: is no URL of a server. Give http://HOST:PORT/PATH.")
+        raise UserError(f"--reward_url {shown}: is no URL of a server. Give http://HOST:PORT/PATH.")
     if parts.username is not None or parts.password is not None:
         raise UserError(
-            f"--reward_url {url.replace(parts.netloc, '...')}: holds a user's name, which would stand in messages and "
-            "files. Leave it out."
+            f"--reward_url {shown}: holds a user's name, which would stand in messages and files. Leave it out."
         )

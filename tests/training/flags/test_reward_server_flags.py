@@ -41,6 +41,7 @@ def test_it_stands_in_for_the_reward_model_or_beside_one():
         (("--reward_url", "http://a:99999/"), "--reward_url http://a:99999/: is no URL of a server"),
         (("--reward_url", "http:///score"), "--reward_url http:///score: is no URL of a server"),
         (("--reward_url", "http://me:secret@a/"), "--reward_url http://.../: holds a user's name"),
+        (("--reward_url", "http://me:secret@a:port/"), "--reward_url http://.../: is no URL"),
         (("--reward_url", URL, URL), f"--reward_url {URL} {URL}: one is given twice"),
         (("--reward_url_batch_size", "0"), "--reward_url_batch_size 0: must be at least 1"),
         (("--reward_url_timeout", "0"), "--reward_url_timeout 0.0: must be greater than 0"),

@@ -1,0 +1,59 @@
+"""Answers of reward servers that are odd to the byte."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from engine.reward.http_exchange import Fault, Mistake, exchange
+from engine.reward.server_forms import Item, WrongAnswer, decoded
+
+ITEMS = [Item("7.0", "What is 2 + 2?", " 4", {})]
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """The URL of a server that answers one request with these bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                while not connection.recv(65536).endswith(b"{}"):
+                    pass
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/score"
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer, kind, told",
+    [
+        (b"HTTP/1.1 500 \x1b[31mred\r\nContent-Length: 0\r\n\r\n", Fault, "answered 500 [31mred"),
+        (
+            b"HTTP/1.1 302 Found\r\nLocation: /a\x1b[2J\r\nContent-Length: 0\r\n\r\n",
+            Mistake,
+            "answered 302 Found, and would have it asked at /a [2J: give that URL",
+        ),
+        (b"HTTP/1.1 204 No\x1b]0;Content\r\n\r\n", Mistake, "answered 204 No ]0;Content without scores"),
+        (b"\x1b[2Jno HTTP\r\n\r\n", Fault, "cannot be reached, or broke off (BadStatusLine: [2Jno HTTP)"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_left_out(answer, kind, told):
+    with answering(answer) as url, pytest.raises(kind) as caught:
+        exchange(url, b"{}", timeout=30.0, most_bytes=100)
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"scores": [{"id": "7.0", "score": 1, "score": 2}]}', b'{"scores": [], "scores": [{"id": "7.0", "score": 1}]}'],
+)
+def test_a_score_that_is_given_twice_within_an_object_is_none(body):
+    with pytest.raises(WrongAnswer, match="stood 2 times"):
+        decoded("items", body, ITEMS)
