@@ -20,6 +20,7 @@ from training.convert.page import page
 from training.convert.reading import read_fields
 from training.convert.translation import System, translate
 from training.convert.trl import TRL
+from training.reporting.sample_tables import visible
 
 SYSTEMS: dict[str, System] = {"trl": TRL, "openrlhf": OPENRLHF}
 
@@ -54,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _write(given.output, text)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return 2
     for line in missing:
-        print(f"no counterpart, or to be decided: {line}", file=sys.stderr)
+        print(f"no counterpart, or to be decided: {visible(line)}", file=sys.stderr)
     return 0
 
 

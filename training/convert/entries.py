@@ -26,7 +26,8 @@ class Kind(StrEnum):
 class Entry:
     """flags: ours, all of which get the value. settings: the dialect's fields that do. default: theirs. written: that
     it is written where nothing is given. values: theirs -> ours; others have no counterpart. asks_nothing:
-    values of a field without counterpart that lose nothing. note: beside the line, or why there is none."""
+    values of a field without counterpart that lose nothing. note: beside the line, or why there is none. secret: the
+    value may be a password, and is neither printed nor written."""
 
     kind: Kind
     flags: tuple[str, ...] = ()
@@ -36,6 +37,7 @@ class Entry:
     values: Mapping[object, object] = field(default_factory=dict)
     asks_nothing: tuple = ()
     note: str = ""
+    secret: bool = False
 
 
 def same(*flags: str, default: object = None, values: Mapping | None = None, note: str = "") -> Entry:
@@ -55,11 +57,11 @@ def related(default: object) -> Entry:
     return Entry(kind=Kind.RELATED, default=default)
 
 
-def absent(note: str, *asks_nothing: object) -> Entry:
+def absent(note: str, *asks_nothing: object, secret: bool = False) -> Entry:
     """A field without counterpart. note: what to do instead."""
-    return Entry(kind=Kind.ABSENT, asks_nothing=(None, *asks_nothing), note=note)
+    return Entry(kind=Kind.ABSENT, asks_nothing=(None, *asks_nothing), note=note, secret=secret)
 
 
-def idle(note: str) -> Entry:
+def idle(note: str, secret: bool = False) -> Entry:
     """A field without which nothing that is computed changes. note: what does its work."""
-    return Entry(kind=Kind.IDLE, note=note)
+    return Entry(kind=Kind.IDLE, note=note, secret=secret)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from engine.errors import UserError
 from training.convert.openrlhf_table import RENAMED, SOURCE, TABLE
 from training.convert.translation import Given, System, Translation, generation_sizes
+from training.flags.reward_server_flags import check_reward_url
 
 DIALECTS = {
     "gae": "default",
@@ -22,7 +23,9 @@ AS_GAE = (  # where PPO differs from the dialect default, as reinforce_pp has it
 )
 OF_GAE = (("lambd", "lam"), ("value_clip", "value_clip_range"))
 """What means something with a critic alone."""
-SCHEDULES = {name: name for name in ("linear", "cosine", "constant", "constant_with_warmup")}
+SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
+"""Those that are called so here, too."""
+LABELS = "columns are given to reward functions by their own names (docs/verifiable.md)"
 
 
 def with_old_names(fields: Mapping[str, object]) -> dict[str, object]:
@@ -61,9 +64,6 @@ def relations(given: Given, found: Translation, ranks: int | None) -> None:
     _precision_and_adapters(given, found, estimator)
 
 
-LABELS = "columns are given to reward functions by their own names (docs/verifiable.md)"
-
-
 def _models(given: Given, found: Translation, estimator: str) -> None:
     reward, critic, remote = (given[name] for name in ("reward_pretrain", "critic_pretrain", "remote_rm_url"))
     if reward is not None and "," in str(reward):
@@ -97,6 +97,8 @@ def _server(given: Given, found: Translation) -> None:
             f"remote_rm_url {remote}: --reward_function takes score(prompts, responses) of a file (docs/verifiable.md)"
         )
         return
+    for url in urls:
+        check_reward_url(url)  # before one with a password is written into a file
     found.add("reward_url", urls, "remote_rm_url")
     found.add("reward_url_form", "openrlhf", "what such a server is sent")
     if label is not None:
@@ -112,18 +114,21 @@ def _data(given: Given, found: Translation) -> None:
         found.missing.append(
             f"input_key {given['input_key']}{default}: prompts stand in the column prompt or messages; rename it"
         )
-    answer = given["generate_max_len"]
-    prompt = given["prompt_max_len"]
+    answer, prompt = (
+        None if given[name] is None else given.whole(name) for name in ("generate_max_len", "prompt_max_len")
+    )
     if given["max_len"] is not None:
         if answer is None:
             raise UserError("max_len without generate_max_len (rollout.max_new_tokens): give the latter, too.")
-        prompt = given.whole("max_len") - given.whole("generate_max_len")
+        prompt = given.whole("max_len") - answer
+        if prompt < 1:
+            raise UserError(f"max_len {given['max_len']}: generate_max_len {answer} leaves no room for a prompt.")
         found.add("max_prompt_seq_len", prompt, f"max_len {given['max_len']} - {answer}")
     else:
         found.add("max_prompt_seq_len", prompt or 1024, "prompt_max_len" + ("" if prompt else ", its default"))
     found.add("max_answer_seq_len", answer or 1024, "generate_max_len" + ("" if answer else ", its default"))
     if given["overlong_buffer_len"] is not None:
-        share = given.number("overlong_buffer_len") / float(answer or 1024)
+        share = given.number("overlong_buffer_len") / (answer or 1024)
         found.set("overlong_buffer", share, f"overlong_buffer_len {given['overlong_buffer_len']} / generate_max_len")
 
 
@@ -172,9 +177,9 @@ def _rates(given: Given, found: Translation, estimator: str, steps: int) -> None
             f"lr_warmup_ratio {given['lr_warmup_ratio']}: --num_warmup_steps is this share of all optimizer steps, "
             f"{steps} x max_epochs a step, which --dry_run counts; without it the dialect's"
         )
-    betas = given["adam_betas"]
-    if isinstance(betas, list) and [float(beta) for beta in betas] != [0.9, 0.95]:
-        found.set("betas", tuple(float(beta) for beta in betas), "adam_betas")
+    betas = given.numbers("adam_betas", 2)
+    if betas != [0.9, 0.95]:
+        found.set("betas", tuple(betas), "adam_betas")
 
 
 def _scores_and_kl(given: Given, found: Translation) -> None:
@@ -182,18 +187,19 @@ def _scores_and_kl(given: Given, found: Translation) -> None:
         found.set("kl_controller", "adaptive", "kl_target is given")
         found.set("kl_target", given.number("kl_target"), "kl_target")
         found.set("kl_horizon", given.number("kl_horizon"), "kl_horizon")
-    ends = given["eps_clip_low_high"]
-    if isinstance(ends, list):
-        found.add("clip_range", float(ends[0]), "eps_clip_low_high, the first")
-        found.set("clip_range_high", float(ends[1]), "eps_clip_low_high, the second")
+    if given["eps_clip_low_high"] is not None:
+        low, high = given.numbers("eps_clip_low_high", 2)
+        found.add("clip_range", low, "eps_clip_low_high, the first")
+        found.set("clip_range_high", high, "eps_clip_low_high, the second")
     else:
         found.add("clip_range", given.number("eps_clip"), "eps_clip")
-    clip = given["reward_clip_range"]
-    low, high = (float(end) for end in clip) if isinstance(clip, list) and len(clip) == 2 else (0.0, 0.0)
+    low, high = given.numbers("reward_clip_range", 2)
     if low == -high and high > 0:
         found.add("score_clip", high, "reward_clip_range, on both sides alike")
     else:
-        found.missing.append(f"reward_clip_range {clip}: scores are clipped to plus or minus one number (--score_clip)")
+        found.missing.append(
+            f"reward_clip_range {low:g} {high:g}: scores are clipped to plus or minus one number (--score_clip)"
+        )
     if given.true("enable_vllm_is_correction"):
         limit = given.number("vllm_is_truncated_threshold")
         found.set("correction", "token_truncate", "enable_vllm_is_correction")
@@ -201,7 +207,7 @@ def _scores_and_kl(given: Given, found: Translation) -> None:
 
 
 def _saving(given: Given, found: Translation) -> None:
-    saves, looks, warm = (int(given.number(name)) for name in ("save_steps", "eval_steps", "freezing_actor_steps"))
+    saves, looks, warm = (given.integer(name) for name in ("save_steps", "eval_steps", "freezing_actor_steps"))
     if saves > 0:
         found.add("save_steps", saves, "save_steps")
         found.add("keep_checkpoints", given.whole("max_ckpt_num"), "max_ckpt_num")
@@ -216,14 +222,12 @@ def _saving(given: Given, found: Translation) -> None:
 def _precision_and_adapters(given: Given, found: Translation, estimator: str) -> None:
     named = given["param_dtype"]
     if named is None:
-        found.add(
-            "dtype", "bf16" if given.true("bf16") else "fp16", "bf16" if given.true("bf16") else "bf16 is not given"
-        )
+        found.add("dtype", *(("bf16", "bf16") if given.true("bf16") else ("fp16", "bf16 is not given")))
     elif named in ("bf16", "fp16"):
         found.add("dtype", named, "param_dtype")
     else:
         raise UserError(f"param_dtype {named}: known are bf16 and fp16.")
-    rank = int(given.number("lora_rank"))
+    rank = given.integer("lora_rank")
     if rank <= 0:
         return
     found.add("actor_lora_dim", rank, "lora_rank")

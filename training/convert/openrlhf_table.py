@@ -3,6 +3,8 @@
 Of OpenRLHF/OpenRLHF, openrlhf/cli/train_ppo_ray.py (021d1b09, and the form with dots of 0.11). Defaults are its own.
 """
 
+from dataclasses import replace
+
 from training.convert.entries import Entry, absent, dialect, idle, related, same
 
 SOURCE = "OpenRLHF's openrlhf/cli/train_ppo_ray.py (021d1b09; names with dots: 0.11)"
@@ -260,9 +262,8 @@ TRAINING: dict[str, Entry] = {
     ),
     "use_ds_universal_ckpt": idle("restart points may be gone on from with other ranks and stages"),
     "save_value_network": idle("the critic is saved always"),
-    **dict.fromkeys(
-        ("logging_steps", "use_wandb", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"), LOGS
-    ),
+    **dict.fromkeys(("logging_steps", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"), LOGS),
+    "use_wandb": replace(LOGS, secret=True),  # its value is the key of an account
     "perf": LOGS,
     "local_rank": PLACES,
 }

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 import yaml
 
 from training.convert.translation import Line, System, Translation
+from training.reporting.sample_tables import visible
 
 
 def page(found: Translation, system: System, name: str) -> str:
@@ -38,4 +39,4 @@ def _listed(head: str, lines: Iterable[str]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return visible(" ".join(text.split()))  # YAML takes no control characters, not even in comments

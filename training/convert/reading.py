@@ -8,9 +8,11 @@ from pathlib import Path
 
 from engine.errors import UserError
 from engine.files import read_text
+from engine.json_objects import unique
 from training.flags.yaml_file import read_yaml
 
 ENTRY = "train_ppo_ray"  # OpenRLHF's program: flags stand behind it
+BETWEEN_COMMANDS = "();&|"
 
 
 def read_fields(path: str) -> dict[str, object]:
@@ -29,7 +31,9 @@ def read_fields(path: str) -> dict[str, object]:
     if ending != ".json":
         return read_command(text, path)
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=unique)
+    except RecursionError:
+        raise UserError(f"{path}: no valid JSON (brackets within brackets, too deep).") from None
     except ValueError as error:
         raise UserError(f"{path}: no valid JSON ({error}).") from None
     if not isinstance(found, dict):
@@ -39,16 +43,20 @@ def read_fields(path: str) -> dict[str, object]:
 
 def _read_yaml(path: str) -> dict[str, object]:
     try:
-        return read_yaml(path)
+        found = read_yaml(path)
     except UserError as error:
         raise UserError(str(error).removeprefix("--config ")) from None
+    for name in found:
+        if not isinstance(name, str):
+            raise UserError(f"{path}: {name!r} is the name of no field. Take it out, or write it between quotes.")
+    return found
 
 
 def read_command(text: str, path: str) -> dict[str, object]:
     """The flags of a command line by name, without dashes: a value, a list of several, or True for a bare one.
 
     Of a script the one command is read that calls OpenRLHF's program. Raises: UserError for none or several, for a
-    variable, whose value only the shell knows, and for a flag that comes twice.
+    variable or a command in backticks, whose value only the shell knows, and for a flag that comes twice.
     """
     joined = re.sub(r"\\\r?\n", " ", text)
     lines = [line for line in joined.splitlines() if ENTRY in line and not line.lstrip().startswith("#")]
@@ -57,20 +65,27 @@ def read_command(text: str, path: str) -> dict[str, object]:
     if not lines and not joined.lstrip().startswith("--"):
         raise UserError(f"{path}: found no command that calls {ENTRY}, and no flags.")
     try:
-        words = shlex.split(lines[0] if lines else joined, comments=True)
+        words = _words(lines[0] if lines else joined)
     except ValueError as error:
         raise UserError(f"{path}: the command cannot be read ({error}).") from None
     start = next((place + 1 for place, word in enumerate(words) if ENTRY in word), 0)
     return _flags(words[start:], path)
 
 
+def _words(command: str) -> list[str]:
+    """A shell's words; what stands between commands is a word of its own, without a space before it, too."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars=BETWEEN_COMMANDS)
+    lexer.whitespace_split = True
+    return list(lexer)
+
+
 def _flags(words: Sequence[str], path: str) -> dict[str, object]:
     found: dict[str, list[str]] = {}
     name = None
     for word in words:
-        if word in ("&", ";", "|", "&&", "EOF") or word.startswith((">", "2>")):
+        if word == "EOF" or (not word.strip(BETWEEN_COMMANDS) and word) or re.match(r"\d*[<>]", word):
             break
-        if "$" in word:
+        if "$" in word or "`" in word:
             raise UserError(f"{path}: {word} is a variable, whose value only the shell knows. Write the value there.")
         if word.startswith("--"):
             name, sign, value = word[2:].partition("=")
@@ -88,7 +103,8 @@ def _flags(words: Sequence[str], path: str) -> dict[str, object]:
 
 
 def _number(word: str) -> str | int | float:
-    try:
+    """A word as the number that it is written as; 007 and 2024_05_01, which name folders, stay words."""
+    if re.fullmatch(r"-?(0|[1-9]\d{0,99})", word, re.ASCII):
         return int(word)
-    except ValueError:
-        return float(word) if re.fullmatch(r"-?[\d.]+(e-?\d+)?", word, re.IGNORECASE) and word.count(".") < 2 else word
+    number = re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", word, re.ASCII | re.IGNORECASE)
+    return float(word) if number and ("." in word or "e" in word.lower()) else word

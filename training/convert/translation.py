@@ -1,9 +1,10 @@
 """A configuration of another system, translated field by field: lines for our YAML, and what has no counterpart."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from engine.errors import UserError, nearest
+from engine.errors import UserError, nearest, shortened
 from training.convert.entries import Entry, Kind
 
 
@@ -45,21 +46,29 @@ class Given:
         return self.table[name].default if found is None else found
 
     def number(self, name: str) -> float:
-        """A field as a number; raises UserError for what is none."""
-        value = self[name]
-        try:
-            if isinstance(value, bool):
-                raise ValueError
-            return float(value)
-        except (TypeError, ValueError):
-            raise UserError(f"{name} {value!r}: found no number. Give one.") from None
+        """A field as a finite number; raises UserError for what is none."""
+        return _number(name, self[name])
+
+    def numbers(self, name: str, count: int) -> list[float]:
+        """A field as a list of so many finite numbers; raises UserError for what is none."""
+        values = self[name]
+        if not isinstance(values, list | tuple) or len(values) != count:
+            raise UserError(f"{name} {shortened(values)}: needed are {count} numbers.")
+        return [_number(name, value) for value in values]
+
+    def integer(self, name: str) -> int:
+        """A field as a whole number of either sign; raises UserError for what is none."""
+        value = self.number(name)
+        if value != int(value):
+            raise UserError(f"{name} {shortened(self[name])}: needed is a whole number.")
+        return int(value)
 
     def whole(self, name: str) -> int:
         """A field as a whole number of 1 or more; raises UserError for what is none."""
-        value = self.number(name)
-        if value != int(value) or value < 1:
-            raise UserError(f"{name} {self[name]!r}: needed is a whole number of 1 or more.")
-        return int(value)
+        value = self.integer(name)
+        if value < 1:
+            raise UserError(f"{name} {shortened(self[name])}: needed is a whole number of 1 or more.")
+        return value
 
     def true(self, name: str) -> bool:
         """Whether a field is on; raises UserError for what is neither true nor false."""
@@ -112,7 +121,8 @@ def translate(
 
 def _translate_one(name: str, entry: Entry, given: Given, is_given: bool, found: Translation) -> None:
     value = given[name]
-    told = f"{name} {_shown(value)}" + ("" if is_given else ", its default")
+    shown = "(not shown)" if entry.secret and not isinstance(value, bool | None) else _shown(value)
+    told = f"{name} {shown}" + ("" if is_given else ", its default")
     if entry.kind == Kind.ABSENT:
         if not any(_equal(value, harmless) for harmless in entry.asks_nothing):
             found.missing.append(f"{told}: {entry.note}")
@@ -134,6 +144,18 @@ def _translate_one(name: str, entry: Entry, given: Given, is_given: bool, found:
             found.set(setting, value, why)
 
 
+def _number(name: str, value: object) -> float:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        found = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise UserError(f"{name} {shortened(value)}: found no number. Give one.")
+    return found
+
+
 def _equal(value: object, other: object) -> bool:
     if value == other or str(value).lower() == str(other).lower():
         return True
@@ -153,7 +175,7 @@ def _word(value: object) -> str:
     if value is None:
         return "none"
     if isinstance(value, list | tuple):
-        return ",".join(f"{item:g}" for item in value)
+        return ",".join(f"{item:g}" if isinstance(item, int | float) else str(item) for item in value)
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -15,7 +15,7 @@ def relations(given: Given, found: Translation, ranks: int | None) -> None:
     _rates(given, found, updates)
     _precision(given, found)
     _adapters(given, found)
-    samples = int(given.number("num_sample_generations"))
+    samples = given.integer("num_sample_generations")
     if updates is not None and samples:
         every = max(1, updates // samples)
         found.add("print_answers_interval", every, f"{updates} steps / num_sample_generations {samples}")

@@ -132,6 +132,6 @@ TRAINING: dict[str, Entry] = {
     "push_to_hub": same("push_to_hub"),
     "hub_model_id": same("hub_model_id"),
     "hub_private_repo": same("hub_private"),
-    "hub_token": absent("a token is not written into a file: hf auth login, or HF_TOKEN"),
+    "hub_token": absent("a token is not written into a file: hf auth login, or HF_TOKEN", secret=True),
 }
 TABLE: dict[str, Entry] = {**MODEL, **SCRIPT, **TRAINING, **PPO}
