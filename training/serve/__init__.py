@@ -10,6 +10,7 @@ decoder.py       one model's responses, decoded side by side, coming and going
 scoring.py       token ids to scores
 worker.py        the thread that does all of this
 service.py       what a request asks of the worker, and how much may be asked at once
+connection.py    how long a client may say nothing, or read nothing
 gate.py          what is looked at before a request is read: size, time, whether the service is ending
 errors.py        clients' mistakes, as they are answered
 requests.py      what clients may send

@@ -48,7 +48,7 @@ def run(args: ServeFlags) -> int:
     from transformers.utils import logging
 
     from training.serve.models import load_models
-    from training.serve.server import listening_socket, serve
+    from training.serve.server import begin_to_listen, listening_socket, serve
     from training.serve.service import Service
 
     logging.set_verbosity_error()
@@ -56,6 +56,7 @@ def run(args: ServeFlags) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     listening = listening_socket(args.host, args.port)  # before minutes of loading
     models = load_models(args)
+    begin_to_listen(listening)
     if not args.is_local:
         print(
             f"WARNING: --host {args.host} lets other machines in, and there is no password. Put a proxy before it that "

@@ -11,19 +11,20 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from engine.errors import UserError
 from training.data.chat import render
 from training.serve import requests as forms
 from training.serve.answers import ChatCompletions, Completions, models_list
 from training.serve.errors import RequestError, add_handlers
-from training.serve.events import EventStream, comparison_events, completion_events, told_errors
+from training.serve.events import EventStream, comparison_events, completion_events, ending_with_error
 from training.serve.models import ServedModel
 from training.serve.queries import query_ids
 from training.serve.service import Responses, Service, Wanted, unless_gone
 
 PAGE = Path(__file__).with_name("page.html")
+TEXT = TypeAdapter(str)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -90,15 +91,18 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: forms.CompletionRequest, request: Request) -> Response:
         model = service.model(body.model)
-        prompts = await service.encoded(lambda: [_prompt_ids(model, prompt) for prompt in body.prompts()])
-        return await _openai_answer(service, request, body, Completions(model), prompts)
+        given = body.prompts()
+        return await _openai_answer(
+            service, request, body, Completions(model), lambda: [_prompt_ids(model, one) for one in given], len(given)
+        )
 
     @app.post("/v1/chat/completions")
     async def chat(body: forms.ChatRequest, request: Request) -> Response:
         model = service.model(body.model)
         text = _chat_text(model, body)
-        prompt = await service.encoded(lambda: _prompt_ids(model, text, "messages"))
-        return await _openai_answer(service, request, body, ChatCompletions(model), [prompt])
+        return await _openai_answer(
+            service, request, body, ChatCompletions(model), lambda: [_prompt_ids(model, text, "messages")], 1
+        )
 
 
 async def _openai_answer(
@@ -106,26 +110,32 @@ async def _openai_answer(
     request: Request,
     body: forms.CompletionRequest | forms.ChatRequest,
     form: Completions,
-    prompts: list[list[int]],
+    encode: Callable[[], list[list[int]]],
+    count: int,
 ) -> Response:
-    """n responses to each of the prompts, whole or streamed."""
+    """n responses to each of so many prompts, whole or streamed."""
     seed = forms.new_seed()
-    wanted = [
-        Wanted(form.model, prompt, body.settings(seed, sample, len(prompt), service.context, service.most_tokens))
-        for prompt in prompts
-        for sample in range(body.n or 1)
-    ]
     with ExitStack() as stack:
-        stack.enter_context(service.admitted(len(wanted)))
+        stack.enter_context(service.admitted(count * (body.n or 1)))
+        wanted = [
+            Wanted(form.model, prompt, body.settings(seed, sample, len(prompt), service.context, service.most_tokens))
+            for prompt in await service.encoded(encode)
+            for sample in range(body.n or 1)
+        ]
         responses = stack.enter_context(Responses(service, wanted))
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(told_errors(completion_events(form, responses, with_usage)), stack.pop_all())
+            return EventStream(ending_with_error(completion_events(form, responses, with_usage)), stack.pop_all())
         return JSONResponse(form.whole(await unless_gone(request, responses.all())))
 
 
 def _prompt_ids(model: ServedModel, prompt: str | list[int], field: str = "prompt") -> list[int]:
-    """A prompt's token ids. Raises: RequestError where there are none, or the model does not know them."""
+    """A prompt's token ids. Raises: RequestError where there are none, or the model does not know them, and for a text
+    that needs no tokenizer, which takes seconds for megabytes, to be known as too long."""
+    most = model.decoder.context * (model.longest_token + 1)  # some tokenizers drop the spaces between
+    if isinstance(prompt, str) and len(prompt) > most:
+        told = f"{field}: it has {len(prompt)} characters; {model.decoder.context} tokens have {most} at most"
+        raise RequestError(400, told, field, "context_length_exceeded")
     ids = model.encoder.prompt(prompt) if isinstance(prompt, str) else prompt
     if not ids:
         raise RequestError(400, f"{field}: the tokenizer makes no tokens of it", field)
@@ -166,7 +176,7 @@ def _add_comparison(app: FastAPI, service: Service) -> None:
             stack.enter_context(service.admitted(len(wanted)))
             responses = stack.enter_context(Responses(service, wanted))
             if body.stream:
-                return EventStream(told_errors(comparison_events(service, responses, seed)), stack.pop_all())
+                return EventStream(ending_with_error(comparison_events(service, responses, seed)), stack.pop_all())
             found = await unless_gone(request, _compared(service, responses))
             return JSONResponse({"prompt": body.prompt, "seed": seed, **found})
 
@@ -177,7 +187,7 @@ def _comparison(body: bytes, content_type: str) -> forms.CompareRequest:
         if "json" not in content_type:
             return forms.CompareRequest(prompt=body.decode("utf-8"))
         if body.lstrip()[:1] == b'"':
-            body = b'{"prompt":' + body + b"}"
+            return forms.CompareRequest(prompt=TEXT.validate_json(body))
         return forms.CompareRequest.model_validate_json(body)
     except UnicodeDecodeError:
         raise RequestError(400, "the body is no UTF-8") from None

@@ -36,4 +36,5 @@ def nucleus(logits: Tensor, top_ps: Tensor) -> Tensor:
     probabilities, order = torch.softmax(logits.float(), -1).sort(dim=-1, descending=True, stable=True)
     before = probabilities.cumsum(-1, dtype=torch.float64) - probabilities
     left_out = (before >= top_ps.unsqueeze(1)) & (top_ps.unsqueeze(1) < 1.0)
+    left_out[:, 0] = False  # of a top_p that float32 has no number for but 0, too
     return logits.masked_fill(torch.zeros_like(left_out).scatter(1, order, left_out), -torch.inf)

@@ -32,7 +32,7 @@ def event(data: dict) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def told_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
+async def ending_with_error(events: AsyncIterator[str]) -> AsyncIterator[str]:
     """The events; where they fail an error is the last one, and the stream ends without DONE."""
     try:
         async for each in events:

@@ -70,7 +70,11 @@ class ServeFlags(ProgramFlags):
     )
     max_connections: int = flag(512, "connections at once; beyond, 503")
     max_body_mb: float = flag(4.0, "largest body of a request, in MB; beyond, 413")
-    body_seconds: float = flag(30.0, "how long a request's body may take to arrive; beyond, 408")
+    body_seconds: float = flag(
+        30.0,
+        "how long a request's body may take to arrive; beyond, 408; also its head, and a client that reads nothing of "
+        "its answer, whose connections are then broken off",
+    )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work."""

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import ipaddress
 import json
-import time
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,13 +18,14 @@ class Gate:
     """Refuses requests before the app sees them, and knows how many it has let in.
 
     A body over the limit is answered 413, by its announced length before any of it is read; one that does not arrive in
-    time 408; any request 503 once `closing` is set.
+    time 408; any request 503 once `closing` is set. Where the service is for this machine alone, a request for another
+    host is answered 421: a page whose own name leads to this machine (DNS rebinding) could read the answers.
 
     open: requests that were let in and are not answered whole.
     """
 
-    def __init__(self, app: ASGIApp, max_body: int, body_seconds: float):
-        self.app, self.max_body, self.body_seconds = app, max_body, body_seconds
+    def __init__(self, app: ASGIApp, max_body: int, body_seconds: float, is_local: bool = False):
+        self.app, self.max_body, self.body_seconds, self.is_local = app, max_body, body_seconds, is_local
         self.open, self.closing = 0, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,6 +35,11 @@ class Gate:
             return
         if self.closing:
             await _refuse(scope, send, 503, "the service is ending; ask another one", {"retry-after": "5"})
+            return
+        host = dict(scope["headers"]).get(b"host", b"localhost").decode("latin-1")
+        if self.is_local and not is_own_name(host):
+            told = f"this service is for its own machine, and not for {host!r}. A proxy before it: send Host: localhost"
+            await _refuse(scope, send, 421, told)
             return
         self.open += 1
         try:
@@ -66,6 +73,16 @@ class Gate:
         told = f"the body is larger than the {self.max_body:,} bytes that are taken here (--max_body_mb)"
         await _refuse(scope, send, 413, told, linger=receive)
         return None
+
+
+def is_own_name(host: str) -> bool:
+    """Whether a Host header may be that of a request to this machine: localhost, or an address, which no page's name
+    is."""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        return name == "localhost" or name.endswith(".localhost") or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 class _Given:
@@ -103,10 +120,10 @@ async def _refuse(
 
 
 async def _thrown_away(receive: Receive) -> None:
-    end, left = time.monotonic() + LINGERING, LINGERING_BYTES
+    left = LINGERING_BYTES
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGERING):
-            while left > 0 and time.monotonic() < end:
+            while left > 0:
                 message = await receive()
                 left -= len(message.get("body", b""))
                 if message["type"] == "http.disconnect" or not message.get("more_body", False):

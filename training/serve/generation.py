@@ -95,7 +95,7 @@ class Generation:
             reason = "length"
         if reason is not None:
             self.ended = True
-            text += self.text.rest()
+            text += self.text.finish()
             reason = "stop" if self.text.stopped else reason
         if text or logprobs or reason:
             self.tell(Update(text, logprobs, reason))

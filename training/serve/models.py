@@ -21,7 +21,7 @@ from engine.zero import accelerator
 from training.data.tokens import TextEncoder
 from training.program.model_files import generation_stops
 from training.restarts.export import export
-from training.restarts.layout import MANIFEST, STATE_FILE
+from training.restarts.layout import STATE_FILE, holds_point
 from training.serve.decoder import Decoder
 from training.serve.flags import ServeFlags
 
@@ -31,13 +31,14 @@ OF_POINTS = {"policy": ("actor", "model"), "scorer": ("model",)}  # of step 3, a
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that answers. ends: the ids of tokens that end its responses."""
+    """A model that answers. ends: the ids of tokens that end its responses. longest_token: in characters."""
 
     name: str
     tokenizer: PreTrainedTokenizerBase
     encoder: TextEncoder
     ends: frozenset[int]
     decoder: Decoder
+    longest_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def _model(
             f"{what} {path}: there is no memory for it. Serve fewer models, or lower --rows_at_once."
         ) from None
     ends = frozenset(generation_stops(path, tokenizer, args.trust_remote_code))
-    return ServedModel(name, tokenizer, TextEncoder(tokenizer), ends, decoder)
+    return ServedModel(name, tokenizer, TextEncoder(tokenizer), ends, decoder, max(map(len, tokenizer.get_vocab())))
 
 
 def _scorer(
@@ -149,7 +150,7 @@ def _chat_template(path: str) -> str:
 @contextlib.contextmanager
 def _as_folder(path: str, what: str, kind: str) -> Iterator[str]:
     """A model's path as it is; of a restart point a folder that its model is exported to, for as long as this lasts."""
-    if not any((Path(path) / name).is_file() for name in (MANIFEST, STATE_FILE)):
+    if not holds_point(Path(path)):
         yield path
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -161,6 +162,7 @@ def _as_folder(path: str, what: str, kind: str) -> Iterator[str]:
                 f"{what} {path}: a restart point without a {STATE_FILE} that can be read ({error})."
             ) from None
         try:
-            yield str(export(path, f"{folder}/model", model=model))
+            exported = export(path, f"{folder}/model", model=model)
         except UserError as error:
             raise UserError(f"{what} {path}: {error}") from None
+        yield str(exported)

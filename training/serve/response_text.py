@@ -25,18 +25,18 @@ class ResponseText:
         """Take the next token; returns what can be said now."""
         self._ids.append(token)
         text = self._decoded()
-        return "" if text.endswith(UNFINISHED) else self._past_stops(self._told(text))
+        return "" if text.endswith(UNFINISHED) else self._past_stops(self._new(text))
 
-    def rest(self) -> str:
+    def finish(self) -> str:
         """What is left to be said once no token follows."""
-        text = self._past_stops(self._told(self._decoded()))
+        text = self._past_stops(self._new(self._decoded()))
         held, self._held = self._held, ""
         return text if self.stopped else text + held
 
     def _decoded(self) -> str:
         return self.tokenizer.decode(self._ids[self._start :], skip_special_tokens=True)
 
-    def _told(self, text: str) -> str:
+    def _new(self, text: str) -> str:
         """What `text`, decoded from `_start` on, has beyond what was told; from now on it is known."""
         known = self.tokenizer.decode(self._ids[self._start : self._said], skip_special_tokens=True)
         new = text[len(known) :] if text.startswith(known) else ""

@@ -12,6 +12,7 @@ import uvicorn
 
 from engine.errors import UserError
 from training.serve.app import make_app
+from training.serve.connection import Connection
 from training.serve.flags import ServeFlags
 from training.serve.gate import Gate
 from training.serve.service import Service
@@ -28,7 +29,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, service: Service, args: ServeFlags):
         self.service, self.drain_seconds = service, args.drain_seconds
-        self.gate = Gate(make_app(service), int(args.max_body_mb * 1e6), args.body_seconds)
+        self.gate = Gate(make_app(service), int(args.max_body_mb * 1e6), args.body_seconds, args.is_local)
         self.lost = 0
         self._draining: asyncio.Task | None = None
         config = uvicorn.Config(
@@ -42,7 +43,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=5,
             lifespan="on",
             ws="none",
-            http="h11",
+            http=Connection.with_patience(args.body_seconds),
             loop="asyncio",
         )
         super().__init__(config)
@@ -84,11 +85,24 @@ def listening_socket(host: str, port: int) -> socket.socket:
         found.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(
-                f"--port {port}: another program listens there. Give another one, or 0 for a free one."
-            ) from None
+            raise _taken(port) from None
         raise UserError(f"--host {host} --port {port}: {error.strerror or error}. Give another one.") from None
     return found
+
+
+def begin_to_listen(found: socket.socket) -> None:
+    """Have a socket of `listening_socket` listen. Raises: UserError where another program was faster, which may have
+    had its own socket of the address by then."""
+    try:
+        found.listen(2048)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise _taken(found.getsockname()[1]) from None
+
+
+def _taken(port: int) -> UserError:
+    return UserError(f"--port {port}: another program listens there. Give another one, or 0 for a free one.")
 
 
 def serve(service: Service, args: ServeFlags, listening: socket.socket) -> int:

@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -174,6 +174,7 @@ class Responses:
         left = len(self.whole)
         while left:
             number, update = await self._queue.get()
+            await asyncio.sleep(0)  # where many have gathered, get returns at once, and nobody else would have a turn
             if update.error is not None:
                 raise RequestError(503 if update.error != FAILED else 500, update.error)
             response = self.whole[number]
@@ -203,7 +204,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable, *given) -> None:
         loop.call_soon_threadsafe(call, *given)
 
 
-async def unless_gone(request: Request, work: Callable[[], "asyncio.Future | asyncio.Task"] | object):
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
     """What this coroutine returns; raises ClientGone, with the coroutine cancelled, once the client has gone."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(request))

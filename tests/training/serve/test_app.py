@@ -160,6 +160,7 @@ MISTAKES = [  # method, path, body, status, what the message says, param
     ("POST", "/v1/completions", {"model": "one", "prompt": [5, 64]}, 400, "ids are 0 to 63", "prompt"),
     ("POST", "/v1/completions", {"model": "one", "prompt": [5, -1]}, 400, "ids are 0 to 63", "prompt"),
     ("POST", "/v1/completions", {"model": "one", "prompt": "w05 " * 64}, 400, "64 tokens", "prompt"),
+    ("POST", "/v1/completions", {"model": "one", "prompt": "w05 " * 9000}, 400, "64 tokens have", "prompt"),
     ("POST", "/v1/completions", {"model": "one", "prompt": "w05", "max_tokens": 41}, 400, "40 tokens at", "max_tokens"),
     (
         "POST",
@@ -195,6 +196,7 @@ MISTAKES = [  # method, path, body, status, what the message says, param
         "messages",
     ),
     ("PUT", "/", {"prompt": "w05", "models": ["three"]}, 404, "There is: one, two", "model"),
+    ("PUT", "/", '"w05", "max_tokens": 1', 400, "no JSON", None),
     ("PUT", "/", {"prompt": "w05", "n": 2}, 400, "n is not supported", "n"),
     ("POST", "/v1/scores", {"items": [{"id": 1, "prompt": "w05"}]}, 400, "items.0.response", "items"),
     (

@@ -125,7 +125,7 @@ def test_logprobs_are_the_models_own_whatever_the_temperature(model, tokenizer):
 
 def test_nucleus_by_hand():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    for top_p, kept in ((0.4, [0]), (0.5, [0]), (0.6, [0, 1]), (0.81, [0, 1, 2]), (1.0, [0, 1, 2, 3])):
+    for top_p, kept in ((1e-50, [0]), (0.4, [0]), (0.5, [0]), (0.6, [0, 1]), (0.81, [0, 1, 2]), (1.0, [0, 1, 2, 3])):
         found = nucleus(logits, torch.tensor([top_p]))[0]
         assert torch.isfinite(found).nonzero().flatten().tolist() == kept, top_p
     rows = torch.tensor([[0.05, 0.5, 0.3, 0.15]] * 4).log()

@@ -84,6 +84,12 @@ def test_a_damaged_point_is_refused(tmp_path):
         load_models(flags(f"point={point}"))
 
 
+def test_a_mistake_about_another_model_does_not_name_the_point(tmp_path):
+    point = make_point(tmp_path / "run", make_causal_lm(tmp_path / "trained"))
+    with pytest.raises(UserError, match=f"^--models other: there is no folder {tmp_path}/nowhere"):
+        load_models(flags(f"point={point}", f"other={tmp_path}/nowhere"))
+
+
 def test_the_context_is_that_of_the_model_with_the_fewest_positions(tmp_path):
     base, reward = make_causal_lm(tmp_path / "bloom", "bloom"), make_scorer(tmp_path / "reward")
     assert load_models(flags(f"base={base}", max_seq_len=100)).context == 100

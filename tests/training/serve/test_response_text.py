@@ -26,7 +26,7 @@ def pieces(tokenizer, prompt: str, response: str, *stops: str) -> list[str]:
         found.append(text.add(token))
         if text.stopped:
             break
-    return [*found, text.rest()]
+    return [*found, text.finish()]
 
 
 def test_words_keep_the_space_between_prompt_and_response():
@@ -45,7 +45,7 @@ def test_what_never_becomes_a_character_is_said_at_the_end():
     tokenizer = byte_tokenizer()
     text = ResponseText(tokenizer, tokenizer("a").input_ids)
     first = tokenizer("é").input_ids[0]
-    assert (text.add(first), text.rest()) == ("", "\ufffd")
+    assert (text.add(first), text.finish()) == ("", "\ufffd")
 
 
 @pytest.mark.parametrize(
