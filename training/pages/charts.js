@@ -21,9 +21,8 @@ const short = (value) => {
 function ticks(low, high, count) {
   const raw = (high - low) / count, base = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((each) => each * base).find((each) => each >= raw);
-  const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(value);
-  return found;
+  const first = Math.ceil(low / step), last = Math.floor(high / step + 1e-9);
+  return Array.from({ length: Math.min(last - first + 1, 2 * count + 1) || 0 }, (_, place) => (first + place) * step);
 }
 
 class Chart {
@@ -95,7 +94,7 @@ class Chart {
 
   zoom(range) {
     const inside = this.lines.some((line) => line.points.some((point) => point[0] >= range[0] && point[0] <= range[1]));
-    if (inside && range[1] > range[0]) this.range = range;
+    if (inside && range[1] - range[0] >= 1) this.range = range;
     this.cursor = null;
     this.draw();
   }
@@ -130,7 +129,8 @@ class Chart {
     const lines = this.shown().map((line) => [line, this.within(line)]);
     const ends = lines.flatMap(([, points]) => points.flatMap(([, value, error]) => [value - 2 * (error ?? 0), value + 2 * (error ?? 0)]));
     let low = ends.length ? Math.min(...ends) : 0, high = ends.length ? Math.max(...ends) : 1;
-    const room = (high - low) * 0.05 || Math.abs(high) * 0.25 || 1;
+    const size = Math.max(Math.abs(low), Math.abs(high)), flat = high - low <= size * 1e-9; // but for rounding
+    const room = flat ? size * 0.25 || 1 : (high - low) * 0.05;
     [this.low, this.high] = [low - room, high + room];
     this.svg.replaceChildren();
     for (const value of ticks(this.low, this.high, 5)) {

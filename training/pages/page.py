@@ -2,17 +2,25 @@
 
     text = document("sft beside base", "256 prompts", samples(shown), {"samples": sample_data(shown)}, ["samples.js"])
 
-Its policy (CSP) forbids any request. What models say reaches the browser as JSON and then as text, never as markup.
+Its policy (CSP) forbids any request, and any script but the page's own. What models say reaches the browser as JSON and
+then as text, never as markup.
 """
 
+import base64
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).parent
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+POLICY = (
+    "default-src 'none'; script-src {scripts}; style-src {style}; style-src-attr 'unsafe-inline'; base-uri 'none'; "
+    "form-action 'none'"
+)
+LONE_SURROGATES = re.compile("[\ud800-\udfff]")  # of names that are no text: UTF-8 has none
 COLOURS = 8  # of style.css, --c0 to --c7
 ORDERS = {
     "change": "largest changes",
@@ -35,15 +43,17 @@ def document(title: str, intro: str, body: str, data: Mapping[str, object], scri
     blocks = "".join(
         f'<script type="application/json" id="{name}">{_json(each)}</script>' for name, each in data.items()
     )
-    code = "".join(f"<script>{(HERE / name).read_text(encoding='utf-8')}</script>" for name in scripts)
-    return f"""<!DOCTYPE html>
+    style, *codes = ((HERE / name).read_text(encoding="utf-8") for name in ("style.css", *scripts))
+    code = "".join(f"<script>{each}</script>" for each in codes)
+    policy = POLICY.format(scripts=" ".join(map(_hash, codes)) or "'none'", style=_hash(style))
+    text = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <title>{escape(title)}</title>
-<style>{(HERE / "style.css").read_text(encoding="utf-8")}</style>
+<style>{style}</style>
 </head>
 <body>
 <header>
@@ -58,6 +68,12 @@ def document(title: str, intro: str, body: str, data: Mapping[str, object], scri
 </body>
 </html>
 """
+    return LONE_SURROGATES.sub("\ufffd", text)
+
+
+def _hash(text: str) -> str:
+    """How a policy names what an element may hold."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _json(content: object) -> str:

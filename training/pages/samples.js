@@ -1,7 +1,7 @@
 "use strict";
 // The samples of the page: searched, filtered and sorted as a whole, and drawn a screen at a time.
 const data = JSON.parse(document.getElementById("samples").textContent);
-const EACH = 20, LONGEST = 600;
+const EACH = 20, LONGEST = 600, CUT = 10000;
 const [TEXT, SCORES, KL, TOKENS, ENDED, CHANGES] = [0, 1, 2, 3, 4, 5];
 const at = (name) => document.getElementById(name);
 const number = (value, digits) => (value < 0 ? "\u2212" : "") + Math.abs(value).toFixed(digits);
@@ -74,13 +74,29 @@ function changed(ours, theirs) {
   return gone;
 }
 
-function marked(text, other, name) {
-  const made = element("p"), marks = changed(text, other);
-  let word = 0;
-  for (const part of text.split(/(\s+)/)) {
+// A paragraph with its changed words marked. Of a long text its beginning, and a button for the rest.
+function marked(text, other, name, most = CUT) {
+  const made = element("p"), shown = text.slice(0, most), marks = changed(shown, other);
+  let word = 0, plain = "";
+  for (const part of shown.split(/(\s+)/)) {
     if (!part) continue;
-    if (/^\s/.test(part) || !marks[word++]) made.append(part);
-    else made.append(element("mark", part, name));
+    if (/^\s/.test(part) || !marks[word++]) plain += part;
+    else {
+      made.append(plain, element("mark", part, name));
+      plain = "";
+    }
+  }
+  made.append(plain);
+  if (text.length > most) {
+    const rest = element("button", `${(text.length - most).toLocaleString("en")} more characters`);
+    rest.type = "button";
+    rest.addEventListener("click", () => {
+      const whole = marked(text, other, name, Infinity);
+      made.replaceWith(whole);
+      whole.tabIndex = -1;
+      whole.focus({ preventScroll: true });
+    });
+    made.append(" \u2026 ", rest);
   }
   if (!text) made.append(element("small", "(an empty response)"));
   return made;

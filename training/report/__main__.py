@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error.filename or args.output}: {error.strerror or error}", file=sys.stderr)
         return 2
-    print(f"{output}: {len(made.encode()) / 1e6:.1f} MB")
+    print(f"{output}: {len(made.encode()) / 1e6:.2f} MB")
     return 0
 
 
@@ -47,6 +47,8 @@ def _output(args: argparse.Namespace) -> Path:
     output = args.output or args.runs[0] / PAGE
     if output.is_dir():
         raise UserError(f"--output {output}: is a folder. Give a file, {output / PAGE}.")
+    if args.output and not output.parent.is_dir():
+        raise UserError(f"--output {output}: there is no folder {output.parent}. Make it, or give another file.")
     if output.exists() and not args.overwrite:
         raise UserError(f"{output}: is there already. Give --overwrite to replace it, or another --output.")
     return output

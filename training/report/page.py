@@ -1,6 +1,7 @@
 """A run, or several beside each other, as a page: held-out numbers, health, curves, samples, and how it was made."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
@@ -166,28 +167,36 @@ def _samples(runs: Sequence[Run]) -> Samples | None:
         start = next((run.samples[BEFORE] for run in runs if BEFORE in run.samples), None)
         columns = {BEFORE: start} if start is not None else {}
         columns |= {run.name: list(run.samples.values())[-1] for run in runs if set(run.samples) - {BEFORE}}
-    by_prompt = {name: {row["prompt"]: row for row in rows} for name, rows in columns.items()}
-    shared = [
-        prompt for prompt in next(iter(by_prompt.values()), {}) if all(prompt in rows for rows in by_prompt.values())
-    ]
+    by_prompt = {name: _by_prompt(rows) for name, rows in columns.items()}
+    shared = [key for key in next(iter(by_prompt.values()), {}) if all(key in rows for rows in by_prompt.values())]
     if len(columns) < 2 or not shared:
         return None
     rows = []
-    for place, prompt in enumerate(shared):
-        answers = [by_prompt[name][prompt] for name in columns]
+    for place, key in enumerate(shared):
+        answers = [by_prompt[name][key] for name in columns]
         first = answers[0]["score"]
         responses = [
             Response(row["response"], [row["score"]], row["kl"], row["tokens"], True, [row["score"] - first])
             for row in answers
         ]
-        rows.append(SampleRow(prompt, place, 0, responses))
+        rows.append(SampleRow(key[0], place, 0, responses))
     return Samples(list(columns), ["score"], 1, rows, f"samples/{AFTER}.jsonl")
+
+
+def _by_prompt(rows: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:
+    """By the prompt, and how many rows before have the same: data may hold a prompt several times."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for row in rows:
+        found[row["prompt"], seen[row["prompt"]]] = row
+        seen[row["prompt"]] += 1
+    return found
 
 
 def departures(resolved: Mapping) -> list[tuple[str, object, object]]:
     """In which fields a run's dialect departs from the one that it names: field, the named one's value, the run's."""
     try:
-        usual = get_dialect(resolved["name"])
+        usual = get_dialect(str(resolved.get("name")))
     except UserError:  # one of the run's own
         return []
     plain = {name: getattr(usual, name) for name in resolved if hasattr(usual, name)}
@@ -202,7 +211,7 @@ def _choices(runs: Sequence[Run]) -> str:
         dialect = run.start.get("dialect")
         if dialect:
             rows = [[escape(name), _value(usual), _value(own)] for name, usual, own in departures(dialect)]
-            made.append(f"<h3>{dot(run.name, place + 1)}: dialect {escape(dialect['name'])}</h3>")
+            made.append(f"<h3>{dot(run.name, place + 1)}: dialect {escape(str(dialect.get('name')))}</h3>")
             made.append(
                 table(["field", "the dialect's", "this run's"], rows, "departures") if rows else "<p>as it is</p>"
             )
@@ -240,7 +249,8 @@ def _origin(runs: Sequence[Run]) -> str:
         for number, start in enumerate(run.starts, 1):
             again = f", start {number} of {len(run.starts)}" if len(run.starts) > 1 else ""
             git = start.get("git")
-            commit = f"{git['commit']}{' with changes of its own' if git['dirty'] else ''}" if git else "not known"
+            own = " with changes of its own" if git and git.get("dirty") else ""
+            commit = f"{git['commit']}{own}" if git and "commit" in git else "not known"
             versions = ", ".join(
                 f"{name} {version}" for name, version in (start.get("versions") or {}).items() if version
             )
@@ -252,7 +262,7 @@ def _origin(runs: Sequence[Run]) -> str:
                 ["ranks", f"{machine.get('world_size', '-')}, {_value(machine.get('accelerator'))}"],
             ]
             made.append(
-                f"<h3>{escape(run.name)}{again}</h3><pre>{escape(start.get('command', ''))}</pre>"
+                f"<h3>{escape(run.name)}{again}</h3><pre>{escape(start.get('command') or '')}</pre>"
                 + table(["", ""], rows, f"how {run.name} was made")
             )
     return f'<section class="wrap"><h2>Made with</h2>{"".join(made)}</section>' if made else ""

@@ -1,6 +1,7 @@
 """What the output folder of a run holds: metrics, samples, and the record of how it was started."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,8 @@ from training.reporting.metrics_file import METRICS_FILE, read_metrics
 from training.reporting.run_record import RUN_FILE, read_run_record
 from training.reporting.views import PPO, REWARD, SFT, View, averaged
 
+NUMBER = int | float
+SHOWN = {"prompt": str, "response": str, "score": NUMBER, "kl": NUMBER, "tokens": NUMBER}  # of a sample
 BEFORE, AFTER = "before", "after"
 VIEWS = {"step 1": SFT, "step 2": REWARD, "step 3": averaged(PPO)}
 
@@ -35,7 +38,7 @@ class Run:
     @property
     def flags(self) -> Mapping:
         """By name."""
-        return self.start.get("flags", {})
+        return self.start.get("flags") or {}
 
     @property
     def view(self) -> View:
@@ -88,6 +91,9 @@ def read_run(folder: Path, name: str) -> Run:
     rows = read_metrics(metrics)
     if not rows:
         raise UserError(f"{metrics}: holds no step yet. Wait for the first one.")
+    bare = next((row["step"] for row in rows if "samples" not in row), None)
+    if bare is not None:
+        raise UserError(f"{metrics}: step {bare} does not say after how many samples. Remove its line.")
     missing = []
     record = folder / RUN_FILE
     starts = read_run_record(record) if record.is_file() else []
@@ -101,20 +107,24 @@ def read_run(folder: Path, name: str) -> Run:
 
 def read_samples(folder: Path) -> dict[str, list[dict]]:
     """Rows of each file of held-out samples: before, the steps in between, after. Raises: UserError."""
-    found = {path.stem: path for path in sorted(folder.glob("*.jsonl")) if not path.stem.endswith("_ema")}
-    order = [BEFORE, *(name for name in found if name.startswith("step_")), AFTER]
+    found = {path.stem: path for path in sorted(folder.glob("*.jsonl")) if path.is_file()}
+    order = [BEFORE, *(name for name in found if re.fullmatch(r"step_\d+", name, re.ASCII)), AFTER]
     return {name: _lines(found[name]) for name in order if name in found}
 
 
 def _lines(path: Path) -> list[dict]:
+    """Of each line what the page shows; a last line without its newline is still being written: left out."""
     rows = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-                rows.append({name: row[name] for name in ("prompt", "response", "score", "kl", "tokens")})
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}, line {number}: is no sample. Mend the file, or move it away.") from None
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            row = json.loads(line)
+            if not all(isinstance(row[name], kind) for name, kind in SHOWN.items()):
+                raise TypeError
+            rows.append({name: row[name] for name in SHOWN})
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}, line {number}: is no sample. Mend the file, or move it away.") from None
     return rows
 
 

@@ -84,6 +84,28 @@ def test_the_samples_of_a_run_stand_side_by_side_by_prompt(tmp_path):
     assert [each[5] for each in samples["rows"][1]["responses"]] == [[0.0], [0.25], [1.75]], "changes since before"
 
 
+def test_a_prompt_that_the_data_hold_twice_has_two_rows(tmp_path):
+    run = a_run(tmp_path / "ppo")
+    for name, scores in (("before", (1.0, 2.0, 3.0)), ("step_000002", (4.0, 5.0)), ("after", (7.0, 8.0, 9.0))):
+        rows = [sample(PROMPTS[0], f"{name} {place}", score) for place, score in enumerate(scores)]
+        lines(run / "samples" / f"{name}.jsonl", rows)
+    rows = block(report(run, tmp_path / "report.html"), "samples")["rows"]
+    assert [[each[0] for each in row["responses"]] for row in rows] == [
+        ["before 0", "step_000002 0", "after 0"],
+        ["before 1", "step_000002 1", "after 1"],
+    ], "the third stands in two of the files alone"
+
+
+def test_samples_that_are_being_written_are_shown_as_far_as_they_are_there(tmp_path):
+    run = a_run(tmp_path / "ppo")
+    after = run / "samples" / "after.jsonl"
+    after.write_bytes(after.read_bytes()[:-9])
+    (run / "samples" / "step_of_mine.jsonl").write_text("notes")
+    samples = block(report(run, tmp_path / "report.html"), "samples")
+    assert samples["names"] == ["before", "step 2", "after"]
+    assert [row["prompt"] for row in samples["rows"]] == [PROMPTS[1]], "the first line of after.jsonl"
+
+
 def test_two_runs_have_a_colour_each_and_what_differs(tmp_path):
     runs = [a_run(tmp_path / "one"), a_run(tmp_path / "two", after=2.0, kl_coef=0.3)]
     text = report(*runs, tmp_path / "both.html")
@@ -136,9 +158,36 @@ def test_refusals(tmp_path, capsys):
     assert "Give --overwrite" in refused(capsys, run, "--output", tmp_path / "there.html")
     assert (tmp_path / "there.html").read_text() == "mine"
     assert "is a folder" in refused(capsys, run, "--output", tmp_path / "empty")
+    assert f"there is no folder {tmp_path / 'no'}." in refused(capsys, run, "--output", tmp_path / "no" / "x.html")
     (run / "samples" / "after.jsonl").write_text('{"prompt": "a"}\n')
     assert "after.jsonl, line 1: is no sample" in refused(capsys, run)
     assert not (run / "report.html").exists() and not (tmp_path / "x.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("samples/after.jsonl", b'{"prompt": "a", "response": "b", "score": null, "kl": 0, "tokens": 1}\n', "line 1"),
+        ("samples/after.jsonl", b"\xff\n", "line 1: is no sample"),
+        ("metrics.jsonl", b'{"step": 1, "samples": 1, "train/loss": "low"}\n', "train/loss is 'low', no number"),
+        ("metrics.jsonl", b'{"step": 1}\n', "step 1 does not say after how many samples"),
+        ("metrics.jsonl", b"\xff\n", "metrics.jsonl: no text"),
+        ("run.json", b"\xff", "run.json: no record of a run"),
+        ("run.json", b'{"starts": 3}', "starts is no list of objects"),
+        ("run.json", b'{"starts": [{"flags": [1]}]}', "flags is [1]"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, capsys, file, content, message):
+    run = a_run(tmp_path / "ppo")
+    (run / file).write_bytes(content)
+    said = refused(capsys, run)
+    assert str(run / file) in said and message in said
+
+
+def test_starts_that_say_little_have_a_page(tmp_path):
+    run = a_run(tmp_path / "ppo")
+    (run / "run.json").write_text('{"starts": [{"flags": null, "command": null, "git": {}, "dialect": {}}]}')
+    assert "not known" in report(run, tmp_path / "report.html")
 
 
 def test_departures_are_of_fields_that_the_dialect_has():
