@@ -4,7 +4,9 @@ Everything works unchanged with one process and no launcher: the calls then retu
 itself is started by `engine.zero.communication.init`.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Protocol
 
@@ -223,6 +225,20 @@ def barrier() -> None:
     """Wait until all ranks are here."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+@contextlib.contextmanager
+def waiting(longest: timedelta) -> Iterator[None]:
+    """A block in which one rank may be busy for so long; the others wait for it at its end (all ranks call this).
+
+    A barrier would break off after the group's own time, which is that of a step.
+    """
+    many = dist.is_initialized() and dist.get_world_size() > 1
+    group = dist.new_group(backend="gloo", timeout=longest) if many else None
+    yield
+    if group is not None:
+        dist.barrier(group=group)
+        dist.destroy_process_group(group)
 
 
 def key_value_store(host: str, port: int, serve: bool = False, seconds: float = 5.0) -> dist.Store:

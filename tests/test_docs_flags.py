@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.algorithms import Dialect
+from training.compare.flags import CompareFlags
 from training.convert.openrlhf_table import TABLE as OPENRLHF
 from training.convert.trl_table import TABLE as TRL
 from training.flags import deepspeed_chat
@@ -14,18 +15,22 @@ from training.flags.memory_flags import MemoryFlags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import RewardFlags, SFTFlags
 from training.merge.flags import MergeFlags
+from training.serve.flags import ServeFlags
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ("guide", "sharing", "from_deepspeed_chat", "from_trl", "from_trlx", "from_openrlhf")
+PAGES = (
+    *("guide", "sharing", "compare", "serve", "reward_server"),
+    *("from_deepspeed_chat", "from_trl", "from_trlx", "from_openrlhf"),
+)
 OTHERS = {  # of launchers, and of the programs of training/convert, restarts/export and engine/speed/scaling
-    *("num_gpus", "log_level", "module", "hostfile", "output", "ranks", "skip_unknown", "models", "max_restarts"),
-    *("algo.kl.init_coef", "init_kl_coef"),  # OpenRLHF's own, as examples
+    *("num_gpus", "log_level", "module", "hostfile", "master_port", "output", "ranks", "skip_unknown", "max_restarts"),
+    *("algo.kl.init_coef", "init_kl_coef", "remote_rm_url"),  # OpenRLHF's own, as examples
 }
 
 
 def flags() -> set[str]:
     """All that some program of ours takes."""
-    classes = (SFTFlags, RewardFlags, RLHFFlags, MergeFlags, MemoryFlags)
+    classes = (SFTFlags, RewardFlags, RLHFFlags, MergeFlags, CompareFlags, ServeFlags, MemoryFlags)
     named = {spec.name for one in classes for spec in dataclasses.fields(one)}
     return named | deepspeed_chat.STEP3.keys() | deepspeed_chat.SUPERVISED.keys()
 

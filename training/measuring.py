@@ -7,7 +7,7 @@ metrics, rows = evaluator.run(1)
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.utils.data import ConcatDataset
@@ -19,11 +19,10 @@ from engine.experience_maker import ExperienceMaker
 from engine.models.checking import check_policy, check_scorer, check_vocabularies
 from engine.models.checking import check_rows as check_embedding
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
+from engine.models.fit import listed
 from engine.models.reading import read_config, read_tokenizer, vocabulary_size
 from engine.reference import Reference
-from engine.reward.agreed import AgreedReward
 from engine.reward.base import RewardSource
-from engine.reward.function import FunctionReward
 from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.rollout.families import check_attention
 from engine.zero.engines import FrozenModel
@@ -31,7 +30,6 @@ from training.data.forms import PROMPTS, SFT
 from training.data.prompts import Prompts, prompt_fit
 from training.data.rows import load_rows
 from training.flags.measuring_flags import MeasuringFlags
-from training.flags.user_function import is_source
 from training.program.model_files import check_positions, generation_stops
 from training.reporting.evaluation import Evaluator
 from training.reporting.variety import distinct_bigrams, known_share, words_of
@@ -98,16 +96,6 @@ def read_held_out(args: MeasuringFlags, tokenizer, known_texts: Sequence[str] = 
         known |= words_of(text for row in texts for text in row.values())
     rows = ConcatDataset([prompts.rows for prompts in (rest, held_out) if prompts is not None])
     return HeldOut(held_out, tokenizer, rows, len(rest) if rest is not None else 0, frozenset(known))
-
-
-def function_source(function: Callable, given: str, tokenizer, rows: Sequence[dict] | ConcatDataset) -> RewardSource:
-    """What --reward_function names, as it scores: a RewardSource class, or a function of texts and of the data's rows.
-
-    given: as the flag names it. rows: rows[index] for the indices of the prompts.
-    """
-    if is_source(function):
-        return AgreedReward.made(function, tokenizer, f"the reward source {given}")
-    return FunctionReward(function, tokenizer, rows, given)
 
 
 def rollouts_of(
@@ -195,8 +183,6 @@ def check_same_tokens(one: tuple[str, str], other: tuple[str, str], why: str, tr
 
     why: what is to be done, the message's last sentence.
     """
-    from engine.models.fit import listed
-
     (own_flag, own_path), (flag, path) = one, other
     own, found = (
         read_tokenizer(place, name, trust_remote_code=trust_remote_code).get_vocab() for name, place in (one, other)

@@ -22,9 +22,9 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
 from training.critic_pretraining import SEED, CriticPretraining
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
-from training.flags.reward_functions import SERVER, NamedFunction
+from training.flags.reward_functions import SERVER
 from training.flags.rlhf_arguments import RLHFFlags
-from training.measuring import function_source
+from training.flags.user_function import function_source
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import dry_run, stopping
 from training.program.agreement import agreed, checked
@@ -142,24 +142,16 @@ def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSourc
     sources: dict[str, tuple[RewardSource, float]] = {}
     if models.reward is not None:
         sources["model"] = (models.reward, args.reward_model_weight)
+    # The data's rows, by the indices of their prompts.
+    rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
     for each in plan.reward_functions:
-        sources[each.name] = user_reward(each, plan, models.tokenizer), each.weight
+        sources[each.name] = function_source(each.function, each.given, models.tokenizer, rows), each.weight
     if (server := args.reward_server()) is not None:
-        sources[SERVER] = ServerReward(server, models.tokenizer, rows_of(plan)), args.reward_url_weight
+        sources[SERVER] = ServerReward(server, models.tokenizer, rows), args.reward_url_weight
     (alone, weight), *others = sources.values()
     if not others and weight == 1.0 and not args.length_penalty:
         return alone
     return CombinedReward(sources, length_penalty=args.length_penalty)
-
-
-def user_reward(named: NamedFunction, plan: Plan, tokenizer) -> RewardSource:
-    """One that --reward_function names: a RewardSource class, or a function of texts and the data's rows."""
-    return function_source(named.function, named.given, tokenizer, rows_of(plan))
-
-
-def rows_of(plan: Plan) -> ConcatDataset:
-    """The data's rows, by the indices of their prompts."""
-    return ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
 
 
 def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:

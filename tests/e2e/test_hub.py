@@ -19,9 +19,11 @@ ID = "someone/tiny"
 class Hub(http.server.BaseHTTPRequestHandler):
     """Answers whoami by the token, and that the repository is not there, or public."""
 
-    public = False
+    public, busy = False, False
 
     def do_GET(self):
+        if self.busy:
+            return self._answer(502, {"error": "try again later"})
         if self.path.endswith("/whoami-v2"):
             good = self.headers["Authorization"] == "Bearer hf_good"
             return self._answer(200 if good else 401, {"name": "someone"} if good else {"error": "bad token"})
@@ -129,6 +131,13 @@ def test_without_a_network_the_run_begins(monkeypatch, capsys):
     assert capsys.readouterr().out == f"the trained model will be uploaded to {ID} by someone\n"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr(huggingface_hub.HfApi, "whoami", whoami_once)
+    hub.check_hub(args)
+    assert "the Hub cannot be asked now" in capsys.readouterr().out
+
+
+def test_a_hub_that_is_busy_refuses_no_token(server, capsys):
+    server.RequestHandlerClass.busy = True
+    args = type("Args", (), {"push_to_hub": True, "dry_run": False, "hub_model_id": ID, "hub_private": True})
     hub.check_hub(args)
     assert "the Hub cannot be asked now" in capsys.readouterr().out
 

@@ -29,7 +29,8 @@ from training.compare.flags import CompareFlags
 from training.compare.measures import Sample
 from training.compare.models import Model
 from training.flags.reward_functions import NamedFunction, load_given
-from training.measuring import HeldOut, evaluator_of, function_source, rollouts_of, stored_names
+from training.flags.user_function import function_source
+from training.measuring import HeldOut, evaluator_of, rollouts_of, stored_names
 from training.merge.weights import stored_weights
 
 OF_FILES = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}

@@ -10,9 +10,10 @@ from pathlib import Path
 from engine import distributed
 from engine.errors import SharedError, UserError
 from engine.models.places import ADAPTER_CONFIG
+from training.program import output_lock
 from training.program.agreement import checked
-from training.restarts.export import write_export
-from training.restarts.layout import CONFIG, MANIFEST, STATE_FILE, points_in, step_of
+from training.restarts.export import export
+from training.restarts.layout import CONFIG, holds_point, points_in, step_of
 from training.restarts.resume_point import ResumePoint
 
 OF_RUNS = ("actor", "actor_adapter", "adapter")
@@ -67,7 +68,7 @@ def located(name: str, given: str) -> Model:
     folder = Path(given)
     if not folder.is_dir() or _is_model(folder):
         return Model(name, given, given)
-    if step_of(folder) is not None or any((folder / file).is_file() for file in (MANIFEST, STATE_FILE)):
+    if step_of(folder) is not None or holds_point(folder):
         return Model(name, given, given, is_point=True)
     inner = next((folder / place for place in OF_RUNS if _is_model(folder / place)), None)
     if inner is not None:
@@ -103,6 +104,8 @@ def exported(models: Sequence[Model], output_dir: str) -> Iterator[list[Model]]:
     Raises: UserError on all ranks for a point that is damaged, or of which nothing can be exported.
     """
     folder = Path(output_dir) / EXPORTED
+    if distributed.is_main() and any(model.is_point for model in models):
+        output_lock.remove_with(folder)  # whoever interrupts this ends the process from another thread
     try:
         yield [_exported(model, folder / str(place)) for place, model in enumerate(models)]
     finally:
@@ -119,5 +122,5 @@ def _exported(model: Model, folder: Path) -> Model:
         raise SharedError(f"{model.what}: {str(error).removeprefix('--resume').lstrip(': ')}") from None
     assert point is not None, "a path was given"
     part = "actor" if "actor" in point.state["models"] else "model"
-    checked(lambda: str(write_export(point, folder, model=part)))
+    checked(lambda: str(export(point, folder, model=part)))
     return replace(model, path=str(folder), is_point=False)

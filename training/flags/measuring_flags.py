@@ -1,5 +1,6 @@
 """The flags of programs that have finished models answer held-out prompts: merging and comparing."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +13,7 @@ from training.flags.data_arguments import DataFlags
 
 
 @dataclass(kw_only=True)
-class MeasuringFlags(DataFlags):
+class MeasuringFlags(DataFlags, ABC):
     """Which prompts are answered, and how responses are drawn."""
 
     phase: ClassVar[int] = 3
@@ -42,9 +43,9 @@ class MeasuringFlags(DataFlags):
         return {"max_prompt_seq_len": self.max_prompt_seq_len, "max_answer_seq_len": self.max_answer_seq_len}
 
     @property
+    @abstractmethod
     def reward_models(self) -> Sequence[str]:
         """The paths of the reward models."""
-        raise NotImplementedError
 
     def spec_of(self, path: str) -> EngineSpec:
         """What the engines are to be that measure the policy at `path`: frozen ones of policy, reference, and reward

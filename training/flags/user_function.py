@@ -4,15 +4,17 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
+from engine.reward.agreed import AgreedReward
 from engine.reward.base import RewardSource
 from engine.reward.built_in import BUILT_IN
+from engine.reward.function import FunctionReward
 from engine.reward.signature import Signature
 
 
@@ -52,6 +54,16 @@ def names_file(where: str) -> bool:
 def is_source(function: Callable) -> bool:
     """Whether it is a class of RewardSource, whose objects score rollouts."""
     return isinstance(function, type) and issubclass(function, RewardSource)
+
+
+def function_source(function: Callable, given: str, tokenizer, rows: Sequence[dict]) -> RewardSource:
+    """What --reward_function names, as it scores: a RewardSource class, or a function of texts and of the data's rows.
+
+    given: as the flag names it. rows: rows[index] for the indices of the prompts.
+    """
+    if is_source(function):
+        return AgreedReward.made(function, tokenizer, f"the reward source {given}")
+    return FunctionReward(function, tokenizer, rows, given)
 
 
 def _imported_file(path: Path, what: str) -> ModuleType:

@@ -12,8 +12,8 @@ from engine.reward.model import RewardModel
 from engine.rlhf_engine import frozen_model
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
-from training.flags.user_function import load_function
-from training.measuring import HeldOut, evaluator_of, function_source, policy_measures, rollouts_of, stored_names
+from training.flags.user_function import function_source, load_function
+from training.measuring import HeldOut, evaluator_of, policy_measures, rollouts_of, stored_names
 from training.merge.flags import MergeFlags
 from training.merge.weights import MergedWeights
 

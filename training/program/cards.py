@@ -82,7 +82,7 @@ def add_card(folder: Path, output_dir: Path, name: str) -> None:
 
     A model is saved whatever becomes of its card: what goes wrong here is told, and once more at the run's end.
     """
-    with _told(output_dir / name, folder):
+    with _failures_noted(output_dir / name, folder):
         run = facts(output_dir)
         if run is not None:
             (folder / CARD).write_text(signed(model_card(run, name)), encoding="utf-8")
@@ -91,7 +91,7 @@ def add_card(folder: Path, output_dir: Path, name: str) -> None:
 def add_run_card(folder: Path, output_dir: Path, name: str, steps: int) -> None:
     """The same for a model that a restart point of the run in `output_dir` holds, after so many steps; where no
     run.json tells of the run (the point was moved, say), there is none, and that is said."""
-    with _told(folder, folder):
+    with _failures_noted(folder, folder):
         run = facts(output_dir, steps)
         if run is None:
             print(f"no model card: {output_dir / RUN_FILE}, which tells of the run, is not there", file=sys.stderr)
@@ -101,14 +101,14 @@ def add_run_card(folder: Path, output_dir: Path, name: str, steps: int) -> None:
 
 def add_merge_card(folder: Path, source: Mapping) -> None:
     """The same for a merged model; source: what its note says of where it comes from."""
-    with _told(folder, folder):
+    with _failures_noted(folder, folder):
         known = known_names([source["sft"], *source["trained"]])
         text = signed(merge_card(source, versions(), git_state(Path(__file__).parent), known))
         (folder / CARD).write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
-def _told(model: Path, folder: Path) -> Iterator[None]:
+def _failures_noted(model: Path, folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of what a file holds, too: hours of training stand against a page of text

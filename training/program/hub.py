@@ -9,6 +9,7 @@ import contextlib
 import json
 import shlex
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 
 import huggingface_hub
@@ -24,6 +25,8 @@ from training.reporting.hub_names import is_hub_name
 
 UPLOADED = ("actor", "actor_adapter", ".", "adapter")
 """The folder that is uploaded: the first of these that was saved, the whole model before the adapter."""
+LONGEST = timedelta(days=7)  # that an upload may take while the other ranks wait
+REFUSED = (401, 403)  # statuses: the token is none, or not for this; others say that the Hub has troubles of its own
 LOG_IN = "Log in with `hf auth login` or set HF_TOKEN, or leave --push_to_hub out."
 
 
@@ -50,13 +53,11 @@ def check_hub(args: HubFlags) -> None:
         with contextlib.suppress(RepositoryNotFoundError):
             if _is_public(api, args):
                 raise UserError(f"{given}: {_public(args)}")
-    except HfHubHTTPError as error:
-        raise UserError(f"{given}: the Hub does not take the token ({one_line(error)}). {LOG_IN}") from None
-    except (OSError, ValueError, RuntimeError) as error:
-        _say(f"{given}: the Hub cannot be asked now ({one_line(error)}); it is tried when the run has ended")
     except UserError:
         raise
-    except Exception as error:  # of the HTTP library's own kinds, whichever that is
+    except Exception as error:  # the HTTP library's own kinds too, whichever that is
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in REFUSED:
+            raise UserError(f"{given}: the Hub does not take the token ({one_line(error)}). {LOG_IN}") from None
         _say(f"{given}: the Hub cannot be asked now ({one_line(error)}); it is tried when the run has ended")
     else:
         _say(f"the trained model will be uploaded to {args.hub_model_id} by {user}")
@@ -70,7 +71,7 @@ def push(args: HubFlags, saved: Mapping[str, Path]) -> None:
     """
     if not args.push_to_hub:
         return
-    with phase("uploading"):
+    with phase("uploading"), distributed.waiting(LONGEST):
         if distributed.is_main():
             name = next(name for name in UPLOADED if name in saved)
             folder = saved[name]
@@ -82,7 +83,6 @@ def push(args: HubFlags, saved: Mapping[str, Path]) -> None:
                     f"WARNING: the model was not uploaded ({one_line(error)}). It is saved in {folder}. To try again:\n"
                     f"  {command(args, folder, files)}"
                 )
-        distributed.barrier()
 
 
 def upload(args: HubFlags, folder: Path, files: list[str] | None) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import socket
 import sys
 import textwrap
@@ -27,6 +28,7 @@ REFRESHED, STALE = 15.0, 300.0  # seconds
 SHOWN = 100  # characters of the holder's command in a message
 
 _held: "OutputLock | None" = None
+_passing: list[Path] = []  # folders that go with it
 
 
 def take(folder: Path) -> None:
@@ -44,8 +46,15 @@ def release() -> None:
     """Give back the lock that this process holds, if it does, and folders that were made for it and stayed empty."""
     global _held
     if _held is not None:
+        while _passing and _held.taken_by is None:
+            shutil.rmtree(_passing.pop(), ignore_errors=True)
         _held.release()
     _held = None
+
+
+def remove_with(folder: Path) -> None:
+    """Have a folder removed with the lock, however this process ends by its own doing (a Ctrl-C, say)."""
+    _passing.append(folder)
 
 
 def token() -> str:

@@ -219,7 +219,8 @@ class Session:
                     saved=self.saved,
                     curves=curves if curves.exists() else None,
                 )
-                print("\n" + summary_text(summary), flush=True)
+                page = f"all of it as a page to send: python -m training.report {self.output_dir}"
+                print(f"\n{summary_text(summary)}\n\n{page}", flush=True)
             renew_cards(self.output_dir, self.saved)
         check_all_written()
 

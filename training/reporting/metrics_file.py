@@ -88,9 +88,12 @@ def read_lines(path: str | Path) -> list[tuple[str, dict]]:
     A last line without its newline was being written when the run was killed, or is being written now: left out.
 
     Raises:
-        UserError: a line is no JSON object with a step.
+        UserError: a line is no JSON object with a step, or holds something else than numbers.
     """
-    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: no text ({error}); move it away, or remove the lines that are broken") from error
     found = []
     for number, line in enumerate(lines, start=1):
         if not line.endswith("\n"):
@@ -101,6 +104,9 @@ def read_lines(path: str | Path) -> list[tuple[str, dict]]:
             raise UserError(f"{path}, line {number}: no JSON ({error}); remove the line") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise UserError(f"{path}, line {number}: expected an object with a whole number as step; remove the line")
+        other = next((name for name, value in record.items() if not isinstance(value, int | float | None)), None)
+        if other is not None:
+            raise UserError(f"{path}, line {number}: {other} is {record[other]!r}, no number; remove the line")
         found.append((line, record))
     return found
 

@@ -1,6 +1,6 @@
 """The README.md of a saved model, a model card as the Hugging Face Hub reads it: text from a run's record and metrics.
 
-    run = RunFacts(read_run_record("out/run.json")[-1], read_metrics("out/metrics.jsonl"), step=200)
+    run = RunFacts(start=read_run_record("out/run.json")[-1], rows=read_metrics("out/metrics.jsonl"), steps=200)
     text = model_card(run, "actor")
 
 Only what may be public is in it: names of models and data on the Hub, and of what stands on the user's disk the kind

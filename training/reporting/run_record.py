@@ -29,6 +29,8 @@ from training.program.slurm import is_task
 
 RUN_FILE = "run.json"
 _starts: dict[Path, list[dict]] = {}  # as this process has written them: the folder may be moved meanwhile
+FIELDS = {"command": str, "flags": dict, "dialect": dict, "git": dict, "versions": dict, "machine": dict}
+"""What kind a start's fields are of that are read again, where they are there."""
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "four-engine-rlhf")
 
 
@@ -89,9 +91,16 @@ def _write(path: Path, starts: list[dict]) -> None:
 def read_run_record(path: str | Path) -> list[dict]:
     """The starts of a run, oldest first; raises UserError if the file is no run record."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))["starts"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        starts = json.loads(Path(path).read_text(encoding="utf-8"))["starts"]
+        if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+            raise TypeError("starts is no list of objects")
+        for start in starts:
+            wrong = next((name for name, kind in FIELDS.items() if not isinstance(start.get(name), kind | None)), None)
+            if wrong is not None:
+                raise TypeError(f"{wrong} is {start[wrong]!r}")
+    except (ValueError, KeyError, TypeError) as error:  # ValueError: no JSON, or no text
         raise UserError(f"{path}: no record of a run ({error}); move it away to go on") from error
+    return starts
 
 
 def command_line(argv: list[str], environment: Mapping[str, str]) -> str:

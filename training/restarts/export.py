@@ -101,8 +101,8 @@ class PointTensors(Mapping):
 
 
 def export(
-    point: str,
-    output: str,
+    point: str | ResumePoint,
+    output: str | Path,
     *,
     model: str = "actor",
     ema: bool = False,
@@ -114,7 +114,8 @@ def export(
     """Write a model of a restart point as a Hugging Face folder; returns the folder.
 
     Args:
-        point: a restart point, or the output folder of a run: then its newest whole one.
+        point: a restart point, or the output folder of a run: then its newest whole one. One that was found is taken
+            as it is, by one process alone; to find it is for all ranks, if there are several.
         output: a folder that is not there, or empty.
         ema: the moving average instead of the weights.
         dtype: "fp32", "fp16" or "bf16" instead of what the run computed in.
@@ -127,38 +128,14 @@ def export(
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and not an empty folder. Give another one to write into.")
-    try:
-        found = ResumePoint.find(point, output, with_ema=True)
-    except UserError as error:
-        raise UserError(str(error).removeprefix("--resume").lstrip(": ")) from None  # no flag of this program
-    assert found is not None, "a path was given"
-    for line in found.passed_over:
-        print(f"PASSED OVER: {line}", file=sys.stderr)
-    print(f"reads {found.folder}")
-    return write_export(
-        found, folder, model=model, ema=ema, dtype=dtype, max_shard_size=max_shard_size, adapter=adapter, base=base
-    )
-
-
-def write_export(
-    found: ResumePoint,
-    folder: Path,
-    *,
-    model: str = "actor",
-    ema: bool = False,
-    dtype: str | None = None,
-    max_shard_size: str = SHARD_SIZE,
-    adapter: bool = False,
-    base: str | None = None,
-) -> Path:
-    """`export`, of a point that was found, by one process; `folder` is not there, or empty."""
+    found = point if isinstance(point, ResumePoint) else _found(point, folder)
     if folder.resolve().is_relative_to(found.folder.resolve()):
         raise UserError(f"{folder} lies in the restart point {found.folder}, which would be damaged. Give another one.")
     tensors = _tensors(found, model, ema, dtype)
     source = found.folder / CONFIG / model
     if adapter or is_adapter(source):
-        point = AdapterPoint(found, model, tensors, base)
-        tensors = point.adapter() if adapter else point.merged()
+        weights = AdapterPoint(found, model, tensors, base)
+        tensors = weights.adapter() if adapter else weights.merged()
     partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
     try:
         partial.mkdir(parents=True)
@@ -176,6 +153,19 @@ def write_export(
         shutil.rmtree(partial, ignore_errors=True)
     sync(folder.parent)
     return folder
+
+
+def _found(path: str, folder: Path) -> ResumePoint:
+    """The point that a path names, said on the terminal."""
+    try:
+        found = ResumePoint.find(path, str(folder), with_ema=True)
+    except UserError as error:
+        raise UserError(str(error).removeprefix("--resume").lstrip(": ")) from None  # no flag of this program
+    assert found is not None, "a path was given"
+    for line in found.passed_over:
+        print(f"PASSED OVER: {line}", file=sys.stderr)
+    print(f"reads {found.folder}")
+    return found
 
 
 def _name(model: str, ema: bool, adapter: bool) -> str:

@@ -39,6 +39,11 @@ def step_of(folder: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def holds_point(folder: Path) -> bool:
+    """Whether the files of a restart point stand in a folder, whatever its name, or some of them."""
+    return any((folder / name).is_file() for name in (MANIFEST, STATE_FILE))
+
+
 def points_in(output_dir: Path) -> list[Path]:
     """The folders of restart points in a run's output folder, whole or not, by step."""
     folder = output_dir / CHECKPOINTS

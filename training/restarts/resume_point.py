@@ -10,7 +10,7 @@ from engine import distributed
 from engine.errors import UserError
 from training.program.agreement import SharedError, checked
 from training.restarts.conditions import Conditions
-from training.restarts.layout import AUTO, MANIFEST, STATE_FILE, points_in, set_aside, step_of, unfinished_in
+from training.restarts.layout import AUTO, STATE_FILE, holds_point, points_in, set_aside, step_of, unfinished_in
 from training.restarts.manifest import damages
 
 STATE_FIELDS = {"steps_done": int, "models": dict, "ema": bool, "identity": dict, "settings": dict}
@@ -93,8 +93,7 @@ def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
     if path == AUTO:
         return False, points_in(Path(output_dir))[::-1]
     folder = Path(path)
-    is_point = step_of(folder) is not None or any((folder / name).is_file() for name in (MANIFEST, STATE_FILE))
-    if folder.is_dir() and is_point:
+    if folder.is_dir() and (step_of(folder) is not None or holds_point(folder)):
         return True, [folder]
     points = points_in(folder)[::-1]
     if not points:

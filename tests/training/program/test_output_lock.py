@@ -165,3 +165,12 @@ def wait(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_what_is_there_for_the_time_being_goes_with_the_lock(tmp_path):
+    output_lock.take(tmp_path / "out")
+    passing = tmp_path / "out" / "exported"
+    (passing / "1").mkdir(parents=True)
+    output_lock.remove_with(passing)
+    output_lock.release()
+    assert not (tmp_path / "out").exists(), "which was made for the lock, and is empty again"
