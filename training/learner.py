@@ -102,7 +102,7 @@ class Learner:
                     shares = self.pretraining.mixed(shares, optimizer_step, metrics)
                 closes = all(other.model.host is not objective.model.host for other in together[index + 1 :])
                 losses[f"{objective.name} loss"] = accumulate_gradients(objective.model, shares, closes), padded
-            exploded = self._exploded(ratios, metrics)
+            exploded = train_actor and self._exploded(ratios, metrics)
             overflows = [False] * len(together)
             if not exploded:
                 overflows = self._overflows(together, losses, step, batch)

@@ -72,7 +72,7 @@ def rloo(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tenso
     feedback in LLMs", section 2.3; huggingface/trl v0.11.0, trl/trainer/rloo_trainer.py (which keeps sample j of prompt
     i at row j B + i).
     """
-    own, counted = _in_groups("RLOO", rewards, group_size, valid)
+    _, own, counted = _in_groups("RLOO", rewards, group_size, valid)
     others = counted.sum(-1, keepdim=True) - counted
     baseline = (own.sum(-1, keepdim=True) - own) / others.clamp(min=1)
     return torch.where((counted > 0) & (others > 0), own - baseline, torch.zeros_like(own)).view(-1)
@@ -83,20 +83,22 @@ def group_means(rewards: Tensor, group_size: int, valid: Tensor | None = None) -
 
     Arguments and errors as of `rloo`. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2.
     """
-    own, counted = _in_groups("GRPO", rewards, group_size, valid)
-    means = own.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
-    return means.expand_as(own).reshape(-1)
+    largest, own, counted = _in_groups("GRPO", rewards, group_size, valid)
+    return (largest + _means(own, counted)).expand_as(own).reshape(-1)
 
 
 def group_advantages(rewards: Tensor, group_size: int, valid: Tensor | None = None) -> Tensor:
     """Each response's reward less the mean of its group: (B,) float32; 0 for one that is not valid, or alone valid.
 
+    Exactly 0 where all are equal: a rounded mean would be off by as much as the deviation then is, and their ratio
+    anything up to 1.
+
     GRPO divides it by the group's deviation, Dr. GRPO does not. Arguments and errors as of `rloo`, of which it is the
     (k - 1) / k-th part. Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2; Liu et al. 2025, "Understanding
     R1-Zero-like training", section 3.2.
     """
-    apart = rewards - group_means(rewards, group_size, valid)
-    return apart if valid is None else torch.where(valid, apart, torch.zeros_like(apart))
+    _, own, counted = _in_groups("GRPO", rewards, group_size, valid)
+    return ((own - _means(own, counted)) * counted).reshape(-1)
 
 
 def group_deviations(rewards: Tensor, group_size: int, valid: Tensor | None = None, *, unbiased: bool = True) -> Tensor:
@@ -104,20 +106,32 @@ def group_deviations(rewards: Tensor, group_size: int, valid: Tensor | None = No
 
     It is 0 where fewer than two are valid. Arguments and errors as of `rloo`; unbiased divides by n - 1 instead of n.
     """
-    apart, counted = _in_groups("GRPO", group_advantages(rewards, group_size, valid), group_size, valid)
-    number = counted.sum(-1, keepdim=True) - int(unbiased)
+    _, own, counted = _in_groups("GRPO", rewards, group_size, valid)
+    apart, number = (own - _means(own, counted)) * counted, counted.sum(-1, keepdim=True) - int(unbiased)
     return (apart.square().sum(-1, keepdim=True) / number.clamp(min=1)).sqrt().expand_as(apart).reshape(-1)
 
 
-def _in_groups(name: str, rewards: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(groups, k) float32 each: the rewards, 0 where not valid, and 1 where valid. Raises: ValueError as `rloo`."""
+def _means(own: Tensor, counted: Tensor) -> Tensor:
+    """(groups, 1) float32, of what `_in_groups` gives; 0 where none is valid."""
+    return own.sum(-1, keepdim=True) / counted.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _in_groups(name: str, rewards: Tensor, group_size: int, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(groups, 1) float32, the largest valid reward of each group, 0 where none is valid; and (groups, k) float32 each,
+    the rewards less that, 0 where not valid, and 1 where valid. So equal rewards are 0, and no sum of them is rounded.
+
+    Raises: ValueError as `rloo`.
+    """
     if group_size < 2 or len(rewards) % group_size:
         raise ValueError(
             f"{name} of {len(rewards)} responses in groups of {group_size}: groups are of 2 or more, and "
             "the responses a multiple of that"
         )
     counted = (torch.ones_like(rewards) if valid is None else valid.to(rewards.dtype)).view(-1, group_size)
-    return torch.where(counted.bool(), rewards.view(-1, group_size), torch.zeros_like(counted)), counted
+    groups, is_valid = rewards.view(-1, group_size), counted.bool()
+    largest = groups.masked_fill(~is_valid, -torch.inf).amax(-1, keepdim=True)
+    largest = largest.masked_fill(~is_valid.any(-1, keepdim=True), 0.0)
+    return largest, (groups - largest).masked_fill(~is_valid, 0.0), counted
 
 
 def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:

@@ -96,6 +96,16 @@ def _without_effect(dialect: Dialect) -> list[tuple[Collection[str], bool, str]]
             "value_lam and length_adaptive_alpha say both lambdas. Leave it out, or one of these.",
         ),
         (
+            ("correction_min", "correction_max"),
+            dialect.correction == "none",
+            "correction is 'none', and no ratio would be cut. Give correction, or leave it out.",
+        ),
+        (
+            ("whiten_slots",),
+            ESTIMATORS[dialect.advantage_estimator].per_response and not dialect.whiten_rewards,
+            f"the dialect {dialect.name} has one advantage a response, and whitens no slots. Leave it out.",
+        ),
+        (
             CONTROLLER_FIELDS,
             dialect.kl_controller == "fixed",
             "kl_controller is 'fixed', and the coefficient would not change. Set kl_controller to 'adaptive', or leave "

@@ -95,7 +95,7 @@ class Dialect:
     early_stop_kl: float | None = None  # remaining PPO epochs are left out when approxkl is over this
     ratio_limit: float | None = None  # an optimizer step whose mean ratio is over this is left out
 
-    # Importance sampling from a sampler that is not quite the policy: 16 bits, another engine. No system here has it.
+    # Importance sampling from a sampler that is not quite the policy: 16 bits, another engine. No dialect has it.
     correction: str = (
         "none"  # "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": the policy's loss
     )

@@ -131,17 +131,23 @@ RLOO = GRPO_TRL.override(
 
 GROUP_DIALECTS = (GRPO, GRPO_TRL, DR_GRPO, DAPO, GSPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RLOO)
 
-_OPENRLHF = "its learning rate falls to a tenth of the peak; here to 0"
+_OPENRLHF = (
+    "its learning rate falls to a tenth of the peak; here to 0. It clamps each token's log-ratio to plus or minus 20 "
+    "and its KL to plus or minus 10, which is not done here"
+)
 # Where a run is told how it departs from the system itself.
 GROUP_NOTES = {
     "grpo": "the paper leaves open the clip range, the temperature and Adam's settings, which are the usual ones here, "
     "and which deviation it is (over n - 1, plus 1e-6, as verl has it). It renews its reference, which stays here",
     "grpo_trl": "with several mini_batches its loss is divided by their mean number of tokens, here by each one's own",
+    "dr_grpo": "oat cuts the ratios of the actor to its sampler, vLLM, at 2; here that is correction=token_truncate",
     "dapo": "the code that it was published with takes a mean of micro-batches' means; here the loss is the paper's, a "
     "mean over all tokens of an optimizer step. It draws three times a step's prompts at once, and ends the run where "
     "ten such batches have too few groups that differ; here a batch is a step's, which goes on with what it has",
     "gspo": "the paper names no group size and no learning rate; these are TRL's",
     "reinforce_pp": _OPENRLHF,
     "reinforce_pp_baseline": f"{_OPENRLHF}. It clips scores less their group's mean to plus or minus 10, which is not "
-    "done here. With kl_in 'reward' its group's mean is without the KL; here it would be with it",
+    "done here. With kl_in 'reward' its group's mean is without the KL; here it would be with it. Its script also "
+    "leaves groups of equal scores out and takes IcePop for its sampler, vLLM; here these are dynamic_sampling=10 and "
+    "correction=token_mask correction_min=0.5 correction_max=5",
 }

@@ -23,6 +23,7 @@ from scripts.comparison.tasks import Task
 TRL = "trl"
 LINE = "+line"
 SEARCHED = ("actor_lr", "critic_lr")
+OWN_FLAGS = ("--critic_learning_rate", "--output_dir", "--num_samples_per_prompt", "--set", "--temperature")
 LARGEST_GROUP = 8  # responses to one prompt: theirs are made for steps of thousands of responses
 WARMUP_SHARE = 10  # a dialect's warm-up is cut to this part of a run's optimizer steps: theirs are made for long runs
 
@@ -52,6 +53,9 @@ class Entry:
         flags = tuple(word for word in words if word.startswith("--"))
         fields = tuple(word for word in words if not word.startswith("--"))
         settings = parse_settings(fields)
+        for flag in flags:
+            if flag.partition("=")[0] in ("--actor_learning_rate", "--critic_learning_rate"):
+                raise UserError(f"{label}: {flag} is what the search chooses. Leave it out, or give other --rates.")
         for field in SEARCHED:
             if field in settings:
                 raise UserError(f"{label}: {field} is what the search chooses. Leave it out, or give other --rates.")
@@ -122,6 +126,9 @@ def step3_words(entry: Entry, task: Task, models: Path, *, rate: float, seed: in
         "dtype": "fp32",
     }
     words += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    own = next((flag for flag in entry.flags if flag.startswith("--") and flag in (*words, *OWN_FLAGS)), None)
+    if own is not None:
+        raise UserError(f"{entry.label}: {own} is the comparison's own, the same for all entries. Leave it out.")
     return [*words, *entry.flags]
 
 

@@ -140,6 +140,8 @@ def keep_policies(run: Run) -> None:
     """The policy of each evaluation as a folder of transformers' under POLICIES, and nothing else of the models."""
     policies, out = run.folder / POLICIES, run.folder / "out"
     policies.mkdir(exist_ok=True)
+    for cut_off in policies.glob("*.partial"):  # by what ended an earlier comparison
+        shutil.rmtree(cut_off)
     for point in sorted((out / CHECKPOINTS).glob("step_*[0-9]")):
         if not (policies / point.name).is_dir():
             export(str(point), str(policies / point.name))

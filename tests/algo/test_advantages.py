@@ -132,6 +132,19 @@ def test_groups_means_and_deviations_by_hand():
     assert group_deviations(rewards, 3, unbiased=False).tolist() == pytest.approx([(14 / 3) ** 0.5] * 3 + [0.0] * 3)
 
 
+@pytest.mark.parametrize("group", [3, 8, 64])
+@pytest.mark.parametrize("reward", [5.3, 0.7, -3.3, 100.1])
+def test_equal_rewards_are_exactly_their_mean(group, reward):
+    # Added up in float32 the mean of 8 times 5.3 is off by a digit, and so is the deviation: their ratio would be 1.
+    rewards = torch.full((group,), reward)
+    valid = torch.arange(group) != 1
+    for counted in (None, valid):
+        assert group_advantages(rewards, group, counted).tolist() == [0.0] * group
+        assert group_deviations(rewards, group, counted).tolist() == [0.0] * group
+        assert rloo(rewards, group, counted).tolist() == [0.0] * group
+        assert (rewards - group_means(rewards, group, counted)).tolist() == [0.0] * group
+
+
 def test_groups_of_valid_responses_alone():
     nan = float("nan")
     rewards = torch.tensor([1.0, nan, 6.0, 5.0, 7.0, nan, 2.0, 3.0, 4.0])

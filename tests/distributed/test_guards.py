@@ -56,3 +56,11 @@ def test_epochs_end_with_the_first_that_went_too_far(folder, limit, epochs):
         assert [metrics["policy/epochs"] for metrics in rank] == [epochs] * 2
         assert [metrics["optimizer steps"] for metrics in rank] == [4, 8]  # those left out count
         assert rank[1]["policy/lr"] == pytest.approx(1e-3 * (1 - 4 / 8))  # of the step's first optimizer step
+
+
+def test_what_is_left_out_is_the_policys_where_the_critic_learns_apart(folder):
+    """No mean ratio is under a half; the critic's own optimizer steps have none, and are made."""
+    dialect = DIALECT.override(ratio_limit=0.5, ppo_epochs=2, critic_epochs=4, warmup_steps=0)
+    for rank in run_ranks("tests.distributed.work_guards:stopping", folder=folder, dialect=dialect, steps=1):
+        assert rank[0]["policy/left_out"] == 1 and "policy/grad_norm" not in rank[0]
+        assert rank[0]["value/grad_norm"] > 0

@@ -79,6 +79,7 @@ def test_variants():
     for label, message in {
         "default:actor_lr=1": "what the search chooses",
         "default:lamb=1": "did you mean lam",
+        "default:--actor_learning_rate=1e-2": "what the search chooses",
         "trl:lam=1": "no variants",
         "nothing": "known are",
     }.items():
@@ -87,6 +88,9 @@ def test_variants():
     on_line = Entry.parsed("default:betas=0.8,0.9,lam=1.0,--critic_warmup_steps=2+line")
     assert (on_line.line, entry.line, on_line.folder == entry.folder) == (True, False, True)
     assert on_line.flags == entry.flags and Entry.parsed("trl+line").line
+    for flag in ("--max_steps", "--seed", "--num_samples_per_prompt"):
+        with pytest.raises(UserError, match=f"{flag} is the comparison's own"):
+            step3_words(Entry.parsed(f"grpo:{flag}=4"), TASK, Path("m"), rate=1, seed=1, steps=2)
     with pytest.raises(UserError, match="no multiple"):
         step3_words(Entry.parsed("trl_rloo:samples_per_prompt=3"), TASK, "m", rate=1, seed=1, steps=2)
 

@@ -88,7 +88,9 @@ def test_without_prompts_a_scale_is_merged_and_nothing_is_measured(tiny, trained
     assert result.code == 0 and "saved: " in result.stdout, result.stderr
     assert sorted(path.name for path in out.iterdir() if path.suffix != ".lock") == ["model"]
     before = snapshot(out / "model")
-    assert_one_message(merged({**paths, "scale": 0.5}, capfd), [f"--output_dir {out} is not empty"])
+    result = merged({**paths, "scale": 0.5}, capfd)
+    assert_one_message(result, [f"--output_dir {out} is not empty. Choose another folder."])
+    assert "--overwrite_output_dir" not in result.stderr
     assert snapshot(out / "model") == before
 
 
@@ -101,6 +103,11 @@ BAD = {
     "two choices": ({"scale": 1.0, "max_kl": 3.0}, "--scale 1 and --max_kl 3 both choose a model"),
     "the SFT model": ({"scale": 0.0}, "--scale 0: that is the SFT model"),
     "a scale twice": ({"scales": [0.5, 0.5]}, "--scales 0.5 0.5: a scale is given twice"),
+    "scales that files cannot tell": (
+        {"scales": [1.0, 1.0000001]},
+        "--scales 1 1: a scale is given twice, in six digits",
+    ),
+    "a choice that files cannot tell": ({"scales": [1.0], "scale": 1.0000001}, "are one in six digits. Give the same"),
     "no data for a KL": ({"data_path": None, "max_kl": 3.0, "known_texts_path": None}, "needs --data_path"),
     "overwriting": ({"overwrite_output_dir": True}, "--overwrite_output_dir: the merge program has no use for it"),
     "no such model": ({"trained_model_name_or_path": "/nowhere"}, "--trained_model_name_or_path: there is no folder"),

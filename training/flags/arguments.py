@@ -106,7 +106,12 @@ class ProgramFlags:
 
 @dataclass(kw_only=True)
 class RunFlags(ProgramFlags):
-    """What all three steps share."""
+    """What all three steps share.
+
+    overwrites: whether --overwrite_output_dir is a flag of this program.
+    """
+
+    overwrites: ClassVar[bool] = True
 
     output_dir: str = flag(REQUIRED, "folder for models, metrics and restart points")
     overwrite_output_dir: bool = flag(False, "overwrite what stands in --output_dir")

@@ -17,6 +17,7 @@ class MeasuringFlags(DataFlags, ABC):
     """Which prompts are answered, and how responses are drawn."""
 
     phase: ClassVar[int] = 3
+    overwrites: ClassVar[bool] = False
     program: ClassVar[str]
     """How messages call the program."""
 

@@ -85,6 +85,9 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
                         f"--{name} is given, but there is no reward model beside {beside}. Name "
                         "one with --reward_model_name_or_path."
                     )
+            if self.reward_weights and not any(self.reward_weights):
+                said = " ".join(f"{weight:g}" for weight in self.reward_weights)
+                raise UserError(f"--reward_weights {said}: every score would be 0. Give one that is not.")
             if self.reward_model_weight != 1.0:
                 raise UserError(
                     f"--reward_model_weight {self.reward_model_weight}: there is no reward model beside "

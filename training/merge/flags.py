@@ -63,8 +63,12 @@ class MergeFlags(MeasuringFlags):
         bad = [scale for scale in self.scales if not abs(scale) < 1e6]
         if bad:
             raise UserError(f"--scales {bad[0]}: give finite numbers.")
-        if len(set(self.scales)) < len(self.scales):
-            raise UserError(f"--scales {' '.join(f'{scale:g}' for scale in self.scales)}: a scale is given twice.")
+        shown = [f"{scale:g}" for scale in self.scales]  # as files are named by them
+        if len(set(shown)) < len(shown):
+            raise UserError(f"--scales {' '.join(shown)}: a scale is given twice, in six digits.")
+        alike = [scale for scale in self.scales if f"{scale:g}" == f"{self.scale or 0.0:g}" and scale != self.scale]
+        if self.scale is not None and alike:
+            raise UserError(f"--scale {self.scale!r} and --scales {alike[0]!r} are one in six digits. Give the same.")
         self._validate_choice()
 
     def _validate_choice(self) -> None:

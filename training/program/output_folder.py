@@ -41,7 +41,7 @@ def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
     for name, folder in folders.items():
         # A run that died before its first restart point begins again.
         begun = getattr(args, "resume", None) == AUTO and written.only_begun(folder)
-        _check_own(name, folder, args.overwrite_output_dir or resumed or begun)
+        _check_own(name, folder, args.overwrite_output_dir or resumed or begun, args.overwrites)
 
 
 def _check_writable(name: str, folder: Path) -> None:
@@ -97,16 +97,16 @@ def _read_by(paths: Iterable[str], name: str) -> Iterator[str]:
             yield base_of(path, f"--{name}")
 
 
-def _check_own(name: str, folder: Path, may_hold_files: bool) -> None:
+def _check_own(name: str, folder: Path, may_hold_files: bool, overwrites: bool) -> None:
     # A log is often there before the program starts: `... > out/training.log`.
     found = folder.iterdir() if folder.is_dir() else ()
     others = [file for file in found if file.suffix != ".log" and not file.name.startswith(LOCK_FILE)]
     if others and not may_hold_files:
-        go_on = " go on from a restart point in it with --resume," if points_in(folder) else ""
-        raise UserError(
-            f"{name} {folder} is not empty. Choose another folder,{go_on} or give --overwrite_output_dir "
-            "to overwrite what stands there."
-        )
+        ways = ["choose another folder"]
+        if overwrites:
+            ways += ["go on from a restart point in it with --resume"] if points_in(folder) else []
+            ways += ["give --overwrite_output_dir to overwrite what stands there"]
+        raise UserError(f"{name} {folder} is not empty. {', or '.join(ways).capitalize()}.")
 
 
 def tensorboard_dir(args: RunFlags) -> Path:

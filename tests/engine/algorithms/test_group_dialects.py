@@ -55,6 +55,13 @@ ONE_UPDATE = "is given, but there is one optimizer step a rollout, in which ever
         ("default", {"scale_variance": "biased"}, "scale_variance", "scale_variance is given, but advantage_scale is"),
         ("grpo", {"gamma": 0.9}, "gamma", "gamma is given, but the dialect grpo has no critic, nor a discount."),
         ("reinforce_pp_baseline", {"gamma": 0.9}, "gamma", "gamma is given, but the dialect reinforce_pp_baseline has"),
+        ("grpo", {"correction_max": 5.0}, "correction_max", "correction_max is given, but correction is 'none'"),
+        (
+            "rloo",
+            {"whiten_slots": "row", "whiten_advantages": True},
+            "whiten_slots",
+            "whiten_slots is given, but the dialect rloo has one advantage a response",
+        ),
         ("reinforce_pp", {"lam": 0.9}, "lam", "lam is given, but the dialect reinforce_pp has no critic."),
     ],
 )

@@ -174,6 +174,12 @@ CASES = {
         {"policy_grad_norm": lambda t: None if t < 0.5 else 0.8},
     ),
     "skipped to the end": ("steps made no update", ALARM, {"policy_grad_norm": lambda t: None if t > 0.8 else 0.8}),
+    "left out": (
+        "50% of the policy's updates were left out, their mean ratio being over ratio_limit, at steps 1, 2, 3 and 17",
+        LOOK,
+        {"policy_left_out": lambda t: 1.0 if t < 0.5 else 0.0, "policy_grad_norm": lambda t: None if t < 0.5 else 0.8},
+    ),
+    "left out to the end": ("updates were left out", ALARM, {"policy_left_out": lambda t: 1.0 if t > 0.8 else 0.0}),
     "not finite": (
         "not finite: policy/ratio_max, at steps 1, 2, 3 and 37 more",
         ALARM,

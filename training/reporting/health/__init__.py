@@ -16,6 +16,7 @@ from training.reporting.health.optimization import (
     not_finite,
     score_unmoved,
     too_much_clipped,
+    updates_left_out,
     updates_skipped,
     updates_too_far,
     value_miscalibrated,
@@ -38,7 +39,17 @@ from training.reporting.reward_change import of_one_reward
 
 __all__ = ["ALARM", "FINE", "LOOK", "Finding", "health"]
 
-ANY_LENGTH = (not_finite, sampler_apart, much_cut, kl_far, kl_negative, degenerate, few_ever_ended, updates_skipped)
+ANY_LENGTH = (
+    not_finite,
+    sampler_apart,
+    much_cut,
+    kl_far,
+    kl_negative,
+    degenerate,
+    few_ever_ended,
+    updates_skipped,
+    updates_left_out,
+)
 TRENDS = (
     score_unmoved,
     kl_growing,

@@ -203,12 +203,13 @@ def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
 
 
 def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
-    """Steps none of whose updates were made: a loss, and no gradient norm."""
+    """Steps none of whose updates were made: a loss, and no gradient norm; but those that `ratio_limit` left out."""
     trained = [row for row in rows if "policy/loss" in row or "value/loss" in row]
     steps = [
         row["step"]
         for row in trained
-        if any(f"{name}/loss" in row and f"{name}/grad_norm" not in row for name in ("policy", "value"))
+        if row.get("policy/left_out", 0.0) < 1.0
+        and any(f"{name}/loss" in row and f"{name}/grad_norm" not in row for name in ("policy", "value"))
     ]
     if len(steps) <= SKIPPED * len(trained):
         return None
@@ -216,4 +217,18 @@ def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
         ALARM if steps[-1] == trained[-1]["step"] else LOOK,
         f"{len(steps)} of {len(trained)} steps made no update, since gradients overflowed, {at_steps(steps)}",
         "Use bf16 or fp32 if you can; in fp16 look whether the loss scale recovers.",
+    )
+
+
+def updates_left_out(rows: Sequence[Mapping]) -> Finding | None:
+    """Optimizer steps of the policy that `ratio_limit` left out."""
+    present = having(rows, "policy/left_out")
+    shares = column(present, "policy/left_out")
+    if not present or fmean(shares) <= SKIPPED:
+        return None
+    return Finding(
+        ALARM if shares[-1] == 1.0 else LOOK,
+        f"{100 * fmean(shares):.3g}% of the policy's updates were left out, their mean ratio being over ratio_limit, "
+        f"{at_steps([row['step'] for row, share in zip(present, shares, strict=True) if share > 0])}",
+        "Lower --actor_learning_rate or --ppo_epochs, or raise ratio_limit.",
     )
