@@ -42,7 +42,7 @@ class Algorithm:
 
     slots: which slots count, as `ResponseRules.slots`. texts: what is learned and what is scored, as its `texts`.
     learned: the masks of the responses that are learned from, as its `learned`.
-    process_scores: scores as they enter the rewards, as `ScoreRules.process`; overlong: as there.
+    process_scores: scores as they enter the rewards, as `ScoreRules.process`; clipped, overlong: as there.
     measured_kl: (experience, slots) -> (B,) float32, nats, what the KL coefficient is steered by.
     policy_objective: (logprobs, old_logprobs, ref_logprobs, advantages (B, T) float32, mask (B, T) bool, kl_coef,
         correction (B, T) float32 or None) -> PolicyLoss, as `PolicyObjective`.
@@ -83,7 +83,7 @@ class Algorithm:
         steered_by_responses = dialect.kl_measure == "k1"
         self.measured_kl = self._kl_of_responses if steered_by_responses else self._kl_of_prompts_and_responses
         scores = ScoreRules(dialect, response_slots, reduce)
-        self.score_scale, self.process_scores = scores.scale, scores.process
+        self.score_scale, self.process_scores, self.clipped = scores.scale, scores.process, scores.clipped
         self.missing_end_penalty, self.overlong = scores.missing_end_penalty, scores.overlong
         self._kl_in_reward = dialect.kl_in == "reward"
         # Advantages.

@@ -56,6 +56,15 @@ class ScoreRules:
         assert response_mask is not None, "an overlong_buffer without the responses' lengths"
         return scores + self.overlong(response_mask.sum(-1))
 
+    def clipped(self, scores: Tensor) -> Tensor | None:
+        """Which scores, as the reward source gave them, are beyond the clip at the present scale: (B,) bool; None in a
+        dialect without a clip."""
+        limit = self.dialect.score_clip
+        if limit is None:
+            return None
+        scale = self.scale.value if self.dialect.score_order == "scale_clip" and self.scale.kind != "none" else 1.0
+        return (scores / scale).abs() > limit
+
     def _scaled(self, scores: Tensor, ended: Tensor) -> Tensor:
         if self.scale.kind == "none":
             return scores

@@ -10,10 +10,11 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
@@ -43,12 +44,12 @@ def exchange(url: str, body: bytes | None, timeout: float, most_bytes: int) -> t
     """GET, or POST of JSON where there is a body; returns the answer's body, and whether it is known to be whole: that
     of an answer without a length ends where the connection does, however that came.
 
-    timeout: seconds until there is a connection, until the answer begins, and until it ends. most_bytes: of the answer.
-    Raises: Fault, Mistake.
+    timeout: seconds until there is a connection and all of the answer's head, and then until the answer ends.
+    most_bytes: of the answer. Raises: Fault, Mistake.
     """
     headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
     request = urllib.request.Request(url, data=body, headers=headers)
-    with _sorted_by_remedy(url, timeout), _opener(url).open(request, timeout=timeout) as answer:
+    with _sorted_by_remedy(url, timeout), _opened(url, request, timeout) as answer:
         if answer.status != 200 and body is not None:
             raise Mistake(f"answered {answer.status} {_plain(answer.reason)} without scores")
         found = _read(answer, time.monotonic() + timeout, most_bytes)
@@ -88,9 +89,68 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _opener(url: str) -> urllib.request.OpenerDirector:
+class _Connections:
+    """Makes connections, and breaks them off where the answer's head is late: urllib bounds each wait for bytes alone,
+    and a server, or a proxy before it, may send some for ever (RFC 9110, 15.2: any number of 1xx answers)."""
+
+    def __init__(self):
+        self.late, self._made = False, list[http.client.HTTPConnection]()
+
+    def maker(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
+        """Of connections of this kind, as urllib calls it."""
+
+        def make(*args, **kwargs) -> http.client.HTTPConnection:
+            self._made.append(kind(*args, **kwargs))
+            return self._made[-1]
+
+        return make
+
+    def break_off(self) -> None:
+        """Have whoever waits for their bytes wait no longer."""
+        self.late = True
+        for connection in self._made:
+            with contextlib.suppress(OSError, AttributeError):  # not connected yet, or not any more
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+class _HTTP(urllib.request.HTTPHandler):
+    def __init__(self, connections: _Connections):
+        super().__init__()
+        self._make = connections.maker(http.client.HTTPConnection)
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._make, request)
+
+
+class _HTTPS(urllib.request.HTTPSHandler):
+    def __init__(self, connections: _Connections):
+        super().__init__()
+        self._make = connections.maker(http.client.HTTPSConnection)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._make, request, context=ssl.create_default_context())
+
+
+def _opened(url: str, request: urllib.request.Request, timeout: float) -> http.client.HTTPResponse:
+    """The answer, with its whole head. Raises: TimeoutError where that does not come in time, as urllib otherwise."""
     proxies = urllib.request.ProxyHandler({} if is_this_machine(url) else None)
-    return urllib.request.build_opener(proxies, _NoRedirects)
+    connections = _Connections()
+    opener = urllib.request.build_opener(proxies, _NoRedirects, _HTTP(connections), _HTTPS(connections))
+    alarm = threading.Timer(timeout, connections.break_off)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        answer = opener.open(request, timeout=timeout)
+    except (OSError, http.client.HTTPException):
+        if connections.late:
+            raise TimeoutError from None
+        raise
+    finally:
+        alarm.cancel()
+    if connections.late:  # a head that breaks off between two lines is taken for a whole one
+        answer.close()
+        raise TimeoutError
+    return answer
 
 
 def _read(answer: http.client.HTTPResponse, deadline: float, most_bytes: int) -> bytes:

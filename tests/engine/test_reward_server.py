@@ -117,8 +117,8 @@ def test_the_server_and_the_requests_of_the_page():
     named["Handler"].log_message = lambda *given: None
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/score"
-    assert probe(ServerSettings(urls=[url]), "w05", {}) == {url: -5.0}  # of "probe"
-    assert reward(url).score(ROLLOUT).tolist() == [-4.0, 0.0, -12.0]
+    assert probe(ServerSettings(urls=[url]), "w05", {}) == {url: -0.05}  # of "probe", a hundredth a letter
+    assert reward(url).score(ROLLOUT).tolist() == pytest.approx([-0.04, 0.0, -0.12])
     server.shutdown()
     server.server_close()
     items = [Item("7.0", "What is 2 + 2?", " 4", {"answer": "4"}), Item("9.0", "What is 1 + 2?", " 5", {"answer": "3"})]

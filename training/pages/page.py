@@ -112,14 +112,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> s
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What samples.js shows of a response. scores, changes: by reward; changes against the first of the row."""
+    """What samples.js shows of a response. scores, changes: by reward; changes against the first of the row, or
+    whatever else a page says; None for none."""
 
     text: str
     scores: Sequence[float]
     kl: float
     tokens: int
     ended: bool
-    changes: Sequence[float]
+    changes: Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def sample_data(samples: Samples) -> dict:
                     round(each.kl, 4),
                     each.tokens,
                     each.ended,
-                    [round(change, 6) for change in each.changes],
+                    [change if change is None else round(change, 6) for change in each.changes],
                 ]
                 for each in row.responses
             ],

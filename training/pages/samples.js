@@ -25,7 +25,7 @@ function others() {
 // Of a row the change that it is sorted by: the largest either way of the models that are looked at, of the wanted sign.
 function change(row, wanted) {
   const reward = Number(at("reward").value);
-  const all = others().map((model) => row.responses[model][CHANGES][reward]);
+  const all = others().map((model) => row.responses[model][CHANGES][reward] ?? 0);
   if (wanted === "gain") return Math.max(...all);
   if (wanted === "loss") return Math.min(...all);
   return all.reduce((most, value) => (Math.abs(value) > Math.abs(most) ? value : most), 0);
@@ -107,7 +107,7 @@ function response(row, model, shown) {
   const made = element("section"), head = element("h4", data.names[model]), first = row.responses[0][TEXT];
   made.style.setProperty("--c", `var(--c${model % 8})`);
   head.append(element("span", `${data.rewards[reward]} ${number(scores[reward], 3)}`));
-  if (model) head.append(element("span", signed(changes[reward]), changes[reward] > 0 ? "gain" : changes[reward] < 0 ? "loss" : ""));
+  if (model && changes[reward] !== null) head.append(element("span", signed(changes[reward]), changes[reward] > 0 ? "gain" : changes[reward] < 0 ? "loss" : ""));
   data.rewards.forEach((name, place) => {
     if (place !== reward) head.append(element("span", `${name} ${number(scores[place], 3)}`));
   });

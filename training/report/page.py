@@ -8,7 +8,7 @@ from html import escape
 from engine.algorithms import get_dialect
 from engine.errors import UserError
 from training.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table
-from training.report.runs import AFTER, BEFORE, Run, named
+from training.report.runs import AFTER, BEFORE, Run, named, scored_as_first
 from training.reporting.health import health
 from training.reporting.reward_change import scored_otherwise
 from training.reporting.standard_errors import with_error, within_noise
@@ -157,30 +157,45 @@ zoom, 0 shows all. Bars are two standard errors to either side. metrics.jsonl ha
 </section>"""
 
 
+Answers = Mapping[tuple[str, int], Mapping]
+"""Samples by `_by_prompt`."""
+
+
 def _samples(runs: Sequence[Run]) -> Samples | None:
-    """Responses to the held-out prompts side by side: of one run before, in between and after; of several what each
-    ended with, beside the first one's before. None without such files."""
-    columns: dict[str, Sequence[Mapping]] = {}
-    if len(runs) == 1:
-        columns = {named(name): rows for name, rows in runs[0].samples.items()}
-    else:
-        start = next((run.samples[BEFORE] for run in runs if BEFORE in run.samples), None)
-        columns = {BEFORE: start} if start is not None else {}
-        columns |= {run.name: list(run.samples.values())[-1] for run in runs if set(run.samples) - {BEFORE}}
-    by_prompt = {name: _by_prompt(rows) for name, rows in columns.items()}
-    shared = [key for key in next(iter(by_prompt.values()), {}) if all(key in rows for rows in by_prompt.values())]
+    """Responses to the held-out prompts side by side, each with its change from what its own run answered first; none
+    where another reward scored that. None without such files."""
+    columns = list(_one_runs_columns(runs[0]) if len(runs) == 1 else _last_columns(runs))
+    shared = [key for key in next(iter(columns), ("", {}, None))[1] if all(key in rows for _, rows, _ in columns)]
     if len(columns) < 2 or not shared:
         return None
     rows = []
     for place, key in enumerate(shared):
-        answers = [by_prompt[name][key] for name in columns]
-        first = answers[0]["score"]
-        responses = [
-            Response(row["response"], [row["score"]], row["kl"], row["tokens"], True, [row["score"] - first])
-            for row in answers
-        ]
+        responses = []
+        for _, answers, start in columns:
+            row, first = answers[key], (start or {}).get(key)
+            change = None if first is None else row["score"] - first["score"]
+            responses.append(Response(row["response"], [row["score"]], row["kl"], row["tokens"], True, [change]))
         rows.append(SampleRow(key[0], place, 0, responses))
-    return Samples(list(columns), ["score"], 1, rows, f"samples/{AFTER}.jsonl")
+    return Samples([name for name, _, _ in columns], ["score"], 1, rows, f"samples/{AFTER}.jsonl")
+
+
+def _one_runs_columns(run: Run) -> Iterator[tuple[str, Answers, Answers | None]]:
+    """A run's samples before, in between and after: name, answers, and those that their scores are compared with."""
+    first = _by_prompt(next(iter(run.samples.values()), []))
+    for name, rows in run.samples.items():
+        yield named(name), _by_prompt(rows), first if scored_as_first(run, name) else None
+
+
+def _last_columns(runs: Sequence[Run]) -> Iterator[tuple[str, Answers, Answers | None]]:
+    """What each of several runs ended with, beside what the first one began with."""
+    start = next((_by_prompt(run.samples[BEFORE]) for run in runs if BEFORE in run.samples), None)
+    if start is not None:
+        yield (BEFORE if BEFORE not in {run.name for run in runs} else f"{BEFORE} training"), start, start
+    for run in runs:
+        *_, last = ("", *run.samples)
+        if last not in ("", BEFORE):
+            own = _by_prompt(run.samples[BEFORE]) if BEFORE in run.samples and scored_as_first(run, last) else None
+            yield run.name, _by_prompt(run.samples[last]), own
 
 
 def _by_prompt(rows: Sequence[Mapping]) -> dict[tuple[str, int], Mapping]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.errors import UserError
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.reporting.reward_change import scored_otherwise
 from training.reporting.run_record import RUN_FILE, read_run_record
 from training.reporting.views import PPO, REWARD, SFT, View, averaged
 
@@ -131,3 +132,10 @@ def _lines(path: Path) -> list[dict]:
 def named(name: str) -> str:
     """What a page calls a file of samples."""
     return f"step {int(name.removeprefix('step_')):,}" if name.startswith("step_") else name
+
+
+def scored_as_first(run: Run, name: str) -> bool:
+    """Whether a file of samples was scored by the reward that scored the first one."""
+    step = int(name.removeprefix("step_")) if name.startswith("step_") else 0 if name == BEFORE else run.steps
+    rows = [row for row in run.rows if "eval/score" in row and row["step"] <= step]
+    return not (rows and scored_otherwise(rows[-1]))

@@ -159,8 +159,8 @@ def _stop_if_not_finite(rows: list[dict], step: int) -> None:
         )
         raise RunStopped(
             f"evaluation: {len(bad)} of {len(rows)} held-out samples have a score or KL that is NaN or "
-            f"infinite.\n{samples}\nLook at: the reward model's score of these texts, the learning rates "
-            "and gradient norms of the steps before.",
+            f"infinite.\n{samples}\nLook at: what scores these texts (numbers beyond float32's count as "
+            "infinite), and of a run the learning rates and gradient norms of the steps before.",
             good_until=step - 1,
         )
 

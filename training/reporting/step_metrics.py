@@ -31,6 +31,9 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
     metrics.add("objective/scores", batch.scores.sum(), count)
     metrics.add("objective/rlhf_reward", total_rewards, count)
     metrics.add("objective/non_score_reward", total_rewards - batch.processed_scores.sum(), count)
+    clipped = algorithm.clipped(batch.scores)
+    if clipped is not None:
+        metrics.add("objective/clipped", clipped.sum(), count)
     if algorithm.missing_end_penalty:
         metrics.add("objective/missing_eos_penalty", -algorithm.missing_end_penalty * (~rollout.ended).sum(), count)
     if algorithm.overlong is not None:

@@ -130,18 +130,24 @@ async def _openai_answer(
 
 
 def _prompt_ids(model: ServedModel, prompt: str | list[int], field: str = "prompt") -> list[int]:
-    """A prompt's token ids. Raises: RequestError where there are none, or the model does not know them, and for a text
-    that needs no tokenizer, which takes seconds for megabytes, to be known as too long."""
-    most = model.decoder.context * (model.longest_token + 1)  # some tokenizers drop the spaces between
-    if isinstance(prompt, str) and len(prompt) > most:
-        told = f"{field}: it has {len(prompt)} characters; {model.decoder.context} tokens have {most} at most"
-        raise RequestError(400, told, field, "context_length_exceeded")
+    """A prompt's token ids. Raises: RequestError where there are none, or the model does not know them."""
+    if isinstance(prompt, str):
+        _check_characters(len(prompt), model.decoder.context, model.longest_token, field)
     ids = model.encoder.prompt(prompt) if isinstance(prompt, str) else prompt
     if not ids:
         raise RequestError(400, f"{field}: the tokenizer makes no tokens of it", field)
     if not all(0 <= token < model.decoder.vocabulary_size for token in ids):
         raise RequestError(400, f"{field}: token ids are 0 to {model.decoder.vocabulary_size - 1}", field)
     return ids
+
+
+def _check_characters(count: int, context: int, longest_token: int, what: str) -> None:
+    """Raise RequestError for a text that needs no tokenizer, which takes seconds for megabytes, to be known as too
+    long."""
+    most = context * (longest_token + 1)  # some tokenizers drop the spaces between
+    if count > most:
+        told = f"{what}: it has {count} characters; {context} tokens have {most} at most"
+        raise RequestError(400, told, what.partition("[")[0], "context_length_exceeded")
 
 
 def _chat_text(model: ServedModel, body: forms.ChatRequest) -> str:
@@ -212,19 +218,29 @@ async def _compared(service: Service, responses: Responses) -> dict[str, dict]:
 
 
 def _add_scores(app: FastAPI, service: Service) -> None:
+    def short_enough(characters: int, what: str) -> None:
+        _check_characters(characters, service.context, service.scorer.longest_token, what)
+
     @app.post("/v1/scores")
     async def scores(body: forms.ScoresRequest, request: Request) -> dict:
-        def encode(item: forms.Item) -> list[int]:
+        def encode() -> list[list[int]]:
+            for place, item in enumerate(body.items):
+                short_enough(len(item.prompt) + len(item.response), f"items[{place}]")
+            return [ids_of(item) for item in body.items]
+
+        def ids_of(item: forms.Item) -> list[int]:
             encoder = service.scorer.encoder
             ids, _ = encoder.answered(item.prompt, item.response)
             return ids if item.ended else encoder.prompt(item.prompt) + encoder.continuation(item.prompt, item.response)
 
-        found = await _scored(service, request, lambda: [encode(item) for item in body.items], "items", len(body.items))
+        found = await _scored(service, request, encode, "items", len(body.items))
         return {"scores": [{"id": item.id, "score": score} for item, score in zip(body.items, found, strict=True)]}
 
     @app.post("/get_reward")
     async def get_reward(body: forms.OpenRLHFRequest, request: Request) -> dict:
         def encode() -> list[list[int]]:
+            for place, text in enumerate(body.query):
+                short_enough(len(text), f"query[{place}]")
             return [query_ids(service.scorer.encoder, text) for text in body.query]
 
         found = await _scored(service, request, encode, "query", len(body.query))

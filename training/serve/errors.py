@@ -12,6 +12,7 @@ from training.reporting.sample_tables import visible
 
 TYPES = {404: "not_found_error", 429: "rate_limit_error"}  # others: by whether it is the client's mistake
 GONE = 499  # nobody reads it
+SHOWN = 200  # characters of a path
 
 
 class RequestError(Exception):
@@ -44,7 +45,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 def say(where: str, status: int, message: str) -> None:
     """Write one line about a request that was not answered as asked."""
-    print(f"{status} {visible(where[:200])}: {visible(message[:500])}", file=sys.stderr, flush=True)
+    print(f"{status} {visible(where[:SHOWN])}: {visible(message[:500])}", file=sys.stderr, flush=True)
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -65,7 +66,8 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def of_routing(request: Request, error: HTTPException) -> Response:
-        told = {404: f"there is no {request.url.path} here", 405: f"{request.url.path} has no {request.method}"}
+        path = request.url.path[:SHOWN]
+        told = {404: f"there is no {path} here", 405: f"{path} has no {request.method}"}
         message = told.get(error.status_code, str(error.detail))
         return answer(request, RequestError(error.status_code, message, headers=error.headers))
 

@@ -43,11 +43,12 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ServedScorer:
-    """The reward model, and how texts become its tokens."""
+    """The reward model, and how texts become its tokens. longest_token: in characters."""
 
     scorer: Scorer
     encoder: TextEncoder
     pad_id: int
+    longest_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,12 @@ def _model(
             f"{what} {path}: there is no memory for it. Serve fewer models, or lower --rows_at_once."
         ) from None
     ends = frozenset(generation_stops(path, tokenizer, args.trust_remote_code))
-    return ServedModel(name, tokenizer, TextEncoder(tokenizer), ends, decoder, max(map(len, tokenizer.get_vocab())))
+    return ServedModel(name, tokenizer, TextEncoder(tokenizer), ends, decoder, longest_token(tokenizer))
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """In characters."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _scorer(
@@ -137,7 +143,7 @@ def _scorer(
     else:
         tokenizer = read_tokenizer(path, REWARD, trust_remote_code=args.trust_remote_code)
     scorer = scorer.to(device).requires_grad_(False).eval()
-    return ServedScorer(scorer, TextEncoder(tokenizer), tokenizer.pad_token_id)
+    return ServedScorer(scorer, TextEncoder(tokenizer), tokenizer.pad_token_id, longest_token(tokenizer))
 
 
 def _chat_template(path: str) -> str:

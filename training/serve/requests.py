@@ -33,6 +33,7 @@ USUAL: dict[str, Sequence[Any]] = {
 """Fields that there are not here, and the values by which they ask for what happens anyway; null always does."""
 
 Text = Annotated[str, Field(min_length=1)]
+Unicode = Annotated[str, Field(min_length=0)]  # a str alone may hold half of a surrogate pair, as JSON may
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -202,16 +203,18 @@ class Item(BaseModel):
     with it, as in training.
     """
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", strict=True)
 
-    id: str | int
-    prompt: str
-    response: str
+    id: Unicode | int
+    prompt: Unicode
+    response: Unicode
     ended: bool = True
 
 
 class ScoresRequest(BaseModel):
     """POST /v1/scores."""
+
+    model_config = ConfigDict(strict=True)
 
     items: list[Item]
 
@@ -219,9 +222,9 @@ class ScoresRequest(BaseModel):
 class OpenRLHFRequest(BaseModel):
     """POST /get_reward, as OpenRLHF's trainer sends it; its prompts and labels are passed over."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", strict=True)
 
-    query: list[str]
+    query: list[Unicode]
 
 
 def new_seed() -> int:

@@ -173,7 +173,11 @@ def test_scores_clipped_then_scaled_and_scaled_then_clipped():
     # default: 12 -20 4 8: mean 1, squares 121 441 9 49 = 620, deviation sqrt(620 / 3) = 14.375906; then at most 1
     default = Dialect(score_scaling="running", score_clip=1.0)
     expected = [12 / 14.375906, -1.0, 4 / 14.375906, 8 / 14.375906]
-    assert algorithm(default).process_scores(SCORES, ENDED).tolist() == pytest.approx(expected, abs=1e-5)
+    resolved = algorithm(default)
+    assert resolved.process_scores(SCORES, ENDED).tolist() == pytest.approx(expected, abs=1e-5)
+    assert resolved.clipped(SCORES).tolist() == [False, True, False, False]
+    assert algorithm(trlx).clipped(SCORES).tolist() == [True, True, False, False]  # before they are scaled
+    assert algorithm(Dialect(score_clip=None)).clipped(SCORES) is None
 
 
 def test_missing_ends_by_dialect():

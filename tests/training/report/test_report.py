@@ -116,6 +116,25 @@ def test_two_runs_have_a_colour_each_and_what_differs(tmp_path):
     assert block(text, "samples")["names"] == ["before", "one", "two"]
 
 
+def test_changes_are_from_what_the_run_itself_began_with(tmp_path):
+    one, two = a_run(tmp_path / "one"), a_run(tmp_path / "before", after=2.0)
+    lines(two / "samples" / "before.jsonl", [sample(prompt, "other", -29.0) for prompt in PROMPTS])
+    samples = block(report(one, two, tmp_path / "both.html"), "samples")
+    assert samples["names"] == ["before training", "one", "before"]
+    assert [each[0] for each in samples["rows"][0]["responses"]] == ["dull", "fun", "fun"]
+    assert [each[5] for each in samples["rows"][0]["responses"]] == [[0.0], [0.25], [29.5]], "0.5 less 0.25, less -29"
+
+
+def test_scores_of_another_reward_are_no_change(tmp_path):
+    run = a_run(tmp_path / "ppo")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[2] |= {"eval/score": 1.0, "eval/score_change": 0.75, "eval/kl_change": 1.0}
+    del rows[3]["eval/score_change"]
+    lines(run / "metrics.jsonl", [*rows[:3], rows[3] | {"eval/kl_change": 3.5}])
+    samples = block(report(run, tmp_path / "report.html"), "samples")
+    assert [each[5] for each in samples["rows"][0]["responses"]] == [[0.0], [0.25], [None]]
+
+
 def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path):
     runs = [a_run(tmp_path / folder / "out" / "ppo") for folder in ("one", "two")]
     text = report(*runs, tmp_path / "both.html")

@@ -174,6 +174,12 @@ CASES = {
         {"policy_grad_norm": lambda t: None if t < 0.5 else 0.8},
     ),
     "skipped to the end": ("steps made no update", ALARM, {"policy_grad_norm": lambda t: None if t > 0.8 else 0.8}),
+    "clipped scores": (
+        "95% of the scores at the end were beyond score_clip and counted as that, so that they do not differ. Have the",
+        ALARM,
+        {"objective_clipped": lambda t: 0.95},
+    ),
+    "some clipped scores": ("20% of the scores at the end", LOOK, {"objective_clipped": lambda t: 0.2}),
     "left out": (
         "50% of the policy's updates were left out, their mean ratio being over ratio_limit, at steps 1, 2, 3 and 17",
         LOOK,

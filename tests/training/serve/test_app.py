@@ -207,7 +207,19 @@ MISTAKES = [  # method, path, body, status, what the message says, param
         "items.0. has 72",
         "items",
     ),
+    (
+        "POST",
+        "/v1/scores",
+        {"items": [{"id": 1, "prompt": "w05 " * 9000, "response": ""}]},
+        400,
+        "items.0.: it has 36000 characters; 64 tokens have",
+        "items",
+    ),
+    ("POST", "/v1/scores", '{"items": [{"id": "1", "prompt": "\\ud800", "response": "z"}]}', 400, "items", "items"),
+    ("POST", "/v1/scores", '{"items": [{"id": "\\ud800", "prompt": "a", "response": "z"}]}', 400, "items", "items"),
     ("POST", "/get_reward", {"query": "w05"}, 400, "query", "query"),
+    ("POST", "/get_reward", {"query": ["w05 " * 9000]}, 400, "query.0.: it has 36000 characters", "query"),
+    ("POST", "/get_reward", '{"query": ["\\ud800"]}', 400, "query", "query"),
     ("GET", "/nowhere", None, 404, "there is no /nowhere", None),
     ("DELETE", "/health", None, 405, "has no DELETE", None),
 ]
@@ -222,6 +234,11 @@ def test_a_mistake_is_answered_by_name_and_costs_one_line(service, method, path,
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     lines = service.log.read_text().removeprefix(before).splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"{status} {method} {path}: ")
+
+
+def test_of_a_long_path_the_beginning_is_told(service):
+    status, answer, _ = service.request("GET", f"/{'a' * 1000}")
+    assert status == 404 and answer["error"]["message"] == f"there is no /{'a' * 199} here"
 
 
 def test_what_changes_nothing_is_taken(service):

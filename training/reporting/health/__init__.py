@@ -32,6 +32,7 @@ from training.reporting.health.responses import (
     groups_alike,
     length_grew,
     length_shrank,
+    scores_clipped,
     words_invented,
 )
 from training.reporting.health.sampler import much_cut, sampler_apart
@@ -46,6 +47,7 @@ ANY_LENGTH = (
     kl_far,
     kl_negative,
     degenerate,
+    scores_clipped,
     few_ever_ended,
     updates_skipped,
     updates_left_out,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from training.reporting.health.curves import LOOK, NOISE, SHARE, Finding, at_end, at_start, column, having
+from training.reporting.health.curves import ALARM, LOOK, NOISE, SHARE, Finding, at_end, at_start, column, having
 
 LONGER, SHORTER = 1.5, 0.67
 """Response length, end over start. Reward models like length (or its absence) for its own sake."""
@@ -11,6 +11,8 @@ FEW_ENDED = 0.1
 ENDED_KEPT = 0.6
 """Share of that at the start. Half as many is a change of habit; a little above half, so that 0.40 to 0.20 is told
 whichever way its noise falls."""
+MANY_CLIPPED, ALL_CLIPPED = 0.1, 0.9
+"""Share of scores beyond the clip, at the end. A clip is for outliers; where all are beyond it, all count alike."""
 DEGENERATE = 0.01
 """Share of responses masked out for being too short: a few are accidents, one in a hundred is a habit."""
 NO_DIFFERENCE = 0.5
@@ -161,4 +163,17 @@ def words_invented(rows: Sequence[Mapping]) -> Finding | None:
         f"response before training, and in no prompt; before it was {first:.0%}",
         "Read samples/: if they are no words, the score pays for noise that the reward model has never seen; raise "
         "--kl_coef, lower --actor_learning_rate, or mix language in (--unsupervised_dataset_name).",
+    )
+
+
+def scores_clipped(rows: Sequence[Mapping]) -> Finding | None:
+    """Scores on a scale that the clip is not made for."""
+    share = at_end(rows, "objective/clipped")
+    if share is None or share <= MANY_CLIPPED:
+        return None
+    return Finding(
+        ALARM if share > ALL_CLIPPED else LOOK,
+        f"{share:.0%} of the scores at the end were beyond score_clip and counted as that, so that they do not differ",
+        "Have the reward function, server or model give smaller numbers, --set score_scaling=running, or --set "
+        "score_clip=none.",
     )
