@@ -25,6 +25,7 @@ PAGES = (
 OTHERS = {  # of launchers, and of the programs of training/convert, restarts/export and engine/speed/scaling
     *("num_gpus", "log_level", "module", "hostfile", "master_port", "output", "ranks", "skip_unknown", "max_restarts"),
     *("algo.kl.init_coef", "init_kl_coef", "remote_rm_url"),  # OpenRLHF's own, as examples
+    "local",  # hf download --local-dir
 }
 
 

@@ -26,8 +26,9 @@ class Kind(StrEnum):
 class Entry:
     """flags: ours, all of which get the value. settings: the dialect's fields that do. default: theirs. written: that
     it is written where nothing is given. values: theirs -> ours; others have no counterpart. asks_nothing:
-    values of a field without counterpart that lose nothing. note: beside the line, or why there is none. secret: the
-    value may be a password, and is neither printed nor written."""
+    values of a field without counterpart that lose nothing. note: beside the line, or why there is none. otherwise:
+    what to do about a value that has no counterpart. secret: the value may be a password, and is neither printed nor
+    written."""
 
     kind: Kind
     flags: tuple[str, ...] = ()
@@ -37,13 +38,22 @@ class Entry:
     values: Mapping[object, object] = field(default_factory=dict)
     asks_nothing: tuple = ()
     note: str = ""
+    otherwise: str = ""
     secret: bool = False
 
 
-def same(*flags: str, default: object = None, values: Mapping | None = None, note: str = "") -> Entry:
+def same(
+    *flags: str, default: object = None, values: Mapping | None = None, note: str = "", otherwise: str = ""
+) -> Entry:
     """A field that flags of ours mean; its default is written, if there is one."""
     return Entry(
-        kind=Kind.SAME, flags=flags, default=default, written=default is not None, values=values or {}, note=note
+        kind=Kind.SAME,
+        flags=flags,
+        default=default,
+        written=default is not None,
+        values=values or {},
+        note=note,
+        otherwise=otherwise,
     )
 
 

@@ -1,7 +1,9 @@
 """OpenRLHF's PPO and its kind without a critic: what flags mean together."""
 
+import re
 from collections.abc import Mapping
 
+from engine.algorithms import ESTIMATORS, get_dialect
 from engine.errors import UserError
 from training.convert.openrlhf_table import RENAMED, SOURCE, TABLE
 from training.convert.translation import Given, System, Translation, generation_sizes
@@ -44,7 +46,13 @@ def relations(given: Given, found: Translation, ranks: int | None) -> None:
     estimator = str(given["advantage_estimator"])
     if estimator not in DIALECTS:
         raise UserError(f"advantage_estimator {estimator}: known are {', '.join(DIALECTS)}.")
-    found.add("dialect", DIALECTS[estimator], f"advantage_estimator {estimator}")
+    dialect = get_dialect(DIALECTS[estimator])
+    if ESTIMATORS[dialect.advantage_estimator].needs_groups and given.whole("n_samples_per_prompt") < 2:
+        raise UserError(
+            f"n_samples_per_prompt {given['n_samples_per_prompt']}: advantage_estimator {estimator} compares the "
+            "responses to one prompt with each other. Give 2 or more."
+        )
+    found.add("dialect", dialect.name, f"advantage_estimator {estimator}")
     if estimator == "gae":
         for name, value, why in AS_GAE:
             found.set(name, value, why)
@@ -137,6 +145,9 @@ def _batches(given: Given, found: Translation, ranks: int | None) -> int:
     placed = given.whole("actor_num_nodes") * given.whole("actor_num_gpus_per_node")
     world = ranks or placed
     told = f"{world} ranks" + ("" if ranks else " (actor_num_nodes x actor_num_gpus_per_node)")
+    if not ranks:
+        nodes, gpus = given.whole("actor_num_nodes"), given.whole("actor_num_gpus_per_node")
+        found.launcher += (f" --num_nodes {nodes}" if nodes > 1 else "") + f" --num_gpus {gpus}"
     prompts, samples, batch = (
         given.whole(name) for name in ("rollout_batch_size", "n_samples_per_prompt", "train_batch_size")
     )
@@ -172,10 +183,13 @@ def _rates(given: Given, found: Translation, estimator: str, steps: int) -> None
         found.add("lr_scheduler_type", schedule, "lr_scheduler")
     else:
         found.missing.append(f"lr_scheduler {schedule}: take one of {', '.join(SCHEDULES)}")
-    if given.number("lr_warmup_ratio"):
+    ratio, epochs = given.number("lr_warmup_ratio"), given.whole("max_epochs")
+    if ratio:
+        own = get_dialect(DIALECTS[estimator]).warmup_steps
         found.missing.append(
-            f"lr_warmup_ratio {given['lr_warmup_ratio']}: --num_warmup_steps is this share of all optimizer steps, "
-            f"{steps} x max_epochs a step, which --dry_run counts; without it the dialect's"
+            f"lr_warmup_ratio {given['lr_warmup_ratio']}: give --num_warmup_steps, {ratio:g} x {steps} x max_epochs "
+            f"{epochs} = {ratio * steps * epochs:g} times the steps, which --dry_run counts; without it the dialect's, "
+            f"{own}"
         )
     betas = given.numbers("adam_betas", 2)
     if betas != [0.9, 0.95]:
@@ -183,7 +197,9 @@ def _rates(given: Given, found: Translation, estimator: str, steps: int) -> None
 
 
 def _scores_and_kl(given: Given, found: Translation) -> None:
-    if given["kl_target"] is not None:
+    if given["kl_target"] is not None and not given.number("init_kl_coef"):
+        found.idle.append(f"kl_target {given['kl_target']}: init_kl_coef is 0, and stays that")
+    elif given["kl_target"] is not None:
         found.set("kl_controller", "adaptive", "kl_target is given")
         found.set("kl_target", given.number("kl_target"), "kl_target")
         found.set("kl_horizon", given.number("kl_horizon"), "kl_horizon")
@@ -243,4 +259,12 @@ def _precision_and_adapters(given: Given, found: Translation, estimator: str) ->
         found.add("lora_target_modules", modules, "target_modules")
 
 
-OPENRLHF = System(name="OpenRLHF", source=SOURCE, table=TABLE, relations=relations)
+OPENRLHF = System(
+    name="OpenRLHF",
+    source=SOURCE,
+    table=TABLE,
+    relations=relations,
+    named=with_old_names,
+    program=re.compile("train_ppo_ray"),
+    program_name="train_ppo_ray",
+)

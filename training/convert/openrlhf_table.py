@@ -236,7 +236,7 @@ TRAINING: dict[str, Entry] = {
     "attn_implementation": same(
         "attn_implementation",
         values={name: name for name in ("eager", "sdpa", "flash_attention_2", "flash_attention_3")},
-        note="give another --attn_implementation",
+        otherwise="give another --attn_implementation",
     ),
     "flash_attn": same("attn_implementation", values={True: "flash_attention_2", False: "auto"}),
     "packing_samples": idle("rows are laid end to end by themselves with flash attention: --packing"),

@@ -11,15 +11,14 @@ from engine.files import read_text
 from engine.json_objects import unique
 from training.flags.yaml_file import read_yaml
 
-ENTRY = "train_ppo_ray"  # OpenRLHF's program: flags stand behind it
 BETWEEN_COMMANDS = "();&|"
 
 
-def read_fields(path: str) -> dict[str, object]:
+def read_fields(path: str, program: re.Pattern[str], program_name: str) -> dict[str, object]:
     """The fields of a configuration file; raises UserError for one that cannot be read or holds none.
 
     .json: an object. .yaml, .yml: a mapping; `env`, which TRL's command line reads for itself, is left out. Anything
-    else: a command line, in a script or alone.
+    else: a command line, in a script or alone, as `read_command` takes it.
     """
     ending = Path(path).suffix.lower()
     if ending in (".yaml", ".yml"):
@@ -29,7 +28,7 @@ def read_fields(path: str) -> dict[str, object]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
     if ending != ".json":
-        return read_command(text, path)
+        return read_command(text, path, program, program_name)
     try:
         found = json.loads(text, object_pairs_hook=unique)
     except RecursionError:
@@ -52,23 +51,27 @@ def _read_yaml(path: str) -> dict[str, object]:
     return found
 
 
-def read_command(text: str, path: str) -> dict[str, object]:
+def read_command(text: str, path: str, program: re.Pattern[str], program_name: str) -> dict[str, object]:
     """The flags of a command line by name, without dashes: a value, a list of several, or True for a bare one.
 
-    Of a script the one command is read that calls OpenRLHF's program. Raises: UserError for none or several, for a
+    Of a script the one command is read that calls the other system's program: flags stand behind the word in which
+    `program` is found; program_name: what a message calls it. Raises: UserError for none or several, for a
     variable or a command in backticks, whose value only the shell knows, and for a flag that comes twice.
     """
     joined = re.sub(r"\\\r?\n", " ", text)
-    lines = [line for line in joined.splitlines() if ENTRY in line and not line.lstrip().startswith("#")]
+    lines = [line for line in joined.splitlines() if program.search(line) and not line.lstrip().startswith("#")]
     if len(lines) > 1:
-        raise UserError(f"{path}: {ENTRY} is called {len(lines)} times. Give a file with one command.")
+        raise UserError(f"{path}: {program_name} is called {len(lines)} times. Give a file with one command.")
     if not lines and not joined.lstrip().startswith("--"):
-        raise UserError(f"{path}: found no command that calls {ENTRY}, and no flags.")
+        raise UserError(
+            f"{path}: found no command that calls {program_name}, and no flags. Give a script that does, its flags "
+            "alone, or a .yaml or .json file of fields."
+        )
     try:
         words = _words(lines[0] if lines else joined)
     except ValueError as error:
         raise UserError(f"{path}: the command cannot be read ({error}).") from None
-    start = next((place + 1 for place, word in enumerate(words) if ENTRY in word), 0)
+    start = next((place + 1 for place, word in enumerate(words) if program.search(word)), 0)
     return _flags(words[start:], path)
 
 
@@ -97,13 +100,15 @@ def _flags(words: Sequence[str], path: str) -> dict[str, object]:
         else:
             found[name].append(word)
     return {
-        name: [*map(_number, words)] if len(words) > 1 else _number(words[0]) if words else True
+        name: [*map(_value, words)] if len(words) > 1 else _value(words[0]) if words else True
         for name, words in found.items()
     }
 
 
-def _number(word: str) -> str | int | float:
-    """A word as the number that it is written as; 007 and 2024_05_01, which name folders, stay words."""
+def _value(word: str) -> str | int | float | bool:
+    """A word as the truth value or number that it is written as; 007 and 2024_05_01, which name folders, stay words."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
     if re.fullmatch(r"-?(0|[1-9]\d{0,99})", word, re.ASCII):
         return int(word)
     number = re.fullmatch(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", word, re.ASCII | re.IGNORECASE)

@@ -1,6 +1,7 @@
 """A configuration of another system, translated field by field: lines for our YAML, and what has no counterpart."""
 
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -19,11 +20,13 @@ class Line:
 
 @dataclass(slots=True)
 class Translation:
-    """lines: in order. missing: what has no counterpart, or has to be decided. idle: what needs none."""
+    """lines: in order. missing: what has no counterpart, or has to be decided. idle: what needs none. launcher: the
+    command that starts so many processes."""
 
     lines: list[Line] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
+    launcher: str = "deepspeed"
 
     def add(self, flag: str, value: object, why: str) -> None:
         """A flag's line."""
@@ -31,7 +34,17 @@ class Translation:
 
     def set(self, name: str, value: object, why: str) -> None:
         """A line that gives a field of the dialect a value."""
-        self.lines.append(Line("set", f"{name}={_word(value)}", why))
+        self.lines.append(Line("set", f"{name}={as_word(value)}", why))
+
+    def value(self, flag: str) -> object:
+        """The value of a flag's line; None where it has none."""
+        return next((line.value for line in self.lines if line.flag == flag), None)
+
+    def taken_out(self, flag: str) -> list[Line]:
+        """A flag's lines, which are no longer there."""
+        found = [line for line in self.lines if line.flag == flag]
+        self.lines = [line for line in self.lines if line.flag != flag]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +97,16 @@ class Given:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
     """Another system. source: which version the table is of. relations: adds the lines of fields that mean something
-    together; it is told the ranks, None where they are not known."""
+    together; it is told the ranks, None where they are not known. named: the fields by the table's names. program: what
+    calls its program within a command line, and program_name the same in words."""
 
     name: str
     source: str
     table: Mapping[str, Entry]
     relations: Callable[[Given, Translation, int | None], None]
+    named: Callable[[Mapping[str, object]], dict[str, object]]
+    program: re.Pattern[str]
+    program_name: str
 
 
 def translate(
@@ -100,7 +117,7 @@ def translate(
     skipped: fields of no table that are passed over. Raises: UserError for another field that the table does not have,
     and for values that contradict each other.
     """
-    found = Translation()
+    found = Translation(launcher="deepspeed" + (f" --num_gpus {ranks}" if ranks else ""))
     for name in fields:
         if name not in system.table:
             if name in skipped:
@@ -132,7 +149,7 @@ def _translate_one(name: str, entry: Entry, given: Given, is_given: bool, found:
         if entry.values:
             key = value if isinstance(value, bool) else str(value)
             if key not in entry.values:
-                found.missing.append(f"{told}: {entry.note or 'this value has no counterpart'}")
+                found.missing.append(f"{told}: {entry.otherwise or entry.note or 'this value has no counterpart'}")
                 return
             value = entry.values[key]
             if value is None:  # that is the default here
@@ -171,7 +188,8 @@ def _shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _word(value: object) -> str:
+def as_word(value: object) -> str:
+    """A value as a word of --set."""
     if value is None:
         return "none"
     if isinstance(value, list | tuple):

@@ -1,10 +1,32 @@
 """TRL's PPO: what fields mean together. Sizes are as in PPOTrainer.__init__ of trl/experimental/ppo/ppo_trainer.py."""
 
 import math
+import re
+from collections.abc import Mapping
 
 from engine.errors import UserError
 from training.convert.translation import Given, System, Translation, generation_sizes
 from training.convert.trl_table import SOURCE, TABLE
+
+BEFORE_0_12 = (
+    *("model_name", "steps", "ppo_epochs", "adap_kl_ctrl", "init_kl_coef", "kl_penalty", "target", "horizon"),
+    *("query_dataset", "reward_model", "forward_batch_size", "backward_batch_size", "ratio_threshold", "score_clip"),
+    *("use_score_scaling", "use_score_norm", "early_stopping", "target_kl", "compare_steps", "log_with", "task_name"),
+    *("optimize_cuda_cache", "optimize_device_cache", "tracker_project_name", "tracker_kwargs", "is_peft_model"),
+    *("accelerator_kwargs", "project_kwargs", "push_to_hub_if_best_kwargs", "is_encoder_decoder"),
+)
+"""Fields that the older PPOConfig has and this one has not."""
+
+
+def not_before_0_12(fields: Mapping[str, object]) -> dict[str, object]:
+    """The fields; raises UserError where several are those of the PPOConfig that another program had."""
+    older = [name for name in BEFORE_0_12 if name in fields]
+    if len(older) > 1:
+        raise UserError(
+            f"{', '.join(older)}: fields of the PPOConfig that TRL had before 0.12, the configuration of another "
+            "program (PPOTrainer.step), which is not converted. Give step 3's flags by hand (docs/flags.md)."
+        )
+    return dict(fields)
 
 
 def relations(given: Given, found: Translation, ranks: int | None) -> None:
@@ -15,6 +37,7 @@ def relations(given: Given, found: Translation, ranks: int | None) -> None:
     _rates(given, found, updates)
     _precision(given, found)
     _adapters(given, found)
+    _sharing(given, found)
     samples = given.integer("num_sample_generations")
     if updates is not None and samples:
         every = max(1, updates // samples)
@@ -87,14 +110,15 @@ def _rates(given: Given, found: Translation, updates: int | None) -> None:
     if ratio and not warmup:
         if updates is None:
             found.missing.append(
-                f"warmup_ratio {ratio}: of a number of steps that is not known; give --num_warmup_steps"
+                f"warmup_ratio {ratio}: give --num_warmup_steps, {ratio} times the steps, which --dry_run counts"
             )
             return
         warmup = math.ceil(given.number("warmup_ratio") * updates)
     if 0 < warmup < 1:  # which newer versions of transformers take for a ratio
         if updates is None:
             found.missing.append(
-                f"warmup_steps {warmup:g}: a share of steps that are not known; give --num_warmup_steps"
+                f"warmup_steps {warmup:g}: a share; give --num_warmup_steps, {warmup:g} times the steps, which "
+                "--dry_run counts"
             )
             return
         warmup = math.ceil(warmup * updates)
@@ -132,4 +156,26 @@ def _adapters(given: Given, found: Translation) -> None:
         found.missing.append(f"lora_dropout {given['lora_dropout']}: step 3 trains without dropout")
 
 
-TRL = System(name="TRL", source=SOURCE, table=TABLE, relations=relations)
+def _sharing(given: Given, found: Translation) -> None:
+    place = given["hub_model_id"]
+    if not given.true("push_to_hub"):
+        if place is not None:
+            found.idle.append(f"hub_model_id {place}: nothing is uploaded without push_to_hub")
+    elif place is None or "/" not in str(place):
+        found.missing.append("push_to_hub true: give --push_to_hub and whose it is to be, --hub_model_id OWNER/NAME")
+    else:
+        found.add("push_to_hub", True, "push_to_hub")
+        found.add("hub_model_id", place, "hub_model_id")
+        if given["hub_private_repo"] is not None:
+            found.add("hub_private", given.true("hub_private_repo"), "hub_private_repo")
+
+
+TRL = System(
+    name="TRL",
+    source=SOURCE,
+    table=TABLE,
+    relations=relations,
+    named=not_before_0_12,
+    program=re.compile(r"\.py\b"),
+    program_name="a script of TRL's (*.py)",
+)

@@ -40,7 +40,7 @@ MODEL: dict[str, Entry] = {
     "attn_implementation": same(
         "attn_implementation",
         values={name: name for name in ("eager", "sdpa", "flash_attention_2", "flash_attention_3")},
-        note="give another --attn_implementation",
+        otherwise="give another --attn_implementation",
     ),
     **{name: related(default) for name, default in (("use_peft", False), ("lora_r", 16), ("lora_alpha", 32))},
     "lora_dropout": related(0.05),
@@ -98,12 +98,12 @@ TRAINING: dict[str, Entry] = {
         values={
             name: name for name in ("linear", "cosine", "constant", "constant_with_warmup", "cosine_with_restarts")
         },
-        note="take one of linear, cosine, constant",
+        otherwise="take one of linear, cosine, constant",
     ),
     "lr_scheduler_kwargs": absent("schedules have no settings of their own here", {}, ""),
     "optim": same(
         values=dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
-        note="the optimizer is AdamW, or with --set optimizer=tf_adam TensorFlow's Adam",
+        otherwise="the optimizer is AdamW, or with --set optimizer=tf_adam TensorFlow's Adam",
     ),
     "per_device_train_batch_size": related(8),
     "gradient_accumulation_steps": related(1),
@@ -129,9 +129,8 @@ TRAINING: dict[str, Entry] = {
     "dataloader_num_workers": idle("prompts are tokenised before the run"),
     "remove_unused_columns": idle("columns that no reward function asks for are not read"),
     "torch_compile": absent("--decoding compile compiles generation; the rest is torch's own code", False),
-    "push_to_hub": same("push_to_hub"),
-    "hub_model_id": same("hub_model_id"),
-    "hub_private_repo": same("hub_private"),
+    **{name: related(default) for name, default in (("push_to_hub", False), ("hub_model_id", None))},
+    "hub_private_repo": related(None),
     "hub_token": absent("a token is not written into a file: hf auth login, or HF_TOKEN", secret=True),
 }
 TABLE: dict[str, Entry] = {**MODEL, **SCRIPT, **TRAINING, **PPO}

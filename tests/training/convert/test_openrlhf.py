@@ -5,7 +5,7 @@ import yaml
 
 from engine.algorithms import get_dialect
 from engine.errors import UserError
-from training.convert.__main__ import convert
+from training.convert.__main__ import convert, main
 from training.convert.openrlhf import DIALECTS
 from training.convert.openrlhf_table import RENAMED, TABLE
 from training.flags.parsing import parse_flags
@@ -91,7 +91,7 @@ def test_settings_of_several_flags(tmp_path):
     found = converted(
         tmp_path,
         "--kl_target 6 --eps_clip_low_high 0.2 0.27 --overlong_buffer_len 64 --critic_pretrain critic --enable_ema "
-        "--reward_clip_range -5 5 --freezing_actor_steps 3 --save_steps 20 --lora_rank 16 --ref_reward_offload",
+        "--reward_clip_range -5 5 --freezing_actor_steps 3 --save_steps 20 --lora_rank 16",
     )
     settings = set(found["set"])
     assert {"kl_controller=adaptive", "kl_target=6", "clip_range_high=0.27", "overlong_buffer=0.25"} <= settings
@@ -99,7 +99,7 @@ def test_settings_of_several_flags(tmp_path):
     assert found["critic_model_name_or_path"] == "critic" and found["reward_model_name_or_path"] == "reward"
     assert found["critic_warmup_steps"] == 3 and (found["save_steps"], found["keep_checkpoints"]) == (20, 3)
     assert found["actor_lora_dim"] == found["critic_lora_dim"] == 16 and found["lora_alpha"] == 16
-    assert found["critic_lora_learning_rate"] == 9e-6 and found["offload_reference_model"] is True
+    assert found["critic_lora_learning_rate"] == 9e-6
 
 
 @pytest.mark.parametrize("estimator, dialect", DIALECTS.items())
@@ -134,6 +134,31 @@ def test_what_has_no_counterpart_is_listed(tmp_path):
         "async_train true",
     ]
     assert all(f"#   {line}" in text for line in missing)
+
+
+def test_the_share_of_warm_up_is_told_in_numbers(tmp_path):
+    (tmp_path / "train.sh").write_text(SCRIPT.replace("{more}", "--max_epochs 2"))
+    _, missing = convert("openrlhf", str(tmp_path / "train.sh"))
+    told = "give --num_warmup_steps, 0.03 x 8 x max_epochs 2 = 0.48 times the steps, which --dry_run counts"
+    assert any(line.startswith(f"lr_warmup_ratio 0.03: {told}; without it the dialect's, 10") for line in missing)
+
+
+def test_what_is_written_is_tried_with_as_many_processes(tmp_path, capsys):
+    (tmp_path / "train.sh").write_text(SCRIPT.replace("{more}", ""))
+    for name, more, launcher in (("a", [], "--num_nodes 2 --num_gpus 4"), ("b", ["--ranks", "8"], "--num_gpus 8")):
+        output = str(tmp_path / name)
+        assert main(["openrlhf", str(tmp_path / "train.sh"), "--output", output, *more]) == 0
+        told = f"try it: deepspeed {launcher} training/step3_rlhf.py --config {output} --dry_run"
+        assert told in capsys.readouterr().out
+
+
+def test_advice_for_values_that_are_not_taken_stands_beside_none_that_is(tmp_path):
+    for value, taken in (("flash_attention_2", True), ("flex_attention", False)):
+        (tmp_path / "train.sh").write_text(SCRIPT.replace("{more}", f"--attn_implementation {value}"))
+        text, missing = convert("openrlhf", str(tmp_path / "train.sh"))
+        assert ("give another --attn_implementation" in text) == (not taken)
+        assert (f"attn_implementation: {value}  # attn_implementation {value}\n" in text) == taken
+        assert any(line.endswith("give another --attn_implementation") for line in missing) == (not taken)
 
 
 def test_a_reward_server_is_asked_in_its_form_and_no_reward_model(tmp_path):

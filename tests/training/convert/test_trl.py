@@ -138,6 +138,45 @@ def test_what_is_refused(fields, message, tmp_path):
     assert message in str(caught.value)
 
 
+def test_a_model_is_uploaded_where_its_owner_is_named(tmp_path):
+    args = parsed(tmp_path, push_to_hub=True, hub_model_id="me/ppo", hub_private_repo=False)
+    assert (args.push_to_hub, args.hub_model_id, args.hub_private) == (True, "me/ppo", False)
+    for place in ({}, {"hub_model_id": "ppo"}):
+        assert not parsed(tmp_path, push_to_hub=True, **place).push_to_hub
+    assert parsed(tmp_path, hub_model_id="me/ppo").hub_model_id is None
+
+
+SCRIPT = """accelerate launch --config_file examples/deepspeed_zero2.yaml \\
+    examples/scripts/ppo/ppo_tldr.py \\
+    --dataset_name org/prompts --sft_model_path sft --reward_model_path reward --missing_eos_penalty 1.0 \\
+    --whiten_rewards True --gradient_checkpointing False --ds3_gather_for_generation False --stop_token eos
+"""
+
+
+def test_a_script_and_its_flags_alone_are_read_too(tmp_path):
+    fields = {"missing_eos_penalty": 1.0, "whiten_rewards": True, "gradient_checkpointing": False}
+    wanted = converted(tmp_path, ds3_gather_for_generation=False, stop_token="eos", **fields)
+    for text in (SCRIPT, SCRIPT.split("ppo_tldr.py \\")[1]):
+        (tmp_path / "ppo.sh").write_text(text)
+        assert yaml.safe_load(convert("trl", str(tmp_path / "ppo.sh"))[0]) == wanted | {"dtype": "bf16"}
+
+
+def test_a_script_that_calls_none_is_refused_in_trls_words(tmp_path):
+    (tmp_path / "ppo.sh").write_text("accelerate config\n")
+    with pytest.raises(UserError, match=r"found no command that calls a script of TRL's \(\*.py\), and no flags"):
+        convert("trl", str(tmp_path / "ppo.sh"))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_the_configuration_of_before_0_12_is_that_of_another_program(skip, tmp_path):
+    older = {"model_name": "gpt2", "steps": 20000, "batch_size": 128, "mini_batch_size": 16, "adap_kl_ctrl": True}
+    with pytest.raises(UserError) as caught:
+        convert("trl", write(tmp_path, older), skip_unknown=skip)
+    assert "model_name, steps, adap_kl_ctrl: fields of the PPOConfig that TRL had before 0.12" in str(caught.value)
+    with pytest.raises(UserError, match="unknown field steps of TRL"):
+        convert("trl", write(tmp_path, {**SMALL, "steps": 3}))  # one alone is a slip
+
+
 def test_an_unknown_field_is_passed_over_on_request(tmp_path):
     path = write(tmp_path, {**SMALL, "new_thing": 1})
     text, missing = convert("trl", path, None, skip_unknown=True)
