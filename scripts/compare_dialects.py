@@ -25,7 +25,7 @@ import torch
 
 from engine.algorithms import DIALECTS
 from engine.errors import UserError
-from scripts.comparison import page
+from scripts.comparison import page, processes
 from scripts.comparison.entries import TRL, Entry, program
 from scripts.comparison.results import FILE, Compared, Results
 from scripts.comparison.runs import Run, complete
@@ -151,7 +151,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         entries, tasks, results = chosen_entries(options.entries), chosen_tasks(options), Results(options.output / FILE)
         options.output.mkdir(parents=True, exist_ok=True)
-        wrong = compare(options, tasks, entries, results)
+        with processes.ended_with_us():
+            wrong = compare(options, tasks, entries, results)
         shown = list((TASKS | {task.name: task for task in tasks}).values())  # also what an earlier command compared
         made = page.make(results, shown, options.output)
         (options.output / "comparison.md").write_text(made + "\n", encoding="utf-8")

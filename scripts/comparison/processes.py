@@ -1,9 +1,12 @@
 """Programs as processes of their own: how they ended, and what they took."""
 
+import contextlib
 import os
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,25 @@ class Ended:
     seconds: float
 
 
+_running: set[subprocess.Popen] = set()
+
+
+@contextlib.contextmanager
+def ended_with_us() -> Iterator[None]:
+    """At TERM, programs that run are killed: a later comparison would meet them in its folders."""
+
+    def end(number: int, _: object) -> None:
+        for process in list(_running):
+            process.kill()
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_program(command: Sequence[str], log: Path) -> Ended:
     """Run a command in the repository, where it finds the project's packages; what it prints goes into `log`."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -35,7 +57,11 @@ def run_program(command: Sequence[str], log: Path) -> Ended:
             stdout=printed,
             stderr=subprocess.STDOUT,
         )
-        _, status, used = os.wait4(process.pid, 0)
+        _running.add(process)
+        try:
+            _, status, used = os.wait4(process.pid, 0)
+        finally:
+            _running.discard(process)
     process.returncode = os.waitstatus_to_exitcode(status)
     return Ended(process.returncode, used.ru_utime + used.ru_stime, time.perf_counter() - began)
 
