@@ -15,7 +15,7 @@ HELD_OUT = (
 )
 OBJECTIVE = (
     *("kl", "kl_per_token", "kl_coef", "entropy", "rlhf_reward", "non_score_reward"),
-    *("missing_eos_penalty", "overlong_penalty", "scores_learned", "reward_changed", "scores_histogram"),
+    *("missing_eos_penalty", "overlong_penalty", "scores_learned", "reward_changed", "scores_histogram", "clipped"),
     "reference_moves",
 )
 TAKEN = frozenset(
