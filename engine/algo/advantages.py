@@ -106,8 +106,9 @@ def group_deviations(rewards: Tensor, group_size: int, valid: Tensor | None = No
 
     It is 0 where fewer than two are valid. Arguments and errors as of `rloo`; unbiased divides by n - 1 instead of n.
     """
-    _, own, counted = _in_groups("GRPO", rewards, group_size, valid)
-    apart, number = (own - _means(own, counted)) * counted, counted.sum(-1, keepdim=True) - int(unbiased)
+    _, _, counted = _in_groups("GRPO", rewards, group_size, valid)
+    apart = group_advantages(rewards, group_size, valid).view(-1, group_size)
+    number = counted.sum(-1, keepdim=True) - int(unbiased)
     return (apart.square().sum(-1, keepdim=True) / number.clamp(min=1)).sqrt().expand_as(apart).reshape(-1)
 
 

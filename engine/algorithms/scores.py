@@ -62,7 +62,7 @@ class ScoreRules:
         limit = self.dialect.score_clip
         if limit is None:
             return None
-        scale = self.scale.value if self.dialect.score_order == "scale_clip" and self.scale.kind != "none" else 1.0
+        scale = self.scale.value if self.dialect.score_order == "scale_clip" else 1.0
         return (scores / scale).abs() > limit
 
     def _scaled(self, scores: Tensor, ended: Tensor) -> Tensor:

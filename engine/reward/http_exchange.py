@@ -89,14 +89,21 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class _Connections:
+class _Breakable(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     """Makes connections, and breaks them off where the answer's head is late: urllib bounds each wait for bytes alone,
     and a server, or a proxy before it, may send some for ever (RFC 9110, 15.2: any number of 1xx answers)."""
 
     def __init__(self):
+        super().__init__()
         self.late, self._made = False, list[http.client.HTTPConnection]()
 
-    def maker(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._maker(http.client.HTTPConnection), request)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._maker(http.client.HTTPSConnection), request)
+
+    def _maker(self, kind: type[http.client.HTTPConnection]) -> Callable[..., http.client.HTTPConnection]:
         """Of connections of this kind, as urllib calls it."""
 
         def make(*args, **kwargs) -> http.client.HTTPConnection:
@@ -113,29 +120,11 @@ class _Connections:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-class _HTTP(urllib.request.HTTPHandler):
-    def __init__(self, connections: _Connections):
-        super().__init__()
-        self._make = connections.maker(http.client.HTTPConnection)
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._make, request)
-
-
-class _HTTPS(urllib.request.HTTPSHandler):
-    def __init__(self, connections: _Connections):
-        super().__init__()
-        self._make = connections.maker(http.client.HTTPSConnection)
-
-    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._make, request, context=ssl.create_default_context())
-
-
 def _opened(url: str, request: urllib.request.Request, timeout: float) -> http.client.HTTPResponse:
     """The answer, with its whole head. Raises: TimeoutError where that does not come in time, as urllib otherwise."""
     proxies = urllib.request.ProxyHandler({} if is_this_machine(url) else None)
-    connections = _Connections()
-    opener = urllib.request.build_opener(proxies, _NoRedirects, _HTTP(connections), _HTTPS(connections))
+    connections = _Breakable()
+    opener = urllib.request.build_opener(proxies, _NoRedirects, connections)
     alarm = threading.Timer(timeout, connections.break_off)
     alarm.daemon = True
     alarm.start()

@@ -66,9 +66,8 @@ class MergeFlags(MeasuringFlags):
         shown = [f"{scale:g}" for scale in self.scales]  # as files are named by them
         if len(set(shown)) < len(shown):
             raise UserError(f"--scales {' '.join(shown)}: a scale is given twice, in six digits.")
-        alike = [scale for scale in self.scales if f"{scale:g}" == f"{self.scale or 0.0:g}" and scale != self.scale]
-        if self.scale is not None and alike:
-            raise UserError(f"--scale {self.scale!r} and --scales {alike[0]!r} are one in six digits. Give the same.")
+        if self.scale is not None and self.scale not in self.scales and f"{self.scale:g}" in shown:
+            raise UserError(f"--scale {self.scale!r} and --scales {self.scale:g} are one in six digits. Give the same.")
         self._validate_choice()
 
     def _validate_choice(self) -> None:

@@ -135,6 +135,7 @@ def test_the_page_asks_nobody_else_and_runs_its_own_script_alone(service):
     assert answer.status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
     assert "connect-src 'self'" in policy and "script-src 'sha256-" in policy
     assert re.findall(r"https?://|\ssrc=|innerHTML|insertAdjacentHTML|\son\w+=", page) == []
+    assert '$("prompt").focus();' in page
     assert 'aria-live="polite"' in page and re.findall(r"<(?:textarea|input) id=\"(\w+)\"", page) == re.findall(
         r"label for=\"(\w+)\"", page
     )
