@@ -24,7 +24,7 @@ from training.program.agreement import agreed, checked
 from training.program.data_lines import supervised_lines
 from training.program.ending import models_told
 from training.program.hub import check_hub, push
-from training.program.model_files import check_positions
+from training.program.model_files import check_positions, generation_stops
 from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
 from training.reporting import views
@@ -126,10 +126,11 @@ def load_examples(args: SFTFlags) -> tuple:
     tokenizer = read_tokenizer(
         args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
     )
-    fit = sft_fit(tokenizer, args.max_seq_len, args.loss_on, args.overlong)
+    stops = generation_stops(args.model_name_or_path, tokenizer, args.trust_remote_code)
+    fit = sft_fit(tokenizer, args.max_seq_len, args.loss_on, args.overlong, stops)
     parts = args.load_rows(SFT, tokenizer, fit, held_out=args.held_out, undivided=args.sft_only_data_path)
     examples, held_out = (
-        SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache, args.overlong) for rows in parts
+        SFTExamples(rows, tokenizer, args.max_seq_len, args.loss_on, args.cache, args.overlong, stops) for rows in parts
     )
     args.steps_per_epoch(len(examples))
     return tokenizer, examples, held_out, [rows.fingerprint for rows in parts]

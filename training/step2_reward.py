@@ -35,7 +35,7 @@ from training.program.agreement import agreed, checked
 from training.program.data_lines import supervised_lines, warnings
 from training.program.ending import models_told
 from training.program.hub import check_hub, push
-from training.program.model_files import check_positions
+from training.program.model_files import check_positions, generation_stops
 from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
 from training.reporting import views
@@ -199,9 +199,12 @@ def load_examples(args: RewardFlags) -> tuple:
     tokenizer = read_tokenizer(
         args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
     )
-    fit = pair_fit(tokenizer, args.max_seq_len, args.overlong)
+    stops = generation_stops(args.sft_path, tokenizer, args.trust_remote_code)
+    fit = pair_fit(tokenizer, args.max_seq_len, args.overlong, stops)
     parts = args.load_rows(PAIRS, tokenizer, fit, held_out=args.held_out)
-    examples, held_out = (PairExamples(rows, tokenizer, args.max_seq_len, args.cache, args.overlong) for rows in parts)
+    examples, held_out = (
+        PairExamples(rows, tokenizer, args.max_seq_len, args.cache, args.overlong, stops) for rows in parts
+    )
     args.steps_per_epoch(len(examples))
     prompts = normalization_prompts(args, tokenizer) if args.normalization_samples else None
     return tokenizer, examples, held_out, prompts, [rows.fingerprint for rows in parts]

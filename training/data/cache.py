@@ -25,7 +25,7 @@ from training.data.progress import say
 from training.data.table_files import MadeTable, Unwritten, begun_here, read_table, unnamed_table, write_table
 
 IDS = pyarrow.large_list(pyarrow.int32())  # a column of token ids
-FORMAT = 4  # to be raised when the same rows are to become other tables, or these other files
+FORMAT = 5  # to be raised when the same rows are to become other tables, or these other files
 DAY = 86_400  # seconds
 LARGE = 2**28  # bytes; a table that found no room is not made again elsewhere if so much of it was there
 

@@ -28,12 +28,16 @@ REMEDY = "Mend chat_template in its tokenizer_config.json (or chat_template.jinj
 TURNS = ({"role": "user", "content": "the-question"}, {"role": "assistant", "content": "the-reply"})
 
 
+class Rendered(str):
+    """A text that a chat template made: whether it begins with a BOS, the template has decided."""
+
+
 class _Endless(BaseException):
     """What ends a rendering; no Exception, so that nothing on the way takes it for one of its own."""
 
 
-def render(tokenizer, messages: list[dict], where: str = "", **options) -> str:
-    """The text of the messages.
+def render(tokenizer, messages: list[dict], where: str = "", **options) -> Rendered:
+    """The text of the messages; `options` as of apply_chat_template.
 
     where: the record and column that they stand in; none for an example, of which a template may leave texts out.
     Raises: UserError for a template that cannot render a question and its reply, or these messages, or does not end.
@@ -46,7 +50,7 @@ def render(tokenizer, messages: list[dict], where: str = "", **options) -> str:
     place = f"{where}: " if where else ""
     try:
         with _limited_time():
-            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            return Rendered(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except TemplateError as error:
         raise UserError(
             f"{place}the tokenizer's chat template refuses these messages ({_line(error)}). Mend the record or take "
@@ -85,8 +89,13 @@ Found = tuple[str | None, str | None]  # why a template cannot be used, and why 
 _found: dict[str, Found] = {}  # by the template's text
 
 
+def template_key(tokenizer) -> str:
+    """By which chat templates are told apart."""
+    return json.dumps(tokenizer.chat_template, default=repr)
+
+
 def _tried(tokenizer) -> Found:
-    template = json.dumps(tokenizer.chat_template, default=repr)
+    template = template_key(tokenizer)
     if template not in _found:
         _found[template] = _in_child(functools.partial(_problems, tokenizer))
     return _found[template]

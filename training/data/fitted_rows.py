@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow
 
 from engine.errors import UserError
-from training.data.build_lock import note
+from training.data import build_lock
 from training.data.cache import cached_table, count_of
 from training.data.lengths import CUT, DROPPED, EMPTY, EQUAL, Fit, RowFit
 from training.data.progress import Progress
@@ -25,7 +25,8 @@ class FittedRows(Sequence):
     rows: where they are from; fit: what of a row is shown to the model. cut, dropped: how many rows were cut, and left
     out for their length; equal: left out because their answers are the same; empty: because the tokenizer makes no
     tokens of them. needed: the length that 95 % of the rows but these two kinds would fit into. noted: by kind, the
-    numbers of the first rows of this kind.
+    numbers of the first rows of this kind. notes: (the number of the first row, how
+    many rows) by the note that they have (`Row.notes`).
     """
 
     def __init__(
@@ -44,10 +45,13 @@ class FittedRows(Sequence):
         """
 
         def examples(counts: Counter) -> Iterator[tuple]:
-            lengths, noted = Counter(), defaultdict(list)
-            progress = Progress(len(rows), "tokenising", told=note)
+            lengths, noted, notes = Counter(), defaultdict(list), {}
+            progress = Progress(len(rows), "tokenising", told=build_lock.note)
             for number, (row, found) in enumerate(progress.over(fit.each(rows))):
                 counts[found.kind] += 1
+                for note in getattr(row, "notes", ()):
+                    first, count = notes.get(note, (number, 0))
+                    notes[note] = first, count + 1
                 if found.kind not in (EQUAL, EMPTY):  # which would be left out at any length
                     lengths[found.needed] += 1
                 if len(noted[found.kind]) < NOTED:
@@ -55,14 +59,15 @@ class FittedRows(Sequence):
                 if not found.reason:
                     yield columns(found, row)
             counts.update(needed=_enough(lengths))
-            counts["noted"] = json.dumps(noted)
+            counts["noted"], counts["notes"] = json.dumps(noted), json.dumps(notes)
 
         self.source, self.fit = rows, fit
         self.table = cached_table(MadeTable(schema, examples), cache, rows, tokenizer, **settings)
         self.cut, self.dropped, self.equal = (count_of(self.table, kind) for kind in (CUT, DROPPED, EQUAL))
         self.empty = count_of(self.table, EMPTY)
         self.needed = count_of(self.table, "needed")
-        self.noted = json.loads(self.table.schema.metadata.get(b"noted", b"{}"))
+        metadata = self.table.schema.metadata
+        self.noted, self.notes = (json.loads(metadata.get(name, b"{}")) for name in (b"noted", b"notes"))
         if 0 < self.empty == len(rows):
             raise UserError(
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'} makes no tokens of any of the {len(rows):,} "
@@ -81,6 +86,14 @@ class FittedRows(Sequence):
             parts.append(self._share(self.empty, "left out as the tokenizer makes no tokens of them"))
         whole = f" of {len(self.source):,}" if len(self) < len(self.source) else ""
         return f"{len(self):,}{whole} {noun} ({', '.join(parts)})"
+
+    def note_lines(self) -> list[str]:
+        """A line for each note, with the share of the rows that have it."""
+        return [
+            f"in {100 * count / len(self.source):.1f} % of these {len(self.source):,} rows, first in "
+            f"{place_of(self.source, first)}: {note}"
+            for note, (first, count) in self.notes.items()
+        ]
 
     def warnings(
         self, flag: str, limit: int, overlong: str, most: Callable[[], int | None] = lambda: None

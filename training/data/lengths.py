@@ -110,13 +110,13 @@ def answered_texts(prompt: str, *answers: str) -> list[str]:
 class Lengths:
     """Makes rows fit into `limit` tokens with one tokenizer; `overlong` is one of OVERLONG.
 
-    Raises UserError for another.
+    stops: as of TextEncoder. Raises UserError for another `overlong`.
     """
 
-    def __init__(self, tokenizer, limit: int, overlong: str = "cut_prompt"):
+    def __init__(self, tokenizer, limit: int, overlong: str = "cut_prompt", stops: Iterable[int] = ()):
         if overlong not in OVERLONG:
             raise UserError(f"overlong is {overlong!r}; choose {', '.join(map(repr, OVERLONG))}.")
-        self.encoder, self.turns = TextEncoder(tokenizer), Turns(tokenizer)
+        self.encoder, self.turns = TextEncoder(tokenizer, stops), Turns(tokenizer)
         self.limit, self.overlong = limit, overlong
 
     def answered(self, prompt: str, answers: Sequence[str]) -> Fit:
@@ -172,7 +172,7 @@ class Lengths:
 
     def _room(self, whole: Fit) -> int:
         """How many tokens the prompt may have beside its longest answer, or beside what is left of that."""
-        least = min(len(whole.prompt), len(self.encoder.opening) + 1)
+        least = min(len(whole.prompt), len(self.encoder.opened(whole.prompt)) + 1)
         beside = self.limit - max(map(len, whole.answers))
         return beside if beside >= least else max(self.limit // 4, least)
 
@@ -183,7 +183,11 @@ class Lengths:
         """
         if len(ids) <= room:
             return ids, 0
-        encode, opening = self.encoder.prompt, self.encoder.opening
+        opening = self.encoder.opened(ids)
+
+        def encode(part: str) -> list[int]:
+            return self.encoder.prompt(type(text)(part))  # as a part of such a text
+
         head, starts = self.turns.head(text)
         bos = self.encoder.spelt_bos(text)
         if not head:

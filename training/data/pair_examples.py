@@ -5,7 +5,7 @@ pairs = PairExamples(rows, tokenizer, max_length=512, cache=cache_folder(None))
 batch = collate_pairs([pairs[0], pairs[1]], pad_id)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,9 +28,9 @@ class Pair(NamedTuple):
     rejected: list[int]
 
 
-def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt") -> RowFit:
+def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt", stops: Iterable[int] = ()) -> RowFit:
     """What of a pair is shown to the reward model; arguments as of PairExamples."""
-    lengths = Lengths(tokenizer, max_length, overlong)
+    lengths = Lengths(tokenizer, max_length, overlong, stops)
 
     def fit(row: dict) -> Fit:
         found = lengths.answered(row["prompt"], [row["chosen"], row["rejected"]])
@@ -49,7 +49,7 @@ class PairExamples(FittedRows):
 
     What is longer than max_length is cut or left out as `overlong` says (training/data/lengths.py); what lost its end
     has no EOS, as in SFTExamples. Pairs whose sides are the same, from the start (`equal`) or by what was cut
-    (`dropped`), are left out: nothing can be learned from them.
+    (`dropped`), are left out: nothing can be learned from them. stops: as of SFTExamples.
     """
 
     def __init__(
@@ -59,10 +59,11 @@ class PairExamples(FittedRows):
         max_length: int,
         cache: Path | None = None,
         overlong: str = "cut_prompt",
+        stops: Iterable[int] = (),
     ):
         schema = pyarrow.schema({"chosen": IDS, "rejected": IDS})
-        settings = {"kind": "pairs", "max_length": max_length, "overlong": overlong}
-        fit = pair_fit(tokenizer, max_length, overlong)
+        settings = {"kind": "pairs", "max_length": max_length, "overlong": overlong, "stops": sorted(stops)}
+        fit = pair_fit(tokenizer, max_length, overlong, stops)
         super().__init__(rows, fit, schema, lambda found, row: tuple(found.sequences), tokenizer, cache, **settings)
         if not len(self):
             raise UserError(

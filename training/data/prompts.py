@@ -43,6 +43,7 @@ def prompt_fit(
 
     def query(row: dict) -> Fit:
         ids = lengths.encoder.prompt(row["prompt"])
+        opening = lengths.encoder.opened(ids)
         found = trim_query(ids[len(opening) :], room, query_start, query_end)
         if found is None:
             return Fit(

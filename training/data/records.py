@@ -11,6 +11,7 @@ import csv
 import hashlib
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,7 @@ from training.data.line_index import LineIndex
 from training.data.table_files import mapped_parquet
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+LONGEST_TEXT = 10_000_000  # characters; tokenizers take 20 seconds for as many, and minutes and all memory for more
 LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters; the csv module's own limit is 131,072
 
 
@@ -205,6 +207,23 @@ def _parquet(file: DataFile) -> ArrowRecords:
         raise UserError(f"{file.path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
     file.check()  # what was hashed is what was read
     return ArrowRecords(Dataset(table), str(file.path), fingerprint)
+
+
+def check_text(where: str, column: str, value: object, may_be_blank: bool = False) -> None:
+    """Raise UserError, with the place and the column, unless the value is a text that a tokenizer takes."""
+    problem = None
+    if not isinstance(value, str):
+        problem = f"found {described(value)}; needed a string"
+    elif not value.strip() and not may_be_blank:
+        problem = f"found {shortened(value)}; needed a text that is not blank"
+    elif len(value) > LONGEST_TEXT:
+        problem = f"found {len(value):,} characters; needed at most {LONGEST_TEXT:,}"
+    elif "\0" in value:
+        problem = f"found a NUL character in {shortened(value)}; needed a text without it"
+    elif re.search("[\ud800-\udfff]", value):
+        problem = f"found half a surrogate pair in {shortened(value)}; needed complete characters"
+    if problem:
+        raise UserError(f"{where}, column {column}: {problem}. Mend the record or take it out.")
 
 
 def described(value: object) -> str:

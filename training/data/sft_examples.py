@@ -11,7 +11,7 @@ counted and never silent. `rows` is what load_rows gives, or a list of such rows
 finds the ids there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,11 +34,13 @@ class SFTExample(NamedTuple):
     first_target: int
 
 
-def sft_fit(tokenizer, max_length: int, loss_on: str = "response", overlong: str = "cut_prompt") -> RowFit:
+def sft_fit(
+    tokenizer, max_length: int, loss_on: str = "response", overlong: str = "cut_prompt", stops: Iterable[int] = ()
+) -> RowFit:
     """What of a row step 1 learns; arguments as of SFTExamples."""
     if loss_on not in ("response", "all"):
         raise UserError(f"loss_on is {loss_on!r}; choose 'response' or 'all'.")
-    lengths = Lengths(tokenizer, max_length, overlong)
+    lengths = Lengths(tokenizer, max_length, overlong, stops)
 
     def fit(row: dict) -> Fit:
         if "text" in row:
@@ -65,7 +67,8 @@ class SFTExamples(FittedRows):
     Learned is the response with its EOS, or with loss_on="all" everything behind the first token; of a `text` always
     everything. What is longer than max_length is cut or left out as `overlong` says (training/data/lengths.py). What
     lost its end has no EOS: it has not ended there, and a model that learned so would stop in the middle of its
-    sentences.
+    sentences. stops: the ids beside EOS and the chat template's end of a turn at which step 3 stops: what is learned
+    ends there, too.
     """
 
     def __init__(
@@ -76,10 +79,12 @@ class SFTExamples(FittedRows):
         loss_on: str = "response",
         cache: Path | None = None,
         overlong: str = "cut_prompt",
+        stops: Iterable[int] = (),
     ):
         schema = pyarrow.schema({"token_ids": IDS, "first_target": pyarrow.int32()})
         settings = {"kind": "sft", "max_length": max_length, "loss_on": loss_on, "overlong": overlong}
-        fit = sft_fit(tokenizer, max_length, loss_on, overlong)
+        settings["stops"] = sorted(stops)
+        fit = sft_fit(tokenizer, max_length, loss_on, overlong, stops)
         super().__init__(
             rows, fit, schema, lambda found, row: (found.sequences[0], found.learned), tokenizer, cache, **settings
         )

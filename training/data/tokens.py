@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
-from training.data.chat import TURNS, render
+from training.data.chat import TURNS, Rendered, render
 
 PARALLEL = "TOKENIZERS_PARALLELISM"  # which the library looks at in each call
 
@@ -21,14 +21,14 @@ PARALLEL = "TOKENIZERS_PARALLELISM"  # which the library looks at in each call
 class TextEncoder:
     """Texts to ids with one tokenizer; what has to be tried out about the tokenizer is tried once.
 
-    opening: the ids that a sequence begins with (`opening_tokens`). end_of_turn: the id with which the chat template
-    ends an answer, or None.
+    opening: the ids that a sequence begins with (`opening_tokens`). stops: the ids at which step 3 stops: EOS, the one
+    with which the chat template ends an answer, and what is given, such as those of the generation config.
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, stops: Iterable[int] = ()):
         self.tokenizer = tokenizer
         self.opening = opening_tokens(tokenizer)
-        self.end_of_turn = _end_of_turn(tokenizer)
+        self.stops = {tokenizer.eos_token_id, end_of_turn(tokenizer), *stops} - {None}
         self._last = "", _encode(tokenizer, "")
         self._ahead: dict[str, list[int]] = {}
 
@@ -41,10 +41,15 @@ class TextEncoder:
     def prompt(self, text: str) -> list[int]:
         """The ids of a text that begins a sequence: the opening tokens, once, and the text.
 
-        A text that spells its BOS out, as texts made with a chat template do, gets no second one.
+        A text that spells its BOS out gets no second one; one that a chat template made (`Rendered`) gets none that the
+        template does not write, as with apply_chat_template.
         """
         ids = self._bare(text)
-        return ids if ids[: len(self.opening)] == self.opening else self.opening + ids
+        return ids if isinstance(text, Rendered) or self.opened(ids) else self.opening + ids
+
+    def opened(self, ids: list[int]) -> list[int]:
+        """The opening tokens where the ids begin with them, else none."""
+        return self.opening if ids[: len(self.opening)] == self.opening else []
 
     def spelt_bos(self, text: str) -> str:
         """The BOS where the text begins with it, as texts made with a chat template do; empty where it does not."""
@@ -68,19 +73,26 @@ class TextEncoder:
     def answered(self, prompt: str, answer: str) -> tuple[list[int], int]:
         """The ids of prompt + answer + EOS, and the number of those that are the prompt's."""
         prompt_ids = self.prompt(prompt)
-        return self.ended(prompt_ids + self.continuation(prompt, answer)), len(prompt_ids)
+        return prompt_ids + self.ended(self.continuation(prompt, answer)), len(prompt_ids)
 
     def ended(self, ids: list[int]) -> list[int]:
-        """`ids` and EOS, unless they end with it, or with the end of a turn, at which step 3 stops too."""
-        eos = self.tokenizer.eos_token_id
-        if ids and ids[-1] == self.end_of_turn:
-            return ids
-        if eos is None:
+        """`ids` up to and with the token at which step 3 stops, or where their end has none, with EOS behind them.
+
+        Behind that token may stand blanks and other stops alone ("<|im_end|>", a newline, EOS): what stands before
+        others is a part of the text.
+        """
+        end = last = len(ids)
+        while last and (ids[last - 1] in self.stops or not self.tokenizer.decode([ids[last - 1]]).strip()):
+            last -= 1
+            end = last + 1 if ids[last] in self.stops else end
+        if end < len(ids) or (ids and ids[-1] in self.stops):
+            return ids[:end]
+        if (eos := self.tokenizer.eos_token_id) is None:
             raise UserError(
                 f"the tokenizer of {self.tokenizer.name_or_path or 'the model'} has no EOS token, so no text can be "
                 "shown to end; set eos_token in its tokenizer_config.json."
             )
-        return ids if ids and ids[-1] == eos else ids + [eos]
+        return [*ids, eos]
 
     def _bare(self, text: str) -> list[int]:
         """The ids of the text alone; those of the last one are kept, for each answer to a prompt asks for them anew."""
@@ -117,7 +129,7 @@ def stop_token_ids(tokenizer, generation_config, model_config) -> list[int]:
         if ids is not None:
             stops.update([ids] if isinstance(ids, int) else ids)
             break
-    stops.update({tokenizer.eos_token_id, _end_of_turn(tokenizer)} - {None})
+    stops.update({tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
     if not stops:
         raise UserError(
             f"no token ends a response of {tokenizer.name_or_path or 'the model'}: neither its generation "
@@ -127,8 +139,9 @@ def stop_token_ids(tokenizer, generation_config, model_config) -> list[int]:
     return sorted(stops)
 
 
-def _end_of_turn(tokenizer) -> int | None:
-    """The first special or added token behind what an assistant says; None without a template or such a token."""
+def end_of_turn(tokenizer) -> int | None:
+    """The token with which the chat template ends an answer: the first special or added one behind what an assistant
+    says; None without a template or such a token."""
     if not tokenizer.chat_template:
         return None
     _, found, tail = render(tokenizer, list(TURNS)).rpartition(TURNS[-1]["content"])

@@ -47,6 +47,7 @@ def too_long(
     examples = shown_rows(rows, tokenizer, NOTED) if whole else shown_rows(rows, tokenizer, 1, (CUT, DROPPED, EMPTY))
     title = f"what the model is shown of the {noun} (at -> {ARROW[noun]}):"
     return [
+        *rows.note_lines(),
         *warnings(rows, flag, args, models, beside),
         *([title, *(f"  {line}" for line in examples)] if examples else []),
     ]

@@ -113,25 +113,25 @@ def test_whatever_matters_makes_another_file(tmp_path):
     [
         (
             lambda folder: SFTExamples([{"prompt": "a b", "response": " c"}], word_tokenizer(), 8, cache=folder),
-            "3dee6d1414cdc853ed5d296314a2209d6f8cf6f67a077b2f4803f3c62ace3820",
+            "8e150493311555354f54f9c1e5ecdb510d5f0a33a54e4b072ad4a9f2b7bb3c93",
         ),
         (
             lambda folder: PairExamples(
                 [{"prompt": "a b", "chosen": " b", "rejected": " c"}], word_tokenizer(), 8, cache=folder
             ),
-            "4dfdd94f0363408ef1931a266390fb90a52c7622b3d5f836e1f6e536a57e8bfc",
+            "54792db590a6ceb7a86d4d94de0b8f928b8c9ea45ad9730eb89e27f3217ca582",
         ),
         (
             lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, cache=folder),
-            "d50b011d682233e23f3fd39f0a5caf2008ff036c7ee4eaa0076fd859163d6788",
+            "a29db22e1781ca8c1d4bc02d46746d0994539be291ea899b4a826b8d962127ae",
         ),
         (
             lambda folder: Prompts([{"prompt": "a b"}], word_tokenizer(), 8, "drop", folder, query_start=10),
-            "b738540c0c4dc0df7d654777550dae2ce1d95331e7370d75cbcb659a2172db26",
+            "59c1da797c9d1fb2b02587bcb9ab4904f88fa001ec038a0ee888d964d7ab96c7",
         ),
         (
             lambda folder: TextBlocks([{"text": "a b"}], word_tokenizer(), 2, cache=folder),
-            "c46d0b23769dd62be0beb6360016c13613704e092c19882b35fccdbc93b34ee0",
+            "1db08e9e3301247ed7f8d23397cbc2ba972158e49ba1b666b40593e00431ed44",
         ),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.data.reading import rows_of
-from tests.training.data.tiny_tokenizers import chat_tokenizer, word_tokenizer
+from tests.training.data.tiny_tokenizers import EOS, chat_tokenizer, word_tokenizer
 from training.data import chat
 from training.data.forms import PROMPTS, SFT
 from training.data.tokens import TextEncoder
@@ -77,7 +77,7 @@ def test_a_template_that_leaves_texts_out_is_for_no_messages(tmp_path, template,
     dialogue = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path.write_text(json.dumps({"messages": dialogue}))
     tokenizer = chat_tokenizer(template)
-    assert TextEncoder(tokenizer).end_of_turn is None  # texts can do without
+    assert TextEncoder(tokenizer).stops == {EOS}  # texts can do without
     for form in (SFT, PROMPTS):
         with pytest.raises(UserError, match=message):
             rows_of(path, form, tokenizer)

@@ -157,12 +157,12 @@ def test_texts_for_pretraining_may_be_empty():
         (
             PAIRS,
             {"chosen": turns("a", "b"), "rejected": turns("c", "d")},
-            "column chosen: found no message that an assis",
+            r"columns chosen and rejected: they differ in their first message \(an object .*a.* and an object .*c",
         ),
         (
             PAIRS,
             {"prompt": turns("a"), "chosen": turns("b"), "rejected": turns("c", first="assistant")},
-            r"column chosen: found a list .*no answer to the messages before",
+            r"column chosen: found a list .*no answer to the messages before: it does not begin with a message of",
         ),
         (PROMPTS, {"messages": []}, r"column messages: found a list \('\[\]'\); needed a list of messages"),
         (PROMPTS, {"messages": "a"}, "column messages: found a string"),
@@ -194,5 +194,8 @@ def test_messages_need_a_template():
 
 def test_a_template_has_to_begin_an_answer_as_it_asks_for_it():
     template = TEMPLATE.replace("%}<assistant>{%", "%}<assistant><think>{%")
-    with pytest.raises(UserError, match="column messages: found a list .*has to begin it as it asks for one"):
+    with pytest.raises(
+        UserError,
+        match=r"asks for an answer with .*<assistant><think>' and writes .*<assistant>b<end>.*--chat_template FILE",
+    ):
         read(SFT, {"messages": turns("a", "b")}, template)
