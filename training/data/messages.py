@@ -94,7 +94,7 @@ def messages_as_texts(
     begun = context[-1] if names[0] == "prompt" and context[-1]["role"] == "assistant" else None
     asked = {"continue_final_message": True} if begun else {"add_generation_prompt": True}
     place = f"{where}, column {names[0]}"
-    prompt = _rendered(tokenizer, context, place, **asked, **options)
+    prompt = render(tokenizer, context, place, **asked, **options)
     check_text(where, f"{names[0]}, by the chat template", prompt)
     notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
     texts = {"prompt": prompt}
@@ -105,23 +105,10 @@ def messages_as_texts(
         if begun:
             content = (begun["content"] or "") + (answer[0]["content"] or "")
             whole = [*context[:-1], {**begun, **answer[0], "content": content}, *answer[1:]]
-        dialogue = _rendered(tokenizer, whole, place, **options)
+        dialogue = render(tokenizer, whole, place, **options)
         _check_begins(place, dialogue, prompt, tokenizer)
         texts[name] = _answer_text(place, dialogue, len(prompt), answer, tokenizer)
     return texts, notes
-
-
-def _rendered(tokenizer, messages: list[dict], place: str, **options) -> str:
-    """The text of the messages; raises UserError where the template writes "None" for a content that is null."""
-    text = render(tokenizer, messages, place, **options)
-    if "None" in text and any(message["content"] is None for message in messages):
-        filled = [message | {"content": message["content"] or ""} for message in messages]
-        if render(tokenizer, filled, place, **options).count("None") < text.count("None"):
-            raise UserError(
-                f'{place}: the chat template writes "None" for a message whose content is null. Give "" as its '
-                f"content, or {OTHER_TEMPLATE}."
-            )
-    return text
 
 
 def _check_is_answer(place: str, answer: list[dict]) -> None:
