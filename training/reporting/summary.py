@@ -14,7 +14,7 @@ from pathlib import Path
 
 from training.reporting.health import Finding, health
 from training.reporting.reward_change import scored_otherwise
-from training.reporting.standard_errors import NOISE, with_error, within_noise
+from training.reporting.standard_errors import ENDINGS, NOISE, with_error, within_noise
 from training.reporting.wall_clock import seconds_by_part, time_lines
 
 
@@ -55,7 +55,7 @@ class RunSummary:
         last = [row for row in evaluations if row["step"] > 0]
         other_reward = any(map(scored_otherwise, last[-1:]))
         return cls(
-            before=_evaluation(first, without=("eval/score",) if other_reward else ()),
+            before=_evaluation(first, without=("eval/score", PART) if other_reward else ()),
             after=_evaluation(last[-1:]),
             steps=max((row["step"] for row in rows), default=0),
             responses=max((row["samples"] for row in rows), default=0),
@@ -67,9 +67,10 @@ class RunSummary:
         )
 
 
-def _evaluation(rows: Sequence[Mapping], without: Sequence[str] = ()) -> dict[str, float]:
+def _evaluation(rows: Sequence[Mapping], without: tuple[str, ...] = ()) -> dict[str, float]:
+    """Its metrics, but those whose names begin so."""
     found = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
-    return {name: value for name, value in found.items() if name not in without}
+    return {name: value for name, value in found.items() if not name.startswith(without)}
 
 
 EVALUATED = (
@@ -80,7 +81,8 @@ EVALUATED = (
     ("new words, share", "new_words"),
 )
 """The lines of the summary's first table: label, and metric behind eval/ (and behind eval/ema_ for the EMA)."""
-
+PART = "eval/reward_"
+"""Metrics of what each part of a score says, before its weight, begin so. Each has a line below the score."""
 
 COLUMNS = 100
 
@@ -97,7 +99,11 @@ def summary_text(summary: RunSummary) -> str:
 
 
 def _evaluation_lines(summary: RunSummary) -> list[str]:
-    names = [(label, f"eval/{key}", f"eval/ema_{key}") for label, key in EVALUATED]
+    measured = dict.fromkeys([*summary.before, *summary.after])
+    parts = [name.removeprefix(PART) for name in measured if name.startswith(PART) and not name.endswith(ENDINGS)]
+    score, *others = EVALUATED
+    shown = [score, *((f"reward {part}", f"reward_{part}") for part in parts), *others]
+    names = [(label, f"eval/{key}", f"eval/ema_{key}") for label, key in shown]
     ema = any(name in summary.after for _, _, name in names)
     errors = any(f"{name}_se" in metrics for _, name, _ in names for metrics in (summary.before, summary.after))
     width = 18 if errors else 12
