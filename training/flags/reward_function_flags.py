@@ -22,7 +22,7 @@ class RewardFunctionFlags(AlgorithmFlags):
     reward_weights: list[float] = flag(
         [],
         "the weight of each function in the score, and then of the reward server, by default 1; one of weight 0 is "
-        "measured alone",
+        "measured alone. The reward model's is --reward_model_weight",
     )
     answer_column: str | None = flag(
         None, "the column with the right answers, for math_verify (pip install .[math]); by default answer"

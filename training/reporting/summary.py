@@ -106,7 +106,7 @@ def _evaluation_lines(summary: RunSummary) -> list[str]:
     names = [(label, f"eval/{key}", f"eval/ema_{key}") for label, key in shown]
     ema = any(name in summary.after for _, _, name in names)
     errors = any(f"{name}_se" in metrics for _, name, _ in names for metrics in (summary.before, summary.after))
-    width = 18 if errors else 12
+    width, room = 18 if errors else 12, max(22, *(len(label) for label, _, _ in names))
     lines, unclear = [], []
     for label, name, ema_name in names:
         before, after = (_number(metrics, name) for metrics in (summary.before, summary.after))
@@ -114,14 +114,14 @@ def _evaluation_lines(summary: RunSummary) -> list[str]:
             continue
         averaged = _number(summary.after, ema_name)
         numbers = (before, after, _change(summary, name), averaged)
-        lines.append(f"  {label:<22}{''.join(f' {number:>{width - 1}}' for number in numbers)}".rstrip())
+        lines.append(f"  {label:<{room}}{''.join(f' {number:>{width - 1}}' for number in numbers)}".rstrip())
         change, error = (summary.after.get(f"{name}_{what}") for what in ("change", "change_se"))
         if change is not None and error is not None and within_noise(change, error):
             unclear.append(label)
     if not lines:
         return ["held-out prompts: not evaluated"]
     columns = ("before", "after", "change", "EMA, after" if ema else "")
-    lines.insert(0, f"{'held-out prompts':<24}{''.join(f'{column:>{width}}' for column in columns)}".rstrip())
+    lines.insert(0, f"{'held-out prompts':<{room + 2}}{''.join(f'{column:>{width}}' for column in columns)}".rstrip())
     if errors:
         lines.append("  ± is one standard error; a change's is paired, of the differences prompt by prompt")
     if summary.other_reward:
