@@ -13,8 +13,8 @@ from engine.algorithms.dialect import Dialect
 
 SCALINGS = {
     "none": "",
-    "running": "divided by the deviation of all scores so far",
-    "first_batch": "divided by the deviation of the first step's scores",
+    "running": "divided by the standard deviation of all scores so far",
+    "first_batch": "divided by the standard deviation of the first batch's scores",
 }
 ENDS = {
     "none": "",

@@ -37,8 +37,8 @@ def lines(*words: str) -> list[str]:
         ),
         (
             ("--set", *SCALED, "overlong_buffer=0.25", "--max_answer_seq_len", "64"),
-            "reward model, clipped at 5, divided by the deviation of all scores so far, replaced by -1 where a "
-            "response has no end, less up to 1 in the last 25% of 64 tokens",
+            "reward model, clipped at 5, divided by the standard deviation of all scores so far, replaced by -1 "
+            "where a response has no end, less up to 1 in the last 25% of 64 tokens",
         ),
     ],
 )
