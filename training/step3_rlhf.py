@@ -22,7 +22,7 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
 from training.critic_pretraining import SEED, CriticPretraining
 from training.data.feeds import ShuffledPrompts, ShuffledTexts
-from training.flags.reward_functions import SERVER
+from training.flags.reward_functions import MODEL, SERVER, score_parts
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import function_source
 from training.ppo_trainer import PPOConfig, PPOTrainer
@@ -139,19 +139,23 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
 def build_reward(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RewardSource:
     """What scores responses: the reward model, functions, a server, or all with their weights, and a penalty for
     length."""
-    sources: dict[str, tuple[RewardSource, float]] = {}
+    parts = score_parts(args)
+    sources: dict[str, RewardSource] = {}
     if models.reward is not None:
-        sources["model"] = (models.reward, args.reward_model_weight)
+        sources[MODEL] = models.reward
     # The data's rows, by the indices of their prompts.
     rows = ConcatDataset([prompts.rows for prompts in (plan.prompts, plan.held_out) if prompts is not None])
-    for each in plan.reward_functions:
-        sources[each.name] = function_source(each.function, each.given, models.tokenizer, rows), each.weight
+    for part in parts:
+        if part.given is not None:
+            function = plan.reward_functions[part.given]
+            sources[part.name] = function_source(function, part.given, models.tokenizer, rows)
     if (server := args.reward_server()) is not None:
-        sources[SERVER] = ServerReward(server, models.tokenizer, rows), args.reward_url_weight
-    (alone, weight), *others = sources.values()
+        sources[SERVER] = ServerReward(server, models.tokenizer, rows)
+    weighted = {part.name: (sources[part.name], part.weight) for part in parts}
+    (alone, weight), *others = weighted.values()
     if not others and weight == 1.0 and not args.length_penalty:
         return alone
-    return CombinedReward(sources, length_penalty=args.length_penalty)
+    return CombinedReward(weighted, length_penalty=args.length_penalty)
 
 
 def resume_or_clear(args: RLHFFlags, plan: Plan, trainer: PPOTrainer) -> None:

@@ -11,11 +11,23 @@ from engine.algo.masked import moments
 from engine.algo.rewards import ScoreScale, apply_missing_end, clip_scores, overlong_penalties
 from engine.algorithms.dialect import Dialect
 
+SCALINGS = {
+    "none": "",
+    "running": "divided by the standard deviation of all scores so far",
+    "first_batch": "divided by the standard deviation of the first batch's scores",
+}
+ENDS = {
+    "none": "",
+    "replace": "replaced by {:g} where a response has no end",
+    "subtract": "less {:g} where a response has no end",
+}
+
 
 class ScoreRules:
     """A dialect's rules for scores; `scale` is the one part that changes during a run.
 
     missing_end_penalty: what a response without end loses, where it loses something.
+    in_words: what `process` does, in its order: "clipped at 5".
     overlong: (lengths (B,) int64, in tokens) -> (B,) float32, 0 or negative, what is added to scores of long responses;
         None in a dialect without an `overlong_buffer`.
 
@@ -33,11 +45,15 @@ class ScoreRules:
             assert response_slots is not None, "an overlong_buffer without the responses' slots"
             buffer, most = dialect.overlong_buffer, dialect.overlong_penalty
             self.overlong = partial(overlong_penalties, longest=response_slots, buffer=buffer, most=most)
-        clip = partial(clip_scores, limit=dialect.score_clip)
-        self._changes = {
-            "scale_clip": (self._scaled, self._with_missing_ends, lambda scores, ended: clip(scores)),
-            "clip_scale": (lambda scores, ended: clip(scores), self._scaled, self._with_missing_ends),
-        }[dialect.score_order]
+        limit = dialect.score_clip
+        scaled = self._scaled, SCALINGS[dialect.score_scaling]
+        completed = self._with_missing_ends, ENDS[dialect.missing_end].format(dialect.missing_end_value)
+        clipped = self._within_clip, "" if limit is None else f"clipped at {limit:g}"
+        order = {"scale_clip": (scaled, completed, clipped), "clip_scale": (clipped, scaled, completed)}
+        self._changes = [(change, words) for change, words in order[dialect.score_order] if words]
+        self.in_words = [words for _, words in self._changes]
+        if self.overlong is not None:
+            self.in_words.append(f"less up to {most:g} in the last {buffer:.0%} of {response_slots} tokens")
 
     def process(self, scores: Tensor, ended: Tensor, response_mask: Tensor | None = None) -> Tensor:
         """The scores as they enter the rewards: scaled, changed where an end is missing, clipped, and at last less the
@@ -49,7 +65,7 @@ class ScoreRules:
             scores: (B,) float32, as the reward source gave them. ended: (B,) bool.
             response_mask: (B, T) bool; needed in dialects with an `overlong_buffer`.
         """
-        for change in self._changes:
+        for change, _ in self._changes:
             scores = change(scores, ended)
         if self.overlong is None:
             return scores
@@ -66,11 +82,12 @@ class ScoreRules:
         return (scores / scale).abs() > limit
 
     def _scaled(self, scores: Tensor, ended: Tensor) -> Tensor:
-        if self.scale.kind == "none":
-            return scores
         totals = moments(scores, torch.ones_like(scores, dtype=torch.bool))
         self.scale.update(self.reduce(totals) if self.reduce else totals)
         return scores / self.scale.value
+
+    def _within_clip(self, scores: Tensor, ended: Tensor) -> Tensor:
+        return clip_scores(scores, self.dialect.score_clip)
 
     def _with_missing_ends(self, scores: Tensor, ended: Tensor) -> Tensor:
         return apply_missing_end(scores, ended, self.dialect.missing_end, self.dialect.missing_end_value)

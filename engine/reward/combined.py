@@ -5,13 +5,27 @@ reward = CombinedReward({"model": (models.reward, 1.0), "function": (FunctionRew
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from engine.experience import Rollout
 from engine.reward.base import RewardSource
+
+
+def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0) -> str:
+    """What a CombinedReward computes, as people read it: "0.5 reward model + 0.5 right - 0.01 a token".
+
+    terms: each source, in words, with its weight.
+    """
+    if length_penalty:
+        terms = [*terms, ("a token", -length_penalty)]
+    (first, weight), *others = terms
+    if not others and weight == 1.0:
+        return first
+    signed = [f"{'-' if number < 0 else '+'} {abs(number):g} {what}" for what, number in others]
+    return " ".join([f"{weight:g} {first}", *signed])
 
 
 class CombinedReward(RewardSource):

@@ -18,7 +18,7 @@ from engine.reward.agreed import stop_together
 from engine.reward.base import RewardSource
 from engine.reward.early import EarlyCalls, Numbers
 from engine.reward.server_forms import FORMS, Item
-from engine.reward.servers import ServerError, Servers
+from engine.reward.servers import ServerError, Servers, without_query
 from engine.reward.texts import decoded
 from engine.trace import traced
 
@@ -121,7 +121,7 @@ def probe(settings: ServerSettings, prompt: str, row: dict) -> dict[str, float]:
             found[url] = servers.probe(settings.item("probe", prompt, "probe", row))
         except ServerError as error:
             raise UserError(
-                f"--reward_url {url}: asked for the score of one text, {error}. Start the server, or mend it, or give "
-                f"another URL or --reward_url_form (this one is {settings.form})."
+                f"--reward_url {without_query(url)}: asked for the score of one text, {error}. Start the server, "
+                f"or mend it, or give another URL or --reward_url_form (this one is {settings.form})."
             ) from None
     return found

@@ -36,6 +36,9 @@ class _Server:
     faults: int = 0
     due: float = 0.0
 
+    def __str__(self) -> str:
+        return without_query(self.url)
+
 
 class Servers:
     """Servers that all say the same of a response; calls may come from several threads.
@@ -110,12 +113,12 @@ class Servers:
             try:
                 answer = attempt(server)
             except Mistake as mistake:
-                self._fail(f"{server.url} {mistake} ({what})")
+                self._fail(f"{server} {mistake} ({what})")
             except Fault as fault:
                 self._back_off(server, fault)
                 passed = self._clock() - began
                 if passed >= self.patience:
-                    self._fail(f"{server.url} {fault} (attempt {attempts} in {passed:.1f} s; {what})")
+                    self._fail(f"{server} {fault} (attempt {attempts} in {passed:.1f} s; {what})")
             else:
                 self._recovered(server)
                 return answer
@@ -130,7 +133,7 @@ class Servers:
         try:
             return encoded(self.form, items)
         except ValueError as error:
-            raise ServerError(f"{self._servers[0].url} was not asked: {error}") from None
+            raise ServerError(f"{self._servers[0]} was not asked: {error}") from None
 
     def _answer(self, server: _Server, body: bytes, items: Sequence[Item]) -> list[float]:
         answer, whole = exchange(server.url, body, self.timeout, BYTES + BYTES_AN_ITEM * len(items))
@@ -144,13 +147,18 @@ class Servers:
     def _recovered(self, server: _Server) -> None:
         if server.faults:
             server.faults, server.due = 0, 0.0
-            _say(f"the reward server {server.url} answers again")
+            _say(f"the reward server {server} answers again")
 
     def _back_off(self, server: _Server, fault: Fault) -> None:
         server.faults += 1
         server.due = self._clock() + delay(server.faults, fault.retry_after)
         if server.faults == 1:
-            _say(f"the reward server {server.url} {fault}; a request is made again for up to {self.patience:g} s")
+            _say(f"the reward server {server} {fault}; a request is made again for up to {self.patience:g} s")
+
+
+def without_query(url: str) -> str:
+    """A server's URL as messages show it: what follows "?" may be a key."""
+    return url.partition("?")[0]
 
 
 def delay(faults: int, retry_after: float | None) -> float:

@@ -58,7 +58,7 @@ def test_score_and_variety_are_those_of_the_responses(ranks, place):
         words = [text.split() for text in texts]
         assert point == ranks[0]["points"][place] and point["scale"] == SCALES[place]
         assert point["score"] == pytest.approx(fmean(row["score"] for row in rows))
-        assert [row["scores_function"] for row in rows] == reward([], texts)
+        assert [row["scores_reward"] for row in rows] == reward([], texts)
         pairs = {pair for text in words for pair in pairwise(text)}
         assert point["bigrams"] == pytest.approx(len(pairs) / sum(row["tokens"] for row in rows))
         every = [word for text in words for word in text]

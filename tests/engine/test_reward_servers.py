@@ -87,12 +87,13 @@ def test_a_server_that_comes_back(time):
 
 
 def test_a_server_that_stays_away(time):
-    asked = servers(time, f"http://127.0.0.1:{free_port()}/score", patience=50.0)
+    asked = servers(time, f"http://127.0.0.1:{free_port()}/score?key=SECRET", patience=50.0)
     with pytest.raises(
         ServerError, match=r"/score cannot be reached, or broke off \(ConnectionRefusedError: .*"
     ) as error:
         asked.ask(ITEMS)
     assert time.now == 50.0 and len(time.waits) < 12
+    assert "SECRET" not in str(error.value)
     assert "in 50.0 s; sent" in str(error.value) and "w10" in str(error.value)
     with pytest.raises(ServerError):
         asked.ask(ITEMS)  # whoever else asks is not made to wait

@@ -12,7 +12,6 @@ from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from tests.training.flags.command_lines import step3
 from training import step3_rlhf
-from training.flags.reward_functions import NamedFunction
 from training.step3_rlhf import build_reward, choose_rollouts, exact_sampler
 
 
@@ -22,7 +21,7 @@ def score(prompts, responses):
 
 def reward_of(model=None, function=None, **flags):
     args = step3(**flags)
-    functions = [NamedFunction("function", "".join(args.reward_function), function, 1.0)] if function else []
+    functions = dict.fromkeys(args.reward_function, function)
     plan = SimpleNamespace(reward_functions=functions, prompts=SimpleNamespace(rows=[{}]), held_out=None)
     return build_reward(args, plan, SimpleNamespace(reward=model, tokenizer=None))
 
@@ -30,7 +29,7 @@ def reward_of(model=None, function=None, **flags):
 def test_a_source_alone_is_the_reward_itself():
     model = object()
     assert reward_of(model) is model
-    assert isinstance(reward_of(function=score), FunctionReward)
+    assert isinstance(reward_of(function=score, reward_function="m:f"), FunctionReward)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +37,13 @@ def test_a_source_alone_is_the_reward_itself():
     [
         ({"reward_model_weight": 2}, {"model"}),
         ({"length_penalty": 0.5}, {"model"}),
-        ({"reward_function": "m:f"}, {"model", "function"}),
+        ({"reward_function": "m:f", "reward_model_name_or_path": "reward"}, {"model", "f"}),
+        ({"reward_function": "m:f", "reward_weights": 2}, {"function"}),
     ],
 )
 def test_weights_penalties_and_two_sources_are_combined(flags, sources):
-    reward = reward_of(object(), score if "reward_function" in flags else None, **flags)
+    model = object() if "model" in sources else None
+    reward = reward_of(model, score, **flags)
     assert isinstance(reward, CombinedReward) and set(reward.sources) == sources
     assert reward.length_penalty == flags.get("length_penalty", 0.0)
 

@@ -6,6 +6,7 @@ of one architecture are put into one engine, each read once; a model of another 
 
 import gc
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from engine.zero.gathering import full_shape
 from training.compare.flags import CompareFlags
 from training.compare.measures import Sample
 from training.compare.models import Model
-from training.flags.reward_functions import NamedFunction, load_given
+from training.flags.reward_functions import load_given
 from training.flags.user_function import function_source
 from training.measuring import HeldOut, evaluator_of, rollouts_of, stored_names
 from training.merge.weights import stored_weights
@@ -94,7 +95,7 @@ class Answering:
         tokenizer, rows = self.held_out.tokenizer, self.held_out.rows
         sources: list[RewardSource] = [
             *(RewardModel(scorer) for scorer in self.scorers),
-            *(function_source(each.function, each.given, tokenizer, rows) for each in functions_of(self.args)),
+            *(function_source(function, given, tokenizer, rows) for given, function in functions_of(self.args).items()),
         ]
         return CombinedReward({str(place): (source, float(place == 0)) for place, source in enumerate(sources)})
 
@@ -143,6 +144,6 @@ def reward_names(args: CompareFlags) -> list[str]:
     return found
 
 
-def functions_of(args: CompareFlags) -> list[NamedFunction]:
-    """The reward functions. Raises: UserError for one that cannot be loaded."""
-    return [NamedFunction(given, given, load_given(given, args), 1.0) for given in args.reward_function]
+def functions_of(args: CompareFlags) -> dict[str, Callable]:
+    """The reward functions, as they are given. Raises: UserError for one that cannot be loaded."""
+    return {given: load_given(given, args) for given in args.reward_function}

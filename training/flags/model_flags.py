@@ -1,5 +1,6 @@
 """The flags that say which models there are, what scores responses, and how DeepSpeed runs each model."""
 
+import math
 from dataclasses import dataclass, replace
 
 from engine.algorithms import Dialect
@@ -77,6 +78,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
                 f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
                 "your own with --reward_function, or a server with --reward_url."
             )
+        self._validate_weights()
         beside = "--reward_function" if self.reward_function else "--reward_url"
         if self.reward_path is None:
             for name in ("reward_ds_config", "offload_reward_model"):
@@ -93,6 +95,33 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
                     f"--reward_model_weight {self.reward_model_weight}: there is no reward model beside "
                     f"{beside}. Name one with --reward_model_name_or_path."
                 )
+
+    def _validate_weights(self) -> None:
+        weights, others = self.reward_weights, self.other_rewards
+        if not weights:
+            return
+        said = f"--reward_weights {' '.join(f'{weight:g}' for weight in weights)}"
+        if not others:
+            raise UserError(
+                f"{said} needs --reward_function or --reward_url. The reward model's weight is --reward_model_weight."
+            )
+        if len(weights) != len(others):
+            parts = [*self.reward_function, *["the reward server"] * bool(self.reward_url)]
+            raise UserError(
+                f"{said}: {len(weights)} weights. They belong to {', '.join(parts)}, in this order: give {len(others)} "
+                "or none. The reward model's weight is --reward_model_weight. To mix the reward model in by half, give "
+                f"{self.half_by_model}."
+            )
+        if not all(map(math.isfinite, weights)):
+            raise UserError(f"{said}: must be finite.")
+
+    @property
+    def half_by_model(self) -> str:
+        """The flags by which the reward model is half of the score, and the other half what else scores."""
+        model = self.reward_path or self.critic_model_name_or_path or "REWARD_MODEL"
+        count = len(self.other_rewards)
+        weights = " ".join([f"{0.5 / count:g}"] * count)
+        return f"--reward_model_name_or_path {model} --reward_model_weight 0.5 --reward_weights {weights}"
 
     @property
     def reward_path(self) -> str | None:
@@ -199,9 +228,10 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
         path = self.critic_model_name_or_path
         if dialect.critic_start != "reward_model" and path is not None and path != self.reward_path:
             start = "starts with a new head on the SFT model" if dialect.has_critic else "does not exist"
+            add = f", or give --reward_model_name_or_path {path} to have it score, too" * (self.reward_path is None)
             raise UserError(
                 f"--critic_model_name_or_path {path}: in the dialect {dialect.name} the critic {start}, and "
-                "the scores come from elsewhere. Leave it out."
+                f"the scores come from elsewhere. Leave it out{add}."
             )
         for role in ("actor", "critic") if dialect.has_critic else ("actor",):
             if role == "actor" or not self.share_trunk:

@@ -1,6 +1,5 @@
 """The flags that say which functions score responses, and how much each part of the score counts."""
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ class RewardFunctionFlags(AlgorithmFlags):
     reward_weights: list[float] = flag(
         [],
         "the weight of each function in the score, and then of the reward server, by default 1; one of weight 0 is "
-        "measured alone",
+        "measured alone. The reward model's is --reward_model_weight",
     )
     answer_column: str | None = flag(
         None, "the column with the right answers, for math_verify (pip install .[math]); by default answer"
@@ -42,21 +41,9 @@ class RewardFunctionFlags(AlgorithmFlags):
     length_penalty: float = flag(0.0, "subtracted from the score for each token of the response")
 
     def validate_functions(self) -> None:
-        """Raise UserError for weights, columns and forms that belong to no function, or are none."""
+        """Raise UserError for columns and forms that belong to no function, or are none."""
         self.finite("reward_model_weight", "length_penalty")
-        functions, weights = self.reward_function, self.reward_weights
-        said = " ".join(f"{weight:g}" for weight in weights)
-        if weights and not self.other_rewards:
-            raise UserError(f"--reward_weights {said} needs --reward_function or --reward_url.")
-        if weights and len(weights) != len(self.other_rewards):
-            what = f"{len(functions)} functions (--reward_function {' '.join(functions)})" if functions else ""
-            server = "the reward server" if len(self.other_rewards) > len(functions) else ""
-            raise UserError(
-                f"--reward_weights {said}: {len(weights)} weights for {' and '.join(filter(None, [what, server]))}. "
-                "Give one for each, or none."
-            )
-        if not all(map(math.isfinite, weights)):
-            raise UserError(f"--reward_weights {said}: must be finite.")
+        functions = self.reward_function
         if len(set(functions)) < len(functions):
             twice = next(name for name in functions if functions.count(name) > 1)
             raise UserError(f"--reward_function {' '.join(functions)}: {twice} is given twice. Give it once.")

@@ -1,48 +1,70 @@
-"""The reward functions of a run: what --reward_function names, with the weights, and the names that metrics have."""
+"""What the score of a run is made of: the reward model, what --reward_function names, and reward servers, each with its
+weight and the name that metrics have for it."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from engine.errors import UserError
-from engine.reward.base import HELD_OUT
+from engine.reward.base import OBJECTIVE
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.signature import Signature
-from training.flags.reward_function_flags import RewardFunctionFlags
+from training.flags.model_flags import ModelFlags
 from training.flags.user_function import is_source, load_function
 from training.reporting.standard_errors import ENDINGS
 
-ALONE = "function"  # how metrics call the only one
-SERVER = "server"  # and those of --reward_url
+MODEL = "model"  # how metrics call the reward model
+ALONE = "function"  # a function, or class, that nothing else scores beside
+SERVER = "server"  # those of --reward_url
 
 
 @dataclass(frozen=True, slots=True)
-class NamedFunction:
-    """A reward function, or a class of reward sources.
+class Part:
+    """One of the things whose weighted sum is the score.
 
-    name: in metrics, as reward/NAME and objective/scores_NAME. given: as the flag names it. weight: in the score.
+    name: in metrics, as reward/NAME and objective/scores_NAME. what: as people read it. given: of a function, as the
+    flag names it.
     """
 
     name: str
-    given: str
-    function: Callable
+    what: str
     weight: float
+    given: str | None = None
 
 
-def load_functions(args: RewardFunctionFlags) -> list[NamedFunction]:
-    """Those of a run, in the order in which they are given; raises UserError for one that cannot be loaded."""
-    given = args.reward_function
-    functions = [load_given(name, args) for name in given]
-    for name, function in zip(given, functions):
+def score_parts(args: ModelFlags) -> list[Part]:
+    """Those of a run: the reward model, the functions as they are given, the reward servers."""
+    given, others = args.reward_function, args.other_rewards
+    weights = args.reward_weights or [1.0] * len(others)
+    alone = args.reward_path is None and others == given[:1]
+    parts = [] if args.reward_path is None else [Part(MODEL, "reward model", args.reward_model_weight)]
+    for name, function, weight in zip([ALONE] if alone else names(given), given, weights):
+        parts.append(Part(name, _what(name, function), weight, function))
+    if args.reward_url:
+        hosts = " and ".join(urlsplit(url).netloc for url in args.reward_url)  # paths and queries may hold keys
+        parts.append(Part(SERVER, f"reward server {hosts}", weights[-1]))
+    return parts
+
+
+def _what(name: str, given: str) -> str:
+    """A function's own name; and where it stands, if metrics call it otherwise."""
+    own = given.rpartition(":")[2]
+    return own if name in (own, ALONE) else f"{name} ({given})"
+
+
+def load_functions(args: ModelFlags) -> dict[str, Callable]:
+    """The functions and classes of a run, as they are given; raises UserError for one that cannot be loaded."""
+    functions = {name: load_given(name, args) for name in args.reward_function}
+    for name, function in functions.items():
         if args.overlap_rewards and is_source(function):
             raise UserError(
                 f"--overlap_rewards with --reward_function {name}: that is a class, and only functions are called "
                 "early. Leave the flag out, or give a function."
             )
-    weights = args.reward_weights[: len(given)] or [1.0] * len(given)
-    return [NamedFunction(*each) for each in zip(names(given), given, functions, weights, strict=True)]
+    return functions
 
 
 class BuiltInFlags(Protocol):
@@ -61,10 +83,8 @@ def load_given(name: str, args: BuiltInFlags) -> Callable:
 
 
 def names(given: Sequence[str]) -> list[str]:
-    """How metrics call each function: by its own name, with a number where another, the reward model or a server has
-    it."""
-    if len(given) == 1:
-        return [ALONE]
+    """How metrics call functions that have others beside them: each by its own name, with a number where another, the
+    reward model or a server has it."""
     found: list[str] = []
     for each in given:
         name = re.sub(r"\W", "_", each.rpartition(":")[2])
@@ -80,23 +100,23 @@ def _numbered(name: str, taken: Collection[str]) -> str:
 
 
 def _free(name: str, taken: Collection[str]) -> bool:
-    """Whether no metric of another meaning has this name; TensorBoard has a histogram of scores."""
-    return name not in (*taken, "model", SERVER, "histogram", *HELD_OUT) and not name.endswith(ENDINGS)
+    """Whether no metric of another meaning has this name."""
+    return name not in (*taken, MODEL, SERVER) and f"scores_{name}" not in OBJECTIVE and not name.endswith(ENDINGS)
 
 
-def check_columns(functions: Sequence[NamedFunction], rows: Mapping[str, Mapping]) -> None:
+def check_columns(functions: Mapping[str, Callable], rows: Mapping[str, Mapping]) -> None:
     """Raise UserError for a column that a function asks for and the first row of its data lacks.
 
-    rows: by what a message calls them.
+    functions: as they are given. rows: by what a message calls them.
     """
-    for each in functions:
-        if is_source(each.function):
+    for given, function in functions.items():
+        if is_source(function):
             continue
         for where, row in rows.items():
-            if missing := Signature.of(each.function).missing(row):
-                flag = " (--answer_column says which)" if each.given in BUILT_IN else ""
+            if missing := Signature.of(function).missing(row):
+                flag = " (--answer_column says which)" if given in BUILT_IN else ""
                 raise UserError(
-                    f"--reward_function {each.given} asks for the column {missing[0]}{flag}, which {where} lack: they "
+                    f"--reward_function {given} asks for the column {missing[0]}{flag}, which {where} lack: they "
                     f"have {', '.join(row)}. Add the column, or name one that is there."
                 )
 

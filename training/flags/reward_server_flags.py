@@ -67,11 +67,6 @@ class RewardServerFlags(RewardFunctionFlags):
         """Functions, and then the server."""
         return [*self.reward_function, *self.reward_url[:1]]
 
-    @property
-    def reward_url_weight(self) -> float:
-        """The server's weight in the score."""
-        return self.reward_weights[-1] if self.reward_weights else 1.0
-
     def reward_server(self) -> ServerSettings | None:
         """What is to be known of the servers; None where there are none."""
         if not self.reward_url:

@@ -12,6 +12,7 @@ from engine.reward.model import RewardModel
 from engine.rlhf_engine import frozen_model
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
+from training.flags.reward_functions import MODEL, names
 from training.flags.user_function import function_source, load_function
 from training.measuring import HeldOut, evaluator_of, policy_measures, rollouts_of, stored_names
 from training.merge.flags import MergeFlags
@@ -82,7 +83,9 @@ def reward_of(args: MergeFlags, held_out: HeldOut, model: RewardModel | None) ->
         return model
     function = load_function(args.reward_function)
     source = function_source(function, args.reward_function, held_out.tokenizer, held_out.rows)
-    return source if model is None else CombinedReward({"model": (model, 1.0), "function": (source, 1.0)})
+    if model is None:
+        return source
+    return CombinedReward({MODEL: (model, 1.0), names([args.reward_function])[0]: (source, 1.0)})
 
 
 def best_within(points: Iterable[Point], max_kl: float) -> Point | None:

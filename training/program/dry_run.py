@@ -22,10 +22,11 @@ import torch
 
 from engine.algorithms import Dialect
 from engine.errors import UserError
+from engine.reward.servers import without_query
 from engine.zero.communication import slots_by_host
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
 from training.flags.rlhf_arguments import RLHFFlags
-from training.program.first_lines import changes_since, dialect_lines, plan_lines
+from training.program.first_lines import changes_since, dialect_lines, plan_lines, score_lines
 from training.program.memory_lines import memory_lines, memory_of_one_model
 from training.program.plan import make_plan
 from training.program.reward_server import check_server
@@ -85,11 +86,14 @@ def report_rlhf(args: RLHFFlags, dialect: Dialect, changed: dict, point: ResumeP
     )
     data = [*args.data_path, *args.eval_data_path, *filter(None, [args.unsupervised_dataset_name])]
     unseen += unseen_data(data)
-    checked = [dialect_lines(dialect, changed), *opened(data, unseen)]
+    checked = [dialect_lines(dialect, changed), *score_lines(args, dialect), *opened(data, unseen)]
     if not unseen:
         plan = make_plan(args, dialect, point, fingerprints(args))
         checked += [*plan_lines(args, plan), *changes_since(plan)]
-        checked += [f"{url} gives one text the score {score:g}" for url, score in check_server(args, plan).items()]
+        checked += [
+            f"{without_query(url)} gives one text the score {score:g}"
+            for url, score in check_server(args, plan).items()
+        ]
     report(checked, unseen, args.engine_configs(dialect), memory_lines(args, dialect))
 
 

@@ -1,11 +1,15 @@
-"""What a run of step 3 prints first: its dialect, data, steps and engines, and changes since a restart point."""
+"""What a run of step 3 prints first: its dialect, score, data, steps and engines, and changes since a restart point."""
 
 from engine import distributed
 from engine.algorithms import NOTES, Dialect
+from engine.algorithms.scores import ScoreRules
+from engine.reward.combined import sum_in_words
+from training.flags.reward_functions import score_parts
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.adapted_models import adapted_lines, adapted_roles
 from training.program.course import Course
 from training.program.data_lines import counted, too_long
+from training.program.model_files import is_pretrained_critic
 from training.program.plan import Plan
 from training.program.reward_server import server_lines
 from training.restarts.conditions import Conditions
@@ -13,7 +17,8 @@ from training.restarts.conditions import Conditions
 
 def first_lines(args: RLHFFlags, plan: Plan, changed: dict) -> str:
     """All of them; `changed` as dialect_lines has it."""
-    return "\n".join([dialect_lines(plan.dialect, changed), *plan_lines(args, plan), *changes_since(plan)])
+    lines = [dialect_lines(plan.dialect, changed), *score_lines(args, plan.dialect)]
+    return "\n".join([*lines, *plan_lines(args, plan), *changes_since(plan)])
 
 
 def dialect_lines(dialect: Dialect, changed: dict) -> str:
@@ -25,6 +30,21 @@ def dialect_lines(dialect: Dialect, changed: dict) -> str:
     return f"dialect {dialect.name}{note}" + "".join(
         f"\n  {field} = {given} (given; the dialect's is {usual})" for field, (usual, given) in changed.items()
     )
+
+
+def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
+    """What the score is made of and what is done to it before it enters the rewards; and a warning where the critic
+    starts from a reward model that the score does not use."""
+    terms = [(part.what, part.weight) for part in score_parts(args)]
+    rules = ScoreRules(dialect, args.max_answer_seq_len, None).in_words
+    lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *rules])}"]
+    critic = args.critic_model_name_or_path
+    if critic is not None and args.reward_path is None and not is_pretrained_critic(critic):
+        lines.append(
+            f"WARNING: the score does not use the reward model {critic}, from which the critic starts. To mix it in by "
+            f"half, give {args.half_by_model}"
+        )
+    return lines
 
 
 def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:

@@ -1,6 +1,6 @@
 """What a run of step 3 is settled to be before a model is loaded."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from engine import distributed
@@ -14,7 +14,7 @@ from training.data.blocks import TextBlocks
 from training.data.forms import PROMPTS, TEXTS
 from training.data.prompts import Prompts, prompt_fit
 from training.data.rows import load_rows
-from training.flags.reward_functions import NamedFunction, check_columns, load_functions
+from training.flags.reward_functions import check_columns, load_functions
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.model_files import generation_stops
 from training.restarts.conditions import Conditions
@@ -32,7 +32,7 @@ class Plan:
     dialect: Dialect
     tokenizer: object
     spec: EngineSpec
-    reward_functions: Sequence[NamedFunction]
+    reward_functions: Mapping[str, Callable]
     prompts: Prompts
     held_out: Prompts | None
     texts: TextBlocks | None

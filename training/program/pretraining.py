@@ -4,6 +4,7 @@ import json
 
 from engine import distributed
 from engine.host_memory import give_back_at
+from engine.reward.servers import without_query
 from training.critic_pretraining import CriticPretraining
 from training.group_sampling import PromptFeed
 from training.ppo_trainer import StepReport
@@ -68,7 +69,7 @@ def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, f
         "critic": args.critic_model_name_or_path,
         "reward_model": args.reward_path,
         "reward_function": args.reward_function,
-        "reward_url": args.reward_url,
+        "reward_url": list(map(without_query, args.reward_url)),
         **metrics,
     }
     for name, folder in saved.items():

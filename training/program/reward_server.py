@@ -4,6 +4,7 @@ from engine import distributed
 from engine.errors import UserError
 from engine.reward.server import probe
 from engine.reward.server_forms import FORMS
+from engine.reward.servers import without_query
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.plan import Plan, first_rows
 
@@ -35,4 +36,4 @@ def server_lines(args: RLHFFlags) -> list[str]:
     if not args.reward_url:
         return []
     columns = f", with {', '.join(args.reward_url_columns)}" if args.reward_url_columns else ""
-    return [f"scores from {' and '.join(args.reward_url)} (form {args.reward_url_form}{columns})"]
+    return [f"scores from {' and '.join(map(without_query, args.reward_url))} (form {args.reward_url_form}{columns})"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from training.reporting.health import Finding, health
 from training.reporting.reward_change import scored_otherwise
-from training.reporting.standard_errors import NOISE, with_error, within_noise
+from training.reporting.standard_errors import ENDINGS, NOISE, with_error, within_noise
 from training.reporting.wall_clock import seconds_by_part, time_lines
 
 
@@ -55,7 +55,7 @@ class RunSummary:
         last = [row for row in evaluations if row["step"] > 0]
         other_reward = any(map(scored_otherwise, last[-1:]))
         return cls(
-            before=_evaluation(first, without=("eval/score",) if other_reward else ()),
+            before=_evaluation(first, without=("eval/score", PART) if other_reward else ()),
             after=_evaluation(last[-1:]),
             steps=max((row["step"] for row in rows), default=0),
             responses=max((row["samples"] for row in rows), default=0),
@@ -67,9 +67,10 @@ class RunSummary:
         )
 
 
-def _evaluation(rows: Sequence[Mapping], without: Sequence[str] = ()) -> dict[str, float]:
+def _evaluation(rows: Sequence[Mapping], without: tuple[str, ...] = ()) -> dict[str, float]:
+    """Its metrics, but those whose names begin so."""
     found = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
-    return {name: value for name, value in found.items() if name not in without}
+    return {name: value for name, value in found.items() if not name.startswith(without)}
 
 
 EVALUATED = (
@@ -80,7 +81,8 @@ EVALUATED = (
     ("new words, share", "new_words"),
 )
 """The lines of the summary's first table: label, and metric behind eval/ (and behind eval/ema_ for the EMA)."""
-
+PART = "eval/reward_"
+"""Metrics of what each part of a score says, before its weight, begin so. Each has a line below the score."""
 
 COLUMNS = 100
 
@@ -97,10 +99,14 @@ def summary_text(summary: RunSummary) -> str:
 
 
 def _evaluation_lines(summary: RunSummary) -> list[str]:
-    names = [(label, f"eval/{key}", f"eval/ema_{key}") for label, key in EVALUATED]
+    measured = dict.fromkeys([*summary.before, *summary.after])
+    parts = [name.removeprefix(PART) for name in measured if name.startswith(PART) and not name.endswith(ENDINGS)]
+    score, *others = EVALUATED
+    shown = [score, *((f"reward {part}", f"reward_{part}") for part in parts), *others]
+    names = [(label, f"eval/{key}", f"eval/ema_{key}") for label, key in shown]
     ema = any(name in summary.after for _, _, name in names)
     errors = any(f"{name}_se" in metrics for _, name, _ in names for metrics in (summary.before, summary.after))
-    width = 18 if errors else 12
+    width, room = 18 if errors else 12, max(22, *(len(label) for label, _, _ in names))
     lines, unclear = [], []
     for label, name, ema_name in names:
         before, after = (_number(metrics, name) for metrics in (summary.before, summary.after))
@@ -108,14 +114,14 @@ def _evaluation_lines(summary: RunSummary) -> list[str]:
             continue
         averaged = _number(summary.after, ema_name)
         numbers = (before, after, _change(summary, name), averaged)
-        lines.append(f"  {label:<22}{''.join(f' {number:>{width - 1}}' for number in numbers)}".rstrip())
+        lines.append(f"  {label:<{room}}{''.join(f' {number:>{width - 1}}' for number in numbers)}".rstrip())
         change, error = (summary.after.get(f"{name}_{what}") for what in ("change", "change_se"))
         if change is not None and error is not None and within_noise(change, error):
             unclear.append(label)
     if not lines:
         return ["held-out prompts: not evaluated"]
     columns = ("before", "after", "change", "EMA, after" if ema else "")
-    lines.insert(0, f"{'held-out prompts':<24}{''.join(f'{column:>{width}}' for column in columns)}".rstrip())
+    lines.insert(0, f"{'held-out prompts':<{room + 2}}{''.join(f'{column:>{width}}' for column in columns)}".rstrip())
     if errors:
         lines.append("  ± is one standard error; a change's is paired, of the differences prompt by prompt")
     if summary.other_reward:

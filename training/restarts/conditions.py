@@ -19,6 +19,7 @@ from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.optim import CONSTANT_SCHEDULES
+from engine.reward.servers import without_query
 from training.flags.lora_flags import LoraFlags
 from training.flags.reward_functions import short_names
 from training.flags.rlhf_arguments import RLHFFlags
@@ -194,7 +195,8 @@ class Conditions:
             if name in self.settings and self.settings[name] != then and name not in self.idle
         ]
         lines = [
-            f"changed since the restart point: {name} {then} -> {self.settings[name]}{self._note(name, written)}"
+            f"changed since the restart point: {name} {_shown(name, then)} -> {_shown(name, self.settings[name])}"
+            f"{self._note(name, written)}"
             for name, then in changed
             if not name.startswith(CONTENTS)
         ]
@@ -261,6 +263,10 @@ def _start_flags(args: RLHFFlags, dialect: Dialect) -> dict[str, str]:
         own = dialect.critic_start == "reward_model" and args.critic_model_name_or_path is not None
         flags["critic_"] = "--critic_model_name_or_path" if own else flags["actor_"]
     return flags
+
+
+def _shown(name: str, value: object) -> object:
+    return " ".join(map(without_query, str(value).split())) if name == URL else value
 
 
 def _said(value: object) -> str:

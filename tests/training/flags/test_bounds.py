@@ -147,10 +147,12 @@ def test_offload_needs_something_to_offload():
         (("--enable_test_mode",), "--enable_test_mode and --test_stop_step N (1 or more) go together"),
         (("--test_stop_step", "3"), "--enable_test_mode and --test_stop_step N (1 or more) go together"),
         (("--unsupervised_dataset_config_name", "x"), "--unsupervised_dataset_config_name x needs"),
-        (("--reward_weights", "2"), "--reward_weights 2 needs --reward_function or --reward_url."),
+        (("--reward_weights", "2"), "--reward_weights 2 needs --reward_function or --reward_url. The reward"),
         (
             ("--reward_function", "m:f", "m:g", "--reward_weights", "2"),
-            "--reward_weights 2: 1 weights for 2 functions (--reward_function m:f m:g). Give one for each, or none.",
+            "--reward_weights 2: 1 weights. They belong to m:f, m:g, in this order: give 2 or none. The reward model's "
+            "weight is --reward_model_weight. To mix the reward model in by half, give --reward_model_name_or_path "
+            "reward --reward_model_weight 0.5 --reward_weights 0.25 0.25.",
         ),
         (("--reward_function", "m:f", "--reward_weights", "nan"), "--reward_weights nan: must be finite."),
         (("--reward_function", "m:f", "m:f"), "--reward_function m:f m:f: m:f is given twice."),

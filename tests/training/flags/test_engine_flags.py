@@ -151,7 +151,8 @@ def test_gradients_are_clipped_as_the_dialect_has_it(name, norm):
             get_dialect("openai"),
             {"reward_function": "module:function"},
             "--critic_model_name_or_path rm: in the dialect openai the critic starts with a new head on the SFT model, "
-            "and the scores come from elsewhere. Leave it out.",
+            "and the scores come from elsewhere. Leave it out, or give --reward_model_name_or_path rm "
+            "to have it score, too.",
         ),
         (
             get_dialect("trl_rloo"),

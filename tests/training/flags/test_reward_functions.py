@@ -5,7 +5,7 @@ import pytest
 from engine.errors import UserError
 from engine.reward.formats import Format
 from tests.training.flags.command_lines import parse
-from training.flags.reward_functions import check_columns, load_functions, names, short_names
+from training.flags.reward_functions import check_columns, load_functions, names, score_parts, short_names
 from training.flags.rlhf_arguments import RLHFFlags
 
 SOURCE = """
@@ -33,24 +33,34 @@ def loaded(*words):
     return load_functions(parse(*words, flags_class=RLHFFlags))
 
 
-def test_several_with_their_weights(rules):
-    found = loaded(
-        "--reward_function", f"{rules}:right", f"{rules}:form", "format", "--reward_weights", "1", "0.2", "-3"
-    )
-    assert [(each.name, each.weight) for each in found] == [("right", 1.0), ("form", 0.2), ("format", -3.0)]
-    assert found[0].function(["?"] * 2, ["42", "41"], answer=[42, 42]) == [1, 0]
-    assert found[2].function(["?"], ["<think></think><answer></answer>"]) == [1]
+def parts(*words):
+    return [(part.name, part.weight, part.given) for part in score_parts(parse(*words, flags_class=RLHFFlags))]
 
 
-def test_one_is_called_function_and_weighs_1(rules):
-    (only,) = loaded("--reward_function", f"{rules}:right")
-    assert (only.name, only.given, only.weight) == ("function", f"{rules}:right", 1.0)
-    assert loaded() == []
+def test_they_are_loaded_by_what_is_given(rules):
+    right, form = f"{rules}:right", f"{rules}:form"
+    found = loaded("--reward_function", right, form, "format")
+    assert list(found) == [right, form, "format"] and loaded() == {}
+    assert found[right](["?"] * 2, ["42", "41"], answer=[42, 42]) == [1, 0]
+    assert found["format"](["?"], ["<think></think><answer></answer>"]) == [1]
+
+
+def test_parts_have_the_functions_names_and_weights():
+    several = ("--reward_function", "m:right", "m:form", "--reward_weights", "1", "-3")
+    assert parts(*several) == [("right", 1.0, "m:right"), ("form", -3.0, "m:form")]
+    beside = ("--reward_model_name_or_path", "other", "--reward_model_weight", "0.5")
+    mixed = [("model", 0.5, None), ("right", 2.0, "m:right")]
+    assert parts("--reward_function", "m:right", "--reward_weights", "2", *beside) == mixed
+
+
+def test_what_scores_alone_is_called_function_or_model():
+    assert parts("--reward_function", "m:right") == [("function", 1.0, "m:right")]
+    assert parts("--reward_model_weight", "2") == [("model", 2.0, None)]
 
 
 def test_a_form_of_ones_own():
-    (only,) = loaded("--reward_function", "format", "--response_format", r"\d+")
-    assert isinstance(only.function, Format) and only.function([], ["42", "x"]) == [1, 0]
+    form = loaded("--reward_function", "format", "--response_format", r"\d+")["format"]
+    assert isinstance(form, Format) and form([], ["42", "x"]) == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +71,7 @@ def test_a_form_of_ones_own():
         (["m:model", "m:histogram", "m:score_se"], ["model_2", "histogram_2", "score_se_2"]),
         (["math_verify", "format"], ["math_verify", "format"]),
         (["a.py:server", "a.py:f"], ["server_2", "f"]),
+        (["a.py:score", "a.py:learned"], ["score", "learned_2"]),  # objective/scores_learned is dynamic sampling's
     ],
 )
 def test_names_in_metrics(given, expected):

@@ -5,7 +5,7 @@ import pytest
 from engine.errors import UserError
 from engine.reward.server import ServerSettings
 from tests.training.flags.command_lines import parse
-from training.flags.reward_functions import load_functions
+from training.flags.reward_functions import score_parts
 from training.flags.rlhf_arguments import RLHFFlags
 
 URL = "http://10.0.0.7:8000/score"
@@ -18,14 +18,20 @@ def parsed(*words: str) -> RLHFFlags:
 def test_what_is_given_and_by_default():
     args = parsed("--reward_url_columns", "answer", "--reward_url_patience", "30")
     assert args.reward_server() == ServerSettings(urls=[URL], columns=["answer"], patience=30.0)
-    assert args.reward_url_weight == 1.0 and args.other_rewards == [URL]
+    assert args.other_rewards == [URL]
     assert parse(flags_class=RLHFFlags).reward_server() is None
 
 
-def test_the_servers_weight_comes_after_the_functions():
-    args = parsed("--reward_function", "format", "--reward_weights", "0.2", "3")
-    assert [each.weight for each in load_functions(args)] == [0.2] and args.reward_url_weight == 3.0
-    assert parsed("--reward_url", URL, "http://b/", "--reward_weights", "0.5").reward_url_weight == 0.5
+@pytest.mark.parametrize(
+    "words, parts",
+    [
+        ((), [("server", 1.0)]),
+        (("--reward_function", "format", "--reward_weights", "0.2", "3"), [("format", 0.2), ("server", 3.0)]),
+        (("--reward_url", URL, "http://b/", "--reward_weights", "0.5"), [("server", 0.5)]),
+    ],
+)
+def test_the_servers_weight_comes_after_the_functions(words, parts):
+    assert [(part.name, part.weight) for part in score_parts(parsed(*words))] == parts
 
 
 def test_it_stands_in_for_the_reward_model_or_beside_one():
@@ -51,10 +57,10 @@ def test_it_stands_in_for_the_reward_model_or_beside_one():
             ("--reward_url_form", "openrlhf", "--reward_url_columns", "a", "b"),
             "--reward_url_columns a b: 2 columns, and the form openrlhf has room for 1",
         ),
-        (("--reward_weights", "1", "2"), "--reward_weights 1 2: 2 weights for the reward server. Give one for each"),
+        (("--reward_weights", "1", "2"), "--reward_weights 1 2: 2 weights. They belong to the reward server, in"),
         (
             ("--reward_function", "format", "--reward_weights", "1"),
-            "1 weights for 1 functions (--reward_function format) and the reward server.",
+            "1 weights. They belong to format, the reward server, in this order: give 2 or none.",
         ),
         (("--reward_model_weight", "2"), "--reward_model_weight 2.0: there is no reward model beside --reward_url"),
     ],

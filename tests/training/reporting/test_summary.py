@@ -114,6 +114,18 @@ held-out prompts                    before             after            change  
     )
 
 
+def test_each_part_of_the_score_has_a_line():
+    before, after = ({"eval/score": 0.25, "eval/reward_right": share, "eval/reward_right_se": 0.0} for share in (0, 1))
+    rows = [{"step": 0, "samples": 0, **before}, {"step": 1, "samples": 4, "eval/ema_reward_right": 0.5, **after}]
+    lines = [line.split() for line in summary_text(RunSummary.from_metrics(rows)).splitlines()]
+    assert lines[2] == ["reward", "right", "0.000", "±", "0.000", "1.000", "±", "0.000", "+1.000", "0.500"]
+    assert lines[3][0] != "reward", "its standard error is no part of the score"
+    # Scored by another reward since: the KL has a change, and the score none.
+    rows[1]["eval/kl_change"] = 0.0
+    lines = [line.split() for line in summary_text(RunSummary.from_metrics(rows)).splitlines()]
+    assert lines[2] == ["reward", "right", "1.000", "±", "0.000", "0.500"]
+
+
 def test_summary_of_a_run_that_measured_nothing():
     text = summary_text(RunSummary(before={}, after={}, steps=0, responses=0, phase_seconds={}))
     assert text == "held-out prompts: not evaluated\n\n0 responses in 0 steps, 0:00:00"
