@@ -65,6 +65,30 @@ def _positions(config) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def model_notes(args: RunFlags, *flags: str) -> list[str]:
+    """What the config.json of a model asks for and a run does not do: a line of each; flags: names of those that give
+    models."""
+    from engine.models.reading import read_config
+
+    paths = {getattr(args, flag): flag for flag in reversed(flags)}  # each model once
+    notes = []
+    for path, flag in reversed(paths.items()):
+        if path is None or not args.looks_at(path):
+            continue
+        config = read_config(path, f"--{flag}", args.trust_remote_code)
+        if getattr(config, "output_router_logits", False):
+            notes.append(
+                f"--{flag}: config.json asks for the balancing loss of its experts (output_router_logits): it is not "
+                "trained with"
+            )
+        if hasattr(config, "mean") and not getattr(config, "normalize_reward", False):
+            notes.append(
+                f"--{flag}: config.json has OpenRLHF's mean and std of its scores, and normalize_reward is not true: "
+                "scores stay as they are"
+            )
+    return notes
+
+
 PRETRAINING_RECORD = "critic_pretraining.json"
 """In the folder of a critic that was pretrained: how. It tells such a folder from a reward model's."""
 
