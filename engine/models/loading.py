@@ -26,6 +26,7 @@ from engine.models.deepspeed_chat import deepspeed_chat_state, take_pad_token
 from engine.models.fit import Misfit, listed
 from engine.models.merging import merge_adapter
 from engine.models.on_disk import read_by_pieces
+from engine.models.openrlhf import renamed_state, take_settings
 from engine.models.pad_tokens import classifier_pad_token_id
 from engine.models.places import base_of
 from engine.models.policy import Policy
@@ -106,7 +107,7 @@ def load_scorer(
 ) -> Scorer:
     """The reward model or critic at `path`, dropout off; partitioned while it loads where `ds_config` is for stage 3.
 
-    It may be ours, any decoder-only classifier with num_labels = 1, or one in DeepSpeed-Chat's format.
+    It may be ours, any decoder-only classifier whose head has one row, or one in DeepSpeed-Chat's or OpenRLHF's format.
 
     Raises: UserError as `check_scorer` does, and for weights that are NaN or infinite.
     """
@@ -114,10 +115,13 @@ def load_scorer(
     adapter, base = read_adapter(path, what), base_of(path, what)
     config, replaced = as_computed(read_config(path, what, trust_remote_code), 0.0)
     config.num_labels = 1
-    kind, state = model_class(config, CLASSIFIER, path, what, trust_remote_code), None
+    kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)
     if form == "deepspeed_chat":
         take_pad_token(config, base, what, trust_remote_code)
-        state = deepspeed_chat_state(base, kind.base_model_prefix)
+        state: dict | None = deepspeed_chat_state(base, kind.base_model_prefix)
+    else:
+        state = renamed_state(base, config, what)
+    gain = take_settings(config, base, what)
     if adapter is not None:
         vars(config).update(adapter.settings())
     model = _loaded(
@@ -126,6 +130,11 @@ def load_scorer(
     if not Path(base).is_dir():
         check_scorer(path, what, trust_remote_code)
     scorer = Scorer(model, replaced)
+    if gain != 1:
+        weight = scorer.model.score.weight
+        with gathered_params([weight]):
+            scaled = gain * weight.detach().float()
+        set_parameter(weight, scaled)
     if adapter is not None and adapter.has_head:
         set_parameter(scorer.model.score.weight, adapter.tensors()[f"{HEAD}.weight"])
     return _started(scorer, base, adapter, merge, attention)
@@ -160,6 +169,7 @@ def new_scorer(
     Raises: UserError as `check_trunk` does, and for weights that are NaN or infinite.
     """
     config, replaced = as_computed(check_trunk(path, what, trust_remote_code), dropout)
+    take_settings(config, path, what)  # of a reward model's head, which goes
     config.num_labels, config.pad_token_id = 1, pad_token_id
     config.score_position, config.score_offset = "last", 0.0
     kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)

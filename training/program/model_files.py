@@ -66,27 +66,25 @@ def _positions(config) -> int | None:
 
 
 def model_notes(args: RunFlags, *flags: str) -> list[str]:
-    """What the config.json of a model asks for and a run does not do: a line of each; flags: names of those that give
-    models."""
+    """What a run makes of settings in a config.json that change training or scores elsewhere: a line of each, with the
+    flags, of these, that give such models."""
     from engine.models.reading import read_config
 
-    paths = {getattr(args, flag): flag for flag in reversed(flags)}  # each model once
-    notes = []
-    for path, flag in reversed(paths.items()):
+    notes: dict[str, list[str]] = {}
+    for flag in flags:
+        path = getattr(args, flag)
         if path is None or not args.looks_at(path):
             continue
         config = read_config(path, f"--{flag}", args.trust_remote_code)
         if getattr(config, "output_router_logits", False):
-            notes.append(
-                f"--{flag}: config.json asks for the balancing loss of its experts (output_router_logits): it is not "
-                "trained with"
-            )
-        if hasattr(config, "mean") and not getattr(config, "normalize_reward", False):
-            notes.append(
-                f"--{flag}: config.json has OpenRLHF's mean and std of its scores, and normalize_reward is not true: "
-                "scores stay as they are"
-            )
-    return notes
+            note = "no balancing loss is trained with, which config.json asks for (output_router_logits)"
+            notes.setdefault(note, []).append(f"--{flag}")
+        if hasattr(config, "mean") and hasattr(config, "std"):
+            used = getattr(config, "normalize_reward", False)
+            note = "scores are (score - mean) / std" if used else "scores stay without mean and std"
+            note += f" of config.json (OpenRLHF's normalize_reward is {str(used).lower()})"
+            notes.setdefault(note, []).append(f"--{flag}")
+    return [f"{', '.join(names)}: {note}" for note, names in notes.items()]
 
 
 PRETRAINING_RECORD = "critic_pretraining.json"
