@@ -36,10 +36,10 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 model = AutoPeftModelForSequenceClassification.from_pretrained(FOLDER, num_labels=1).get_base_model()
 offset = json.loads((Path(FOLDER) / "score.json").read_text())["score_offset"]
 {_SCORES}"""
-PADDING = """The score stands at the last token that is not padding, EOS included: this code reads it there, of any number
-of texts. The model's own `logits` (the score without its offset) are right for one text at a time. For several they are
-right only where the tokenizer does not pad with EOS. Where it does, `pad_token_id` is null on purpose: with EOS there,
-`logits` would be read one token before EOS, without a word."""
+PADDING = """The score stands at the last token that is not padding, EOS included: this code reads it there, of any
+number of texts. The model's own `logits` (the score without its offset) are right for one text at a time. For several
+they are right only where the tokenizer does not pad with EOS. Where it does, `pad_token_id` is null on purpose: with
+EOS there, `logits` would be read one token before EOS, without a word."""
 CRITIC = """It is what `--critic_model_name_or_path` of another run's step 3 takes, from this folder on a disk."""
 
 
