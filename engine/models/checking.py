@@ -132,12 +132,13 @@ def _check_whole_scorer(path: str, what: str, trust_remote_code: bool) -> str:
 
 def _check_classifier(path: str, config, kind, what: str) -> None:
     """Whether the weights are those of a classifier with one label, by its head's rows: config.json may not say."""
-    head = _score_head(path, config, kind, what)
-    config.num_labels = head.shape[0] if head is not None else config.num_labels
+    head, is_here = _score_head(path, config, kind, what), weights_folder(path) is not None
+    if is_here:
+        config.num_labels = 1 if head is None else head.shape[0]
     if config.num_labels != 1:
+        way_out = "" if is_here else " If its head has one row all the same, download it, and give its folder."
         raise UserError(
-            f"{what}: {path} has num_labels = {config.num_labels}. Give a reward model, which has 1"
-            f"{'' if head is not None else ' (of a name on the Hub its config.json says so)'}."
+            f"{what}: {path} has num_labels = {config.num_labels}. Give a reward model, which has 1.{way_out}"
         )
     check_weights(path, config, kind, what, names_for_transformers(config))
 
@@ -155,9 +156,9 @@ def _score_head(path: str, config, kind, what: str) -> Header | None:
         other = next((name.removesuffix(".weight") for name in rows if not re.search(r"\.\d+\.", name)), None)
         if other is not None:  # layers have gates of one row
             raise UserError(
-                f"{what}: {path} has a head of one row that is called {other}, and by config.json none or {head}. If "
-                f'its output at the last token is the score, as OpenRLHF has it, add "value_head_prefix": "{other}" to '
-                "config.json. A value head (v_head.summary of TRL, for one) gives no scores: give a reward model."
+                f"{what}: {path} has no {head}.weight, but a head of one row that is called {other}. If its output at "
+                f'the last token is the score, as OpenRLHF has it, add "value_head_prefix": "{other}" to config.json. A '
+                "value head (v_head.summary of TRL, for one) gives no scores: then give a reward model."
             )
         return None
     if f"{head}.bias" in found:

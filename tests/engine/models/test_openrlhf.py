@@ -70,7 +70,7 @@ def test_it_is_a_trunk_for_a_new_head_and_no_language_model(tmp_path):
 @pytest.mark.parametrize(
     "head, tensors, settings, message",
     [
-        ("value_head", {}, {}, r'of one row that is called value_head, .* add "value_head_prefix": "value_head" to'),
+        ("value_head", {}, {}, r'no score\.weight, .* called value_head\..* add "value_head_prefix": "value_head" to'),
         ("v_head.summary", {"v_head.summary.bias": torch.ones(1)}, {}, r"A value head .* gives no scores"),
         ("score", {"score.bias": torch.ones(1)}, {}, r"has a bias \(score\.bias\).*Add its number to score_offset"),
         (
