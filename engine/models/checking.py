@@ -157,8 +157,9 @@ def _score_head(path: str, config, kind, what: str) -> Header | None:
         if other is not None:  # layers have gates of one row
             raise UserError(
                 f"{what}: {path} has no {head}.weight, but a head of one row that is called {other}. If its output at "
-                f'the last token is the score, as OpenRLHF has it, add "value_head_prefix": "{other}" to config.json. A '
-                "value head (v_head.summary of TRL, for one) gives no scores: then give a reward model."
+                "the last token is the score, as OpenRLHF has it, add "
+                f'"value_head_prefix": "{other}" to config.json. A value head (v_head.summary of TRL, for one) gives no '
+                "scores: then give a reward model."
             )
         return None
     if f"{head}.bias" in found:
