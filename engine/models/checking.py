@@ -158,8 +158,8 @@ def _score_head(path: str, config, kind, what: str) -> Header | None:
             raise UserError(
                 f"{what}: {path} has no {head}.weight, but a head of one row that is called {other}. If its output at "
                 "the last token is the score, as OpenRLHF has it, add "
-                f'"value_head_prefix": "{other}" to config.json. A value head (v_head.summary of TRL, for one) gives no '
-                "scores: then give a reward model."
+                f'"value_head_prefix": "{other}" to config.json. A value head (v_head.summary of TRL, for one) gives '
+                "no scores: then give a reward model."
             )
         return None
     if f"{head}.bias" in found:
