@@ -150,7 +150,7 @@ class _Part:
         if self.plan.obstacle is not None:
             raise ValueError(self.plan.obstacle)
         divided = self.plan.part(bare, group, distributed.device())
-        self.module: Any = cast(Any, type(like)(divided, like.dropouts))
+        self.module: Any = cast(Any, type(like)(divided, like.replaced))
         if isinstance(like, Policy):
             self.module.direct_head = like.direct_head
         _Rows(self.module, group)

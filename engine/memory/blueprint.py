@@ -16,7 +16,7 @@ from engine.models.attention import USUAL, Attention
 from engine.models.backbone import Backbone
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.hydra import HydraPolicy
-from engine.models.loading import DTYPES
+from engine.models.loading import DTYPES, as_computed
 from engine.models.lora import LoraSpec, adapt
 from engine.models.policy import Policy
 from engine.models.reading import read_config
@@ -246,10 +246,7 @@ def module_on_paper(
     what: the flag that gave the path, for messages. merged: an adapter that is part of it. Raises: UserError where
     config.json is not there, or describes no such model.
     """
-    config: Any = _config(path, what, trust_remote_code)
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)  # as the loaders do
+    config, _ = as_computed(_config(path, what, trust_remote_code))
     if kind == CLASSIFIER:
         config.num_labels = 1
     made = model_class(config, kind, path, what, trust_remote_code)

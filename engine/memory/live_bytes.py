@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+_GROUPED = torch.ops.aten._grouped_mm.default
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors alive. `kind` names what a new tensor is; `peak` has the bytes of each kind at the
@@ -38,7 +40,7 @@ class LiveBytes(TorchDispatchMode):
         whether a mask has no padding, above all."""
         if function is torch.ops.aten._local_scalar_dense.default:
             return 0
-        made = function(*args, **(kwargs or {}))
+        made = (_experts_product if function is _GROUPED else function)(*args, **(kwargs or {}))
         given = None
         for tensor in tree_iter(made):
             if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self._storages:
@@ -67,6 +69,11 @@ class LiveBytes(TorchDispatchMode):
         """Do not count a tensor from now on: it is counted elsewhere."""
         if id(tensor.untyped_storage()) in self._storages:
             self._forget(id(tensor.untyped_storage()))
+
+
+def _experts_product(first: Tensor, second: Tensor, *others, **settings) -> Tensor:
+    """`torch._grouped_mm`, which the meta device has of bfloat16 alone."""
+    return _GROUPED(first.bfloat16(), second.bfloat16(), *others, **settings).to(first.dtype)
 
 
 @contextlib.contextmanager

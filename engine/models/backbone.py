@@ -1,7 +1,7 @@
 """What Policy and Scorer have in common: a Hugging Face model, and how its trunk is called."""
 
 import inspect
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -14,8 +14,8 @@ from engine.models.packed_rows import PackedRows
 class Backbone(nn.Module):
     """A Hugging Face model, called with the arguments that its family's trunk takes.
 
-    dropouts: the model's own dropout probabilities, which loading has replaced, by their names in its configuration;
-    they are put back into what is saved.
+    replaced: settings of the model's own configuration, by name, for which loading has put others (`as_computed`); they
+    are put back into what is saved.
     adapters: the LoRA adapters within the model, if it has some.
     base: the path that its weights were loaded from. base_contents: the fingerprint by which an adapter's folder is to
     know these; None without adapters. start: the adapter that training is to go on with, of a model that
@@ -30,16 +30,16 @@ class Backbone(nn.Module):
     start: AdapterFolder | None = None
     packs = False
 
-    def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):
+    def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
         super().__init__()
         self.model = model
-        self.dropouts = dropouts or {}
+        self.replaced = replaced or {}
         # Some families, BLOOM for one, take no positions: they count along the attention mask.
         self._takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
 
     def with_model(self, model: PreTrainedModel) -> Self:
         """A module of this kind and with these settings and adapters, for another model of the same architecture."""
-        other = type(self)(model, self.dropouts)
+        other = type(self)(model, self.replaced)
         other.pack(self.packs)
         if self.adapters is not None:
             other.adapters = self.adapters.within(model)

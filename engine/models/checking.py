@@ -4,8 +4,10 @@ An adapter's folder is as good as its model's: then the base and the adapter are
 """
 
 import copy
+import re
 from pathlib import Path
 
+import torch
 from transformers import MODEL_MAPPING, PreTrainedTokenizerBase
 
 from engine.errors import UserError
@@ -14,9 +16,10 @@ from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.deepspeed_chat import deepspeed_chat_names, is_deepspeed_chat_scorer
 from engine.models.fingerprint import check_base
 from engine.models.fit import check_headers, check_weights
+from engine.models.openrlhf import ARCHITECTURE, gain_and_offset, head_name, names_for_transformers
 from engine.models.places import base_of
 from engine.models.reading import has_tokenizer, read_config, read_tokenizer, vocabulary_size
-from engine.models.weight_files import headers
+from engine.models.weight_files import Header, headers, weights_folder
 
 
 def check_policy(path: str, what: str, trust_remote_code: bool = False):
@@ -29,7 +32,7 @@ def check_policy(path: str, what: str, trust_remote_code: bool = False):
     config, adapter = read_config(path, what, trust_remote_code), read_adapter(path, what)
     base = path if adapter is None else adapter.base
     kind = model_class(config, LANGUAGE_MODEL, base, what, trust_remote_code)
-    heads = _heads(config, "ForSequenceClassification")
+    heads = _scorers(config)
     if is_deepspeed_chat_scorer(base, what):
         heads = ["a reward model of DeepSpeed-Chat"]
     if heads:  # it would load, with random numbers for weights
@@ -52,12 +55,15 @@ def check_trunk(path: str, what: str, trust_remote_code: bool = False):
     config, adapter = read_config(path, what, trust_remote_code), read_adapter(path, what)
     base = path if adapter is None else adapter.base
     kind = classifier = model_class(config, CLASSIFIER, base, what, trust_remote_code)
-    if not _heads(config, "ForSequenceClassification"):
+    if not _scorers(config):
         kind = model_class(config, LANGUAGE_MODEL, base, what, trust_remote_code)
     trunk = MODEL_MAPPING.get(type(config), None)
     if trunk is not None and trunk.__name__ in _heads(config, "Model"):
         kind = trunk  # without any head
-    check_weights(base, config, kind, what)
+    if kind is classifier:
+        _check_classifier(base, config, kind, what)
+    else:
+        check_weights(base, config, kind, what)
     if adapter is not None:
         head = adapter.adapted_head(config, kind) if kind not in (classifier, trunk) else None
         if head is not None:
@@ -81,7 +87,7 @@ def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
         return _check_whole_scorer(path, what, trust_remote_code)
     config, form = read_config(path, what, trust_remote_code), "language_model"
     kind = model_class(config, CLASSIFIER, adapter.base, what, trust_remote_code)
-    if _heads(config, "ForSequenceClassification") or is_deepspeed_chat_scorer(adapter.base, what):
+    if _scorers(config) or is_deepspeed_chat_scorer(adapter.base, what):
         form = _check_whole_scorer(adapter.base, what, trust_remote_code)
     elif not adapter.has_head:
         raise UserError(
@@ -113,16 +119,58 @@ def _check_whole_scorer(path: str, what: str, trust_remote_code: bool) -> str:
         names = deepspeed_chat_names(found, kind.base_model_prefix)
         check_headers({names[name]: header for name, header in found.items()}, path, config, kind, what)
         return "deepspeed_chat"
-    if not _heads(config, "ForSequenceClassification"):
+    if not _scorers(config) and _score_head(path, config, kind, what) is None:
         raise UserError(
             f"{what}: {path} is no reward model but {', '.join(_heads(config, '')) or 'of no named architecture'}. "
             "Give a folder written by training/step2_reward.py or a ForSequenceClassification model with "
             "num_labels = 1."
         )
-    if config.num_labels != 1:
-        raise UserError(f"{what}: {path} has num_labels = {config.num_labels}. Give a reward model, which has 1.")
-    check_weights(path, config, kind, what)
+    _check_classifier(path, config, kind, what)
+    gain_and_offset(config, path, what)
     return "sequence_classification"
+
+
+def _check_classifier(path: str, config, kind, what: str) -> None:
+    """Whether the weights are those of a classifier with one label, by its head's rows: config.json may not say."""
+    head, is_here = _score_head(path, config, kind, what), weights_folder(path) is not None
+    if is_here:
+        config.num_labels = 1 if head is None else head.shape[0]
+    if config.num_labels != 1:
+        way_out = "" if is_here else " If its head has one row all the same, download it, and give its folder."
+        raise UserError(
+            f"{what}: {path} has num_labels = {config.num_labels}. Give a reward model, which has 1.{way_out}"
+        )
+    check_weights(path, config, kind, what, names_for_transformers(config))
+
+
+def _score_head(path: str, config, kind, what: str) -> Header | None:
+    """The weight of the score head in the files at `path`; None where there is no head, or no file on this machine yet.
+
+    Raises: UserError where one stands there by another name than config.json gives, or with a bias that the model's
+    class has no place for.
+    """
+    folder, head = weights_folder(path), head_name(config)
+    found = headers(folder, what) if folder is not None else {}
+    if f"{head}.weight" not in found:
+        rows = (name for name, header in found.items() if len(header.shape) == 2 and header.shape[0] == 1)
+        other = next((name.removesuffix(".weight") for name in rows if not re.search(r"\.\d+\.", name)), None)
+        if other is not None:  # layers have gates of one row
+            raise UserError(
+                f"{what}: {path} has no {head}.weight, but a head of one row that is called {other}. If its output at "
+                "the last token is the score, as OpenRLHF has it, add "
+                f'"value_head_prefix": "{other}" to config.json. A value head (v_head.summary of TRL, for one) gives '
+                "no scores: then give a reward model."
+            )
+        return None
+    if f"{head}.bias" in found:
+        with torch.device("meta"):
+            score = kind._from_config(config).score
+        if score.bias is None:
+            raise UserError(
+                f"{what}: the head in {path} has a bias ({head}.bias), for which {kind.__name__} has no place. Add its "
+                "number to score_offset in config.json, which scores get here, and take it out of the weights."
+            )
+    return found[f"{head}.weight"]
 
 
 def check_rows(tokenizer: PreTrainedTokenizerBase, config, path: str, what: str) -> None:
@@ -158,6 +206,11 @@ def check_vocabularies(
             f"{what}: the tokenizer in {path} gives other ids than the actor's. The reward model must be "
             "trained with the actor's tokenizer."
         )
+
+
+def _scorers(config) -> list[str]:
+    """The classes of reward models that the configuration says its weights are of."""
+    return [name for name in _heads(config, "") if name.endswith("ForSequenceClassification") or name == ARCHITECTURE]
 
 
 def _heads(config, ending: str) -> list[str]:

@@ -70,11 +70,14 @@ def _counted(names: tuple | list, one: str, several: str) -> str:
     return f"1 tensor {one}" if len(names) == 1 else f"{len(names)} tensors {several}"
 
 
-def check_weights(path: str, config: PretrainedConfig, model_class, what: str) -> None:
+def check_weights(
+    path: str, config: PretrainedConfig, model_class, what: str, names: Mapping[str, str] | None = None
+) -> None:
     """Raise UserError, naming `what` (a flag), unless the weight files at `path` hold all tensors of the model and no
     others, of its shapes, in floating-point numbers. Only headers are read.
 
-    config, model_class: what is to be built. A name on the Hub of which nothing was fetched yet passes.
+    config, model_class: what is to be built. names: in the files, of tensors that the model has other names for. A name
+    on the Hub of which nothing was fetched yet passes.
     """
     folder = weights_folder(path)
     if folder is None:
@@ -86,7 +89,8 @@ def check_weights(path: str, config: PretrainedConfig, model_class, what: str) -
             f"{what}: {path} is quantized ({method or 'quantization_config in config.json'}). Training needs weights "
             "in fp32, fp16 or bf16: give the model as it was before, or dequantize it and save it again."
         )
-    check_headers(headers(folder, what), path, config, model_class, what)
+    found = {(names or {}).get(name, name): header for name, header in headers(folder, what).items()}
+    check_headers(found, path, config, model_class, what)
 
 
 def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConfig, model_class, what: str) -> None:

@@ -15,6 +15,7 @@ embeddings and an embedding's norm go on learning there, and its reference moves
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,8 +38,8 @@ class HydraPolicy(Policy):
     belongs to the actor's engine, which partitions and gathers it with the other weights.
     """
 
-    def __init__(self, model: nn.Module, dropouts: dict[str, float] | None = None, *, layers: int):
-        super().__init__(model, dropouts)
+    def __init__(self, model: nn.Module, replaced: dict[str, Any] | None = None, *, layers: int):
+        super().__init__(model, replaced)
         self.layers, self.names = layers, trained_parts(model, layers)
         self.branch = nn.ModuleList(whole_copy(model.get_submodule(name), model.config) for name in self.names)
         self.requires_grad_(False)
@@ -50,7 +51,7 @@ class HydraPolicy(Policy):
 
     def with_model(self, model: nn.Module) -> "HydraPolicy":
         """A HydraPolicy with these settings for another model of the same architecture."""
-        other = HydraPolicy(model, self.dropouts, layers=self.layers)
+        other = HydraPolicy(model, self.replaced, layers=self.layers)
         other.pack(self.packs)
         other.direct_head = self.direct_head
         return other
@@ -91,7 +92,7 @@ def load_hydra(
     Raises: UserError as `check_policy` and `trained_parts` do.
     """
     policy = load_policy(path, dtype, ds_config, what, trust_remote_code=trust_remote_code, attention=attention)
-    hydra = HydraPolicy(policy.model, policy.dropouts, layers=layers)
+    hydra = HydraPolicy(policy.model, policy.replaced, layers=layers)
     hydra.pack(policy.packs)
     return hydra
 

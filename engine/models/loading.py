@@ -7,6 +7,7 @@ With `merge` False the base stays as it is, and the module's `start` says which 
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from engine.models.deepspeed_chat import deepspeed_chat_state, take_pad_token
 from engine.models.fit import Misfit, listed
 from engine.models.merging import merge_adapter
 from engine.models.on_disk import read_by_pieces
+from engine.models.openrlhf import renamed_state, take_settings
 from engine.models.pad_tokens import classifier_pad_token_id
 from engine.models.places import base_of
 from engine.models.policy import Policy
@@ -34,6 +36,21 @@ from engine.zero.gathering import gathered_params, is_partitioned, own_part, set
 from engine.zero.partitioned_loading import partitioned_loading
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_OUTPUTS = {"output_router_logits": False, "output_hidden_states": False, "return_dict": True}
+
+
+def as_computed(config, dropout: float = 0.0) -> tuple[Any, dict[str, Any]]:
+    """Replace in a configuration what training decides: every dropout probability, and what forward passes return
+    beside their result (a mixture of experts that is asked for router logits computes a balancing loss with them, which
+    nothing here trains, and fails at single tokens).
+
+    Returns: the configuration, and what stood there, by name, for the saved model.
+    """
+    drops = {name: dropout for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
+    outputs = {name: value for name, value in _OUTPUTS.items() if hasattr(config, name)}
+    found = {name: getattr(config, name) for name in drops | outputs}
+    vars(config).update(drops | outputs)
+    return config, found
 
 
 def load_policy(
@@ -58,7 +75,7 @@ def load_policy(
 
     Raises: UserError as `check_policy` does, and for weights that are NaN or infinite.
     """
-    config, dropouts = _with_dropout(check_policy(path, what, trust_remote_code), dropout)
+    config, replaced = as_computed(check_policy(path, what, trust_remote_code), dropout)
     adapter, base = read_adapter(path, what), base_of(path, what)
     kind = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
     untied = merge and adapter is not None and adapter.changes_tied_head(config, kind)
@@ -68,7 +85,7 @@ def load_policy(
     if not Path(base).is_dir():
         check_policy(path, what, trust_remote_code)  # of a name on the Hub, now that its files are here
     _make_saveable(model)
-    return _started(Policy(model, dropouts), base, adapter, merge, attention)
+    return _started(Policy(model, replaced), base, adapter, merge, attention)
 
 
 def empty_like(module: Policy | Scorer, device: torch.device) -> Policy | Scorer:
@@ -90,18 +107,21 @@ def load_scorer(
 ) -> Scorer:
     """The reward model or critic at `path`, dropout off; partitioned while it loads where `ds_config` is for stage 3.
 
-    It may be ours, any decoder-only classifier with num_labels = 1, or one in DeepSpeed-Chat's format.
+    It may be ours, any decoder-only classifier whose head has one row, or one in DeepSpeed-Chat's or OpenRLHF's format.
 
     Raises: UserError as `check_scorer` does, and for weights that are NaN or infinite.
     """
     form = check_scorer(path, what, trust_remote_code)
     adapter, base = read_adapter(path, what), base_of(path, what)
-    config, dropouts = _with_dropout(read_config(path, what, trust_remote_code), 0.0)
+    config, replaced = as_computed(read_config(path, what, trust_remote_code), 0.0)
     config.num_labels = 1
-    kind, state = model_class(config, CLASSIFIER, path, what, trust_remote_code), None
+    kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)
     if form == "deepspeed_chat":
         take_pad_token(config, base, what, trust_remote_code)
-        state = deepspeed_chat_state(base, kind.base_model_prefix)
+        state: dict | None = deepspeed_chat_state(base, kind.base_model_prefix)
+    else:
+        state = renamed_state(base, config, what)
+    gain = take_settings(config, base, what)
     if adapter is not None:
         vars(config).update(adapter.settings())
     model = _loaded(
@@ -109,7 +129,12 @@ def load_scorer(
     )
     if not Path(base).is_dir():
         check_scorer(path, what, trust_remote_code)
-    scorer = Scorer(model, dropouts)
+    scorer = Scorer(model, replaced)
+    if gain != 1:
+        weight = scorer.model.score.weight
+        with gathered_params([weight]):
+            scaled = gain * weight.detach().float()
+        set_parameter(weight, scaled)
     if adapter is not None and adapter.has_head:
         set_parameter(scorer.model.score.weight, adapter.tensors()[f"{HEAD}.weight"])
     return _started(scorer, base, adapter, merge, attention)
@@ -143,7 +168,8 @@ def new_scorer(
 
     Raises: UserError as `check_trunk` does, and for weights that are NaN or infinite.
     """
-    config, dropouts = _with_dropout(check_trunk(path, what, trust_remote_code), dropout)
+    config, replaced = as_computed(check_trunk(path, what, trust_remote_code), dropout)
+    take_settings(config, path, what)  # of a reward model's head, which goes
     config.num_labels, config.pad_token_id = 1, pad_token_id
     config.score_position, config.score_offset = "last", 0.0
     kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)
@@ -151,7 +177,7 @@ def new_scorer(
     model = _loaded(kind, base, config, dtype, ds_config, what, attention, new_head=True)
     if not Path(base).is_dir():
         check_trunk(path, what, trust_remote_code)
-    scorer = _started(Scorer(model, dropouts), base, adapter, merge, attention)
+    scorer = _started(Scorer(model, replaced), base, adapter, merge, attention)
     width = scorer.model.score.in_features
     fresh = torch.zeros(1, width)
     if seed is not None:
@@ -285,11 +311,3 @@ def _make_saveable(model) -> None:
             model.generation_config = GenerationConfig(
                 eos_token_id=generation.eos_token_id, pad_token_id=generation.pad_token_id
             )
-
-
-def _with_dropout(config, probability: float) -> tuple:
-    """(the configuration with every dropout probability replaced, what they were by name: for the saved model)."""
-    dropouts = {name: value for name, value in config.to_dict().items() if "drop" in name and isinstance(value, float)}
-    for name in dropouts:
-        setattr(config, name, probability)
-    return config, dropouts

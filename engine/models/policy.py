@@ -4,7 +4,7 @@ Log-probs (B, T) are all that leaves it. The logits, (B, T, V), would be a step'
 few rows at a time, so that no more than those few are ever in memory.
 """
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,11 @@ class Policy(Backbone):
     """A causal language model that returns log-probs of given tokens.
 
     Models that change their logits after the head (soft caps, scales) go through the generic path, which asks the
-    model itself for logits. Which path is right is found by comparing them once: `forward(probe=True)`, after loading.
+    model itself for logits. Which path is right is found by a trial: `forward(probe=True)`, after loading.
     """
 
-    def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):
-        super().__init__(model, dropouts)
+    def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
+        super().__init__(model, replaced)
         head = model.get_output_embeddings()
         self.direct_head = type(head) in (nn.Linear, LogProbHead)
         if self.direct_head:
@@ -57,7 +57,7 @@ class Policy(Backbone):
             sequences, attention_mask, position_ids: (B, S) int64.
             temperature: what the logits are divided by.
             with_entropy: otherwise the entropies are zeros.
-            probe: compare the two paths on these sequences instead, and settle which is used from now on.
+            probe: find out with these sequences instead which of the two paths is right, and use it from now on.
             role: "reference" for the model as it was before training, where this one has that too.
 
         Returns: (logprobs, entropy), each (B, T) float32.
@@ -103,13 +103,27 @@ class Policy(Backbone):
         return logprobs, entropy
 
     def _probe(self, sequences: Tensor) -> Tensor:
+        """Whether the logits are what the head makes of the trunk's hidden states, and nothing else.
+
+        The model's own code has the head's output replaced by large numbers, of which a soft cap or a scale makes
+        others: initial logits may be too small to show it.
+        """
         mask = torch.ones_like(sequences)
-        positions = positions_from(mask)
-        own = self.model(**self.inputs(sequences, mask, positions)).logits
-        if self.direct_head:
-            direct = self.model.get_output_embeddings()(self.hidden_states(sequences, mask, positions))
-            self.direct_head = direct.shape == own.shape and torch.allclose(direct, own, rtol=1e-3, atol=1e-3)
-        return own.float().sum()
+        inputs = self.inputs(sequences, mask, positions_from(mask))
+        given: list[Tensor] = []
+
+        def replaced(head: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            numbers = torch.linspace(-1e4, 1e4, output.numel(), device=output.device).view(output.shape).to(output)
+            given.extend((args[0], numbers))
+            return numbers.clone()
+
+        hook = self.model.get_output_embeddings().register_forward_hook(replaced) if self.direct_head else None
+        logits = self.model(**inputs).logits
+        if hook is not None:
+            hook.remove()
+            hidden = self.model.base_model(**inputs)[0]
+            self.direct_head = len(given) == 2 and _alike(given[0], hidden) and torch.equal(logits, given[1])
+        return logits.float().sum()
 
 
 def _logits_logprobs(logits: Tensor, labels: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
@@ -122,3 +136,7 @@ def _logits_logprobs(logits: Tensor, labels: Tensor, temperature: float, with_en
     ]
     logprobs, entropy = (torch.cat(column).view(labels.shape) for column in zip(*parts))
     return logprobs, entropy
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and bool((first - second).abs().max() < 1e-3 * second.abs().max())

@@ -23,6 +23,7 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
     path = base_of(path, what)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config.output_attentions = False  # torch's attention has none to give, and transformers would refuse
     except Exception as error:  # whatever a broken config.json leads transformers to
         _refuse_code(error, path, what)
         if Path(path).is_dir():

@@ -26,7 +26,7 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
     """
     model = module.model
     untied = {} if module.adapters is None or module.adapters.tied_head is None else {"tie_word_embeddings": False}
-    as_saved = module.dropouts | untied
+    as_saved = module.replaced | untied
     as_computed = {name: getattr(model.config, name) for name in as_saved}
     vars(model.config).update(as_saved)
     try:

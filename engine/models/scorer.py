@@ -1,6 +1,6 @@
 """Scorer: a reward model or critic, a number for every token."""
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ class Scorer(Backbone):
     kept_heads: by role, frozen copies of a head that trains. They stand outside `model`, which is saved without them.
     """
 
-    def __init__(self, model: PreTrainedModel, dropouts: dict[str, float] | None = None):
-        super().__init__(model, dropouts)
+    def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
+        super().__init__(model, replaced)
         model.score.__class__ = ScoreHead
         self.offset = float(getattr(model.config, "score_offset", 0.0))
         self.score_position = getattr(model.config, "score_position", "last_non_pad")

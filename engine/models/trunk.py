@@ -50,8 +50,8 @@ class Trunk(Policy):
     once: modules that are met twice would get ZeRO's hooks twice.
     """
 
-    def __init__(self, model: PreTrainedModel, dropouts: dict[str, float], scorers: Mapping[str, Scorer]):
-        super().__init__(model, dropouts)
+    def __init__(self, model: PreTrainedModel, replaced: dict[str, Any], scorers: Mapping[str, Scorer]):
+        super().__init__(model, replaced)
         self.heads = nn.ModuleDict({role: scorer.model.score for role, scorer in scorers.items()})
         self._scorers = tuple(scorers.items())
 
@@ -67,10 +67,10 @@ class Trunk(Policy):
     def with_model(self, model: PreTrainedModel) -> "Trunk":
         """A Trunk with these settings, adapters and heads, for another model of the architecture."""
         scorers = {
-            role: Scorer(_classifier(model, own.model.config, type(own.model)), own.dropouts)
+            role: Scorer(_classifier(model, own.model.config, type(own.model)), own.replaced)
             for role, own in self.scorers.items()
         }
-        other = Trunk(model, self.dropouts, scorers)
+        other = Trunk(model, self.replaced, scorers)
         other.direct_head = self.direct_head
         other.pack(self.packs)
         assert self.adapters is not None
@@ -111,12 +111,12 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
     scorers = {}
     for role, wanted in scoring.items():
         kind = model_class(wanted.config, CLASSIFIER, wanted.config.name_or_path, f"{role} model")
-        scorers[role] = Scorer(_classifier(model, wanted.config, kind), policy.dropouts)
+        scorers[role] = Scorer(_classifier(model, wanted.config, kind), policy.replaced)
         head = scorers[role].model.score.weight
         if wanted.start is not None and not head.is_meta:
             with torch.no_grad():
                 head.copy_(wanted.start.tensors()[f"{HEAD}.weight"])
-    trunk = Trunk(model, policy.dropouts, scorers)
+    trunk = Trunk(model, policy.replaced, scorers)
     known = contents(policy.base, "model") if policy.base is not None else None
     for module in (trunk, *scorers.values()):
         module.base, module.base_contents = policy.base, known

@@ -8,7 +8,7 @@ from training.data.lengths import CUT, DROPPED, EMPTY
 from training.flags.data_arguments import DataFlags
 from training.flags.supervised_arguments import SupervisedFlags
 from training.program.course import Course
-from training.program.model_files import most_tokens
+from training.program.model_files import model_notes, most_tokens
 from training.reporting.shown_rows import shown_rows
 
 ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompts": "the actor goes on"}
@@ -68,6 +68,7 @@ def supervised_lines(
         f"{distributed.ranks_in_words()}",
         *course(args, len(examples)).lines(),
         *too_long(examples, noun, "--max_seq_len", args, tokenizer, [args.model_name_or_path]),
+        *model_notes(args, "model_name_or_path"),
     ]
 
 

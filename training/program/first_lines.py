@@ -9,7 +9,7 @@ from training.flags.rlhf_arguments import RLHFFlags
 from training.program.adapted_models import adapted_lines, adapted_roles
 from training.program.course import Course
 from training.program.data_lines import counted, too_long
-from training.program.model_files import is_pretrained_critic
+from training.program.model_files import is_pretrained_critic, model_notes
 from training.program.plan import Plan
 from training.program.reward_server import server_lines
 from training.restarts.conditions import Conditions
@@ -67,6 +67,7 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
             plan.prompts, "prompts", "--max_prompt_seq_len", args, plan.tokenizer, models, args.max_answer_seq_len
         ),
         f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
+        *model_notes(args, *(f"{role}_model_name_or_path" for role in ("actor", "critic", "reward"))),
         *adapted_lines(adapted_roles(args, plan.dialect)),
         *(f"{what}: no second copy" for what in plan.spec.shared.values()),
         *server_lines(args),

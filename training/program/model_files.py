@@ -65,6 +65,28 @@ def _positions(config) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def model_notes(args: RunFlags, *flags: str) -> list[str]:
+    """What a run makes of settings in a config.json that change training or scores elsewhere: a line of each, with the
+    flags, of these, that give such models."""
+    from engine.models.reading import read_config
+
+    notes: dict[str, list[str]] = {}
+    for flag in flags:
+        path = getattr(args, flag)
+        if path is None or not args.looks_at(path):
+            continue
+        config = read_config(path, f"--{flag}", args.trust_remote_code)
+        if getattr(config, "output_router_logits", False):
+            note = "no balancing loss is trained with, which config.json asks for (output_router_logits)"
+            notes.setdefault(note, []).append(f"--{flag}")
+        if hasattr(config, "mean") and hasattr(config, "std"):
+            used = getattr(config, "normalize_reward", False)
+            note = "scores are (score - mean) / std" if used else "scores stay without mean and std"
+            note += f" of config.json (OpenRLHF's normalize_reward is {str(used).lower()})"
+            notes.setdefault(note, []).append(f"--{flag}")
+    return [f"{', '.join(names)}: {note}" for note, names in notes.items()]
+
+
 PRETRAINING_RECORD = "critic_pretraining.json"
 """In the folder of a critic that was pretrained: how. It tells such a folder from a reward model's."""
 

@@ -5,23 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, T5Config
+from transformers import AutoModelForSequenceClassification, BertConfig, T5Config
 
 from engine.errors import UserError
 from engine.models.checking import check_policy, check_scorer, check_vocabularies
 from engine.models.loading import load_policy, load_scorer
 from engine.models.reading import read_tokenizer
 from tests.engine.models.deepspeed_chat_models import deepspeed_chat_reward
-from tests.tiny_models import make_causal_lm, make_config, make_scorer, make_tokenizer
+from tests.tiny_models import make_causal_lm, make_config, make_scorer, make_tokenizer, save_random
 
 FLAG = "--critic_model_name_or_path"
 
 
 def with_labels(folder, count):
-    path = Path(make_scorer(folder)) / "config.json"
-    labels = {str(index): f"LABEL_{index}" for index in range(count)}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": labels}))
-    return folder
+    config = make_config("llama")
+    config.num_labels = count
+    return save_random(AutoModelForSequenceClassification.from_config(config), folder)
 
 
 def config_only(folder, config, **more):

@@ -12,18 +12,33 @@ from transformers import (
     AutoTokenizer,
     CohereConfig,
     Gemma2Config,
+    Gemma2ForCausalLM,
     GraniteConfig,
+    LlamaForCausalLM,
     OPTConfig,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from engine.algo.sampling import keyed_uniforms
 from engine.experience import position_ids
 from engine.models.loading import load_policy, load_scorer, new_scorer
+from engine.models.policy import Policy
 from engine.models.saving import save_model
 from engine.zero.gathering import full_state
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_families import INDICES, LEARNING_RATE, PROMPTS, SEED, one_step
-from tests.tiny_models import BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_scorer, save_random
+from tests.tiny_families import family_config
+from tests.tiny_models import (
+    BOS,
+    EOS,
+    PAD,
+    POSITIONS,
+    VOCABULARY,
+    make_causal_lm,
+    make_config,
+    make_scorer,
+    save_random,
+)
 
 FAMILIES = ("llama", "opt", "gpt2", "gpt_neox", "bloom", "mistral", "qwen2")
 OFFSET = -0.7
@@ -141,6 +156,62 @@ def test_models_that_change_logits_after_the_head_are_asked_for_logits(tmp_path,
         sequences, mask = padded(left, right)
         found = logprobs_of(policy, sequences, mask, expected.shape[1] + right)[:, : expected.shape[1]]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+class ScaledAfter(LlamaForCausalLM):
+    """Code of a folder's own that no setting tells of: it changes logits in place."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits.mul_(0.5)
+        return output
+
+
+class ScaledBefore(LlamaForCausalLM):
+    """The same, of what the head is given."""
+
+    def forward(self, *args, logits_to_keep=0, **kwargs):
+        return CausalLMOutputWithPast(logits=self.lm_head(self.model(*args, **kwargs)[0] / 4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Gemma2ForCausalLM(odd_config("gemma2")),
+        lambda: ScaledAfter(make_config("llama")),
+        lambda: ScaledBefore(make_config("llama")),
+    ],
+    ids=["gemma2", "after", "before"],
+)
+def test_what_changes_logits_is_found_where_they_are_still_small(make):
+    model = make().eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e-6)
+        assert model(SEQUENCES).logits.abs().max() < 1e-3
+        policy = Policy(model)
+        policy(SEQUENCES[:1], probe=True)
+    assert not policy.direct_head
+
+
+def test_outputs_beside_the_logits_are_not_computed_and_stay_asked_for_in_what_is_saved(tmp_path):
+    """Router logits of a mixture of experts, whose balancing loss fails where one token is read after others."""
+    folder = save_random(AutoModelForCausalLM.from_config(family_config("mixtral")), tmp_path)
+    expected = hf_logprobs(folder, SEQUENCES)[:, PROMPT - 1 :]
+    path = tmp_path / "config.json"
+    asked = {"output_router_logits": True, "output_hidden_states": True, "return_dict": False}
+    path.write_text(json.dumps(json.loads(path.read_text()) | asked | {"output_attentions": True}))
+    policy = probed(folder)
+    torch.testing.assert_close(logprobs_of(policy, SEQUENCES), expected, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        whole = policy.model(SEQUENCES, use_cache=True)
+        first = policy.model(SEQUENCES[:, :-1], use_cache=True)
+        mask = torch.ones_like(SEQUENCES)
+        last = policy.model(SEQUENCES[:, -1:], attention_mask=mask, past_key_values=first.past_key_values)
+    torch.testing.assert_close(last.logits[:, 0], whole.logits[:, -1], rtol=0, atol=1e-4)
+    assert whole.hidden_states is None and whole.router_logits is None
+    save_model(policy, full_state(policy.model), AutoTokenizer.from_pretrained(folder), tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert {name: saved[name] for name in asked} == asked
 
 
 def test_an_opt_whose_embedding_is_narrower_than_its_layers(tmp_path):

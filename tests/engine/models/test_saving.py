@@ -105,7 +105,7 @@ def test_files_written_a_tensor_at_a_time_are_those_of_save_pretrained(tmp_path,
     policy = load_policy(source, torch.float32)
     save = type(policy.model).save_pretrained
     monkeypatch.setattr(type(policy.model), "save_pretrained", partialmethod(save, max_shard_size=shard_size))
-    vars(policy.model.config).update(policy.dropouts)  # as in the source, and in what save_model writes
+    vars(policy.model.config).update(policy.replaced)  # as in the source, and in what save_model writes
     policy.model.save_pretrained(tmp_path / "whole")
     with lent_state(policy.model) as state:
         save_model(policy, state, make_tokenizer(), tmp_path / "written")

@@ -192,8 +192,8 @@ def test_step_2_tells_of_the_prompts_that_it_normalises_on_too(model):
     )
 
 
-def test_held_out_rows_that_held_out_does_not_number_are_not_held_against_it():
-    args = flags(SFTFlags, "m", eval_data_path=["e"], max_seq_len=8, held_out=100)
+def test_held_out_rows_that_held_out_does_not_number_are_not_held_against_it(model):
+    args = flags(SFTFlags, model, eval_data_path=["e"], max_seq_len=8, held_out=100)
     line = supervised_lines(args, "texts", sft([SHORT] * 16), sft([SHORT] * 3), TOKENIZER)[0]
     assert line == "16 texts (0 cut, 0 dropped), 3 held out; 1 steps on 1 rank"
 

@@ -1,11 +1,13 @@
 """Model cards: what a run's record and metrics come to, what is kept private, and snippets that run as they stand."""
 
+import json
 import re
 
 import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from transformers import AutoModelForSequenceClassification
 
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
@@ -136,33 +138,44 @@ def test_a_merged_models_card():
     assert [word for word in PRIVATE if word in text] == []
 
 
+TEXTS = ([10, 11, 12, 13, EOS], [10, 11, 12, 14, 15, 16, 17, EOS])  # as tokens
+
+
 def code(text: str, folder: str) -> str:
     found = re.search(r"```python\n(.*)\n```", text, re.DOTALL)
     assert found is not None
-    filled = found[1].replace('FOLDER = "."', f"FOLDER = {folder!r}").replace("PROMPT", "w10 w11 ")
-    return filled.replace("RESPONSE", "w12 w13 ").replace("max_new_tokens=64", "max_new_tokens=4")
+    filled = found[1].replace('FOLDER = "."', f"FOLDER = {folder!r}").replace("max_new_tokens=64", "max_new_tokens=4")
+    both = ", ".join(repr(" ".join(f"w{token}" for token in tokens[:-1])) + " + ' </s>'" for tokens in TEXTS)
+    return filled.replace('"PROMPT" + "RESPONSE" + tokenizer.eos_token', both).replace("PROMPT", "w10 w11 ")
 
 
-def test_the_snippets_load_what_they_are_for(tmp_path, capsys):
+def test_the_snippet_of_a_language_model_loads_it(tmp_path, capsys):
     exec(code(snippet("actor", False), make_causal_lm(tmp_path / "lm")), {})
     assert capsys.readouterr().out.startswith("w10 w11 ")
-    folder = make_scorer(tmp_path / "scorer", offset=0.3)
-    exec(code(snippet("reward", False), folder), {})
-    scorer, ids = load_scorer(folder, torch.float32).eval(), torch.tensor([[10, 11, 12, 13, EOS]])
-    mask = torch.ones_like(ids)
-    with torch.no_grad():
-        expected = scorer.sequence_scores(scorer(ids, mask, position_ids(mask)), ids, mask).item()
-    assert float(capsys.readouterr().out) == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_snippets_of_adapters_load_them_with_their_base(tmp_path, capsys):
     base = make_causal_lm(tmp_path / "base")
     exec(code(snippet("actor", True), make_adapter(tmp_path / "actor", base)), {})
     assert "w10 w11" in capsys.readouterr().out
-    folder = make_adapter(tmp_path / "reward", base, scorer=True)
-    exec(code(snippet("reward", True), folder), {})
-    scorer, ids = load_scorer(folder, torch.float32).eval(), torch.tensor([[10, 11, 12, 13, EOS]])
-    mask = torch.ones_like(ids)
+
+
+@pytest.mark.parametrize("pad_is_eos", [True, False])
+def test_the_snippet_of_a_reward_model_scores_two_texts_as_one_at_a_time(tmp_path, capsys, pad_is_eos):
+    folder = make_scorer(tmp_path, offset=0.3, pad_is_eos=pad_is_eos)
+    if pad_is_eos:  # as step 2 writes it
+        config = json.loads((tmp_path / "config.json").read_text()) | {"pad_token_id": None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    exec(code(snippet("reward", False), folder), {})
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
-        expected = scorer.sequence_scores(scorer(ids, mask, position_ids(mask)), ids, mask).item()
-    assert float(capsys.readouterr().out) == pytest.approx(expected, abs=1e-5)
+        expected = [model(torch.tensor([ids])).logits.item() + 0.3 for ids in TEXTS]
+    assert json.loads(capsys.readouterr().out) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_snippet_of_an_adapter_scores_two_texts_as_one_at_a_time(tmp_path, capsys):
+    folder = make_adapter(tmp_path / "reward", make_causal_lm(tmp_path / "base", pad_is_eos=True), scorer=True)
+    exec(code(snippet("reward", True), folder), {})
+    scorer, expected = load_scorer(folder, torch.float32).eval(), []
+    for ids in map(torch.tensor, TEXTS):
+        mask = torch.ones_like(ids)[None]
+        with torch.no_grad():
+            expected.append(scorer(ids[None], mask, position_ids(mask))[0, -1].item())
+    assert json.loads(capsys.readouterr().out) == pytest.approx(expected, abs=1e-5)
