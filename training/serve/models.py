@@ -40,6 +40,11 @@ class ServedModel:
     decoder: Decoder
     longest_token: int
 
+    @property
+    def has_template(self) -> bool:
+        """Whether its tokenizer has a chat template."""
+        return bool(self.tokenizer.chat_template)
+
 
 @dataclass(frozen=True, slots=True)
 class ServedScorer:
