@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from engine.models.reading import read_tokenizer
-from tests.tiny_models import BOS, make_causal_lm
+from tests.tiny_models import make_causal_lm
 from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import CHATML, chat_tokenizer
 from training.data.forms import PAIRS, PROMPTS, SFT
@@ -60,10 +60,9 @@ def test_the_template_on_the_page_works_in_all_three_steps(tmp_path, bos):
     pair = PAIRS.row("here", {"prompt": asked, "chosen": chosen, "rejected": rejected}, tokenizer)
     assert pair == {"prompt": prompt, "chosen": "w07</s>", "rejected": "w08</s>"}
     assert PROMPTS.row("here", {"prompt": asked}, tokenizer)["prompt"] == prompt
-    encoder, eos = TextEncoder(tokenizer), tokenizer.eos_token_id
-    ids, count = encoder.answered(prompt, sft["response"])
-    assert ids[count:] == [7, eos] and stop_token_ids(tokenizer, None, None) == [eos] == [encoder.end_of_turn]
-    assert ids[:count] == encoder.prompt(prompt) and ids.count(BOS) == (1 if bos else 0)
+    ids, count = TextEncoder(tokenizer).answered(sft["prompt"], sft["response"])
+    assert ids == tokenizer(tokenizer.apply_chat_template(asked + chosen, tokenize=False))["input_ids"]
+    assert ids[count:] == [7, tokenizer.eos_token_id] and stop_token_ids(tokenizer, None, None) == ids[-1:]
 
 
 def test_real_rows_become_batches():
