@@ -38,8 +38,9 @@ class EngineSpec:
     from elsewhere, and no such model is loaded. hydra_layers: how many of the actor's last layers train; the reference
     is then copies of those in the actor's engine. 0: all train, and the reference is an engine of its own.
     actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: one model for all roles.
-    pad_token: the rule for the tokenizer's pad token (engine/models/pad_tokens.py). trust_remote_code: whether code in
-    the models' folders may run. attention: which code computes attention, of all models.
+    pad_token: the rule for the tokenizer's pad token (engine/models/pad_tokens.py). chat_template: a file with one for
+    it, or None. trust_remote_code: whether code in the models' folders may run. attention: which code computes
+    attention, of all models.
     reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.
     ema_decay: None for no average; ema_device: "cpu" keeps it, and a reference that moves, in host memory.
     reference_is_ema: whether the KL is measured to that average. reference_refresh_steps: after every so many PPO steps
@@ -56,6 +57,7 @@ class EngineSpec:
     critic_lora: LoraSpec | None = None
     share_trunk: bool = False
     pad_token: str = "tokenizer"
+    chat_template: str | None = None
     trust_remote_code: bool = False
     attention: Attention = USUAL
     dtype: str = "fp32"

@@ -76,7 +76,7 @@ class RLHFEngine:
     def from_pretrained(cls, spec: EngineSpec) -> "RLHFEngine":
         """Load the models and wrap each in an engine; joins the process group if that has not been done."""
         init()
-        tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token, spec.trust_remote_code)
+        tokenizer = read_tokenizer(spec.actor_path, "actor", spec.pad_token, spec.trust_remote_code, spec.chat_template)
         trained = _trained_trunk(spec) if spec.share_trunk else _trained_models(spec)
         reference: Reference | None = None
         if not spec.reference_moves:

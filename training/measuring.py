@@ -54,7 +54,7 @@ def check_answering(args: MeasuringFlags, path: str, what: str) -> None:
     """Raise UserError, naming `what` (a flag), where a model cannot answer prompts as these flags have them."""
     trusted = args.trust_remote_code
     config = check_policy(path, what, trusted)
-    check_embedding(read_tokenizer(path, what, trust_remote_code=trusted), config, path, what)
+    check_embedding(args.read_tokenizer(path, what), config, path, what)
     check_attention(path, what, trusted)
     args.check_attention(path, LANGUAGE_MODEL, what)
     check_positions(config, f"{what} {path}", **args.lengths)

@@ -13,7 +13,7 @@ from engine.experience import position_ids
 from engine.models.checking import check_policy, check_rows
 from engine.models.classes import LANGUAGE_MODEL
 from engine.models.loading import DTYPES, load_policy
-from engine.models.reading import read_tokenizer, vocabulary_size
+from engine.models.reading import vocabulary_size
 from engine.rlhf_engine import wrap_trained
 from training.data.forms import SFT
 from training.data.sft_examples import SFTBatch, SFTExamples, collate_sft, sft_fit
@@ -46,7 +46,7 @@ def main(args: SFTFlags) -> None:
         return
     check_shared(args.output_dir)
     tokenizer, examples, held_out, data = agreed(lambda: load_examples(args))
-    conditions = supervised_conditions(args, data, args.total_steps(len(examples)))
+    conditions = supervised_conditions(args, data, args.total_steps(len(examples)), tokenizer)
     if point:
         agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
     ds_config = args.ds_settings()
@@ -123,9 +123,7 @@ def load_examples(args: SFTFlags) -> tuple:
 
     Raises UserError before a model is loaded.
     """
-    tokenizer = read_tokenizer(
-        args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
-    )
+    tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     stops = generation_stops(args.model_name_or_path, tokenizer, args.trust_remote_code)
     fit = sft_fit(tokenizer, args.max_seq_len, args.loss_on, args.overlong, stops)
     parts = args.load_rows(SFT, tokenizer, fit, held_out=args.held_out, undivided=args.sft_only_data_path)
@@ -150,9 +148,7 @@ def check(args: SFTFlags, point: ResumePoint | None = None) -> None:
     if args.looks_at(args.model_name_or_path):
         config = check_policy(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
         check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
-        tokenizer = read_tokenizer(
-            args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
-        )
+        tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
         check_rows(tokenizer, config, args.model_name_or_path, "--model_name_or_path")
         args.check_attention(args.model_name_or_path, LANGUAGE_MODEL, "--model_name_or_path")
         adapted_model(args, scorer=False)

@@ -22,7 +22,6 @@ from engine.models.checking import check_policy, check_rows, check_trunk, check_
 from engine.models.classes import CLASSIFIER
 from engine.models.loading import DTYPES, new_scorer
 from engine.models.pad_tokens import classifier_pad_token_id
-from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import wrap_trained
 from engine.zero.engines import TrainedModel
 from training.data.forms import PAIRS
@@ -59,7 +58,7 @@ def main(args: RewardFlags) -> None:
         return
     check_shared(args.output_dir)
     tokenizer, examples, held_out, prompts, data = agreed(lambda: load_examples(args))
-    conditions = supervised_conditions(args, data, args.total_steps(len(examples)))
+    conditions = supervised_conditions(args, data, args.total_steps(len(examples)), tokenizer)
     if point:
         agreed(lambda: point.check(conditions, args.total_steps(len(examples))))
     ds_config = args.ds_settings()
@@ -196,9 +195,7 @@ def load_examples(args: RewardFlags) -> tuple:
 
     Raises UserError before a model is loaded.
     """
-    tokenizer = read_tokenizer(
-        args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
-    )
+    tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
     stops = generation_stops(args.sft_path, tokenizer, args.trust_remote_code)
     fit = pair_fit(tokenizer, args.max_seq_len, args.overlong, stops)
     parts = args.load_rows(PAIRS, tokenizer, fit, held_out=args.held_out)
@@ -229,9 +226,7 @@ def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
     if args.looks_at(args.model_name_or_path):
         config = check_trunk(args.model_name_or_path, "--model_name_or_path", args.trust_remote_code)
         check_positions(config, f"--model_name_or_path {args.model_name_or_path}", max_seq_len=args.max_seq_len)
-        tokenizer = read_tokenizer(
-            args.model_name_or_path, "--model_name_or_path", trust_remote_code=args.trust_remote_code
-        )
+        tokenizer = args.read_tokenizer(args.model_name_or_path, "--model_name_or_path")
         check_rows(tokenizer, config, args.model_name_or_path, "--model_name_or_path")
         args.check_attention(args.model_name_or_path, CLASSIFIER, "--model_name_or_path")
         adapted_model(args, scorer=True)
@@ -245,7 +240,7 @@ def check(args: RewardFlags, point: ResumePoint | None = None) -> None:
         )
         if args.looks_at(args.model_name_or_path):
             check_vocabularies(
-                read_tokenizer(args.sft_path, flag_name, trust_remote_code=args.trust_remote_code),
+                args.read_tokenizer(args.sft_path, flag_name),
                 args.model_name_or_path,
                 "--model_name_or_path",
                 args.trust_remote_code,

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+from jinja2 import TemplateSyntaxError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import UserError, shortened
+from engine.files import read_text
 from engine.git_lfs import refuse_pointers
 from engine.models.pad_tokens import set_pad_token
 from engine.models.places import base_of, one_line, require_model
@@ -43,13 +46,17 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
 
 
 def read_tokenizer(
-    path: str, what: str, pad_token: str = "tokenizer", trust_remote_code: bool = False
+    path: str,
+    what: str,
+    pad_token: str = "tokenizer",
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer at `path`, left-padding, with the pad token that the rule `pad_token` gives it (`set_pad_token`).
 
     An adapter's folder need not have one: then it is that of its base.
 
-    trust_remote_code: as for `read_config`.
+    trust_remote_code: as for `read_config`. chat_template: a file whose template takes the place of its own.
 
     Raises: UserError, naming `what` (a flag), if there is none or it has neither pad nor EOS.
     """
@@ -69,7 +76,28 @@ def read_tokenizer(
         raise UserError(f"{what}: the tokenizer at {path!r} has neither a pad nor an EOS token. Set one.")
     rows = read_config(path, what, trust_remote_code).get_text_config().vocab_size if pad_token != "tokenizer" else 0
     set_pad_token(tokenizer, pad_token, path, room=vocabulary_size(tokenizer) < rows)
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
     return tokenizer
+
+
+def read_chat_template(path: str) -> str:
+    """The chat template in the file that --chat_template names. Raises: UserError where there is none."""
+    what = f"--chat_template {path}"
+    refuse_pointers([Path(path)], what)
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{what}: cannot be read ({reason}). Give a text file with a chat template (Jinja).") from None
+    if not text.strip():
+        raise UserError(f"{what}: the file is empty. Give a text file with a chat template (Jinja).")
+    try:
+        render_jinja_template([], chat_template=text)  # of no dialogues: it is compiled and not run
+    except Exception as error:  # whatever a broken template leads Jinja to
+        line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise UserError(f"{what}{line}: no valid Jinja ({one_line(error)}). Mend the template.") from None
+    return text
 
 
 def has_tokenizer(path: str) -> bool:

@@ -33,9 +33,15 @@ def save_model(module: Policy | Scorer, state: dict, tokenizer: PreTrainedTokeni
         with os_errors():
             with _as_given():
                 model.save_pretrained(folder, state_dict=dict(state))  # which it takes apart
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder)
     finally:
         vars(model.config).update(as_computed)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write the tokenizer's files into a folder that has no folders: several named chat templates, which would get one
+    of their own, go into tokenizer_config.json."""
+    tokenizer.save_pretrained(folder, save_jinja_files=not isinstance(tokenizer.chat_template, dict))
 
 
 def save_adapter(
@@ -54,7 +60,7 @@ def save_adapter(
         _write({f"{PREFIX}{name}": tensor for name, tensor in state.items()}, folder / WEIGHTS, {"format": "pt"})
         for name, text in adapter_files(module).items():
             (folder / name).write_text(text, encoding="utf-8")
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
 
 def adapter_files(module: Policy | Scorer) -> dict[str, str]:

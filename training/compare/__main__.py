@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import training.program.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
-from engine.models.reading import read_config, read_tokenizer
+from engine.models.reading import read_config
 from training.compare.answering import Answering, functions_of
 from training.compare.flags import CompareFlags
 from training.compare.models import Model, config_of, exported, located, named
@@ -52,7 +52,7 @@ def check(args: CompareFlags) -> list[Model]:
         why = "Models are compared by what they make of the same tokens: give models with one tokenizer."
         check_same_tokens(first, other, why, args.trust_remote_code)
     check_models(args, models)
-    check_scoring(args, read_tokenizer(first[1], first[0], trust_remote_code=args.trust_remote_code))
+    check_scoring(args, args.read_tokenizer(first[1], first[0]))
     functions_of(args)
     return models
 
@@ -71,7 +71,7 @@ def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
     """Every model's responses, and what they say of it; a line for each as it comes (all ranks call this)."""
     first = models[0]
     with phase("reading data"):
-        tokenizer = read_tokenizer(first.path, first.what, trust_remote_code=args.trust_remote_code)
+        tokenizer = args.read_tokenizer(first.path, first.what)
         held_out = agreed(lambda: read_held_out(args, tokenizer))
         checked(lambda: check_columns(functions_of(args), {"the held-out prompts": held_out.prompts.rows[0]}))
     with phase("loading models"):

@@ -23,7 +23,7 @@ from engine.errors import UserError
 SECONDS = 10  # of processor time for one dialogue; a good template takes milliseconds
 WAIT = 120.0  # seconds, for the trial as a whole, on however busy a machine
 MEMORY = 2**30  # bytes that a trial may take
-REMEDY = "Mend chat_template in its tokenizer_config.json (or chat_template.jinja), or take it out."
+REMEDY = "Mend chat_template in its tokenizer_config.json (or chat_template.jinja), or give --chat_template FILE."
 # A question and its reply, with which a template is tried.
 TURNS = ({"role": "user", "content": "the-question"}, {"role": "assistant", "content": "the-reply"})
 

@@ -8,7 +8,7 @@ from training.flags.arguments import ProgramFlags
 
 WRITTEN = ("output_dir", "tensorboard_path", "data_output_path")
 """Folders that may still have to be made; what is read is a path only if it stands there, else a name on the Hub."""
-READ = ("_path", "_dataset_name", "config", "resume", "reward_function")
+READ = ("_path", "_dataset_name", "config", "chat_template", "resume", "reward_function")
 
 
 def make_paths_absolute(args: ProgramFlags) -> None:

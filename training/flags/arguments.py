@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from transformers import PreTrainedTokenizerBase
+
 from engine.errors import UserError
 from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.places import base_of
+from engine.models.reading import read_chat_template, read_tokenizer
 
 REQUIRED = dataclasses.MISSING
 
@@ -105,7 +108,28 @@ class ProgramFlags:
 
 
 @dataclass(kw_only=True)
-class RunFlags(ProgramFlags):
+class TokenizerFlags(ProgramFlags):
+    """How the programs that read texts get their tokenizer."""
+
+    trust_remote_code: bool = flag(
+        False, "run the code that a model's folder brings along (`auto_map`), where transformers lacks its class"
+    )
+    chat_template: str | None = flag(
+        None, "file with a chat template (Jinja) that the tokenizer gets, in place of its own if it has one"
+    )
+
+    def validate(self) -> None:
+        """As ProgramFlags has it."""
+        if self.chat_template is not None:
+            read_chat_template(self.chat_template)
+
+    def read_tokenizer(self, path: str, what: str, pad_token: str = "tokenizer") -> PreTrainedTokenizerBase:
+        """The tokenizer of the model at `path`, as engine/models/reading.py reads it, by these flags."""
+        return read_tokenizer(path, what, pad_token, self.trust_remote_code, self.chat_template)
+
+
+@dataclass(kw_only=True)
+class RunFlags(TokenizerFlags):
     """What all three steps share.
 
     overwrites: whether --overwrite_output_dir is a flag of this program.
@@ -125,9 +149,6 @@ class RunFlags(ProgramFlags):
         "look at all nodes of the run, start it with the run's own command: versions, GPUs, memory, disks, models and "
         "data, clocks, bandwidth and the seconds that a step will communicate for; print a table and which node is at "
         "fault, and end, with code 0 where none is and 2 where one is",
-    )
-    trust_remote_code: bool = flag(
-        False, "run the code that a model's folder brings along (`auto_map`), where transformers lacks its class"
     )
     seed: int = flag(1234, "of data order, fresh weights and sampling")
     dtype: str | None = flag(
@@ -180,6 +201,7 @@ class RunFlags(ProgramFlags):
         for spec in dataclasses.fields(self):
             for value in _texts(getattr(self, spec.name)) if spec.name != "stop" else ():
                 check_name(spec.name, value)
+        TokenizerFlags.validate(self)
         if self.preflight and self.dry_run:
             raise UserError("--preflight looks at the nodes of a run, and --dry_run at its flags: give one of them.")
         if self.wandb_project is not None and not self.enable_tensorboard:

@@ -57,6 +57,7 @@ class MeasuringFlags(DataFlags, ABC):
             with_critic=False,
             reward_path=next(iter(self.reward_models), None),
             with_reward_model=bool(self.reward_models),
+            chat_template=self.chat_template,
             trust_remote_code=self.trust_remote_code,
             attention=self.attention,
             dtype=str(self.dtype),

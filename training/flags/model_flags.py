@@ -173,6 +173,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
             critic_lora=self._critic_lora(dialect),
             share_trunk=self.share_trunk,
             pad_token=dialect.pad_token,
+            chat_template=self.chat_template,
             trust_remote_code=self.trust_remote_code,
             attention=self.attention,
             dtype=self.dtype,

@@ -17,7 +17,6 @@ import training.program.import_errors  # noqa: F401  before what may not be ther
 from engine import distributed
 from engine.errors import RunStopped
 from engine.models.checking import check_policy
-from engine.models.reading import read_tokenizer
 from training.flags.user_function import load_function
 from training.measuring import check_answering, check_scoring, read_held_out
 from training.merge.flags import MergeFlags
@@ -56,7 +55,7 @@ def check(args: MergeFlags) -> None:
     if not args.data_path:
         return
     check_answering(args, sft, SFT)
-    check_scoring(args, read_tokenizer(sft, SFT, trust_remote_code=trusted))
+    check_scoring(args, args.read_tokenizer(sft, SFT))
     if args.reward_function is not None:
         load_function(args.reward_function)
 
@@ -78,7 +77,7 @@ def read_weights(args: MergeFlags) -> tuple[dict, list[dict]]:
 def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]:
     """Each scale's point, printed as it comes, written when all are there (all ranks call this)."""
     with phase("reading data"):
-        tokenizer = read_tokenizer(args.sft_model_name_or_path, SFT, trust_remote_code=args.trust_remote_code)
+        tokenizer = args.read_tokenizer(args.sft_model_name_or_path, SFT)
         held_out = agreed(lambda: read_held_out(args, tokenizer, args.known_texts_path))
     with phase("loading models"):
         measuring = Measuring(args, held_out)
@@ -137,10 +136,10 @@ def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points
             lambda: save_merged(
                 MergedWeights(sft, trained, scale, args.method),
                 args.sft_model_name_or_path,
+                args.read_tokenizer(args.sft_model_name_or_path, SFT),
                 Path(args.output_dir) / MODEL,
                 note,
                 args.max_shard_size,
-                args.trust_remote_code,
             )
         )
     if distributed.is_main():

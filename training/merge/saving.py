@@ -6,9 +6,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from engine.errors import UserError
 from engine.models.places import base_of
-from engine.models.reading import read_tokenizer
+from engine.models.saving import save_tokenizer
 from engine.models.weight_files import weights_folder
 from engine.whole_files import PARTIAL, sync_tree
 from training.merge.same_kind import SFT
@@ -24,14 +26,14 @@ BESIDE = ("config.json", "generation_config.json", "*.py")
 def save_merged(
     weights: MergedWeights,
     sft: str,
+    tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     source: Mapping[str, object],
     max_shard_size: str,
-    trust_remote_code: bool = False,
 ) -> Path:
     """Write the model to `folder`, which must not be there; it is there whole or not at all. Returns the folder.
 
-    sft: the SFT model's path, whose configuration and tokenizer it gets. source: what stands in the note.
+    sft: the SFT model's path, whose configuration it gets. tokenizer: that model's. source: what stands in the note.
     Raises: UserError where the folder is there, or cannot be written.
     """
     if folder.exists():
@@ -45,7 +47,7 @@ def save_merged(
         for pattern in BESIDE:
             for file in stored.glob(pattern):
                 shutil.copyfile(file, partial / file.name)
-        read_tokenizer(sft, SFT, trust_remote_code=trust_remote_code).save_pretrained(partial)
+        save_tokenizer(tokenizer, partial)
         (partial / NOTE).write_text(json.dumps(dict(source), indent=2) + "\n", encoding="utf-8")
         add_merge_card(partial, source)
         sync_tree(partial)

@@ -25,13 +25,13 @@ FILES_READ = 256  # of a folder with more, their names and sizes count alone
 
 
 def inputs_of(args: RunFlags) -> dict[str, Input]:
-    """Each model, data set, function and configuration file that the flags name, by flag and value."""
+    """Each model, data set, function, template and configuration file that the flags name, by flag and value."""
     return {f"--{name} {value}": looked_at(name, value) for name, value in _named(args)}
 
 
 def _named(args: RunFlags) -> Iterator[tuple[str, str]]:
     for name, value in args.as_dict().items():
-        if name.endswith((MODELS, *DATA, "ds_config")) or name in OTHER_REWARDS:
+        if name.endswith((MODELS, *DATA, "ds_config", "chat_template")) or name in OTHER_REWARDS:
             yield from ((name, one) for one in (value if isinstance(value, list) else [value]) if one)
 
 

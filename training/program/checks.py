@@ -6,7 +6,7 @@ from engine.errors import UserError
 from engine.models.checking import check_policy, check_rows, check_scorer, check_trunk, check_vocabularies
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.hydra import check_hydra
-from engine.models.reading import read_config, read_tokenizer
+from engine.models.reading import read_config
 from engine.rollout.families import check_attention
 from engine.rollout.vllm_engine import check_heads, vllm_version
 from engine.shared_trunk import scoring_roles
@@ -88,7 +88,7 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     for name in names:
         path = getattr(args, name)
         if name == "actor_model_name_or_path":
-            tokenizer = read_tokenizer(path, f"--{name}", dialect.pad_token, trusted)
+            tokenizer = args.read_tokenizer(path, f"--{name}", dialect.pad_token)
             check_rows(tokenizer, check_policy(path, f"--{name}", trusted), path, f"--{name}")
             check_attention(path, f"--{name}", trusted)
             generation_stops(path, tokenizer, trusted)

@@ -8,7 +8,7 @@ from engine.algorithms import Dialect, end_token_id, token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.pad_tokens import pad_token_line
-from engine.models.reading import read_tokenizer, vocabulary_size
+from engine.models.reading import vocabulary_size
 from engine.rollout import SamplingConfig
 from training.data.blocks import TextBlocks
 from training.data.forms import PROMPTS, TEXTS
@@ -56,16 +56,14 @@ def make_plan(
 
     inputs: `training.restarts.inputs.fingerprints`, by rank 0.
     """
-    tokenizer = read_tokenizer(
-        args.actor_model_name_or_path, "--actor_model_name_or_path", dialect.pad_token, args.trust_remote_code
-    )
+    tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path", dialect.pad_token)
     prompts, held_out, fingerprints = read_prompts(args, dialect, tokenizer)
     total_steps = count_steps(args, len(prompts))
     last_step = min(total_steps, args.test_stop_step or total_steps)
     functions = load_functions(args)
     check_columns(functions, first_rows(prompts, held_out))
     texts, texts_fingerprints = read_texts(args, tokenizer)
-    conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps, inputs)
+    conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps, inputs, tokenizer)
     if point:
         point.check(conditions, last_step)
     # A command that goes on by itself may name steps that an earlier start has recorded.

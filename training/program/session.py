@@ -6,7 +6,6 @@ from typing import NoReturn
 
 from engine import distributed
 from engine.host_memory import give_back_at
-from engine.models.reading import read_tokenizer
 from engine.zero.engines import TrainedModel
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
@@ -40,9 +39,7 @@ class Session:
         self.args, self.plan, self.trainer, self.evaluator = args, plan, trainer, evaluator
         self.output_dir, self.models = Path(args.output_dir), trainer.models
         # With its own pad token, whatever the run pads with: the models' configurations speak of that one.
-        self.own_tokenizer = read_tokenizer(
-            args.actor_model_name_or_path, "--actor_model_name_or_path", trust_remote_code=args.trust_remote_code
-        )
+        self.own_tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
         self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
         logged = trainer.steps_done - (self.owed is not None)
         self.view = views.averaged(views.PPO) if self.models.ema is not None else views.PPO

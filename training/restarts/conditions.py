@@ -10,10 +10,13 @@ settings            what may change; every change that has an effect is printed
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.algorithms import Dialect
@@ -35,6 +38,7 @@ FIRST = "held_out_first_responses"
 DATA = "the data"  # whose fingerprints say nothing to people
 URL = "--reward_url"  # an address, which may change
 SERVED = "the reward server"
+TEMPLATE = "the chat template"  # a hash of it; points of earlier versions have none
 FROZEN = "frozen weights of the "
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
@@ -104,16 +108,18 @@ class Conditions:
         data: list[str],
         total_steps: int,
         inputs: Mapping[str, str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> "Conditions":
         """Those of this run.
 
         data: fingerprints of the prompts and of the texts. total_steps: of the whole run, by which learning rates fall.
-        inputs: fingerprints of models and of the reward function, by flag.
+        inputs: fingerprints of models and of the reward function, by flag. tokenizer: whose chat template is to stay.
         """
         fields = dataclasses.asdict(dialect)
         identity = {
             "seed": args.seed,
             DATA: data,
+            **template_identity(tokenizer),
             "responses a step": args.rows_per_rank * distributed.world_size(),
             **{name: fields.pop(name) for name in FIXED_FIELDS},
             **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS},
@@ -156,12 +162,17 @@ class Conditions:
         # The data last: seed, lengths and --overlong say, too, which rows are held out.
         for name, value in sorted(self.identity.items(), key=lambda item: item[0] == DATA):
             then = written.identity.get(name)
-            if name.startswith(FROZEN) and None in (then, value):
-                continue  # of a name on the Hub, before it was fetched
+            if name.startswith((FROZEN, TEMPLATE)) and None in (then, value):
+                continue  # of a name on the Hub, before it was fetched; of an earlier version
             if then != value and name.startswith(FROZEN):
                 raise UserError(
                     f"--resume {folder}: the {name} are others than when it was written, and the factors in it belong "
                     "to those. Give the model that the run began with; its folder may have moved."
+                )
+            if then != value and name == TEMPLATE:
+                raise UserError(
+                    f"--resume {folder}: the chat template is another than when it was written. Give the same "
+                    "--chat_template as when the run began, or the model with the same tokenizer."
                 )
             if then != value and name == DATA:
                 raise UserError(
@@ -243,6 +254,13 @@ class Conditions:
         if name == "kl_coef" and self.identity["kl_controller"] == "adaptive":
             return " (without effect: the adaptive coefficient goes on from where it was)"
         return ""
+
+
+def template_identity(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, object]:
+    """A hash of the tokenizer's chat template, or of there being none; nothing without a tokenizer."""
+    if tokenizer is None:
+        return {}
+    return {TEMPLATE: hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()}
 
 
 def frozen_identity(flags: Mapping[str, str], inputs: Mapping[str, str], args: LoraFlags) -> dict[str, object]:

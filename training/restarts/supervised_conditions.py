@@ -2,6 +2,8 @@
 
 import json
 
+from transformers import PreTrainedTokenizerBase
+
 from engine import distributed
 from engine.models.fingerprint import frozen_fingerprint
 from engine.optim import CONSTANT_SCHEDULES
@@ -14,6 +16,7 @@ from training.restarts.conditions import (
     frozen_identity,
     lora_identity,
     lora_rates,
+    template_identity,
 )
 from training.restarts.inputs import BASE
 
@@ -31,7 +34,9 @@ FREE_FLAGS = (
 )
 
 
-def supervised_conditions(args: SupervisedFlags, data: list[str], total_steps: int) -> Conditions:
+def supervised_conditions(
+    args: SupervisedFlags, data: list[str], total_steps: int, tokenizer: PreTrainedTokenizerBase
+) -> Conditions:
     """Those of this run. data: fingerprints of the training rows and of the held-out ones.
 
     Which examples a step sees is drawn from the seed for all ranks together: it must see as many as before.
@@ -40,6 +45,7 @@ def supervised_conditions(args: SupervisedFlags, data: list[str], total_steps: i
     identity = {
         "seed": args.seed,
         DATA: data,
+        **template_identity(tokenizer),
         "examples a step": examples,
         **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS if hasattr(args, name)},
         **lora_identity(args),

@@ -108,6 +108,14 @@ class ChatCompletions(Completions):
         return {"token": word, "logprob": logprob, "bytes": list(word.encode("utf-8", "replace"))}
 
 
+def ending(response: Response, score: float | None, is_chat: bool) -> dict:
+    """What PUT / says of a response beside its text. is_chat: whether messages were sent."""
+    told = {"score": score, "tokens": len(response.tokens), "finish_reason": response.reason}
+    if response.wanted.model.has_template:
+        told["chat_template"] = "applied" if is_chat else "not applied"
+    return told
+
+
 def usage(responses: Iterable[Response]) -> dict:
     """How many tokens were read and drawn; a prompt with several responses counts once."""
     prompts: dict[int, int] = {}

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from engine.errors import UserError
 from training.data.chat import render
 from training.serve import requests as forms
-from training.serve.answers import ChatCompletions, Completions, models_list
+from training.serve.answers import ChatCompletions, Completions, ending, models_list
 from training.serve.errors import RequestError, add_handlers
 from training.serve.events import EventStream, comparison_events, completion_events, ending_with_error
 from training.serve.models import ServedModel
@@ -99,7 +99,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: forms.ChatRequest, request: Request) -> Response:
         model = service.model(body.model)
-        text = _chat_text(model, body)
+        text = _chat_text(model, body.messages)
         return await _openai_answer(
             service, request, body, ChatCompletions(model), lambda: [_prompt_ids(model, text, "messages")], 1
         )
@@ -150,16 +150,16 @@ def _check_characters(count: int, context: int, longest_token: int, what: str) -
         raise RequestError(400, told, what.partition("[")[0], "context_length_exceeded")
 
 
-def _chat_text(model: ServedModel, body: forms.ChatRequest) -> str:
-    if not model.tokenizer.chat_template:
+def _chat_text(model: ServedModel, messages: list[forms.Message]) -> str:
+    if not model.has_template:
         told = (
             f"the tokenizer of {model.name} has no chat template, so that it cannot be said how messages become its "
-            "prompt. Ask /v1/completions, or start the service with --chat_template FILE"
+            "prompt. Send it a prompt, which is text, or start the service with --chat_template FILE"
         )
         raise RequestError(400, told, "messages", "no_chat_template")
-    messages = [message.plain() for message in body.messages]
+    plain = [message.plain() for message in messages]
     try:
-        return render(model.tokenizer, messages, where="messages", add_generation_prompt=True)
+        return render(model.tokenizer, plain, where="messages", add_generation_prompt=True)
     except UserError as error:
         raise RequestError(400, str(error), "messages") from None
 
@@ -173,7 +173,10 @@ def _add_comparison(app: FastAPI, service: Service) -> None:
             raise RequestError(404, "this service has no models that answer; it was started with a reward model alone")
         seed = body.seed if body.seed is not None else forms.new_seed()
         models = [service.model(name) for name in names]
-        prompts = await service.encoded(lambda: [_prompt_ids(model, body.prompt) for model in models])
+        is_chat = body.messages is not None
+        texts = [_chat_text(model, body.messages) if is_chat else body.prompt for model in models]
+        field = "messages" if is_chat else "prompt"
+        prompts = await service.encoded(lambda: [_prompt_ids(*each, field) for each in zip(models, texts, strict=True)])
         wanted = [
             Wanted(model, prompt, body.settings(seed, 0, len(prompt), service.context, service.most_tokens))
             for model, prompt in zip(models, prompts, strict=True)
@@ -182,9 +185,11 @@ def _add_comparison(app: FastAPI, service: Service) -> None:
             stack.enter_context(service.admitted(len(wanted)))
             responses = stack.enter_context(Responses(service, wanted))
             if body.stream:
-                return EventStream(ending_with_error(comparison_events(service, responses, seed)), stack.pop_all())
-            found = await unless_gone(request, _compared(service, responses))
-            return JSONResponse({"prompt": body.prompt, "seed": seed, **found})
+                events = comparison_events(service, responses, seed, is_chat)
+                return EventStream(ending_with_error(events), stack.pop_all())
+            found = await unless_gone(request, _compared(service, responses, is_chat))
+            asked = body.model_dump(include={"prompt", "messages"}, exclude_none=True)
+            return JSONResponse({**asked, "seed": seed, **found})
 
 
 def _comparison(body: bytes, content_type: str) -> forms.CompareRequest:
@@ -201,18 +206,13 @@ def _comparison(body: bytes, content_type: str) -> forms.CompareRequest:
         raise RequestValidationError(error.errors()) from None
 
 
-async def _compared(service: Service, responses: Responses) -> dict[str, dict]:
+async def _compared(service: Service, responses: Responses, is_chat: bool) -> dict[str, dict]:
     whole = await responses.all()
     scores: list[float | None] = [None] * len(whole)
     if service.scorer is not None:
         scores = [*await service.scores([each.wanted.prompt_ids + each.tokens for each in whole])]
     return {
-        each.wanted.model.name: {
-            "response": each.text,
-            "score": score,
-            "tokens": len(each.tokens),
-            "finish_reason": each.reason,
-        }
+        each.wanted.model.name: {"response": each.text, **ending(each, score, is_chat)}
         for each, score in zip(whole, scores, strict=True)
     }
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from training.serve.answers import Completions
+from training.serve.answers import Completions, ending
 from training.serve.errors import RequestError, error_body, say
 from training.serve.service import Responses, Service
 
@@ -53,8 +53,8 @@ async def completion_events(form: Completions, responses: Responses, with_usage:
     yield DONE
 
 
-async def comparison_events(service: Service, responses: Responses, seed: int) -> AsyncIterator[str]:
-    """What PUT / streams: pieces of each model's text, then how it ended, with its score."""
+async def comparison_events(service: Service, responses: Responses, seed: int, is_chat: bool) -> AsyncIterator[str]:
+    """What PUT / streams: pieces of each model's text, then what `ending` says of it."""
     yield event({"seed": seed})
     async for number, update in responses.updates():
         response = responses.whole[number]
@@ -65,5 +65,5 @@ async def comparison_events(service: Service, responses: Responses, seed: int) -
             score = None
             if service.scorer is not None:
                 score = (await service.scores([response.wanted.prompt_ids + response.tokens]))[0]
-            yield event({"model": name, "score": score, "tokens": len(response.tokens), "finish_reason": update.reason})
+            yield event({"model": name, **ending(response, score, is_chat)})
     yield DONE

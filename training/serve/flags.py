@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from engine.errors import UserError
 from engine.rollout import DECODING
-from training.flags.arguments import ProgramFlags, flag
+from training.flags.arguments import TokenizerFlags, flag
 
-TAKEN = ("prompt", "seed")  # what stands beside the models in the answer of PUT /
+TAKEN = ("prompt", "messages", "seed")  # what stands beside the models in the answer of PUT /
 
 
 @dataclass(kw_only=True)
-class ServeFlags(ProgramFlags):
+class ServeFlags(TokenizerFlags):
     """Which models are served, where, and how much may be asked of them."""
 
     models: list[str] = flag(
@@ -23,12 +23,6 @@ class ServeFlags(ProgramFlags):
     )
     reward_model_name_or_path: str | None = flag(
         None, "the reward model that scores responses; also a restart point of step 2"
-    )
-    trust_remote_code: bool = flag(
-        False, "run the code that a model's folder brings along (`auto_map`), where transformers lacks its class"
-    )
-    chat_template: str | None = flag(
-        None, "file with a chat template (Jinja), for models whose tokenizers have none; without, these refuse chats"
     )
     device: str | None = flag(None, "cpu, cuda or cuda:1; by default the first GPU, or the CPU where there is none")
     dtype: str | None = flag(
@@ -81,6 +75,7 @@ class ServeFlags(ProgramFlags):
         if not self.models and self.reward_model_name_or_path is None:
             raise UserError("there is nothing to serve: give --models NAME=PATH, --reward_model_name_or_path, or both.")
         self.paths_by_name()
+        TokenizerFlags.validate(self)
         self.at_least(0, "port")
         self.at_most(65535, "port")
         self.at_least(2, "max_seq_len")

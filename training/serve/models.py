@@ -14,7 +14,7 @@ from engine.errors import UserError
 from engine.models.checking import check_policy, check_rows, check_scorer, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, load_scorer
 from engine.models.places import base_of
-from engine.models.reading import has_tokenizer, read_config, read_tokenizer, vocabulary_size
+from engine.models.reading import has_tokenizer, read_config, vocabulary_size
 from engine.models.scorer import Scorer
 from engine.rollout.families import check_attention
 from engine.zero import accelerator
@@ -39,6 +39,11 @@ class ServedModel:
     ends: frozenset[int]
     decoder: Decoder
     longest_token: int
+
+    @property
+    def has_template(self) -> bool:
+        """Whether its tokenizer has a chat template."""
+        return bool(self.tokenizer.chat_template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ def _check(args: ServeFlags, paths: dict[str, str], reward: str | None) -> int:
     for name, path in paths.items():
         what = f"--models {name}"
         config = check_policy(path, what, trusted)
-        tokenizer = read_tokenizer(path, what, trust_remote_code=trusted)
+        tokenizer = args.read_tokenizer(path, what)
         check_rows(tokenizer, config, path, what)
         check_attention(path, what, trusted)
         positions.append(getattr(config, "max_position_embeddings", None) or args.max_seq_len)
@@ -111,9 +116,7 @@ def _model(
     args: ServeFlags, name: str, path: str, dtype: torch.dtype, device: torch.device, context: int
 ) -> ServedModel:
     what = f"--models {name}"
-    tokenizer = read_tokenizer(path, what, trust_remote_code=args.trust_remote_code)
-    if args.chat_template is not None and not tokenizer.chat_template:
-        tokenizer.chat_template = _chat_template(args.chat_template)
+    tokenizer = args.read_tokenizer(path, what)
     model = load_policy(path, dtype, what=what, trust_remote_code=args.trust_remote_code).model
     model = model.to(device).requires_grad_(False).eval()
     pad_id, known = tokenizer.pad_token_id, vocabulary_size(tokenizer)
@@ -141,16 +144,9 @@ def _scorer(
     if policys is not None and Path(path).is_dir() and brings_none:
         tokenizer = policys
     else:
-        tokenizer = read_tokenizer(path, REWARD, trust_remote_code=args.trust_remote_code)
+        tokenizer = args.read_tokenizer(path, REWARD)
     scorer = scorer.to(device).requires_grad_(False).eval()
     return ServedScorer(scorer, TextEncoder(tokenizer), tokenizer.pad_token_id, longest_token(tokenizer))
-
-
-def _chat_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--chat_template {path}: it cannot be read ({error}). Give a text file.") from None
 
 
 @contextlib.contextmanager

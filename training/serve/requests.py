@@ -190,10 +190,21 @@ class ChatRequest(Sampling):
 
 
 class CompareRequest(Sampling):
-    """PUT /. models: those that are to answer, by default all."""
+    """PUT /. prompt: a text that models continue as it stands. messages: in its place a chat, which each model is asked
+    by its own chat template. models: those that are to answer, by default all."""
 
-    prompt: Text
+    prompt: Text | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
     models: list[str] | None = Field(None, min_length=1)
+
+    @model_validator(mode="after")
+    def _check_together(self):
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt, a text to continue, or messages, a chat")
+        return self
+
+    def _prompt_field(self) -> str:
+        return "prompt" if self.messages is None else "messages"
 
 
 class Item(BaseModel):

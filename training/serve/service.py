@@ -70,11 +70,13 @@ class Service:
             responses.abort("the service is ending, and this was not done in time")
 
     def state(self) -> dict:
-        """What GET /health says: which models there are, how much is asked of them now, and tokens drawn so far."""
+        """What GET /health says: which models there are, which of them have a chat template, how much is asked of them
+        now, and tokens drawn so far."""
         decoders = self.worker.decoders.values()
         return {
             "status": "ok",
             "models": list(self.models),
+            "chat_models": [name for name, model in self.models.items() if model.has_template],
             "reward_model": self.scorer is not None,
             "asked_for": self.taken,
             "decoding": sum(len(decoder.living) for decoder in decoders),

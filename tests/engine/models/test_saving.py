@@ -54,6 +54,15 @@ def test_a_saved_policy_opens_in_hugging_face(tmp_path, family, tied):
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == make_tokenizer().get_vocab()
 
 
+def test_several_named_templates_are_saved_without_a_folder_of_their_own(tmp_path):
+    """The output folder's model and a restart point's files are files alone."""
+    policy, tokenizer = load_policy(make_causal_lm(tmp_path / "base"), torch.float32), make_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    save_model(policy, {}, tokenizer, tmp_path / "saved")
+    assert all(path.is_file() for path in (tmp_path / "saved").iterdir())
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == tokenizer.chat_template
+
+
 @pytest.mark.parametrize("family, tied", KINDS)
 def test_a_saved_scorer_scores_the_same_in_hugging_face(tmp_path, family, tied):
     base = make_causal_lm(tmp_path / "base", family, tied=tied)

@@ -1,11 +1,14 @@
 """The same rows as the examples and prompts of all three steps."""
 
+import re
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from engine.models.reading import read_tokenizer
+from tests.tiny_models import make_causal_lm
 from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import CHATML, chat_tokenizer
 from training.data.forms import PAIRS, PROMPTS, SFT
@@ -14,6 +17,7 @@ from training.data.pair_examples import PairExamples, collate_pairs
 from training.data.prompts import Prompts, collate_prompts
 from training.data.rows import load_rows
 from training.data.sft_examples import SFTExamples, collate_sft
+from training.data.tokens import TextEncoder, stop_token_ids
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
 
@@ -37,6 +41,28 @@ def test_messages_have_the_ids_that_the_template_gives_them(tmp_path):
     assert list(PairExamples(rows(PAIRS), tokenizer, 99)) == [(ids(chosen), ids(rejected))]
     assert list(Prompts(rows(PROMPTS), tokenizer, 99)) == [prompt]
     assert ids(chosen)[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")  # which ends the answer, no EOS behind it
+
+
+@pytest.mark.parametrize("bos", ["<s>", None])
+def test_the_template_on_the_page_works_in_all_three_steps(tmp_path, bos):
+    """Its text as it stands in docs/data.md, as the file of --chat_template."""
+    file, page = tmp_path / "chat.jinja", Path(__file__).parents[3] / "docs" / "data.md"
+    (template,) = re.findall(r"```jinja\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    file.write_text(template)
+    base = make_causal_lm(tmp_path / "base")
+    tokenizer = read_tokenizer(base, "base", chat_template=str(file))
+    tokenizer.bos_token = bos
+    asked = [{"role": "system", "content": "w04"}, {"role": "user", "content": "w05 w06"}]
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("w07", "w08"))
+    prompt = (bos or "") + ("<|im_start|>system\nw04</s>\n<|im_start|>user\nw05 w06</s>\n<|im_start|>assistant\n")
+    sft = SFT.row("here", {"messages": asked + chosen}, tokenizer)
+    assert sft == {"prompt": prompt, "response": "w07</s>"}
+    pair = PAIRS.row("here", {"prompt": asked, "chosen": chosen, "rejected": rejected}, tokenizer)
+    assert pair == {"prompt": prompt, "chosen": "w07</s>", "rejected": "w08</s>"}
+    assert PROMPTS.row("here", {"prompt": asked}, tokenizer)["prompt"] == prompt
+    ids, count = TextEncoder(tokenizer).answered(sft["prompt"], sft["response"])
+    assert ids == tokenizer(tokenizer.apply_chat_template(asked + chosen, tokenize=False))["input_ids"]
+    assert ids[count:] == [7, tokenizer.eos_token_id] and stop_token_ids(tokenizer, None, None) == ids[-1:]
 
 
 def test_real_rows_become_batches():

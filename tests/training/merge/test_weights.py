@@ -59,7 +59,8 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path, tied):
     half = str(tmp_path / "half")
     assert len(list(Path(half).glob("model-*.safetensors"))) > 1
     weights = MergedWeights(stored_weights(half, "--sft"), [stored_weights(run, "--trained")], scale=0.25)
-    folder = save_merged(weights, half, tmp_path / "merged", {"scale": 0.25}, "15KB")
+    tokenizer = AutoTokenizer.from_pretrained(half)
+    folder = save_merged(weights, half, tokenizer, tmp_path / "merged", {"scale": 0.25}, "15KB")
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     found, start = AutoModelForCausalLM.from_pretrained(folder), models[0].state_dict()
     run_state = AutoModelForCausalLM.from_pretrained(run).state_dict()
@@ -70,7 +71,7 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path, tied):
     assert json.loads((folder / NOTE).read_text()) == {"scale": 0.25}
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == AutoTokenizer.from_pretrained(sft).get_vocab()
     with pytest.raises(UserError, match=r"merged is there already\. Move it away"):
-        save_merged(weights, half, tmp_path / "merged", {}, "50GB")
+        save_merged(weights, half, tokenizer, tmp_path / "merged", {}, "50GB")
     assert not list(tmp_path.glob("*.partial"))
 
 

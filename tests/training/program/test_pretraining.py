@@ -110,10 +110,11 @@ def test_a_critic_is_no_reward_model(tmp_path, monkeypatch):
     assert is_pretrained_critic(str(tmp_path)) and not is_pretrained_critic(str(tmp_path / "elsewhere"))
     for name in ("check_policy", "check_rows", "check_attention", "check_trunk", "check_scorer", "check_vocabularies"):
         monkeypatch.setattr(f"training.program.checks.{name}", lambda *given: None)
-    for name in ("read_tokenizer", "generation_stops", "read_config", "check_positions"):
+    for name in ("generation_stops", "read_config", "check_positions"):
         monkeypatch.setattr(f"training.program.checks.{name}", lambda *given, **named: None)
     args = step3(critic_model_name_or_path=str(tmp_path))
-    monkeypatch.setattr(type(args), "check_attention", lambda *given: None)
+    for name in ("check_attention", "read_tokenizer"):
+        monkeypatch.setattr(type(args), name, lambda *given: None)
     with pytest.raises(UserError, match="--critic_model_name_or_path .*: that is a pretrained critic"):
         check_models(args, args.resolved_dialect()[0])
     args = step3(critic_model_name_or_path=str(tmp_path), reward_model_name_or_path="reward")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,14 +17,16 @@ DEFAULT = get_dialect("default")
 HERE = Path("out/checkpoints/step_000002")
 
 
-def conditions(dialect: Dialect = DEFAULT, total_steps: int = 10, data=("a", "b"), inputs=None, **flags) -> Conditions:
+def conditions(
+    dialect: Dialect = DEFAULT, total_steps: int = 10, data=("a", "b"), inputs=None, tokenizer=None, **flags
+) -> Conditions:
     required = {
         "output_dir": "out",
         "data_path": ["d"],
         "actor_model_name_or_path": "a",
         "critic_model_name_or_path": "b",
     }
-    return Conditions.of(RLHFFlags(**(required | flags)), dialect, list(data), total_steps, inputs)
+    return Conditions.of(RLHFFlags(**(required | flags)), dialect, list(data), total_steps, inputs, tokenizer)
 
 
 def written(then: Conditions) -> Conditions:
@@ -61,6 +64,17 @@ def test_the_critics_pretraining_must_be_equal_and_points_from_before_it_are_tak
     for name in ("--critic_pretrain_steps", "--critic_pretrain_learning_rate"):
         del old.identity[name]
     conditions().check(old, HERE)
+
+
+def test_the_chat_template_must_be_equal_and_points_from_before_it_are_taken():
+    def templated(template: str | None) -> Conditions:
+        return conditions(tokenizer=SimpleNamespace(chat_template=template))
+
+    for then, now in (("a", "b"), (None, "a"), ("a", None)):
+        templated(then).check(written(templated(then)), HERE)
+        templated(now).check(written(conditions()), HERE)
+        with pytest.raises(UserError, match=f"--resume {HERE}: the chat template is another than when it was written"):
+            templated(now).check(written(templated(then)), HERE)
 
 
 def test_another_number_of_steps_is_named_where_learning_rates_fall_by_it():

@@ -57,6 +57,21 @@ def test_put_answers_with_every_models_continuation_and_its_score(service, model
     assert found["one"]["response"] != found["two"]["response"]
 
 
+def test_put_asks_chat_models_by_their_template_and_says_whether_it_did(service, models):
+    """The template of the model `two` puts w60 behind the messages; `one` has none."""
+    chat = {"messages": [{"role": "user", "content": "w05 w09"}], "temperature": 0, "max_tokens": 12}
+    status, found, _ = service.request("PUT", "/", {**chat, "models": ["two"]})
+    tokens = greedy(models["two"], "w05 w09 w60", 12)
+    assert status == 200 and list(found) == ["messages", "seed", "two"] and found["messages"] == chat["messages"]
+    assert found["two"]["response"].split() == [f"w{token:02d}" for token in tokens if token > 3]
+    assert found["two"]["chat_template"] == "applied"
+    _, plain, _ = service.request("PUT", "/", {"prompt": "w05 w09 w60", "temperature": 0, "max_tokens": 12})
+    assert plain["two"] == {**found["two"], "chat_template": "not applied", "score": plain["two"]["score"]}
+    assert "chat_template" not in plain["one"]
+    status, refused, _ = service.request("PUT", "/", chat)
+    assert status == 400 and "the tokenizer of one has no chat template" in refused["error"]["message"]
+
+
 def test_put_takes_a_bare_text_and_a_json_text(service):
     for body, kind in ((PROMPT, "application/x-www-form-urlencoded"), (json.dumps(PROMPT), "application/json")):
         status, found, _ = service.request("PUT", "/", body, {"Content-Type": kind})
@@ -80,11 +95,15 @@ def test_put_streams_pieces_of_each_models_text_then_scores(service):
     assert lines[-1] == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     assert events[0] == {"seed": 3}
-    for name in ("one", "two"):
+    told = {"one": (), "two": ("chat_template",)}
+    for name in told:
         texts = [event["text"] for event in events if event.get("model") == name and "text" in event]
         (end,) = [event for event in events if event.get("model") == name and "score" in event]
         assert "".join(texts) == whole[name]["response"] and len(texts) > 3
-        assert end == {"model": name, **{key: whole[name][key] for key in ("score", "tokens", "finish_reason")}}
+        assert end == {
+            "model": name,
+            **{key: whole[name][key] for key in ("score", "tokens", "finish_reason", *told[name])},
+        }
 
 
 def test_scores_are_the_reward_models(service, scorer):
@@ -121,7 +140,7 @@ def test_a_training_run_takes_its_scores_from_here(service, scorer):
 def test_health_and_models(service):
     health = service.request("GET", "/health")[1]
     assert (health["status"], health["models"], health["reward_model"]) == ("ok", ["one", "two"], True)
-    assert (health["asked_for"], health["decoding"]) == (0, 0)
+    assert (health["asked_for"], health["decoding"], health["chat_models"]) == (0, 0, ["two"])
     assert [model["id"] for model in service.request("GET", "/v1/models")[1]["data"]] == ["one", "two"]
     assert service.request("GET", "/v1/models/two")[1]["id"] == "two"
 
@@ -136,7 +155,7 @@ def test_the_page_asks_nobody_else_and_runs_its_own_script_alone(service):
     assert "connect-src 'self'" in policy and "script-src 'sha256-" in policy
     assert re.findall(r"https?://|\ssrc=|innerHTML|insertAdjacentHTML|\son\w+=", page) == []
     assert '$("prompt").focus();' in page
-    assert 'aria-live="polite"' in page and re.findall(r"<(?:textarea|input) id=\"(\w+)\"", page) == re.findall(
+    assert 'aria-live="polite"' in page and re.findall(r"<(?:textarea|input|select) id=\"(\w+)\"", page) == re.findall(
         r"label for=\"(\w+)\"", page
     )
 
@@ -198,6 +217,16 @@ MISTAKES = [  # method, path, body, status, what the message says, param
     ),
     ("PUT", "/", {"prompt": "w05", "models": ["three"]}, 404, "There is: one, two", "model"),
     ("PUT", "/", '"w05", "max_tokens": 1', 400, "no JSON", None),
+    ("PUT", "/", {"temperature": 0}, 400, "^give either prompt", None),
+    ("PUT", "/", {"prompt": "w05", "messages": [{"role": "user", "content": "w05"}]}, 400, "^give either prompt", None),
+    (
+        "PUT",
+        "/",
+        {"messages": [{"role": "user", "content": "w05 " * 64}], "models": ["two"]},
+        400,
+        "65 tok",
+        "messages",
+    ),
     ("PUT", "/", {"prompt": "w05", "n": 2}, 400, "n is not supported", "n"),
     ("POST", "/v1/scores", {"items": [{"id": 1, "prompt": "w05"}]}, 400, "items.0.response", "items"),
     (

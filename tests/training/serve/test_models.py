@@ -108,10 +108,17 @@ def test_a_reward_model_without_tokenizer_has_the_models(tmp_path):
         load_models(flags(reward_model_name_or_path=reward))
 
 
-def test_a_chat_template_is_for_those_that_have_none(tmp_path):
-    base, own = make_causal_lm(tmp_path / "base"), make_causal_lm(tmp_path / "own")
+def test_all_models_get_the_chat_template_that_is_given(tmp_path):
+    """The reward model's tokenizer, too, as in step 2: it says what ends a turn."""
+    base, own, reward = (
+        make_causal_lm(tmp_path / "base"),
+        make_causal_lm(tmp_path / "own"),
+        make_scorer(tmp_path / "r"),
+    )
     (tmp_path / "own" / "chat_template.jinja").write_text("own {{ messages[0].content }} {{ messages[-1].content }}")
     given = tmp_path / "given.jinja"
     given.write_text("given {{ messages[0].content }} {{ messages[-1].content }}")
-    found = load_models(flags(f"base={base}", f"own={own}", chat_template=str(given))).by_name
-    assert [found[name].tokenizer.chat_template.split()[0] for name in ("base", "own")] == ["given", "own"]
+    args = flags(f"base={base}", f"own={own}", chat_template=str(given), reward_model_name_or_path=reward)
+    found = load_models(args)
+    tokenizers = [*(model.tokenizer for model in found.by_name.values()), found.scorer.encoder.tokenizer]
+    assert [tokenizer.chat_template.split()[0] for tokenizer in tokenizers] == ["given"] * 3
