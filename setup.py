@@ -11,6 +11,7 @@ LINT = ["ruff>=0.17,<0.18", "mypy>=2.4,<3"]
 # What vLLM 0.32 asks for, said again: else pip fetches the newest torch with all of CUDA before it reads that.
 BESIDE_VLLM = ["torch==2.13.*", "transformers>=5.17,<5.20", "setuptools>=78.1.1,<81"]
 DS_CONFIGS = "engine.zero.configs"  # where an installed engine finds configs/ds; a checkout reads the folder itself
+PAGES = "training.flags.pages"  # and where it finds the pages of other systems' flags, of docs
 
 setup(
     name="four-engine-rlhf",
@@ -27,9 +28,14 @@ setup(
         "Programming Language :: Python :: 3",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
-    packages=[*find_packages(include=["engine", "engine.*", "training", "training.*"]), DS_CONFIGS],
-    package_dir={DS_CONFIGS: "configs/ds"},
-    package_data={DS_CONFIGS: ["*.json"], "training.pages": ["*.css", "*.js"], "training.serve": ["page.html"]},
+    packages=[*find_packages(include=["engine", "engine.*", "training", "training.*"]), DS_CONFIGS, PAGES],
+    package_dir={DS_CONFIGS: "configs/ds", PAGES: "docs"},
+    package_data={
+        DS_CONFIGS: ["*.json"],
+        PAGES: ["from_*.md"],
+        "training.pages": ["*.css", "*.js"],
+        "training.serve": ["page.html"],
+    },
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.9,<2.16",  # V100: up to 2.14 built for CUDA 12.6, or PyPI's up to 2.10 (docs/gpus.md)

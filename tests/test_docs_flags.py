@@ -8,10 +8,13 @@ import pytest
 
 from engine.algorithms import Dialect
 from training.compare.flags import CompareFlags
+from training.convert.openrlhf_table import RENAMED
 from training.convert.openrlhf_table import TABLE as OPENRLHF
 from training.convert.trl_table import TABLE as TRL
 from training.flags import deepspeed_chat
 from training.flags.memory_flags import MemoryFlags
+from training.flags.other_steps import STEPS
+from training.flags.other_systems import HEADINGS, rows
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import RewardFlags, SFTFlags
 from training.merge.flags import MergeFlags
@@ -36,15 +39,6 @@ def flags() -> set[str]:
     return named | deepspeed_chat.STEP3.keys() | deepspeed_chat.SUPERVISED.keys()
 
 
-def first_column(page: str, head: str) -> set[str]:
-    """The names in backticks of the first column of the tables that begin with `head`."""
-    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    tables = re.findall(rf"^\| {head}[^\n]*\n\| ---[^\n]*\n((?:\|[^\n]*\n)+)", text, re.MULTILINE)
-    assert tables
-    cells = [row.split("|")[1] for table in tables for row in table.splitlines()]
-    return {name for cell in cells for quoted in re.findall(r"`([^`]+)`", cell) for name in re.findall(r"^\w+", quoted)}
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_and_fields_are_there(page):
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
@@ -55,5 +49,18 @@ def test_flags_and_fields_are_there(page):
 
 
 def test_names_of_other_systems_are_in_the_converters_tables():
-    assert first_column("from_trl", "TRL") - TRL.keys() == set()
-    assert first_column("from_openrlhf", "OpenRLHF") - OPENRLHF.keys() == {"colocate_"}  # and a star
+    named = {system: set() for system in ("TRL", "OpenRLHF", "trlX")}
+    for row in rows():
+        named[row.system] |= set(row.names) if "steps" not in row.heading else set()
+    assert named["TRL"] - TRL.keys() == set()
+    named["OpenRLHF"] = {re.sub(r"^critic\.(?=adam|lr|max)", "actor.", name) for name in named["OpenRLHF"]}
+    assert named["OpenRLHF"] - OPENRLHF.keys() - RENAMED.keys() == {"algo.advantage.is_correction_threshold"}  # a pair
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.system}-{row.names[:1]}-{row.heading}")
+def test_what_a_row_names_is_of_its_steps(row):
+    classes = [one for one, step in STEPS.items() if step in HEADINGS[row.heading]]
+    known = {spec.name for one in classes for spec in dataclasses.fields(one)}
+    assert set(re.findall(r"--([a-z]\w+)", f"{row.here} {row.remark}")) <= known | {"dry_run"}
+    said = row.here == "the same"
+    assert not said or set(row.names) <= known | {spec.name for spec in dataclasses.fields(Dialect)}

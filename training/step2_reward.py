@@ -10,11 +10,13 @@ AutoModelForSequenceClassification; its score plus `score_offset` of config.json
 
 from collections.abc import Mapping
 
+import training.program.import_errors  # noqa: F401  before what may not be there
+
+# isort: split
 import numpy as np
 import torch
 from torch import Tensor
 
-import training.program.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
 from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
 from engine.experience import position_ids

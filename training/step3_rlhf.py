@@ -11,9 +11,11 @@ import contextlib
 from pathlib import Path
 from typing import NoReturn
 
+import training.program.import_errors  # noqa: F401  before what may not be there
+
+# isort: split
 from torch.utils.data import ConcatDataset
 
-import training.program.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
 from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward

@@ -122,9 +122,19 @@ def launch_module(module: str, flags: dict, ranks: int) -> Result:
 
 
 def _launched(program: Path | str, words: list[str], ranks: int) -> Result:
+    return _started(_launcher(program, words, ranks), ranks)
+
+
+def _launcher(program: Path | str, words: list[str], ranks: int) -> list[str]:
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
-    launcher += ["--master_port", str(free_port())]
-    return _started([*launcher, str(program), *words], ranks)
+    return [*launcher, "--master_port", str(free_port()), str(program), *words]
+
+
+def begin(step: int, flags: dict, log: Path, ranks: int = 2) -> subprocess.Popen:
+    """Begin what `launch` runs, in a process group of its own, as a shell does; all that it prints goes to the log."""
+    with log.open("wb") as file:
+        command = _launcher(_program(step), command_line(flags), ranks)
+        return _begun(command, ranks, stdout=file, stderr=subprocess.STDOUT)
 
 
 def start_words(step: int, words: list[str]) -> Result:
@@ -136,18 +146,16 @@ def _program(step: int) -> Path:
     return Path(PROGRAMS[step][0].__file__)
 
 
-def _started(command: list[str], ranks: int) -> Result:
+def _begun(command: list[str], ranks: int, **options) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if torch.cuda.device_count() < ranks:
         environment["DS_ACCELERATOR"] = "cpu"
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="backslashreplace",
-        start_new_session=True,
+    return subprocess.Popen(command, env=environment, start_new_session=True, **options)
+
+
+def _started(command: list[str], ranks: int) -> Result:
+    process = _begun(
+        command, ranks, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="backslashreplace"
     )
     try:
         stdout, stderr = process.communicate(timeout=TIMEOUT)

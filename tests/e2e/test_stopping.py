@@ -1,5 +1,6 @@
 """Runs that are asked to end: what is saved, how they end, and that they go on as if nothing had been."""
 
+import os
 import signal as signals
 import time
 
@@ -8,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.chain import MACHINE
-from tests.e2e.programs import command_line, launch, metric_lines, run_here, start_words
+from tests.e2e.programs import begin, command_line, launch, metric_lines, run_here, start_words
 from tests.e2e.stopping_world import asking_function
 
 STEPS = 3
@@ -94,6 +95,27 @@ def test_ranks_whose_launcher_has_gone_save_and_end(tiny, tmp_path, signal):
     waited_for(lambda: not ranks_of(tmp_path))
     assert (tmp_path / "out" / "checkpoints" / "step_000002").is_dir()
     assert not (tmp_path / "out" / "actor").exists()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_at_ctrl_c_a_launched_run_speaks_before_its_launcher_and_after_it(tiny, tmp_path):
+    out, log, metrics = tmp_path / "out", tmp_path / "log", tmp_path / "out" / "metrics.jsonl"
+    launcher = begin(3, tiny.flags(3, output_dir=out, max_steps=10**5, num_eval_prompts=0), log)
+    waited_for(lambda: metrics.exists() and metrics.stat().st_size, 300)  # the first step is done
+    os.killpg(launcher.pid, signals.SIGINT)  # as a terminal does
+    assert launcher.wait(300) in (-signals.SIGINT, 130)
+    waited_for(lambda: not ranks_of(tmp_path))
+    said = log.read_text()
+    at_once, trace, last = (
+        said.index(words)
+        for words in (
+            "Ctrl-C (SIGINT): the run finishes its step and saves; a launcher may give the prompt back before.",
+            "KeyboardInterrupt",  # the launcher's
+            "Ctrl-C (SIGINT): ended early after step ",
+        )
+    )
+    assert at_once < trace and at_once < last
+    assert f"Go on with --resume {out}." in said[last:]
 
 
 def ranks_of(folder) -> list[int]:

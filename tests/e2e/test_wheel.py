@@ -21,7 +21,7 @@ CACHES = shutil.ignore_patterns("__pycache__")
 def wheel(tmp_path_factory) -> Path:
     """The wheel's files, unpacked."""
     copy, built = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("wheel")
-    for name in ("engine", "training", "configs", "tests", "scripts"):
+    for name in ("engine", "training", "configs", "docs", "tests", "scripts"):
         shutil.copytree(ROOT / name, copy / name, ignore=CACHES)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -37,6 +37,7 @@ def test_it_holds_the_packages_and_the_engines_configurations(wheel):
     expected = {path.relative_to(ROOT) for name in ("engine", "training") for path in (ROOT / name).rglob("*.py")}
     configs = sorted((ROOT / "configs" / "ds").glob("*.json"))
     expected |= {Path("engine/zero/configs", path.name) for path in configs}
+    expected |= {Path("training/flags/pages", path.name) for path in (ROOT / "docs").glob("from_*.md")}
     for pattern in ("pages/*.css", "pages/*.js", "serve/*.html"):
         expected |= {path.relative_to(ROOT) for path in (ROOT / "training").glob(pattern)}
     found = {path.relative_to(wheel) for path in wheel.rglob("*") if path.is_file()}

@@ -87,7 +87,7 @@ TRAINING: dict[str, Entry] = {
     "overwrite_output_dir": same("overwrite_output_dir"),
     "seed": same("seed", default=42),
     "data_seed": absent("--seed is of the data's order, too"),
-    "learning_rate": related(5e-5),
+    "learning_rate": related(3e-6),  # since 0.29 (95cedba3)
     "weight_decay": same("actor_weight_decay", "critic_weight_decay"),
     **{name: related(value) for name, value in (("adam_beta1", 0.9), ("adam_beta2", 0.999), ("warmup_steps", 0))},
     "warmup_ratio": related(None),

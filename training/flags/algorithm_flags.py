@@ -11,6 +11,7 @@ from engine.algorithms.values import VALUES, FieldError
 from engine.errors import UserError
 from training.flags.arguments import flag
 from training.flags.data_arguments import DataFlags
+from training.flags.other_systems import flag_of_other_systems
 
 
 @dataclass(kw_only=True)
@@ -122,8 +123,13 @@ class AlgorithmFlags(DataFlags):
     def given_fields(self) -> dict[str, object]:
         """The dialect's fields that flags give a value, by --set or by a flag of their own.
 
-        Raises: UserError for a field that is given twice.
+        Raises: UserError for a field that is given twice, or that is another system's.
         """
+        for word in self.set:
+            field = _field(word)
+            instead = None if field in Dialect.__dataclass_fields__ else flag_of_other_systems(field, 3)
+            if instead:
+                raise UserError(f"--set {word}: the dialect has no field {field}. {instead}")
         found, flags = parse_settings(self.set), self._flags_of_fields()
         for field, name in flags.items():
             if field in found:

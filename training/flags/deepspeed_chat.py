@@ -58,7 +58,12 @@ STEP3 = {
         "was given. Leave it out: --dtype bf16 or fp16 holds them in 16.",
         allowed=(),
     ),
-    "per_device_train_batch_size": OldFlag(int, "renamed: --per_device_generation_batch_size.", allowed=()),
+    "per_device_train_batch_size": OldFlag(
+        int,
+        "for prompts answered at once, as DeepSpeed-Chat's older scripts have it, --per_device_generation_batch_size; "
+        "for responses in one forward and backward pass, as TRL has it, --per_device_training_batch_size.",
+        allowed=(),
+    ),
     "per_device_mini_train_batch_size": OldFlag(int, "renamed: --per_device_training_batch_size.", allowed=()),
     "generation_batch_numbers": OldFlag(int, "renamed: --generation_batches.", allowed=()),
 }

@@ -20,6 +20,11 @@ IN_STEPS_1_AND_2 = {
 }
 
 
+def step_of(arguments_class: type[ProgramFlags]) -> int | None:
+    """The step whose flags these are; None of another program's."""
+    return next((step for known, step in STEPS.items() if issubclass(arguments_class, known)), None)
+
+
 def flag_of_other_steps(arguments_class: type[ProgramFlags], name: str) -> str | None:
     """Of which steps `name` is a flag, and what there is here in its place; None where no other step has it."""
     steps = [str(step) for other, step in STEPS.items() if name in other.__dataclass_fields__]

@@ -10,7 +10,8 @@ from functools import partial
 
 from engine.errors import UserError, nearest_names
 from training.flags.arguments import REQUIRED, OldFlag, ProgramFlags, check_name
-from training.flags.other_steps import flag_of_other_steps
+from training.flags.other_steps import flag_of_other_steps, step_of
+from training.flags.other_systems import flag_of_other_systems
 from training.flags.yaml_file import read_yaml
 from training.reporting.sample_tables import visible
 
@@ -106,6 +107,9 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
     """What is to be done about an unknown flag or key."""
     sentence = arguments_class.no_flag(name, _shortened(value)) or flag_of_other_steps(arguments_class, name)
+    step = step_of(arguments_class)
+    if not sentence and step is not None:
+        sentence = flag_of_other_systems(name, step)
     if sentence:
         return f" {sentence}"
     old = arguments_class.old_flags

@@ -1,4 +1,5 @@
-"""What this host cannot import, said to the ranks of other hosts, which wait for it where all ranks are to meet.
+"""What ends a program before its run: what this host cannot import, said to the ranks of other hosts, which wait for it
+where all ranks are to meet; or a Ctrl-C.
 
 A program imports this module for what that does: it has an error that no one handles end the other ranks, too, with one
 message that names the host. `training.program.startup.run` sees to errors that come later. Of what may be broken on
@@ -18,7 +19,7 @@ from training.program.hosts import on_several_hosts
 
 
 def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End this process with code 2 and tell those that wait for it; on one host, do as before.
+    """End this process with code 2 and tell those that wait for it; on one host, do as before. A Ctrl-C ends with 75.
 
     For sys.excepthook.
     """
@@ -26,6 +27,10 @@ def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: Trace
         environment = {**os.environ, **slurm.as_launched(os.environ)}
     except UserError:
         environment = dict(os.environ)
+    if issubclass(kind, KeyboardInterrupt):
+        if environment.get("RANK", "0") == "0":
+            print("Ctrl-C (SIGINT): ended before the run began; nothing is lost.", file=sys.stderr, flush=True)
+        os._exit(75)
     if not on_several_hosts(environment) or not issubclass(kind, Exception):
         _before(kind, error, trace)
         return

@@ -25,13 +25,14 @@ from engine.errors import EndedEarly, RunStopped
 
 
 class Reason(IntEnum):
-    """What asks a run to end; where ranks were asked by different ones, the largest counts."""
+    """What asks a run to end; of several the largest counts, which may have brought the others about: at a Ctrl-C a
+    launcher sends TERM, and goes."""
 
     SIGUSR1 = 1
-    SIGHUP = 2
-    SIGINT = 3
+    LAUNCHER = 2
+    SIGHUP = 3
     SIGTERM = 4
-    LAUNCHER = 5
+    SIGINT = 5
 
     @property
     def text(self) -> str:
@@ -50,6 +51,16 @@ class Followed(StrEnum):
     AT_ONCE = "at once"
     AT_BORDER = "at a step's border"
     NOT_ANY_MORE = "not any more"
+
+    @property
+    def text(self) -> str:
+        """What a run does that was asked to end."""
+        back = "a launcher may give the prompt back before"
+        return {
+            Followed.AT_ONCE: "the run ends.",
+            Followed.AT_BORDER: f'the run finishes its step and saves; {back}. Wait for the line "ended early".',
+            Followed.NOT_ANY_MORE: f"the run is about to end by itself; {back}. Wait for its last line.",
+        }[self]
 
 
 SIGNALS = {signal.Signals[reason.name]: reason for reason in Reason if reason != Reason.LAUNCHER}
@@ -77,6 +88,12 @@ class StopRequest:
             self.deadline = time.monotonic() + self.grace
         if self.reason is None or reason > self.reason:
             self.reason = reason
+
+    @property
+    def left(self) -> str:
+        """What there is of a run that ends without saving."""
+        where = f"go on with --resume {self.saved.parent.parent}" if self.saved else "no restart point is there"
+        return f"what was trained since the last restart point is lost; {where}."
 
     def interrupted_again(self) -> bool:
         """Count a Ctrl-C; whether it is a second one, which ends the process at once."""

@@ -54,6 +54,7 @@ class Watch:
         self._meeting_point = MeetingPoint()
         self._roll_call: RollCall | None = None
         self._asked_at: float | None = None
+        self._launcher_told = self._interrupt_told = False
         self._awake, self._wake = socket.socketpair()
         self._awake.settimeout(SECONDS)
         self._wake.setblocking(False)
@@ -133,7 +134,7 @@ class Watch:
             for number in self._signals():
                 self.request.ask(SIGNALS[number])
                 if number == signal.SIGINT and self.request.interrupted_again():
-                    end(STOPPED, "second Ctrl-C: ended at once; what was trained since the last restart point is lost.")
+                    end(STOPPED, f"second Ctrl-C: ended at once; {self.request.left}")
             self._look_for_launchers()
             self._look_for_ranks()
             self._follow()
@@ -147,9 +148,10 @@ class Watch:
 
     def _look_for_launchers(self) -> None:
         gone = self.launchers.gone()
-        if gone and self.request.reason != Reason.LAUNCHER:
+        if gone and not self._launcher_told:
+            self._launcher_told = True
             self.request.ask(Reason.LAUNCHER)
-            say(f"{gone} has gone: the run ends.")
+            say(f"{gone} has gone: {self.request.followed.text}")
 
     def _look_for_ranks(self) -> None:
         if self.member is None:
@@ -182,28 +184,30 @@ class Watch:
     def _follow(self) -> None:
         """End the process where the request cannot wait for the main thread."""
         request, now = self.request, time.monotonic()
+        interrupted = request.reason == Reason.SIGINT  # from the terminal: by a person, before the launcher goes
+        if interrupted and not self._interrupt_told and request.followed != Followed.AT_ONCE:
+            self._interrupt_told = True
+            say(f"{request.reason.text}: {request.followed.text}")
         if request.reason is None or request.followed == Followed.NOT_ANY_MORE:
             return
         self._asked_at = self._asked_at or now
         if request.followed == Followed.AT_ONCE:
-            if self.member is not None and now < self._asked_at + LAST_LOOK:
-                return
-            if self.member is not None and self.member.others_left:
-                if now > self._asked_at + 2 * LAST_LOOK:
-                    leave_now(STOPPED)  # one of them has told why
-                return
+            if self.member is not None and not interrupted:
+                if now < self._asked_at + LAST_LOOK:
+                    return
+                if self.member.others_left:
+                    if now > self._asked_at + 2 * LAST_LOOK:
+                        leave_now(STOPPED)  # one of them has told why
+                    return
             end(
                 ENDED_EARLY,
                 f"{request.reason.text}: ended before the first step; there was nothing to save, and nothing is lost.",
             )
         if request.deadline is not None and now > request.deadline:
-            left = (
-                f"go on with --resume {request.saved.parent.parent}" if request.saved else "no restart point is there"
-            )
             end(
                 STOPPED,
-                f"{request.reason.text}: the step was not finished within --grace_seconds {request.grace:g}, and what "
-                f"was trained since the last restart point is lost; {left}.",
+                f"{request.reason.text}: the step was not finished within --grace_seconds {request.grace:g}, and "
+                f"{request.left}",
             )
 
 

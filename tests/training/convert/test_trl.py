@@ -85,8 +85,6 @@ def test_the_dialect_that_results_is_trl_ppo_with_the_given_fields(tmp_path):
         "truncate_token": "eos",
         "betas": (0.9, 0.95),
         "clip_range": 0.1,
-        "actor_lr": 5e-5,  # of TrainingArguments
-        "critic_lr": 5e-5,
     }
     assert resolved.replaced(**{name: old for name, (old, _) in changed.items()}) == get_dialect("trl_ppo")
 

@@ -4,6 +4,7 @@ import ast
 import os
 import runpy
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -83,6 +84,18 @@ def test_on_one_host_what_stood_there_is_called(second_of_two_hosts, monkeypatch
     monkeypatch.setattr(import_errors, "_before", lambda kind, error, trace: called.append(kind))
     fail()
     assert called == [ModuleNotFoundError]
+
+
+@pytest.mark.parametrize(
+    "rank, said", [("0", "Ctrl-C (SIGINT): ended before the run began; nothing is lost.\n"), ("1", "")]
+)
+def test_a_ctrl_c_before_the_run_leaves_no_trace(rank, said):
+    program = "import training.program.import_errors; raise KeyboardInterrupt"
+    environment = {**os.environ, "RANK": rank, "WORLD_SIZE": "2"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert (ended.returncode, ended.stderr) == (75, said)
 
 
 def test_importing_it_has_it_called(monkeypatch):
