@@ -42,7 +42,7 @@ class Form:
     may_be_blank: bool = False
     answers: bool = True
 
-    def row(self, where: str, record: object, tokenizer) -> "Row":
+    def row(self, where: str, record: object, tokenizer) -> Row:
         """The row of a record, whose place is `where`. Messages need a tokenizer with a chat template; texts need none.
 
         Raises UserError, with the place and the column, for a record that has none of the alternatives, or whose texts
@@ -53,7 +53,7 @@ class Form:
         names = matching_columns(where, record, self.columns)
         if names == ("messages",) or any(isinstance(record[name], list) for name in names if name != "text"):
             texts, notes = messages_as_texts(where, record, names, tokenizer, self.answers)
-            return Row(self.shape(record, texts), notes=notes)
+            return Row(self.shape(record, texts), notes)
         if names == ("chosen", "rejected"):
             texts = _split_dialogues(where, record)
         else:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 # A wheel has these pages beside this file; a checkout has them in its documents.
 _INSTALLED = Path(__file__).with_name("pages")
 PAGES = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "docs"
-EVERYWHERE = "no counterpart; instead"
-HEADINGS = {"in step 3": (3,), "in steps 1 and 2": (1, 2), EVERYWHERE: (1, 2, 3)}
+HEADINGS = {"in step 3": (3,), "in steps 1 and 2": (1, 2), "no counterpart; instead": (1, 2, 3)}
 """Of the column that says what there is here, and in which steps that is so."""
 
 

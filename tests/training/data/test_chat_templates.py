@@ -237,9 +237,8 @@ def test_tools_and_arguments_reach_the_template(given):
     plain = PROMPTS.row("here", {"prompt": [QUESTION], "tools": given}, tokenizer_of(CHATML, adds_bos=False))
     assert [note for note in plain.notes if "leaves out `tools`" in note]
     loud = tokenizer_of(CHATML.replace("{{ m.content }}", "{{ m.content | upper if loud else m.content }}"), False)
-    for arguments, text in (({"loud": False}, "Who?"), ({}, "Who?"), ({"loud": None}, "Who?")):
-        record = {"prompt": [QUESTION], "chat_template_kwargs": arguments}
-        assert text in PROMPTS.row("here", record, loud)["prompt"]
+    quiet = {"prompt": [QUESTION], "chat_template_kwargs": {"loud": False}}
+    assert "Who?" in PROMPTS.row("here", quiet, loud)["prompt"]
     with pytest.raises(UserError, match="the message that is to be answered"):  # "WHO?" is not what was given
         PROMPTS.row("here", {"prompt": [QUESTION], "chat_template_kwargs": {"loud": True}}, loud)
 

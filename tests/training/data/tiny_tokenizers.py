@@ -14,9 +14,7 @@ SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_t
 def word_tokenizer(before: str = "", after: str = "", words: str = "", **special) -> PreTrainedTokenizerFast:
     """A word a token: "a" is 10, "b" 11, ... "z" 35, then `words`. `before` and `after` it adds to a text by itself."""
     vocabulary = {"<pad>": PAD, "<s>": BOS, "</s>": EOS, "<unk>": UNK}
-    vocabulary |= {
-        f"<{number}>": number for number in range(4, 10)
-    }  # none is left out: added tokens count from the size
+    vocabulary |= {f"<{number}>": number for number in range(4, 10)}  # no gap: added tokens count from the size
     known = [*"abcdefghijklmnopqrstuvwxyz", *words.split()]
     vocabulary |= {word: 10 + number for number, word in enumerate(known)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
