@@ -63,7 +63,7 @@ def make_plan(
     functions = load_functions(args)
     check_columns(functions, first_rows(prompts, held_out))
     texts, texts_fingerprints = read_texts(args, tokenizer)
-    conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps, inputs, tokenizer)
+    conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps, tokenizer, inputs)
     if point:
         point.check(conditions, last_step)
     # A command that goes on by itself may name steps that an earlier start has recorded.

@@ -107,13 +107,13 @@ class Conditions:
         dialect: Dialect,
         data: list[str],
         total_steps: int,
+        tokenizer: PreTrainedTokenizerBase,
         inputs: Mapping[str, str] | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> "Conditions":
         """Those of this run.
 
         data: fingerprints of the prompts and of the texts. total_steps: of the whole run, by which learning rates fall.
-        inputs: fingerprints of models and of the reward function, by flag. tokenizer: whose chat template is to stay.
+        tokenizer: whose chat template is to stay. inputs: fingerprints of models and of the reward function, by flag.
         """
         fields = dataclasses.asdict(dialect)
         identity = {
@@ -256,10 +256,8 @@ class Conditions:
         return ""
 
 
-def template_identity(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, object]:
-    """A hash of the tokenizer's chat template, or of there being none; nothing without a tokenizer."""
-    if tokenizer is None:
-        return {}
+def template_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """A hash of the tokenizer's chat template, or of there being none."""
     return {TEMPLATE: hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest()}
 
 

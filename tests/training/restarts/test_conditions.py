@@ -18,15 +18,16 @@ HERE = Path("out/checkpoints/step_000002")
 
 
 def conditions(
-    dialect: Dialect = DEFAULT, total_steps: int = 10, data=("a", "b"), inputs=None, tokenizer=None, **flags
+    dialect: Dialect = DEFAULT, total_steps: int = 10, data=("a", "b"), inputs=None, template=None, **flags
 ) -> Conditions:
+    tokenizer = SimpleNamespace(chat_template=template)
     required = {
         "output_dir": "out",
         "data_path": ["d"],
         "actor_model_name_or_path": "a",
         "critic_model_name_or_path": "b",
     }
-    return Conditions.of(RLHFFlags(**(required | flags)), dialect, list(data), total_steps, inputs, tokenizer)
+    return Conditions.of(RLHFFlags(**(required | flags)), dialect, list(data), total_steps, tokenizer, inputs)
 
 
 def written(then: Conditions) -> Conditions:
@@ -67,14 +68,13 @@ def test_the_critics_pretraining_must_be_equal_and_points_from_before_it_are_tak
 
 
 def test_the_chat_template_must_be_equal_and_points_from_before_it_are_taken():
-    def templated(template: str | None) -> Conditions:
-        return conditions(tokenizer=SimpleNamespace(chat_template=template))
-
+    before = written(conditions())
+    del before.identity["the chat template"]
     for then, now in (("a", "b"), (None, "a"), ("a", None)):
-        templated(then).check(written(templated(then)), HERE)
-        templated(now).check(written(conditions()), HERE)
+        conditions(template=then).check(written(conditions(template=then)), HERE)
+        conditions(template=now).check(before, HERE)
         with pytest.raises(UserError, match=f"--resume {HERE}: the chat template is another than when it was written"):
-            templated(now).check(written(templated(then)), HERE)
+            conditions(template=now).check(written(conditions(template=then)), HERE)
 
 
 def test_another_number_of_steps_is_named_where_learning_rates_fall_by_it():
