@@ -73,7 +73,7 @@ def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
     with phase("reading data"):
         tokenizer = args.read_tokenizer(first.path, first.what)
         held_out = agreed(lambda: read_held_out(args, tokenizer))
-        checked(lambda: check_columns(functions_of(args), {"the held-out prompts": held_out.prompts.rows[0]}))
+        checked(lambda: check_columns(functions_of(args), {"the held-out prompts": held_out.prompts}))
     with phase("loading models"):
         answering = Answering(args, held_out, first)
     samples, prompts = {}, []

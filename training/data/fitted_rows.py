@@ -13,6 +13,7 @@ from training.data import build_lock
 from training.data.cache import cached_table, count_of
 from training.data.lengths import CUT, DROPPED, EMPTY, EQUAL, Fit, RowFit
 from training.data.progress import Progress
+from training.data.records import Unread
 from training.data.table_files import MadeTable
 
 NOTED = 3  # rows of each kind whose numbers are kept, so that they can be shown
@@ -25,8 +26,8 @@ class FittedRows(Sequence):
     rows: where they are from; fit: what of a row is shown to the model. cut, dropped: how many rows were cut, and left
     out for their length; equal: left out because their answers are the same; empty: because the tokenizer makes no
     tokens of them. needed: the length that 95 % of the rows but these two kinds would fit into. noted: by kind, the
-    numbers of the first rows of this kind. notes: (the number of the first row, how
-    many rows) by the note that they have (`Row.notes`).
+    numbers of the first rows of this kind. notes: (the number of the first row, how many rows) by the note that they
+    have (`Row.notes`). unread: what the columns hold that were not read, by name.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class FittedRows(Sequence):
         """
 
         def examples(counts: Counter) -> Iterator[tuple]:
-            lengths, noted, notes = Counter(), defaultdict(list), {}
+            lengths, noted, notes, unread = Counter(), defaultdict(list), {}, {}
             progress = Progress(len(rows), "tokenising", told=build_lock.note)
             for number, (row, found) in enumerate(progress.over(fit.each(rows))):
                 counts[found.kind] += 1
@@ -56,10 +57,11 @@ class FittedRows(Sequence):
                     lengths[found.needed] += 1
                 if len(noted[found.kind]) < NOTED:
                     noted[found.kind].append(number)
+                unread |= {name: value.why for name, value in row.items() if isinstance(value, Unread)}
                 if not found.reason:
                     yield columns(found, row)
             counts.update(needed=_enough(lengths))
-            counts["noted"], counts["notes"] = json.dumps(noted), json.dumps(notes)
+            counts["noted"], counts["notes"], counts["unread"] = map(json.dumps, (noted, notes, unread))
 
         self.source, self.fit = rows, fit
         self.table = cached_table(MadeTable(schema, examples), cache, rows, tokenizer, **settings)
@@ -67,7 +69,9 @@ class FittedRows(Sequence):
         self.empty = count_of(self.table, EMPTY)
         self.needed = count_of(self.table, "needed")
         metadata = self.table.schema.metadata
-        self.noted, self.notes = (json.loads(metadata.get(name, b"{}")) for name in (b"noted", b"notes"))
+        self.noted, self.notes, self.unread = (
+            json.loads(metadata.get(name, b"{}")) for name in (b"noted", b"notes", b"unread")
+        )
         if 0 < self.empty == len(rows):
             raise UserError(
                 f"the tokenizer of {tokenizer.name_or_path or 'the model'} makes no tokens of any of the {len(rows):,} "

@@ -6,16 +6,26 @@ Messages become texts through the tokenizer's chat template. Whichever step read
 """
 
 import os.path
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from engine.errors import UserError
-from training.data.messages import messages_as_texts, messages_on_both_sides
+from training.data.messages import ANSWERS, messages_as_texts, messages_on_both_sides
 from training.data.records import check_text, described, shortened
 
 Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a record needs to have
 
 TURN = "\n\nAssistant:"  # with which an answer begins in dialogues that are written as one text, like Anthropic/hh-rlhf
+# A record `r` with alpaca's columns, or dolly's, as one with our own: in Python, for a command that a message shows.
+ALPACA = (
+    r'{"prompt": [{"role": "user", "content": "\n\n".join(filter(None, [r["instruction"], r.get("input"), '
+    'r.get("context")]))}], "response": r.get("output") or r.get("response"), "chosen": r.get("chosen"), '
+    '"rejected": r.get("rejected")}'
+)
 DEEPEST = 100  # lists within lists; Python reads some 900, and fewer where it is in the middle of something
 
 
@@ -49,8 +59,14 @@ class Form:
         are none that a tokenizer takes.
         """
         _check_depth(where, record)
-        record = messages_on_both_sides(record) if isinstance(record, dict) else record
+        record = messages_on_both_sides(_from_share_gpt(record)) if isinstance(record, dict) else record
         names = matching_columns(where, record, self.columns)
+        if "completion" in names and record.get("label") is not None:
+            raise UserError(
+                f"{where}: found the column label ({shortened(str(record['label']))}) beside prompt and completion: by "
+                "TRL's form for unpaired preferences it says whether the completion is good, and all completions would "
+                "be learned. Keep the records whose completion is good, and take the column label out."
+            )
         if names == ("messages",) or any(isinstance(record[name], list) for name in names if name != "text"):
             texts, notes = messages_as_texts(where, record, names, tokenizer, self.answers)
             return Row(self.shape(record, texts), notes)
@@ -66,13 +82,21 @@ class Form:
 def _sft_row(record: dict, texts: dict[str, str]) -> dict:
     if "text" in texts:
         return texts
-    return {"prompt": texts["prompt"], "response": texts.get("chosen") or texts.get("response", "")}
+    answer = next(texts[name] for name in ("chosen", "response", "completion") if name in texts)
+    return {"prompt": texts["prompt"], "response": answer}
 
 
 # chosen before response: sets like Dahoas/rm-static have both, and chosen is the better one of their pair
 SFT = Form(
     "text",
-    (("messages",), ("prompt", "chosen"), ("prompt", "response"), ("chosen", "rejected"), ("text",)),
+    (
+        ("messages",),
+        ("prompt", "chosen"),
+        ("prompt", "response"),
+        ("prompt", "completion"),
+        ("chosen", "rejected"),
+        ("text",),
+    ),
     _sft_row,
 )
 PAIRS = Form("pair", (("prompt", "chosen", "rejected"), ("chosen", "rejected")), lambda record, texts: texts)
@@ -96,7 +120,7 @@ def matching_columns(where: str, record: object, columns: Columns) -> tuple[str,
         found = ", ".join(name if name in present else f"{name} (null)" for name in record) or "none"
         raise UserError(
             f"{where}: found the columns: {shortened(found, 400)[1:-1]}; needed: {alternatives(columns)}. "
-            "Rename or add them."
+            f"{_remedy(where, record)}"
         )
     return wanted
 
@@ -104,6 +128,36 @@ def matching_columns(where: str, record: object, columns: Columns) -> tuple[str,
 def alternatives(columns: Columns) -> str:
     """The alternatives in words, for a message."""
     return ", or ".join(" + ".join(names) for names in columns)
+
+
+def _remedy(where: str, record: dict, otherwise: str = "Rename or add them.") -> str:
+    """What to do with a record whose columns have other names: for two well-known forms a command that does it."""
+    if record.get("instruction") is not None:
+        return (
+            "How an instruction becomes a prompt is yours to choose. As a user's message, with its input below it: "
+            + _conversion(where, ALPACA)
+        )
+    lists = (name for name, value in record.items() if isinstance(value, list) and value and _may_be_record(value[0]))
+    name = next(lists, None)
+    if name is None:
+        return otherwise
+    command = _conversion(where, "record", " for record in r[sys.argv[2]]", name)
+    return f"{otherwise} If the records are those in {name}, write one a line: {command}"
+
+
+def _may_be_record(value: object) -> bool:
+    return isinstance(value, dict) and "role" not in value and not _is_turn(value)
+
+
+def _conversion(where: str, row: str, each: str = "", *arguments: str) -> str:
+    """A shell command that writes a new .jsonl file: `row`, in Python, of each record `r` of the file or data set."""
+    source = re.sub(r"(, split [^,]+)?, (line|record) \d+$", "", where)
+    program = (
+        "import json, sys; from training.data.sources import open_source; "
+        f"[print(json.dumps({row})) for part in open_source(sys.argv[1]).training for _, r in part{each}]"
+    )
+    new = Path(source).name.split(".")[0] + "-converted.jsonl"
+    return " ".join(["python -c", *map(shlex.quote, (program, source, *arguments)), ">", shlex.quote(new)])
 
 
 def _check_depth(where: str, record: object) -> None:
@@ -129,7 +183,37 @@ def _split_dialogues(where: str, record: dict) -> dict[str, str]:
     if end < len(TURN):
         raise UserError(
             f"{where}, columns chosen and rejected: found no {TURN!r} in what both begin with; without a "
-            f"column prompt they are dialogues with the same beginning, which ends with {TURN!r}. Add a "
-            "column prompt, or take the record out."
+            f"column prompt they are dialogues with the same beginning, which ends with {TURN!r}. "
+            + _remedy(where, record, "Add a column prompt, or take the record out.")
         )
     return {"prompt": shared[:end], "chosen": record["chosen"][end:], "rejected": record["rejected"][end:]}
+
+
+def _from_share_gpt(record: dict) -> dict:
+    """The record with ShareGPT's turns, {"from", "value"}, as messages.
+
+    Its `conversations`, behind its `system` message if there is one, are the `messages`; or the `prompt` where `chosen`
+    and `rejected` are a turn each. A record with another column that says what is asked keeps its `conversations`.
+    """
+    turns = {name: _messages(record[name]) for name in ("messages", "prompt", *ANSWERS) if name in record}
+    conversation = next((record[name] for name in ("conversations", "conversation") if record.get(name)), None)
+    pair = all(isinstance(record.get(name), dict) for name in ("chosen", "rejected"))
+    others = ("messages", "prompt", "text", *(() if pair else ("chosen",)))
+    if isinstance(conversation, list) and all(record.get(name) is None for name in others):
+        messages = _messages(conversation)
+        if record.get("system") and isinstance(messages[0], dict) and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": record["system"]}, *messages]
+        turns["prompt" if pair else "messages"] = messages
+    return record | turns
+
+
+def _messages(value: Any) -> Any:
+    """A list of ShareGPT's turns, or one of them, as messages; anything else as it is."""
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
+        return value
+    return [{"role": turn["from"], "content": turn["value"]} for turn in turns]
+
+
+def _is_turn(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("from"), str) and "value" in value

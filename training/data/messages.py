@@ -19,7 +19,7 @@ from training.data.chat import render, template_key
 from training.data.records import check_text, described, shortened
 from training.data.tokens import end_of_turn, opening_tokens
 
-ANSWERS = ("chosen", "rejected", "response")
+ANSWERS = ("chosen", "rejected", "response", "completion")
 # Roles as templates name them, by what data sets call them, in small letters; any other is left as it is.
 ROLES = {name: name for name in ("user", "assistant", "system", "developer", "tool")} | {
     "human": "user",

@@ -7,7 +7,7 @@ batch = collate_prompts([prompts[index] for index in indices.tolist()], indices,
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pyarrow
@@ -20,7 +20,7 @@ from engine.experience import PromptBatch
 from training.data.cache import IDS, ids_at
 from training.data.fitted_rows import FittedRows
 from training.data.lengths import Fit, Lengths, RowFit
-from training.data.records import shortened
+from training.data.records import Unread, shortened
 from training.data.tokens import TextEncoder, padded
 
 
@@ -58,7 +58,8 @@ def prompt_fit(
 
 
 class Prompts(FittedRows):
-    """The prompts of step 3, each a list of ids; `rows` are the rows of those that are kept, extra columns included.
+    """The prompts of step 3, each a list of ids; `rows` are the rows of those that are kept, with all columns that are
+    read.
 
     overlong: what becomes of prompts of more than max_prompt_length tokens (training/data/lengths.py). A prompt's
     index, by which its samples are keyed, is its index among those kept.
@@ -84,7 +85,8 @@ class Prompts(FittedRows):
         settings |= {"query": [query_start, query_end]} if trimmed else {}
 
         def columns(found: Fit, row: dict) -> tuple[list[int], str]:
-            return found.prompt, json.dumps(row, default=str)
+            kept = {name: value for name, value in row.items() if not isinstance(value, Unread)}
+            return found.prompt, json.dumps(kept, default=str)  # str: of decimals, dates and times
 
         super().__init__(rows, fit, schema, columns, tokenizer, cache, **settings)
         self.rows = _JsonColumn(self.table["row"])
@@ -99,6 +101,15 @@ class Prompts(FittedRows):
 
     def __getitem__(self, index: int) -> list[int]:
         return ids_at(self.table, "token_ids", index)
+
+    def refuse_unread(self, columns: Iterable[str], asked: str) -> None:
+        """Raise UserError for a column that was not read; asked: who asks for these, as the message begins."""
+        for name in columns:
+            if name in self.unread:
+                raise UserError(
+                    f"{asked} the column {name}, which is not read: it holds {self.unread[name]}. Write what is "
+                    "needed of it into a column of texts or numbers: a file's path, say, or base64."
+                )
 
 
 class _JsonColumn(Sequence):

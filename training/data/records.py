@@ -12,11 +12,14 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import pyarrow
+from pyarrow import parquet, types
 
 from engine.errors import UserError
 from training.data.compressed import COMPRESSIONS, compression, data_ending, refuse_compressed
@@ -26,6 +29,7 @@ from training.data.table_files import mapped_parquet
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 LONGEST_TEXT = 10_000_000  # characters; tokenizers take 20 seconds for as many, and minutes and all memory for more
+NO_BLANK = re.compile(r"[^ \t\r\n]")  # with which a JSON value begins
 LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters; the csv module's own limit is 131,072
 
 
@@ -71,34 +75,119 @@ class JsonLines:
         try:
             return f"{self.path}, line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
+            goes_on = isinstance(error, json.JSONDecodeError) and error.pos >= len(line.rstrip())
+            spread = goes_on and data_ending(self.path) == ".jsonl"
             raise UserError(
                 f"{self.path}, line {number}: found {shortened(line.rstrip())}, which is no JSON "
-                f"({_reason(error)}). Write one JSON object a line."
+                f"({_reason(error)}). Write one JSON object a line"
+                f"{', or call the file .json if its JSON is spread over lines' if spread else ''}."
             ) from None
+
+    def begins_whole(self) -> bool:
+        """Whether the first line, if there is one, is a whole JSON value."""
+        try:
+            return len(self) == 0 or bool(self[0])
+        except UserError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Stands for a value of a column that is not read. why: what the column holds, as messages have it."""
+
+    why: str
 
 
 class ArrowRecords:
-    """The records of a `datasets.Dataset`; `name` is what messages call it."""
+    """The records of an Arrow table: of a Parquet file, or of a `datasets.Dataset`. `name` is what messages call it.
 
-    def __init__(self, dataset, name: str, fingerprint: str):
-        self.dataset, self.name, self.fingerprint = dataset, name, fingerprint
+    Values are read as they are stored, and nothing is decoded: an image or a recording is a column of bytes, which is
+    not read. Maps become dicts, and texts of Arrow's type json what they stand for. A value that cannot be read is an
+    `Unread`, which is a mistake only where it is asked for.
+    """
+
+    def __init__(self, table: pyarrow.Table, unread: dict[str, Unread], name: str, fingerprint: str):
+        """unread: `unread_columns` of the file or data set, whether the table holds them or not."""
+        self.size, self.unread, self.name, self.fingerprint = len(table), unread, name, fingerprint
+        self.types = {field.name: field.type for field in table.schema if field.name not in unread}
+        self.json = {column for column, kind in self.types.items() if any(map(_is_json, _within(kind)))}
+        self.batches = table.to_batches()
+        self.ends = np.cumsum([len(batch) for batch in self.batches])
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return self.size
 
     def __getitem__(self, index: int) -> tuple[str, object]:
-        where = f"{self.name}, record {index + 1}"
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        batch = self.batches[number]
+        place = index - int(self.ends[number]) + len(batch)
+        record = {column: self._value(column, batch.column(column)[place]) for column in self.types}
+        return f"{self.name}, record {index + 1}", record | self.unread
+
+    def _value(self, column: str, stored: pyarrow.Scalar) -> object:
         try:
-            return where, self.dataset[index]
-        except (ValueError, OSError, pyarrow.ArrowException) as error:  # ValueError: also a text that is not UTF-8
-            raise UserError(f"{where}: cannot be read ({_reason(error)}). Write the file again.") from None
+            value = stored.as_py(maps_as_pydicts="strict")
+            return _decoded_json(value, self.types[column]) if column in self.json else value
+        except (ValueError, OverflowError, KeyError, pyarrow.ArrowException) as error:
+            # No UTF-8 (a ValueError), no JSON, a time that Python has no date for, a map with a key twice.
+            return Unread(f"what cannot be read ({_reason(error)})")
+
+
+def unread_columns(schema: pyarrow.Schema) -> dict[str, Unread]:
+    """The columns of a table that are not read: those of bytes, and of maps whose keys are no texts."""
+    found = {}
+    for field in schema:
+        if any(map(_is_bytes, _within(field.type))):
+            found[field.name] = Unread(f"bytes (of the type {shortened(str(field.type))[1:-1]})")
+        elif any(types.is_map(kind) and not _is_text(kind.key_type) for kind in _within(field.type)):
+            found[field.name] = Unread(
+                f"a map whose keys are no texts (of the type {shortened(str(field.type))[1:-1]})"
+            )
+    return found
+
+
+def _within(kind: pyarrow.DataType) -> Iterator[pyarrow.DataType]:
+    """The type and all types that it is made of."""
+    yield kind
+    parts = [kind.value_type] if types.is_dictionary(kind) else [kind.field(n).type for n in range(kind.num_fields)]
+    for part in parts:
+        yield from _within(part)
+
+
+def _is_bytes(kind: pyarrow.DataType) -> bool:
+    return any(
+        test(kind)
+        for test in (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    )
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def _is_json(kind: pyarrow.DataType) -> bool:
+    return isinstance(kind, pyarrow.JsonType)
+
+
+def _decoded_json(value, kind: pyarrow.DataType):
+    """A value of this type with its texts of the type json decoded."""
+    if value is None:
+        return None
+    if _is_json(kind):
+        return json.loads(value)
+    if types.is_struct(kind):
+        return {field.name: _decoded_json(value[field.name], field.type) for field in kind}
+    if types.is_map(kind):
+        return {key: _decoded_json(item, kind.item_type) for key, item in value.items()}
+    return [_decoded_json(item, kind.value_type) for item in value] if hasattr(kind, "value_type") else value
 
 
 def read_records(path: str | Path) -> Records:
     """The records of a .jsonl, .json, .csv or .parquet file, possibly none; it may be compressed (.jsonl.gz, .csv.zst).
 
-    A .json file holds a list of objects, or like a .jsonl one object a line. Raises UserError, with the file and the
-    line, for what cannot be read; for a line of a .jsonl file when its record is asked for.
+    A .json file holds a list of objects, or objects one behind the other, like a .jsonl one a line or spread over
+    lines. Raises UserError, with the file and the line, for what cannot be read; for a line of a .jsonl file when its
+    record is asked for.
     """
     path = Path(path)
     if path.is_dir():
@@ -115,12 +204,17 @@ def read_records(path: str | Path) -> Records:
     refuse_compressed(path, file.read(0, 8))
     if ending == ".parquet":
         return _parquet(file)
-    is_list = ending == ".json" and file.read(0, 4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{"
-    if ending != ".csv" and not is_list:
-        return JsonLines(file)
+    if ending == ".csv":
+        read = _csv_list
+    elif ending == ".json" and file.read(0, 4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"{":
+        read = _json_list
+    else:
+        lines = JsonLines(file)
+        if ending == ".jsonl" or lines.begins_whole():
+            return lines
+        read = _json_objects
     content = file.read()
-    records = _csv_list if ending == ".csv" else _json_list
-    return RecordList(records(path, _decoded(path, content)), hashlib.sha256(content).hexdigest())
+    return RecordList(read(path, _decoded(path, content)), hashlib.sha256(content).hexdigest())
 
 
 def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
@@ -149,16 +243,32 @@ def _json_list(path: Path, text: str) -> list[tuple[str, object]]:
     try:
         records = json.loads(text)
     except (ValueError, RecursionError) as error:
-        number = getattr(error, "lineno", 1)
-        raise UserError(
-            f"{path}, line {number}: found {shortened(text.split(chr(10))[number - 1])}, which is no JSON "
-            f"here ({_reason(error)}). Write one list of objects, or one object a line."
-        ) from None
+        raise _no_json(path, text, error) from None
     if not isinstance(records, list):
         raise UserError(
             f"{path}, line 1: found {described(records)}; a .json file is a list of objects. Put the records into [ ]."
         )
     return [(f"{path}, record {number}", record) for number, record in enumerate(records, start=1)]
+
+
+def _json_objects(path: Path, text: str) -> list[tuple[str, object]]:
+    """(where, record) of objects that stand one behind the other, each spread over lines as it may be."""
+    decoder, records, end = json.JSONDecoder(), [], 0
+    try:
+        while found := NO_BLANK.search(text, end):
+            record, end = decoder.raw_decode(text, found.start())
+            records.append((f"{path}, record {len(records) + 1}", record))
+    except (ValueError, RecursionError) as error:
+        raise _no_json(path, text, error) from None
+    return records
+
+
+def _no_json(path: Path, text: str, error: Exception) -> UserError:
+    number = getattr(error, "lineno", 1)
+    return UserError(
+        f"{path}, line {number}: found {shortened(text.split(chr(10))[number - 1])}, which is no JSON "
+        f"here ({_reason(error)}). Write one list of objects, or one object a line."
+    )
 
 
 def _csv_list(path: Path, text: str) -> list[tuple[str, dict]]:
@@ -192,21 +302,26 @@ def _csv_list(path: Path, text: str) -> list[tuple[str, dict]]:
 
 def _csv_header(where: str, cells: list[str]) -> list[str]:
     names = [cell.strip() for cell in cells]
-    if len(set(names)) < len(names):
-        raise UserError(f"{where}: found the column names {', '.join(names)}; each may stand there once. Rename them.")
+    _check_names(where, names)
     return names
 
 
-def _parquet(file: DataFile) -> ArrowRecords:
-    from datasets import Dataset
+def _check_names(where: str, names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        raise UserError(f"{where}: found the column names {', '.join(names)}; each may stand there once. Rename them.")
 
+
+def _parquet(file: DataFile) -> ArrowRecords:
     fingerprint = file.hash()
     try:
-        table = mapped_parquet(file.file)  # not Dataset.from_parquet, which keeps a copy by the file's time stamp
+        source = parquet.ParquetFile(file.file)
+        _check_names(str(file.path), source.schema_arrow.names)
+        unread = unread_columns(source.schema_arrow)
+        table = mapped_parquet(source, [name for name in source.schema_arrow.names if name not in unread])
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file.path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
     file.check()  # what was hashed is what was read
-    return ArrowRecords(Dataset(table), str(file.path), fingerprint)
+    return ArrowRecords(table, unread, str(file.path), fingerprint)
 
 
 def check_text(where: str, column: str, value: object, may_be_blank: bool = False) -> None:
@@ -237,6 +352,8 @@ def described(value: object) -> str:
         int: "a number",
         float: "a number",
     }
+    if isinstance(value, Unread):
+        return value.why
     name = type(value).__name__
     return f"{kinds.get(type(value), f'a value of type {name}')} ({shortened(json.dumps(value, default=str))})"
 

@@ -19,7 +19,7 @@ from engine.errors import UserError
 from engine.models.places import can_be_hub_name
 from training.data.compressed import data_ending
 from training.data.data_file import DataFile
-from training.data.records import ENDINGS, ArrowRecords, Records, read_records, shortened
+from training.data.records import ENDINGS, ArrowRecords, Records, read_records, shortened, unread_columns
 
 HELD_OUT_SPLITS = ("test", "validation", "eval")  # of these the first that a data set has
 DEEPSPEED_CHAT_FILES = "local/jsonfile"  # its name for data/train.json and data/eval.json
@@ -181,10 +181,11 @@ def _loaded(name: str, config_name: str | None = None):
 def _dataset_splits(loaded, name: str, content: str | None) -> dict[str, list[Records]]:
     """The splits of a `Dataset` or `DatasetDict`; content: a hash of its files, or None for the library's own."""
     parts = loaded if isinstance(loaded, dict) else {"train": loaded}
-    return {
-        str(split): [ArrowRecords(part, f"{name}, split {split}", f"{content or part._fingerprint} {split}")]
-        for split, part in parts.items()
-    }
+    splits = {}
+    for split, part in parts.items():
+        table, fingerprint = part.data.table, f"{content or part._fingerprint} {split}"
+        splits[str(split)] = [ArrowRecords(table, unread_columns(table.schema), f"{name}, split {split}", fingerprint)]
+    return splits
 
 
 def hash_of_files(paths: Iterable[Path]) -> str:

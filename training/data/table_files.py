@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from io import RawIOBase
 from itertools import islice
 from pathlib import Path
-from typing import IO
 
 import pyarrow
 from pyarrow import parquet
@@ -158,17 +157,17 @@ def unnamed_table(made: MadeTable) -> pyarrow.Table:
         raise _no_room(problem) from None
 
 
-def mapped_parquet(file: IO[bytes]) -> pyarrow.Table:
-    """The table of a Parquet file, in a temporary file without a name: in Parquet itself no row can be found.
+def mapped_parquet(source: parquet.ParquetFile, columns: list[str]) -> pyarrow.Table:
+    """These columns of a Parquet file, in a temporary file without a name: in Parquet itself no row can be found.
 
     Raises: UserError without room; pyarrow.ArrowException and OSError for what cannot be read.
     """
-    source = parquet.ParquetFile(file)
+    schema = pyarrow.schema([source.schema_arrow.field(name) for name in columns])
     with tempfile.TemporaryFile(buffering=0) as copy:
         body = _Hashed(copy)
         try:  # a stream: a file of Arrow's may not change a column's dictionary
-            with pyarrow.ipc.new_stream(pyarrow.PythonFile(body, "w"), source.schema_arrow) as writer:
-                for batch in source.iter_batches(BATCH):
+            with pyarrow.ipc.new_stream(pyarrow.PythonFile(body, "w"), schema) as writer:
+                for batch in source.iter_batches(BATCH, columns=columns):
                     writer.write_batch(batch)
             content = _mapped(copy)
         except Unwritten as problem:

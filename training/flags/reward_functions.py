@@ -12,6 +12,7 @@ from engine.errors import UserError
 from engine.reward.base import OBJECTIVE
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.signature import Signature
+from training.data.prompts import Prompts
 from training.flags.model_flags import ModelFlags
 from training.flags.user_function import is_source, load_function
 from training.reporting.standard_errors import ENDINGS
@@ -104,16 +105,20 @@ def _free(name: str, taken: Collection[str]) -> bool:
     return name not in (*taken, MODEL, SERVER) and f"scores_{name}" not in OBJECTIVE and not name.endswith(ENDINGS)
 
 
-def check_columns(functions: Mapping[str, Callable], rows: Mapping[str, Mapping]) -> None:
-    """Raise UserError for a column that a function asks for and the first row of its data lacks.
+def check_columns(functions: Mapping[str, Callable], data: Mapping[str, Prompts]) -> None:
+    """Raise UserError for a column that a function asks for and that was not read, or that the data's first row lacks.
 
-    functions: as they are given. rows: by what a message calls them.
+    functions: as they are given. data: by what a message calls it.
     """
     for given, function in functions.items():
         if is_source(function):
             continue
-        for where, row in rows.items():
-            if missing := Signature.of(function).missing(row):
+        signature = Signature.of(function)
+        for where, prompts in data.items():
+            asked = (*signature.required, *signature.optional)
+            prompts.refuse_unread(asked, f"--reward_function {given} asks {where} for")
+            row = {name: value for name, value in prompts.rows[0].items() if value is not None}
+            if missing := signature.missing(row):
                 flag = " (--answer_column says which)" if given in BUILT_IN else ""
                 raise UserError(
                     f"--reward_function {given} asks for the column {missing[0]}{flag}, which {where} lack: they "

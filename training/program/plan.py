@@ -61,7 +61,7 @@ def make_plan(
     total_steps = count_steps(args, len(prompts))
     last_step = min(total_steps, args.test_stop_step or total_steps)
     functions = load_functions(args)
-    check_columns(functions, first_rows(prompts, held_out))
+    check_columns(functions, by_part(prompts, held_out))
     texts, texts_fingerprints = read_texts(args, tokenizer)
     conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps, tokenizer, inputs)
     if point:
@@ -104,10 +104,10 @@ def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts,
     return prompts, held_out, [rows.fingerprint for rows in parts]
 
 
-def first_rows(prompts: Prompts, held_out: Prompts | None) -> dict[str, dict]:
-    """The first row of the prompts, and of those held out, by what they are."""
+def by_part(prompts: Prompts, held_out: Prompts | None) -> dict[str, Prompts]:
+    """The prompts, and those held out if there are any, by what messages call them."""
     parts = {"the prompts": prompts, "the held-out prompts": held_out}
-    return {name: part.rows[0] for name, part in parts.items() if part is not None}
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def count_steps(args: RLHFFlags, prompts: int) -> int:

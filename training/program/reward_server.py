@@ -6,7 +6,7 @@ from engine.reward.server import probe
 from engine.reward.server_forms import FORMS
 from engine.reward.servers import without_query
 from training.flags.rlhf_arguments import RLHFFlags
-from training.program.plan import Plan, first_rows
+from training.program.plan import Plan, by_part
 
 
 def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
@@ -18,8 +18,9 @@ def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
     settings = args.reward_server()
     if settings is None or distributed.local_rank() != 0:
         return {}
-    rows = first_rows(plan.prompts, plan.held_out)
-    for where, row in rows.items():
+    for where, part in by_part(plan.prompts, plan.held_out).items():
+        part.refuse_unread(settings.columns, f"--reward_url_columns {' '.join(settings.columns)} asks {where} for")
+        row = part.rows[0]
         missing = [name for name in settings.columns if row.get(name) is None]
         if missing:
             raise UserError(

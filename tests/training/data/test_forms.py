@@ -1,8 +1,16 @@
 """The rows that steps 1, 2 and 3 make of each kind of record; messages through a template that is known by heart."""
 
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from engine.errors import UserError
+from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import chat_tokenizer, word_tokenizer
 from training.data.forms import PAIRS, PROMPTS, SFT, TEXTS
 
@@ -19,6 +27,11 @@ def turns(*contents: str, first: str = "user") -> list[dict]:
     return [{"role": roles[number % 2], "content": content} for number, content in enumerate(contents)]
 
 
+def shared(*contents: str) -> list[dict]:
+    """The same as ShareGPT writes them."""
+    return [{"from": ["human", "gpt"][number % 2], "value": content} for number, content in enumerate(contents)]
+
+
 def read(form, record, template=TEMPLATE):
     return form.row("rows.jsonl, line 3", record, chat_tokenizer(template) if template else word_tokenizer())
 
@@ -30,6 +43,26 @@ def read(form, record, template=TEMPLATE):
         ({"prompt": "a", "response": " b", "text": "c"}, {"prompt": "a", "response": " b"}),
         ({"prompt": "a", "response": None, "text": "c"}, {"text": "c"}),
         ({"prompt": "", "response": "b"}, {"prompt": "", "response": "b"}),
+        ({"prompt": "a", "completion": " b", "text": "c", "label": None}, {"prompt": "a", "response": " b"}),
+        ({"prompt": "a", "completion": " b", "response": " c"}, {"prompt": "a", "response": " c"}),
+        (
+            {"prompt": turns("a"), "completion": turns("b", "c", "d", first="assistant")},
+            {"prompt": "<user>a<end>\n<assistant>", "response": "b<end>\n<user>c<end>\n<assistant>d<end>"},
+        ),
+        (
+            {"prompt": "a", "completion": turns("b", first="assistant")},
+            {"prompt": "<user>a<end>\n<assistant>", "response": "b<end>"},
+        ),
+        ({"conversations": shared("a", "b")}, {"prompt": "<user>a<end>\n<assistant>", "response": "b<end>"}),
+        (
+            {"conversation": shared("a", "b"), "system": "c"},
+            {"prompt": "<system>c<end>\n<user>a<end>\n<assistant>", "response": "b<end>"},
+        ),
+        ({"conversations": turns("a", "b"), "text": "c"}, {"text": "c"}),
+        (
+            {"conversations": shared("a", "b"), "chosen": HUMAN + " d", "rejected": HUMAN + " e"},
+            {"prompt": HUMAN, "response": " d"},
+        ),
         ({"prompt": "a", "chosen": " b", "rejected": " c", "response": " d"}, {"prompt": "a", "response": " b"}),
         ({"chosen": HUMAN + " d", "rejected": HUMAN + " e"}, {"prompt": HUMAN, "response": " d"}),
         (
@@ -80,6 +113,8 @@ CHAT_PAIR = {"prompt": "<user>a<end>\n<assistant>", "chosen": "b<end>", "rejecte
             CHAT_PAIR,
         ),
         ({"prompt": turns("a"), "chosen": "b", "rejected": "c"}, CHAT_PAIR),
+        ({"conversations": shared("a"), "chosen": shared("-", "b")[1], "rejected": shared("-", "c")[1]}, CHAT_PAIR),
+        ({"prompt": shared("a"), "chosen": shared("-", "b")[1:], "rejected": shared("-", "c")[1:]}, CHAT_PAIR),
         ({"prompt": turns("a"), "chosen": turns("b", first="assistant"), "rejected": "c"}, CHAT_PAIR),
         (
             {"chosen": turns("a", "b", "c", "d"), "rejected": turns("a", "b", "c", "e")},
@@ -135,9 +170,14 @@ def test_texts_for_pretraining_may_be_empty():
             SFT,
             {"prompt": "a"},
             r"found the columns: prompt; needed: messages, or prompt \+ chosen, or prompt \+ response, "
-            r"or chosen \+ rejected, or text\. Rename",
+            r"or prompt \+ completion, or chosen \+ rejected, or text\. Rename or add them\.$",
         ),
         (SFT, {"prompt": "a", "response": " "}, "column response: found ' '; needed a text that is not blank"),
+        (
+            SFT,
+            {"prompt": "a", "completion": " b", "label": False},
+            r"found the column label \('False'\) beside prompt and completion: by TRL's form for unpaired preferences",
+        ),
         (SFT, {"text": turns("a", "b")}, "column text: found a list .*; needed a string"),
         (TEXTS, {"text": ["a"]}, "column text: found a list .*; needed a string"),
         (SFT, {"messages": turns("a")}, "column messages: found no message of the assistant"),
@@ -181,6 +221,37 @@ def test_texts_for_pretraining_may_be_empty():
 def test_mistakes_in_records(form, record, message):
     with pytest.raises(UserError, match="^rows.jsonl, line 3[:,] " + message):
         read(form, record)
+
+
+@pytest.mark.parametrize(
+    "content, columns, expected",
+    [
+        (
+            [{"instruction": "a 'b'", "input": "c", "output": "d"}, {"instruction": "e", "input": "", "output": "f"}],
+            "instruction, input, output",
+            [("<user>a 'b'\n\nc<end>\n<assistant>", "d<end>"), ("<user>e<end>\n<assistant>", "f<end>")],
+        ),
+        (
+            {"version": 1, "data": [{"prompt": "a", "response": "b"}, {"prompt": "c", "response": "d"}]},
+            "version, data",
+            [("a", "b"), ("c", "d")],
+        ),
+    ],
+)
+def test_the_command_that_a_message_shows_converts_the_file(tmp_path, content, columns, expected):
+    path, tokenizer = tmp_path / "it's all.json", chat_tokenizer(TEMPLATE)
+    path.write_text(json.dumps(content, indent=2))
+    with pytest.raises(UserError, match=rf"all.json, record 1: found the columns: {columns}; needed: ") as caught:
+        rows_of(path, SFT, tokenizer)
+    command = re.search("python -c .*", str(caught.value)).group()
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": str(root), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, env=environment)
+    converted = rows_of(tmp_path / "it's all-converted.jsonl", SFT, tokenizer)
+    assert [(row["prompt"], row["response"]) for row in converted] == expected
+    assert [row["prompt"] for row in rows_of(tmp_path / "it's all-converted.jsonl", PROMPTS, tokenizer)] == [
+        prompt for prompt, _ in expected
+    ]
 
 
 def test_messages_need_a_template():

@@ -1,11 +1,15 @@
 """Prompts of step 3 and their batches, on a tokenizer whose ids are known: "a" is 10, "b" 11, "c" 12, "d" 13."""
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, PAD, word_tokenizer
+from training.data.forms import PROMPTS
 from training.data.prompts import Prompts, collate_prompts
+from training.data.rows import load_rows
 
 
 def test_an_unknown_way_with_long_prompts_is_refused():
@@ -41,6 +45,19 @@ def test_queries_may_start_and_end_at_tokens():
     assert (prompts.dropped, prompts.cut, list(prompts.rows)) == (1, 0, [rows[0], rows[2], rows[3]])
     with pytest.raises(UserError, match="none of the 1 prompts has the dialect's query_start and query_end within 4"):
         Prompts(rows[1:2], word_tokenizer("<s>"), max_prompt_length=4, query_start=11, query_end=13)
+
+
+def test_rows_are_without_the_columns_that_were_not_read(tmp_path):
+    texts, images = pyarrow.array(["a", "b"]), pyarrow.array([{"bytes": b"x"}, None])
+    parquet.write_table(pyarrow.table({"prompt": texts, "image": images, "n": [1, 2]}), tmp_path / "rows.parquet")
+    rows = load_rows(str(tmp_path / "rows.parquet"), PROMPTS, None, phase=3, seed=0)[0]
+    for _ in range(2):  # made, and found in the cache
+        prompts = Prompts(rows, word_tokenizer(), 4, cache=tmp_path)
+        assert list(prompts.rows) == [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+        prompts.refuse_unread(["n", "absent"], "somebody asks for")
+        told = r"^somebody asks for the column image, which is not read: it holds bytes \(of the type struct<"
+        with pytest.raises(UserError, match=told):
+            prompts.refuse_unread(["n", "image"], "somebody asks for")
 
 
 def test_prompt_batch_is_left_padded_and_keeps_its_visits():

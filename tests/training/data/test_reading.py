@@ -9,7 +9,9 @@ from tests.training.data.reading import rows_of
 from training.data.forms import PAIRS, PROMPTS, SFT
 from training.data.records import read_records
 
-SFT_NEEDS = r"messages, or prompt \+ chosen, or prompt \+ response, or chosen \+ rejected, or text\."
+SFT_NEEDS = (
+    r"messages, or prompt \+ chosen, or prompt \+ response, or prompt \+ completion, or chosen \+ rejected, or text\."
+)
 PROMPTS_NEED = r"messages, or prompt, or chosen \+ rejected\."
 GOOD = b'{"prompt": "a"}\n'
 
@@ -34,6 +36,8 @@ def test_a_json_file_is_a_list(write):
     assert rows_of(write(json.dumps(rows, indent=2), "rows.json"), PAIRS) == rows
     line = json.dumps(rows[0])  # or one object a line
     assert rows_of(write(f"\n {line}\n\n{line}\n", "rows.json"), PAIRS) == rows * 2
+    spread = json.dumps(rows[0], indent=2)  # or objects spread over lines
+    assert rows_of(write(f"\ufeff{spread}\n{spread}{line}", "rows.json"), PAIRS) == rows * 3
 
 
 def test_the_first_alternative_that_a_record_has_is_taken_and_prompts_keep_their_extra_columns(write):
@@ -83,6 +87,11 @@ def test_a_prompt_may_be_empty_only_where_something_follows_it(write):
         (GOOD + b'{"prompt": "\xff"}', PROMPTS, r"line 2: found the byte 0xff, which is not UTF-8"),
         (b"\xef\xbb\xbf" + GOOD + b'{"prompt": "\xfe"}', PROMPTS, r"line 2: found the byte 0xfe"),
         (GOOD + b"\0" * 8, PROMPTS, r"line 2: found a NUL character"),
+        (
+            GOOD + b'{\n"prompt": "a"}',
+            PROMPTS,
+            r"line 2: found '{'.* a line, or call the file .json if its JSON is spread",
+        ),
         (b'{"prompt": "a\\u0000b"}', PROMPTS, r"line 1, column prompt: found a NUL character in 'a\\x00b'"),
         (b'{"prompt": "a\\ud800b"}', PROMPTS, r"line 1, column prompt: found half a surrogate pair"),
     ],
@@ -100,6 +109,7 @@ def test_mistakes_in_lines(write, content, form, message):
         (b'"prompt"', r"rows.json, line 1: found a string .*Put the records into \[ \]"),
         (b'[{"prompt": "a"}]\n[]', r"rows.json, line 2: found '\[\]', which is no JSON here .*or one object a line"),
         (GOOD + b'{\n"prompt": "a"}', r"rows.json, line 2: found '\{', which is no JSON .*one JSON object a line"),
+        (b'{"prompt": \n"a"}\noops', r"rows.json, line 3: found 'oops', which is no JSON here"),
         (b'[{"prompt": "a"},\n\n oops]', r"rows.json, line 3: found ' oops\]'"),
         (
             b'[{"prompt": "a"}, 7]',

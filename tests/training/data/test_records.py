@@ -1,9 +1,12 @@
 """Data files of each kind, and that whatever is broken in them is told with file, place and reason."""
 
 import gzip
+import hashlib
 import json
 import random
 import re
+from datetime import datetime
+from decimal import Decimal
 
 import pyarrow
 import pytest
@@ -12,7 +15,7 @@ from pyarrow import parquet
 from engine.errors import UserError
 from tests.training.data.reading import rows_of
 from training.data.forms import PAIRS, SFT
-from training.data.records import read_records
+from training.data.records import Unread, read_records
 
 
 @pytest.fixture
@@ -55,7 +58,8 @@ def test_a_cell_may_be_long(write):
         (
             b"txt\na\n",
             r"line 2: found the columns: txt; "
-            r"needed: messages, or prompt \+ chosen, or prompt \+ response, or chosen \+ rejected, or text",
+            r"needed: messages, or prompt \+ chosen, or prompt \+ response, or prompt \+ completion, "
+            r"or chosen \+ rejected, or text",
         ),
         (b"text,stars\n,5\n", r"line 2: found the columns: text \(null\), stars"),
         (b"text\n", r"rows.csv: found no records"),
@@ -85,8 +89,64 @@ def test_a_parquet_file_with_texts_that_are_no_utf8(tmp_path):
     )
     records = read_records(tmp_path / "rows.parquet")
     assert records[0][1] == {"text": "good"}
-    with pytest.raises(UserError, match=r"rows.parquet, record 2: cannot be read \(.*utf-8.*\)\. Write the file again"):
-        records[1]
+    with pytest.raises(
+        UserError, match=r"rows.parquet, record 2, column text: found what cannot be read \(.*utf-8.*\);"
+    ):
+        rows_of(tmp_path / "rows.parquet", SFT)
+
+
+def audio_and_others() -> pyarrow.Table:
+    """Two records with columns of many types beside their messages, which are maps as other programs write dicts."""
+    said, maps = [[("role", "user"), ("content", "Hi!")]], pyarrow.map_(pyarrow.string(), pyarrow.string())
+    texts = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(['{"b": [1]}']))
+    lists = pyarrow.ListArray.from_arrays([0, 1, 1], texts)
+    columns = {
+        "messages": pyarrow.array([said, said], pyarrow.list_(maps)),
+        "audio": pyarrow.array([{"bytes": b"RIFF", "path": "a.wav"}] * 2),
+        "pages": pyarrow.array([[{"image": {"bytes": b"PNG"}}]] * 2),
+        "raw": pyarrow.array([b"\xff", b"a"]).dictionary_encode(),
+        "numbers": pyarrow.array([[(1, 2)]] * 2, pyarrow.map_(pyarrow.int64(), pyarrow.int64())),
+        "source": pyarrow.array(["web", "book"]).dictionary_encode(),
+        "price": pyarrow.array([Decimal("1.50")] * 2),
+        "day": pyarrow.array([0, 2**40], pyarrow.timestamp("s")),
+        "meta": pyarrow.StructArray.from_arrays([lists], ["a"], mask=pyarrow.array([False, True])),
+    }
+    features = json.dumps({"info": {"features": {"audio": {"sampling_rate": 16000, "_type": "Audio"}}}})
+    return pyarrow.table(columns).replace_schema_metadata({"huggingface": features})
+
+
+def test_tables_are_read_as_they_are_stored_and_bytes_are_not(tmp_path):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(audio_and_others(), path)
+    records = read_records(path)
+    assert records[0][1] == {
+        "messages": [{"role": "user", "content": "Hi!"}],
+        "audio": Unread("bytes (of the type struct<bytes: binary, path: string>)"),
+        "pages": Unread("bytes (of the type list<element: struct<image: struct<bytes: binary>>>)"),
+        "raw": Unread("bytes (of the type dictionary<values=binary, indices=int32, ordered=0>)"),
+        "numbers": Unread("a map whose keys are no texts (of the type map<int64, int64 ('numbers')>)"),
+        "source": "web",
+        "price": Decimal("1.50"),
+        "day": datetime(1970, 1, 1),
+        "meta": {"a": [{"b": [1]}]},
+    }
+    second = records[1][1]
+    assert second["source"] == "book" and second["meta"] is None
+    assert second["day"] == Unread("what cannot be read (date value out of range)")  # the year 36812
+    assert records.fingerprint == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_column_of_bytes_where_a_text_is_needed(tmp_path):
+    parquet.write_table(pyarrow.table({"text": [b"a", b"b"]}), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"record 1, column text: found bytes \(of the type binary\); needed a string"):
+        rows_of(tmp_path / "rows.parquet", SFT)
+
+
+def test_two_columns_of_a_name(tmp_path):
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match="rows.parquet: found the column names text, text; each may stand there once"):
+        read_records(tmp_path / "rows.parquet")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +178,9 @@ def test_the_fingerprint_is_of_the_content(tmp_path, name):
             path.write_text(json.dumps({"text": text}) if "json" in name else f"text\n{text}\n")
         return read_records(path).fingerprint
 
-    assert saved("one", "a") == saved("two", "a") != saved("one", "b")
+    found = saved("one", "a")
+    assert found == saved("two", "a") == hashlib.sha256((tmp_path / "one" / name).read_bytes()).hexdigest()
+    assert found != saved("one", "b")
 
 
 # --- 2,000 broken records ---------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import UserError
 from training.data import sources
+from training.data.records import Unread
 from training.data.sources import known_change, open_source
 
 
@@ -79,6 +80,17 @@ def test_what_save_to_disk_wrote(tmp_path, with_test):
     (tmp_path / "saved" / ("train" if with_test else "") / "state.json").write_text("{")
     with pytest.raises(UserError, match="saved: found a data set of save_to_disk that is broken"):
         open_source(path)
+
+
+def test_a_saved_set_is_read_as_it_is_stored_whatever_its_format(tmp_path):
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "n": datasets.Value("int64"), "i": datasets.Image()}
+    )
+    saved = datasets.Dataset.from_dict({"text": ["a"], "n": [7], "i": [{"bytes": b"no picture"}]}, features)
+    saved.with_format("torch", columns=["n"]).save_to_disk(str(tmp_path / "saved"))
+    record = open_source(str(tmp_path / "saved")).training[0][0][1]
+    assert record == {"text": "a", "n": 7, "i": Unread("bytes (of the type struct<bytes: binary, path: string>)")}
+    assert type(record["n"]) is int
 
 
 def test_the_fingerprint_of_a_saved_set_is_of_its_content(tmp_path):

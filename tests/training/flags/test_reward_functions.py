@@ -4,7 +4,10 @@ import pytest
 
 from engine.errors import UserError
 from engine.reward.formats import Format
+from tests.training.data.tiny_tokenizers import word_tokenizer
 from tests.training.flags.command_lines import parse
+from training.data.prompts import Prompts
+from training.data.records import Unread
 from training.flags.reward_functions import check_columns, load_functions, names, score_parts, short_names
 from training.flags.rlhf_arguments import RLHFFlags
 
@@ -16,6 +19,9 @@ def right(prompts, responses, answer):
 
 def form(completions, **others):
     return [1.0] * len(completions)
+
+def maybe(prompts, responses, answer=None):
+    return [0.0] * len(responses)
 
 class Source(RewardSource):
     def __init__(self, tokenizer):
@@ -91,12 +97,24 @@ def test_a_class_is_not_called_early(rules):
 
 def test_a_column_that_the_data_lack(rules):
     functions = loaded("--reward_function", f"{rules}:right", f"{rules}:form", f"{rules}:Source")
-    full = {"prompt": "?", "answer": 42}
+    full = prompts(answer=42)
     check_columns(functions, {"the prompts": full, "the held-out prompts": full})
-    for rest in ({}, {"answer": None}):
-        told = r":right asks for the column answer, which the held-out prompts lack: they have prompt"
+    for lacking in (prompts(), prompts(answer=None)):
+        told = r":right asks for the column answer, which the held-out prompts lack: they have prompt\."
         with pytest.raises(UserError, match=told):
-            check_columns(functions, {"the prompts": full, "the held-out prompts": {"prompt": "?"} | rest})
+            check_columns(functions, {"the prompts": full, "the held-out prompts": lacking})
+
+
+def prompts(**columns) -> Prompts:
+    return Prompts([{"prompt": "a", **columns}], word_tokenizer(), 4)
+
+
+@pytest.mark.parametrize("name", ["right", "maybe"])
+def test_a_column_that_is_not_read_is_no_missing_one(rules, name):
+    functions = loaded("--reward_function", f"{rules}:{name}")
+    told = rf":{name} asks the prompts for the column answer, which is not read: it holds bytes\."
+    with pytest.raises(UserError, match=told):
+        check_columns(functions, {"the prompts": prompts(answer=Unread("bytes"))})
 
 
 def test_restart_points_know_them_without_folders():
