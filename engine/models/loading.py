@@ -65,8 +65,10 @@ def load_policy(
     if untied:
         config.tie_word_embeddings = False
     model = _loaded(kind, base, config, dtype, ds_config, what, attention, untied=untied)
-    if not Path(base).is_dir():
-        check_policy(path, what, trust_remote_code)  # of a name on the Hub, now that its files are here
+    if not Path(base).is_dir():  # of a name on the Hub, now that its files are here
+        known = check_policy(path, what, trust_remote_code)
+        if not untied and getattr(known, "tie_word_embeddings", False) != getattr(config, "tie_word_embeddings", False):
+            return load_policy(path, dtype, ds_config, what, dropout, trust_remote_code, merge, attention)
     _make_saveable(model)
     return _started(Policy(model, dropouts), base, adapter, merge, attention)
 

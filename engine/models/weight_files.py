@@ -9,6 +9,7 @@ from typing import NamedTuple
 import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
@@ -73,6 +74,22 @@ def headers(folder: Path, what: str) -> dict[str, Header]:
 def file_headers(file: Path, what: str) -> dict[str, Header]:
     """The tensors in one weight file, by name; raises UserError, naming `what` (a flag), where it is broken."""
     return (_of_safetensors if file.suffix == ".safetensors" else _of_pickle)(file, what)
+
+
+def mapped_tensors(folder: Path, what: str) -> dict[str, Tensor]:
+    """The tensors of a model's files by name. The files are mapped: numbers are read when they are asked for.
+
+    Raises: UserError as `headers` does.
+    """
+    headers(folder, what)
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder, what):
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as weights:
+                found |= {name: weights.get_tensor(name) for name in weights.keys()}
+        else:
+            found |= torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    return found
 
 
 def weight_files(folder: Path, what: str) -> list[Path]:
