@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import UserError
 from engine.models.classes import LANGUAGE_MODEL, model_class
-from engine.models.weight_files import mapped_tensors, weight_files, weights_folder
+from engine.models.weight_files import file_names, mapped_tensors, weight_files, weights_folder
 
 ROWS = 1 << 12  # of the two matrices, compared at a time
 
@@ -40,12 +40,6 @@ def has_own_head(config: PretrainedConfig, path: str, what: str, trust_remote_co
     except UserError:
         return False
     return _any_differ(folder, tuple((file, file.stat()[6:9]) for file in files if file.is_file()), pairs)
-
-
-def file_names(name: str, kind: Any) -> tuple[str, ...]:
-    """What a weight of a model of class `kind` may be called in its files: transformers looks for all of these."""
-    trunk = f"{kind.base_model_prefix}."
-    return name, name.removeprefix(trunk), f"{trunk}{name}"
 
 
 @lru_cache(maxsize=32)

@@ -4,7 +4,7 @@ import json
 import pickle
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import torch
@@ -107,6 +107,13 @@ def weight_files(folder: Path, what: str) -> list[Path]:
         f"{what}: the folder {folder} holds a config.json but no weights (model.safetensors or pytorch_model.bin, or "
         "the index of several). Was its writing cut off? Write it again."
     )
+
+
+def file_names(name: str, model: Any) -> tuple[str, ...]:
+    """What a weight may be called in files, by its name in a model (or its class): transformers looks for all of
+    these."""
+    trunk = f"{model.base_model_prefix}."
+    return name, name.removeprefix(trunk), f"{trunk}{name}"
 
 
 def _index(folder: Path) -> Path | None:
