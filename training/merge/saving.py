@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.errors import UserError
 from engine.models.places import base_of
-from engine.models.reading import read_tokenizer
+from engine.models.reading import read_config, read_tokenizer
 from engine.models.weight_files import weights_folder
 from engine.whole_files import PARTIAL, sync_tree
 from training.merge.same_kind import SFT
@@ -45,6 +45,11 @@ def save_merged(
         for pattern in BESIDE:
             for file in stored.glob(pattern):
                 shutil.copyfile(file, partial / file.name)
+        if not getattr(read_config(sft, SFT, trust_remote_code), "tie_word_embeddings", False):
+            config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+            if config.get("tie_word_embeddings", True):  # whatever was copied: the weights have a head of their own
+                text = json.dumps(config | {"tie_word_embeddings": False}, indent=2) + "\n"
+                (partial / "config.json").write_text(text, encoding="utf-8")
         read_tokenizer(sft, SFT, trust_remote_code=trust_remote_code).save_pretrained(partial)
         (partial / NOTE).write_text(json.dumps(dict(source), indent=2) + "\n", encoding="utf-8")
         add_merge_card(partial, source)
