@@ -21,6 +21,7 @@ from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec
 from tests.tiny_models import UNK, VOCABULARY
 from training.program import model_folders
 from training.restarts.export import export
+from training.restarts.resume_point import ResumePoint
 
 STILL = Dialect(name="still", actor_lr=1e-9, critic_lr=1e-9, ppo_epochs=1, ema_decay=0.5)
 SEQUENCES = (torch.arange(4 * 12).view(4, 12) * 7919) % VOCABULARY
@@ -71,15 +72,16 @@ def _gaps(spec: EngineSpec, given: Path, output: Path) -> dict[str, float]:
     with models.ema.swapped():
         model_folders.save_forms(models.actor, models.tokenizer, output, "actor_ema")
     model_folders.save_forms(models.critic, models.tokenizer, output, "critic")
-    point = save_point(output, models, trainer.state_dict())
+    save_point(output, models, trainer.state_dict())
     load_point(output, again.models)
+    point = ResumePoint.find(str(output), str(output), with_ema=True)
     mask = torch.ones_like(SEQUENCES)
     asked = {"actor": models.actor, "reference": models.reference.model, "resumed actor": again.models.actor}
     width, inputs = SEQUENCES.shape[1] - 1, (SEQUENCES, mask, position_ids(mask))
     found = {role: model(*inputs, response_length=width)[0] for role, model in asked.items()}
     if distributed.is_main():
         for name, ema in (("exported", False), ("exported average", True)):
-            export(str(point), output / name, ema=ema)
+            export(point, output / name, ema=ema)
             folders[name] = name
         found |= {what: logprobs(output / name) for what, name in folders.items() if (output / name).is_dir()}
     expected = logprobs(given)
