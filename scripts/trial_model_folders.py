@@ -255,8 +255,8 @@ def try_programs(family: str, form: str, folder: Path) -> list[bool]:
 
     out = folder / "run"
     try:
-        step3 = ["--actor_model_name_or_path", given, "--reward_model_name_or_path", folder / "reward"]
-        few = ["--max_steps", "1", "--num_eval_prompts", "0", "--save_steps", "1", "--set", "ema_decay=0.5"]
+        step3 = ["--actor_model_name_or_path", given, "--critic_model_name_or_path", folder / "reward"]
+        few = ["--max_steps", "1", "--num_eval_prompts", "0", "--save_steps", "1", "--enable_ema"]
         stages = ["--actor_zero_stage", "3", "--critic_zero_stage", "3", "--actor_learning_rate", "1e-9"]
         rows = ["--per_device_generation_batch_size", "4", "--per_device_training_batch_size", "4"]
         program(["training.step3_rlhf", *step3, *common, *few, *stages, *rows, "--output_dir", out], ranks=2)

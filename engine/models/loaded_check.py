@@ -5,6 +5,7 @@ numbers of every weight with the files, whatever the model's size, at the end of
 small model computes within its engine with what transformers alone computes with the same folder.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -107,7 +108,9 @@ def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tenso
         )
         adapter = module.start or module.merged
         if adapter is not None:
-            PeftModel.from_pretrained(plain, adapter.path)  # in place
+            config = copy.copy(adapter.config)
+            config.task_type = None  # a critic may be made of a language model's adapter
+            PeftModel.from_pretrained(plain, adapter.path, config=config)  # in place
     plain.eval()
     if head is None:
         logprobs = plain(sequences).logits[:, :-1].float().log_softmax(-1)

@@ -1,12 +1,11 @@
 """Run by ranks: what a step at a learning rate of next to nothing makes of models' folders, at several ZeRO stages."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from engine import distributed
@@ -46,10 +45,6 @@ def _tried(folder: str, output: Path, name: str, stage: int, way: str) -> dict[s
         return _gaps(_spec(folder, name, stage, way), Path(folder) / name, output)
     except UserError as error:
         return str(error)
-    finally:
-        distributed.barrier()
-        if distributed.is_main():
-            shutil.rmtree(output, ignore_errors=True)
 
 
 def _spec(folder: str, name: str, stage: int, way: str) -> EngineSpec:
@@ -105,7 +100,9 @@ def by_transformers(folder: Path):
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     model = kind.from_pretrained(base_of(str(folder), "model"), dtype=torch.float32)
     if is_adapter(folder):
-        PeftModel.from_pretrained(model, folder)  # puts it into the model
+        config = LoraConfig.from_pretrained(folder)
+        config.task_type = None  # of a classifier too
+        PeftModel.from_pretrained(model, folder, config=config)  # puts it into the model
     return model.eval()
 
 
