@@ -248,8 +248,8 @@ def try_programs(family: str, form: str, folder: Path) -> list[bool]:
         verdicts.append(right)
         print(f"| {family} | {form} | | {what} | {'yes' if right else 'NO'} | {text} |", flush=True)
 
-    def near(what: str, path: Path) -> None:
-        gap = float((logprobs(path) - logprobs(given)).abs().max())
+    def near(what: str, path: Path, expected: Path = given) -> None:
+        gap = float((logprobs(path) - logprobs(expected)).detach().abs().max())
         own = not json.loads((path / "config.json").read_text())["tie_word_embeddings"]
         say(what, gap <= MOST_OFF and own, f"log-probs {gap:.1e}, tie_word_embeddings {'false' if own else 'TRUE'}")
 
@@ -271,9 +271,9 @@ def try_programs(family: str, form: str, folder: Path) -> list[bool]:
         save_file({name: 1.01 * tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
         models = ["--sft_model_name_or_path", given, "--trained_model_name_or_path", folder / "moved"]
         reward = ["--reward_model_name_or_path", folder / "reward", "--num_eval_prompts", "8"]
-        merge = ["--scales", "0", "--scale", "0", "--output_dir", folder / "merged"]
+        merge = ["--scales", "1", "--scale", "1", "--output_dir", folder / "merged"]
         program(["training.merge", *models, *common, *reward, *merge, "--zero_stage", "3"])
-        near("merge, at scale 0", folder / "merged" / "model")
+        near("merge", folder / "merged" / "model", folder / "moved")
         answers = []
         for stage in ("0", "3"):
             named = ["--models", f"given={given}", f"saved={out / 'actor'}", "--greedy", "--zero_stage", stage]
