@@ -113,7 +113,8 @@ def file_names(name: str, model: Any) -> tuple[str, ...]:
     """What a weight may be called in files, by its name in a model (or its class): transformers looks for all of
     these."""
     trunk = f"{model.base_model_prefix}."
-    return name, name.removeprefix(trunk), f"{trunk}{name}"
+    older = name.replace("lm_head.", "embed_out.")  # GPT-NeoX's
+    return name, name.removeprefix(trunk), f"{trunk}{name}", older
 
 
 def _index(folder: Path) -> Path | None:

@@ -68,6 +68,12 @@ def test_one_matrix_stays_one(tmp_path):
     assert read_config(str(folder), "model").tie_word_embeddings is True
 
 
+def test_a_head_that_the_file_has_under_its_older_name_counts(tmp_path):
+    folder = make_folder(tmp_path, "gpt_neox", tie_word_embeddings=True)
+    assert "embed_out.weight" in load_file(folder / "model.safetensors")
+    assert read_config(str(folder), "model").tie_word_embeddings is False
+
+
 def test_the_default_of_a_family_counts_where_config_json_is_silent(tmp_path):
     folder = make_folder(tmp_path, "gpt2", tie_word_embeddings=None)
     assert read_config(str(folder), "model").tie_word_embeddings is False
