@@ -83,7 +83,7 @@ def _gaps(spec: EngineSpec, given: Path, output: Path) -> dict[str, float]:
     gaps = {what: float((numbers - expected).abs().max()) for what, numbers in found.items()}
     if spec.critic_path is None and distributed.is_main():  # its trunk is the actor's
         trunks = [by_transformers(path).base_model(SEQUENCES)[0] for path in (given, output / "critic")]
-        gaps["saved critic"] = float((trunks[1] - trunks[0]).abs().max())
+        gaps["saved critic"] = float((trunks[1] - trunks[0]).abs().max() / trunks[0].abs().max())
     return gaps
 
 
