@@ -17,6 +17,7 @@ from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.frozen_role import FrozenRole
 from engine.host_memory import freed_memory_given_back
 from engine.models.hydra import check_hydra, load_hydra
+from engine.models.loaded_check import check_results
 from engine.models.loading import DTYPES, load_policy, load_scorer, new_critic
 from engine.models.lora import LoraSpec, adapt
 from engine.models.policy import Policy
@@ -232,7 +233,7 @@ def _loaded(load, path: str, ds_config: dict, config: EngineConfig, spec: Engine
 
 def _probe(model: TrainedModel | FrozenModel) -> None:
     """Let a Policy find out, within its engine, whether its head's output is all there is to its logits; and refuse a
-    model that attends to padding, or cannot do without it where it is to."""
+    model that attends to padding, or cannot do without it where it is to, or does not compute as its folder's does."""
     if isinstance(model.module, Policy):
         vocabulary = model.module.model.config.get_text_config().vocab_size
         tokens = (torch.arange(8, device=distributed.device()) * 7919 % vocabulary).unsqueeze(0)
@@ -240,4 +241,5 @@ def _probe(model: TrainedModel | FrozenModel) -> None:
             model(tokens, probe=True)
     with model.on_device():
         check_rows(model.module, model, f"{model.role} model")
+        check_results(model.module, model, f"{model.role} model")
     gc.collect(1)  # the loader's full copy of the weights goes before the next model comes; old objects are left out

@@ -21,6 +21,7 @@ from engine.models.checking import check_rows as check_embedding
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.fit import listed
 from engine.models.reading import read_config, read_tokenizer, vocabulary_size
+from engine.models.weight_files import file_names
 from engine.reference import Reference
 from engine.reward.base import RewardSource
 from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
@@ -168,10 +169,9 @@ def evaluator_of(
 def stored_names(model: PreTrainedModel, weights: Collection[str]) -> dict[str, str] | None:
     """By which names files have a model's parameters; None where they are arranged otherwise. weights: the files'
     names."""
-    trunk, found = f"{model.base_model_prefix}.", {}
+    found = {}
     for name, _ in model.named_parameters():
-        names = (name, name.removeprefix(trunk), f"{trunk}{name}")  # as transformers looks for them
-        stored = next((other for other in names if other in weights), None)
+        stored = next((other for other in file_names(name, model) if other in weights), None)
         if stored is None:
             return None
         found[name] = stored

@@ -19,7 +19,7 @@ class Backbone(nn.Module):
     adapters: the LoRA adapters within the model, if it has some.
     base: the path that its weights were loaded from. base_contents: the fingerprint by which an adapter's folder is to
     know these; None without adapters. start: the adapter that training is to go on with, of a model that
-    was loaded without it; None otherwise.
+    was loaded without it; None otherwise. merged: the adapter that loading has merged into the weights.
     packs: whether padding is taken out of rows before they go through the layers.
     """
 
@@ -28,6 +28,7 @@ class Backbone(nn.Module):
     base: str | None = None
     base_contents: str | None = None
     start: AdapterFolder | None = None
+    merged: AdapterFolder | None = None
     packs = False
 
     def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):

@@ -94,6 +94,7 @@ def load_hydra(
     policy = load_policy(path, dtype, ds_config, what, trust_remote_code=trust_remote_code, attention=attention)
     hydra = HydraPolicy(policy.model, policy.replaced, layers=layers)
     hydra.pack(policy.packs)
+    hydra.base, hydra.merged = policy.base, policy.merged
     return hydra
 
 

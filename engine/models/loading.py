@@ -22,8 +22,9 @@ from engine.models.backbone import Backbone
 from engine.models.buffers import restore_buffers
 from engine.models.checking import check_policy, check_scorer, check_trunk
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
-from engine.models.deepspeed_chat import deepspeed_chat_state, take_pad_token
+from engine.models.deepspeed_chat import deepspeed_chat_names, deepspeed_chat_state, take_pad_token
 from engine.models.fit import Misfit, listed
+from engine.models.loaded_check import other_weights
 from engine.models.merging import merge_adapter
 from engine.models.on_disk import read_by_pieces
 from engine.models.openrlhf import renamed_state, take_settings
@@ -32,6 +33,7 @@ from engine.models.places import base_of
 from engine.models.policy import Policy
 from engine.models.reading import read_config, read_tokenizer
 from engine.models.scorer import Scorer
+from engine.models.weight_files import mapped_tensors, weights_folder
 from engine.zero.gathering import gathered_params, is_partitioned, own_part, set_parameter
 from engine.zero.partitioned_loading import partitioned_loading
 
@@ -82,8 +84,10 @@ def load_policy(
     if untied:
         config.tie_word_embeddings = False
     model = _loaded(kind, base, config, dtype, ds_config, what, attention, untied=untied)
-    if not Path(base).is_dir():
-        check_policy(path, what, trust_remote_code)  # of a name on the Hub, now that its files are here
+    if not Path(base).is_dir():  # of a name on the Hub, now that its files are here
+        known = check_policy(path, what, trust_remote_code)
+        if not untied and getattr(known, "tie_word_embeddings", False) != getattr(config, "tie_word_embeddings", False):
+            return load_policy(path, dtype, ds_config, what, dropout, trust_remote_code, merge, attention)
     _make_saveable(model)
     return _started(Policy(model, replaced), base, adapter, merge, attention)
 
@@ -221,6 +225,7 @@ def _started(module: Backbone, base: str, adapter: AdapterFolder | None, merge: 
     module.pack(attention.packs_rows_of(type(module.model)))
     if adapter is not None and merge:
         merge_adapter(module.model, adapter)
+        module.merged = adapter
     elif adapter is not None:
         module.start = adapter
     return module
@@ -243,7 +248,8 @@ def _loaded(
     new_head: whether the score head may be missing, as it is drawn anew. untied: whether the output head may be, and
     then becomes a copy of the embedding, which it is by the model's own configuration.
 
-    Raises: SharedError where the real load misses a weight, or a number is NaN or infinite.
+    Raises: SharedError where the real load misses a weight, has another one than the files, or a number is NaN or
+    infinite.
     """
     source = path if state is None else None
     with freed_memory_given_back(), read_by_pieces(), partitioned_loading(ds_config):
@@ -270,6 +276,7 @@ def _loaded(
     try:
         misfit.refuse(path, what)
         _refuse_not_finite(model, path, dtype, what)
+        _refuse_other_weights(model, path, what)
     except UserError as error:
         message = str(error)
     messages = [text for text in distributed.all_gather_objects(message) if text is not None]
@@ -292,6 +299,20 @@ def _refuse_not_finite(model: nn.Module, path: str, dtype: torch.dtype, what: st
         raise UserError(
             f"{what}: NaN or infinite numbers stand in {len(bad)} of the weights in {path} ({listed(bad)}).{why} "
             "Give a model whose training did not fail, or write it again."
+        )
+
+
+def _refuse_other_weights(model: Any, path: str, what: str) -> None:
+    """Raise UserError, naming them, where weights of this rank's part are not those of the files at `path`."""
+    folder = weights_folder(path)
+    assert folder is not None, "they were loaded from there"
+    stored = mapped_tensors(folder, what)
+    names = deepspeed_chat_names(stored, model.base_model_prefix)
+    bad = other_weights(model, {names[name]: tensor for name, tensor in stored.items()})
+    if bad:
+        raise UserError(
+            f"{what}: {len(bad)} of the weights that were loaded are not those that stand in {path} ({listed(bad)}). "
+            "Open the folder with transformers' from_pretrained, write it anew with save_pretrained, and give that."
         )
 
 

@@ -9,6 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from engine.errors import UserError, shortened
 from engine.files import read_text
 from engine.git_lfs import refuse_pointers
+from engine.models.output_head import has_own_head
 from engine.models.pad_tokens import set_pad_token
 from engine.models.places import base_of, one_line, require_model
 
@@ -16,7 +17,8 @@ VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "
 
 
 def read_config(path: str, what: str, trust_remote_code: bool = False):
-    """The model configuration at `path`, of an adapter's folder its base's.
+    """The model configuration at `path`, of an adapter's folder its base's; output head and embedding are tied in it
+    only if they are in the weight files too.
 
     trust_remote_code: whether code in the model's folder may run, where its `auto_map` names some.
 
@@ -42,6 +44,8 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
             f"{what}: {path}/config.json names no class of its weights: architectures is {shortened(names)}. Make it a "
             'list of one name, such as ["LlamaForCausalLM"].'
         )
+    if has_own_head(config, path, what, trust_remote_code):
+        config.tie_word_embeddings = False
     return config
 
 

@@ -128,7 +128,7 @@ def make_trunk(policy: Policy, actor: LoraSpec, scoring: Mapping[str, ScoringRol
         starts["reference"], specs["reference"] = kept, None
     alone = {role: scorer.model for role, scorer in scorers.items()}  # without the language model's head
     trunk.give_adapters({role: _described(alone.get(role, model), starts[role], specs[role]) for role in starts})
-    trunk.direct_head = policy.direct_head
+    trunk.direct_head, trunk.start = policy.direct_head, kept
     trunk.pack(policy.packs)
     _fill(trunk, starts, specs)
     _choose_trained(trunk, [role for role, spec in specs.items() if spec is not None])

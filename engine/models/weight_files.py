@@ -4,11 +4,12 @@ import json
 import pickle
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
@@ -75,6 +76,22 @@ def file_headers(file: Path, what: str) -> dict[str, Header]:
     return (_of_safetensors if file.suffix == ".safetensors" else _of_pickle)(file, what)
 
 
+def mapped_tensors(folder: Path, what: str) -> dict[str, Tensor]:
+    """The tensors of a model's files by name. The files are mapped: numbers are read when they are asked for.
+
+    Raises: UserError as `headers` does.
+    """
+    headers(folder, what)
+    found: dict[str, Tensor] = {}
+    for file in weight_files(folder, what):
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as weights:
+                found |= {name: weights.get_tensor(name) for name in weights.keys()}
+        else:
+            found |= torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    return found
+
+
 def weight_files(folder: Path, what: str) -> list[Path]:
     """The files that a model's weights are read from, whether all of them are there or not.
 
@@ -90,6 +107,14 @@ def weight_files(folder: Path, what: str) -> list[Path]:
         f"{what}: the folder {folder} holds a config.json but no weights (model.safetensors or pytorch_model.bin, or "
         "the index of several). Was its writing cut off? Write it again."
     )
+
+
+def file_names(name: str, model: Any) -> tuple[str, ...]:
+    """What a weight may be called in files, by its name in a model (or its class): transformers looks for all of
+    these."""
+    trunk = f"{model.base_model_prefix}."
+    older = name.replace("lm_head.", "embed_out.")  # GPT-NeoX's
+    return name, name.removeprefix(trunk), f"{trunk}{name}", older
 
 
 def _index(folder: Path) -> Path | None:

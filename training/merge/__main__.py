@@ -140,6 +140,7 @@ def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points
                 Path(args.output_dir) / MODEL,
                 note,
                 args.max_shard_size,
+                args.trust_remote_code,
             )
         )
     if distributed.is_main():

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.errors import UserError
 from engine.models.places import base_of
+from engine.models.reading import read_config
 from engine.models.saving import save_tokenizer
 from engine.models.weight_files import weights_folder
 from engine.whole_files import PARTIAL, sync_tree
@@ -30,6 +31,7 @@ def save_merged(
     folder: Path,
     source: Mapping[str, object],
     max_shard_size: str,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write the model to `folder`, which must not be there; it is there whole or not at all. Returns the folder.
 
@@ -47,6 +49,11 @@ def save_merged(
         for pattern in BESIDE:
             for file in stored.glob(pattern):
                 shutil.copyfile(file, partial / file.name)
+        if not getattr(read_config(sft, SFT, trust_remote_code), "tie_word_embeddings", False):
+            config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+            if config.get("tie_word_embeddings", True):  # whatever was copied: the weights have a head of their own
+                text = json.dumps(config | {"tie_word_embeddings": False}, indent=2) + "\n"
+                (partial / "config.json").write_text(text, encoding="utf-8")
         save_tokenizer(tokenizer, partial)
         (partial / NOTE).write_text(json.dumps(dict(source), indent=2) + "\n", encoding="utf-8")
         add_merge_card(partial, source)

@@ -24,7 +24,7 @@ from engine.models.merging import merged
 from engine.models.on_disk import tensors_of
 from engine.models.places import base_of
 from engine.models.reading import read_config
-from engine.models.weight_files import headers, weight_files, weights_folder
+from engine.models.weight_files import file_names, headers, weight_files, weights_folder
 from engine.safetensors_files import file_order
 
 
@@ -111,10 +111,9 @@ def _with_adapter(stored: dict[str, Tensor], adapter: AdapterFolder, trust_remot
     kind = model_class(config, LANGUAGE_MODEL, adapter.base, adapter.what, trust_remote_code)
     with torch.device("meta"):
         model = kind._from_config(config)
-    trunk, found = f"{model.base_model_prefix}.", dict(stored)
+    found = dict(stored)
     for layer, (a, b) in adapter.factors().items():
-        names = (f"{layer}.weight", f"{layer}.weight".removeprefix(trunk))  # as transformers looks for them
-        name = next((name for name in names if name in stored), None)
+        name = next((name for name in file_names(f"{layer}.weight", model) if name in stored), None)
         if name is None:
             raise UserError(
                 f"{adapter.what} {adapter.path}: it changes {layer}, which its base {adapter.base} does not hold as a "

@@ -22,7 +22,7 @@ from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.merging import BASE, merged
 from engine.models.on_disk import tensors_of
 from engine.models.places import is_adapter
-from engine.models.weight_files import weight_files, weights_folder
+from engine.models.weight_files import file_names, weight_files, weights_folder
 from engine.optim import is_factor
 from engine.safetensors_files import file_order
 from training.restarts.layout import CONFIG
@@ -155,10 +155,9 @@ class AdapterPoint:
         for file in weight_files(folder, path):
             files |= tensors_of(file)
         own = {name.replace(BASE, ".") for name in self.tensors}
-        trunk, found = f"{model.base_model_prefix}.", {}
+        found = {}
         for name, weight in _weights(model).items():
-            names = (name, name.removeprefix(trunk), f"{trunk}{name}")  # as transformers looks for them
-            lazy = next((files[other] for other in names if other in files), None)
+            lazy = next((files[other] for other in file_names(name, model) if other in files), None)
             if lazy is not None and lazy.shape == weight.shape:
                 found[name] = Lazy.of(tuple(weight.shape), weight.dtype, lazy.fill)
             elif name not in own:
