@@ -21,7 +21,7 @@ from engine.models.checking import check_rows as check_embedding
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.fit import listed
 from engine.models.reading import read_config, read_tokenizer, vocabulary_size
-from engine.models.weight_files import file_names
+from engine.models.weight_files import stored_name
 from engine.reference import Reference
 from engine.reward.base import RewardSource
 from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
@@ -171,7 +171,7 @@ def stored_names(model: PreTrainedModel, weights: Collection[str]) -> dict[str, 
     names."""
     found = {}
     for name, _ in model.named_parameters():
-        stored = next((other for other in file_names(name, model) if other in weights), None)
+        stored = stored_name(name, model, weights)
         if stored is None:
             return None
         found[name] = stored

@@ -19,7 +19,7 @@ from engine.experience import position_ids
 from engine.models.backbone import Backbone
 from engine.models.deepspeed_chat import is_deepspeed_chat_scorer
 from engine.models.policy import Policy
-from engine.models.weight_files import file_names
+from engine.models.weight_files import stored_name
 from engine.zero.gathering import full_numel, full_shape, gathered_params, is_partitioned, own_part, own_run
 
 SAMPLE = 64  # numbers of a weight
@@ -37,8 +37,8 @@ def other_weights(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
     """
     found = []
     for name, weight in model.named_parameters(remove_duplicate=False):
-        given = next((stored[other] for other in file_names(name, model) if other in stored), None)
-        if given is None or given.shape != full_shape(weight):
+        other = stored_name(name, model, stored)
+        if other is None or (given := stored[other]).shape != full_shape(weight):
             continue
         start, length = own_run(weight) if is_partitioned(weight) else (0, weight.numel())
         places = torch.arange(SAMPLE) * (length - 1) // (SAMPLE - 1)

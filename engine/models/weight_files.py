@@ -3,6 +3,7 @@
 import json
 import pickle
 import zipfile
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,6 +116,11 @@ def file_names(name: str, model: Any) -> tuple[str, ...]:
     trunk = f"{model.base_model_prefix}."
     older = name.replace("lm_head.", "embed_out.")  # GPT-NeoX's
     return name, name.removeprefix(trunk), f"{trunk}{name}", older
+
+
+def stored_name(name: str, model: Any, stored: Container[str]) -> str | None:
+    """By which of its `file_names` the files have a weight, if they have it. stored: the names in them."""
+    return next((other for other in file_names(name, model) if other in stored), None)
 
 
 def _index(folder: Path) -> Path | None:

@@ -43,13 +43,13 @@ def prompt_fit(
 
     def query(row: dict) -> Fit:
         ids = lengths.encoder.prompt(row["prompt"])
-        opening = lengths.encoder.opened(ids)
-        found = trim_query(ids[len(opening) :], room, query_start, query_end)
+        opened = lengths.encoder.opened(ids)
+        found = trim_query(ids[len(opened) :], room, query_start, query_end)
         if found is None:
             return Fit(
                 ids, [], min(len(ids), max_prompt_length), reason="the dialect's query_start or query_end is not in it"
             )
-        return Fit(opening + found, [], len(opening) + len(found))
+        return Fit(opened + found, [], len(opened) + len(found))
 
     trimmed = query_start is not None or query_end is not None
     return RowFit(

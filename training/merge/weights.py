@@ -24,7 +24,7 @@ from engine.models.merging import merged
 from engine.models.on_disk import tensors_of
 from engine.models.places import base_of
 from engine.models.reading import read_config
-from engine.models.weight_files import file_names, headers, weight_files, weights_folder
+from engine.models.weight_files import headers, stored_name, weight_files, weights_folder
 from engine.safetensors_files import file_order
 
 
@@ -113,7 +113,7 @@ def _with_adapter(stored: dict[str, Tensor], adapter: AdapterFolder, trust_remot
         model = kind._from_config(config)
     found = dict(stored)
     for layer, (a, b) in adapter.factors().items():
-        name = next((name for name in file_names(f"{layer}.weight", model) if name in stored), None)
+        name = stored_name(f"{layer}.weight", model, stored)
         if name is None:
             raise UserError(
                 f"{adapter.what} {adapter.path}: it changes {layer}, which its base {adapter.base} does not hold as a "

@@ -22,7 +22,7 @@ from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.merging import BASE, merged
 from engine.models.on_disk import tensors_of
 from engine.models.places import is_adapter
-from engine.models.weight_files import file_names, weight_files, weights_folder
+from engine.models.weight_files import stored_name, weight_files, weights_folder
 from engine.optim import is_factor
 from engine.safetensors_files import file_order
 from training.restarts.layout import CONFIG
@@ -157,8 +157,8 @@ class AdapterPoint:
         own = {name.replace(BASE, ".") for name in self.tensors}
         found = {}
         for name, weight in _weights(model).items():
-            lazy = next((files[other] for other in file_names(name, model) if other in files), None)
-            if lazy is not None and lazy.shape == weight.shape:
+            other = stored_name(name, model, files)
+            if other is not None and (lazy := files[other]).shape == weight.shape:
                 found[name] = Lazy.of(tuple(weight.shape), weight.dtype, lazy.fill)
             elif name not in own:
                 return None

@@ -175,8 +175,9 @@ def _add_comparison(app: FastAPI, service: Service) -> None:
         models = [service.model(name) for name in names]
         is_chat = body.messages is not None
         texts = [_chat_text(model, body.messages) if is_chat else body.prompt for model in models]
-        field = "messages" if is_chat else "prompt"
-        prompts = await service.encoded(lambda: [_prompt_ids(*each, field) for each in zip(models, texts, strict=True)])
+        prompts = await service.encoded(
+            lambda: [_prompt_ids(*each, body.prompt_field()) for each in zip(models, texts, strict=True)]
+        )
         wanted = [
             Wanted(model, prompt, body.settings(seed, 0, len(prompt), service.context, service.most_tokens))
             for model, prompt in zip(models, prompts, strict=True)

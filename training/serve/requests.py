@@ -80,7 +80,7 @@ class Sampling(Form):
             raise RequestError(
                 400,
                 f"the prompt has {prompt_length} tokens; together with its response it may have {context}",
-                self._prompt_field(),
+                self.prompt_field(),
                 "context_length_exceeded",
             )
         if asked is not None and asked > min(left, most):
@@ -102,7 +102,7 @@ class Sampling(Form):
     def _logprobs(self) -> int | None:
         return None
 
-    def _prompt_field(self) -> str:
+    def prompt_field(self) -> str:
         return "prompt"
 
     def _stops(self) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ class ChatRequest(Sampling):
     def _logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def _prompt_field(self) -> str:
+    def prompt_field(self) -> str:
         return "messages"
 
 
@@ -203,7 +203,7 @@ class CompareRequest(Sampling):
             raise ValueError("give either prompt, a text to continue, or messages, a chat")
         return self
 
-    def _prompt_field(self) -> str:
+    def prompt_field(self) -> str:
         return "prompt" if self.messages is None else "messages"
 
 
