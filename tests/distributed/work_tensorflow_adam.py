@@ -38,6 +38,7 @@ class Wrapped(nn.Module):
     """It as the `model` of another module, as engines have it."""
 
     packs = False
+    base = None
 
     def __init__(self, model: nn.Module):
         super().__init__()
