@@ -277,7 +277,15 @@ def try_programs(family: str, form: str, folder: Path) -> list[bool]:
         for stage in ("0", "3"):
             named = ["--models", f"given={given}", f"saved={out / 'actor'}", "--greedy", "--zero_stage", stage]
             program(["training.compare", *named, *common, *reward, "--output_dir", folder / f"compared{stage}"])
-            say(f"compare, stage {stage}", True, "ended with exit code 0")
+            samples = json.loads((folder / f"compared{stage}" / "comparison.json").read_text())["samples"]
+            wrong = [
+                sample["prompt"]
+                for sample in samples
+                for response in sample["responses"].values()
+                if response["response"].split() != greedy(given, sample["prompt"], 8)
+            ]
+            right = bool(samples) and not wrong
+            say(f"compare, stage {stage}", right, f"{len(wrong)} of {2 * len(samples)} answers not transformers'")
         with serving({"one": str(given)}, folder / "serve.log") as service:
             body = {"prompt": prompts[0]["prompt"], "temperature": 0, "max_tokens": 8}
             response = service.request("PUT", "/", body)[1]["one"]["response"].split()
