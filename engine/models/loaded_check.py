@@ -81,7 +81,7 @@ def check_results(module: Backbone, call: Callable[..., Any], what: str) -> None
     if distributed.is_main():
         expected = _expected(module, sequences, head)
         off = float((found - expected).abs().mean() / expected.abs().mean().clamp(min=1.0))
-        if not off <= OFF[next(model.parameters()).dtype]:
+        if bool(expected.isfinite().all()) and not off <= OFF[next(model.parameters()).dtype]:  # NaN is told elsewhere
             message = (
                 f"{what}: within its engine it computes other {'log-probs' if head is None else 'values'} than the "
                 f"model in {base} does in transformers: they differ by {off:.2g} of their size. Nothing was trained. "
