@@ -13,14 +13,15 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, linux/fs.h
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file that takes the place of an earlier one only when all of it is on the disk.
+    """Write a file that takes the place of an earlier one, or of a link, only when all of it is on the disk.
 
     Raises: OSError; the earlier file then stands as it was.
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # which follows no link
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -53,6 +54,14 @@ def sync_tree(folder: Path) -> None:
     sync(folder)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder and what is in it, if there is one; of a link the link alone. Raises: OSError."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
 def exchange(new: Path, place: Path) -> Path | None:
     """Put the folder `new`, which is written and synced, to `place`; returns where the one that stood there is now.
 
@@ -69,7 +78,7 @@ def exchange(new: Path, place: Path) -> Path | None:
         sync(place.parent)
         return new
     old = place.with_name(place.name + OLD)
-    shutil.rmtree(old, ignore_errors=True)
+    remove_folder(old)
     place.replace(old)
     new.replace(place)
     sync(place.parent)
@@ -79,7 +88,7 @@ def exchange(new: Path, place: Path) -> Path | None:
 def restored(place: Path) -> bool:
     """Give a folder its name back that a kill within `exchange` has left as `place`.old; whether there was one."""
     old = place.with_name(place.name + OLD)
-    if place.exists() or not old.is_dir():
+    if place.exists() or old.is_symlink() or not old.is_dir():
         return False
     old.replace(place)
     return True

@@ -103,6 +103,18 @@ def test_an_upload_that_fails_leaves_the_model_and_the_command(tiny, tmp_path, c
     assert "README.md" in words and "run.json" not in words
 
 
+@pytest.mark.parametrize(
+    "text", ["damaged", '{"files": [], "models": {}}', '{"files": ["../x"], "models": {".": ["x"]}}']
+)
+def test_without_a_list_of_the_models_files_nothing_is_uploaded(text, tmp_path, capsys, uploads):
+    (tmp_path / "written.json").write_text(text)
+    args = type("Args", (), {"push_to_hub": True, "hub_model_id": ID, "hub_private": True, "output_dir": str(tmp_path)})
+    hub.push(args, {".": tmp_path})
+    said = capsys.readouterr().out
+    assert uploads == [] and said.startswith(f"WARNING: the model was not uploaded ({tmp_path}/written.json")
+    assert said.endswith(f"It is saved in {tmp_path}.\n")
+
+
 def test_an_adapter_of_a_local_model_is_not_uploaded(tiny, tmp_path, capfd, uploads):
     changes = {"lora_dim": 2, "only_optimize_lora": True, "save_merged": "false"}
     result = run_here(1, flags(tiny, 1, tmp_path / "out", **changes), capfd)

@@ -55,7 +55,7 @@ def _locked(path: Path) -> int | None:
     """The descriptor of the file that is locked; None where the file system has no locks."""
     due, started = time.monotonic() + FIRST, time.monotonic()
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_at(descriptor, path):  # and not one that its holder has removed meanwhile

@@ -20,7 +20,7 @@ from engine.errors import UserError
 from engine.models.places import ADAPTER_CONFIG, is_adapter, one_line
 from training.flags.hub_flags import HubFlags
 from training.program.phases import phase
-from training.program.written import Written
+from training.program.written import WRITTEN_FILE, Written
 from training.reporting.hub_names import is_hub_name
 
 UPLOADED = ("actor", "actor_adapter", ".", "adapter")
@@ -74,19 +74,20 @@ def push(args: HubFlags, saved: Mapping[str, Path]) -> None:
     with phase("uploading"), distributed.waiting(LONGEST):
         if distributed.is_main():
             name = next(name for name in UPLOADED if name in saved)
-            folder = saved[name]
-            files = Written.read(Path(args.output_dir)).models.get(name)
+            folder, again = saved[name], ""
+            output_dir = Path(args.output_dir)
             try:
+                files = Written.read(output_dir).models.get(name)
+                if not files:
+                    raise NotUploaded(f"{output_dir / WRITTEN_FILE} does not say which files are the model's")
+                again = f" To try again:\n  {command(args, folder, files)}"
                 print(f"uploaded: {upload(args, folder, files)}", flush=True)
             except Exception as error:  # the HTTP library's own kinds, the Hub's, a file that cannot be read
-                _say(
-                    f"WARNING: the model was not uploaded ({one_line(error)}). It is saved in {folder}. To try again:\n"
-                    f"  {command(args, folder, files)}"
-                )
+                _say(f"WARNING: the model was not uploaded ({one_line(error)}). It is saved in {folder}.{again}")
 
 
-def upload(args: HubFlags, folder: Path, files: list[str] | None) -> str:
-    """Upload these files of the folder (all if None); returns the address. Raises whatever goes wrong."""
+def upload(args: HubFlags, folder: Path, files: list[str]) -> str:
+    """Upload these files of the folder; returns the address. Raises whatever goes wrong."""
     if is_adapter(folder):
         base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
         if not is_hub_name(base):
@@ -115,11 +116,11 @@ def _public(args: HubFlags) -> str:
     return f"{args.hub_model_id} is there and public. Give another name, or --hub_private false."
 
 
-def command(args: HubFlags, folder: Path, files: list[str] | None) -> str:
+def command(args: HubFlags, folder: Path, files: list[str]) -> str:
     """The command line of the Hub's own program that uploads the same."""
     words = ["hf", "upload", str(args.hub_model_id), str(folder), "."]
     words += ["--private" if args.hub_private else "--no-private"]
-    return shlex.join(words + [word for file in files or () for word in ("--include", file)])
+    return shlex.join(words + [word for file in files for word in ("--include", file)])
 
 
 def _say(text: str) -> None:

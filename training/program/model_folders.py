@@ -24,7 +24,7 @@ from engine.errors import RunStopped
 from engine.host_memory import freed_memory_given_back
 from engine.models.merging import adapter_holds_all, adapter_state, merged_state
 from engine.models.saving import save_adapter, save_model
-from engine.whole_files import OLD, PARTIAL, exchange, restored, sync, sync_tree
+from engine.whole_files import OLD, PARTIAL, exchange, remove_folder, restored, sync, sync_tree
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel, lent_state
 from training.program import written
@@ -171,7 +171,7 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
     """Write a model and put it to its place; raises OSError, and what stood there then stands there still."""
     partial = output_dir / ("model" if name == "." else name)
     partial = partial.with_name(partial.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
+    remove_folder(partial)  # wholly: what is left there would be written through
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         _written(write, partial)
@@ -199,10 +199,10 @@ def _link_complete(output_dir: Path) -> None:
     """Make the files of model.complete the model of the output folder itself, and remove it."""
     complete = output_dir / COMPLETE
     (output_dir / "config.json").unlink(missing_ok=True)  # from here to the end nothing there can be loaded
-    files = sorted(complete.iterdir(), key=lambda path: path.name == "config.json")
-    for name in set(Written.read(output_dir).models.get(".", [])) - {path.name for path in files}:
-        (output_dir / name).unlink(missing_ok=True)
-    for file in files:
+    files = [path for path in complete.iterdir() if path.is_file() and not path.is_symlink()]
+    others = Written.read(output_dir).model_files(".") - {Path(path.name) for path in files}
+    written.remove_files(output_dir, others)
+    for file in sorted(files, key=lambda path: path.name == "config.json"):
         link = output_dir / f"{file.name}.tmp"
         link.unlink(missing_ok=True)
         try:
@@ -213,7 +213,7 @@ def _link_complete(output_dir: Path) -> None:
         link.replace(output_dir / file.name)
     sync(output_dir)
     rest = output_dir / f"model{PARTIAL}"  # at once: a folder that is removed is not whole any more
-    shutil.rmtree(rest, ignore_errors=True)
+    remove_folder(rest)
     complete.replace(rest)
     shutil.rmtree(rest)
 
@@ -248,11 +248,15 @@ def finish_interrupted(output_dir: Path) -> None:
 
     Raises: OSError.
     """
-    if (output_dir / COMPLETE).is_dir():
+    complete = output_dir / COMPLETE
+    if complete.is_symlink():
+        complete.unlink()
+    elif complete.is_dir():
         _link_complete(output_dir)
     for name in MODEL_FOLDERS:
         place = output_dir / ("model" if name == "." else name)
         with contextlib.suppress(OSError):
             restored(place)
         for ending in (PARTIAL, OLD):
-            shutil.rmtree(place.with_name(place.name + ending), ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_folder(place.with_name(place.name + ending))

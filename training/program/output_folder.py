@@ -39,6 +39,7 @@ def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
     _check_names(output_dir)
     _check_apart(args, output_dir)
     for name, folder in folders.items():
+        written.Written.read(folder)  # raises for one that names files elsewhere
         # A run that died before its first restart point begins again.
         begun = getattr(args, "resume", None) == AUTO and written.only_begun(folder)
         _check_own(name, folder, args.overwrite_output_dir or resumed or begun, args.overwrites)
@@ -60,8 +61,8 @@ def _check_writable(name: str, folder: Path) -> None:
 def _check_names(output_dir: Path) -> None:
     """Raise UserError for what stands where the run writes and is of another kind: a folder in a file's place or the
     reverse, a pipe; or a link, which may lead to another run's files, or two of them to one folder."""
-    folders = (*written.MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard")
-    for name in (*folders, METRICS_FILE, RUN_FILE, "curves.png"):
+    folders = (*written.MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard", "wandb")
+    for name in (*folders, METRICS_FILE, RUN_FILE, "curves.png", "frontier.png"):
         path = output_dir / name
         kind = "folder" if name in folders else "file"
         if path.exists() and not (path.is_dir() if name in folders else path.is_file()):

@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 
 from engine.errors import RunStopped, UserError
+from engine.files import read_text
 from training.program.processes import start_of, this_machine
 
 LOCK_FILE = "run.lock"
@@ -176,8 +177,8 @@ def this_process() -> dict:
 def read(path: Path) -> dict:
     """What a lock file says; {} where there is none, or none that can be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -214,7 +215,7 @@ def _age(path: Path) -> float:
     probe = path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
     try:
         probe.touch()
-        return probe.stat().st_mtime - path.stat().st_mtime
+        return probe.stat().st_mtime - path.lstat().st_mtime
     except FileNotFoundError:
         return 0.0
     finally:

@@ -5,6 +5,7 @@ import json
 from engine import distributed
 from engine.host_memory import give_back_at
 from engine.reward.servers import without_query
+from engine.whole_files import write_whole
 from training.critic_pretraining import CriticPretraining
 from training.group_sampling import PromptFeed
 from training.ppo_trainer import StepReport
@@ -75,7 +76,7 @@ def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, f
     for name, folder in saved.items():
         with going_on(folder / PRETRAINING_RECORD):
             written.list_model(output_dir, name, [PRETRAINING_RECORD])
-            (folder / PRETRAINING_RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            write_whole(folder / PRETRAINING_RECORD, json.dumps(record, indent=2) + "\n")
     explained = metrics.get("critic_pretrain/explained_variance")
     told = f", explained variance {explained:.2f}" if explained is not None else ""
     session.writer.write(f"critic pretrained in {pretraining.steps} steps{told}: {', '.join(map(str, saved.values()))}")

@@ -8,20 +8,28 @@ OUTPUT_DIR/written.json names it before it is made, so that a kill in between le
 Rank 0 alone keeps it. What stands in the folder and not in the list is somebody else's and stays, also within folders
 of the program's. A folder of an older version of the program has no list; then the names that it used are taken, where
 its run.json says that a run of this program was there.
+
+The folder, its list too, may be a stranger's: what is removed is found in the folder, not behind links, and then looked
+up in the list; no path is made of a name that stands there.
 """
 
 import contextlib
+import fnmatch
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.errors import UserError, shortened
+from engine.files import read_text
 from engine.whole_files import PARTIAL, write_whole
 from training.reporting.run_record import RUN_FILE
+from training.restarts.layout import MANIFEST
+from training.restarts.manifest import files_in
 
 WRITTEN_FILE = "written.json"
 POINTS = "checkpoints/step_*"
@@ -77,21 +85,32 @@ class Written:
 
     @classmethod
     def read(cls, folder: Path) -> "Written":
-        """The folder's list; without one, what an older version of the program left there. It may be empty."""
+        """The folder's list; without one, what an older version of the program left there. It may be empty.
+
+        Raises: UserError for a list that names what does not lie in the folder.
+        """
         try:
-            found = json.loads((folder / WRITTEN_FILE).read_text(encoding="utf-8"))
-            return cls(folder, [str(name) for name in found["files"]], {k: list(v) for k, v in found["models"].items()})
+            found = json.loads(read_text(folder / WRITTEN_FILE))
+            models = {name: [str(file) for file in files] for name, files in found["models"].items()}
+            listed = cls(folder, [str(name) for name in found["files"]], models)
         except FileNotFoundError:
             return cls._of_older_version(folder)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return cls(folder)  # damaged: nothing is known to be the program's
+        for name in (*map(Path, listed.files), *listed.model_files(listed.models)):
+            if name.is_absolute() or ".." in name.parts:
+                raise UserError(
+                    f"{folder / WRITTEN_FILE}: it names {shortened(str(name))}, which does not lie in that folder: "
+                    "this program wrote no such list. Give another folder, or remove the list."
+                )
+        return listed
 
     @classmethod
     def _of_older_version(cls, folder: Path) -> "Written":
         try:
-            if "starts" not in json.loads((folder / RUN_FILE).read_text(encoding="utf-8")):
+            if "starts" not in json.loads(read_text(folder / RUN_FILE)):
                 return cls(folder)
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return cls(folder)
         models = {
             name: sorted(path.name for pattern in OLD_MODEL_FILES for path in (folder / name).glob(pattern))
@@ -107,25 +126,32 @@ class Written:
         write_whole(self.folder / WRITTEN_FILE, text + "\n")
 
     def has(self, name: str) -> bool:
-        """Whether the list names this file."""
-        path = self.folder / name
-        return any(path in self._found(pattern) for pattern in self.files)
+        """Whether the list names this file; no * or ? in it stands for a /."""
+        return name in self.files or any(_matches(name, pattern) for pattern in self.files if pattern != POINTS)
 
-    def present(self) -> Iterator[Path]:
+    def present(self) -> list[Path]:
         """The files and restart points of the list that stand there, models aside."""
-        for pattern in self.files:
-            yield from self._found(pattern)
+        points = filter(is_point, self.folder.glob(POINTS)) if POINTS in self.files else ()
+        return [*(self.folder / name for name in files_in(self.folder) if self.has(name)), *points]
 
-    def _found(self, pattern: str) -> list[Path]:
-        points = pattern == POINTS
-        return [path for path in self.folder.glob(pattern) if (is_point(path) if points else not path.is_dir())]
+    def model_files(self, names: Iterable[str]) -> set[Path]:
+        """What the list names of these models, relative to the folder."""
+        return {Path(name, file) for name in names for file in self.models.get(name, ())}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if name.count("/") != pattern.count("/"):
+        return False
+    return all(map(fnmatch.fnmatchcase, name.split("/"), pattern.split("/")))
 
 
 def is_point(path: Path) -> bool:
-    """Whether a folder is a restart point of this program's, or was to become one."""
-    if path.is_symlink() or not path.is_dir() or re.fullmatch(r"step_-?\d+(\.\w+)?", path.name) is None:
+    """Whether a folder is a restart point of this program's, or was to become one; a link is none."""
+    if path.is_symlink() or path.parent.is_symlink() or not path.is_dir():
         return False
-    return path.suffix == PARTIAL or any((path / name).is_file() for name in ("trainer_state.json", "manifest.json"))
+    if re.fullmatch(r"step_-?\d+(\.\w+)?", path.name) is None:
+        return False
+    return path.suffix == PARTIAL or any((path / name).is_file() for name in ("trainer_state.json", MANIFEST))
 
 
 def kept_place(path: Path) -> Path:
@@ -176,7 +202,7 @@ def remove_earlier(folder: Path) -> list[str]:
     Raises: OSError.
     """
     listed = Written.read(folder)
-    for path in list(listed.present()):
+    for path in listed.present():
         _remove(path)
         for parent in path.relative_to(folder).parents:
             with contextlib.suppress(OSError):
@@ -186,7 +212,7 @@ def remove_earlier(folder: Path) -> list[str]:
     _announced.pop(folder, None)
     if folder.is_dir() and (listed.models or (folder / WRITTEN_FILE).exists()):
         listed.write()
-    ours = {Path(name, file) for name, files in listed.models.items() for file in files}
+    ours = listed.model_files(listed.models)
     left = sorted(path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
     return [str(path) for path in left if path not in ours and path.suffix != ".log" and path.name not in OWN_FILES]
 
@@ -196,7 +222,7 @@ def only_begun(folder: Path) -> bool:
     point; logs aside."""
     listed = Written.read(folder)
     present = set(listed.present())
-    if any((path / "manifest.json").is_file() for path in present):
+    if any((path / MANIFEST).is_file() for path in present):
         return False
     for path in folder.rglob("*"):
         own = path.suffix == ".log" or path.name.startswith(OWN_FILES) or path.suffix == PARTIAL
@@ -210,14 +236,23 @@ def remove_other_models(folder: Path, kept: Iterable[str]) -> None:
     with _lock:
         listed = Written.read(folder)
         others = [name for name in listed.models if name not in set(kept)]
-        for name in others:
-            for file in listed.models.pop(name):
-                (folder / name / file).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
-                if name != ".":
-                    (folder / name).rmdir()
         if others:
+            remove_files(folder, listed.model_files(others))
+            listed.models = {name: files for name, files in listed.models.items() if name not in others}
             listed.write()
+
+
+def remove_files(folder: Path, names: Iterable[str | Path]) -> None:
+    """Remove those of these files that stand in the folder, and the folders in it that are empty then.
+
+    names: relative to the folder, of whoever's making: what leads out of it, or leads through a link, is not found.
+    Raises: OSError.
+    """
+    for name in sorted(files_in(folder) & set(map(str, names))):
+        (folder / name).unlink()
+        for parent in Path(name).parents[:-1]:
+            with contextlib.suppress(OSError):
+                (folder / parent).rmdir()
 
 
 def _remove(path: Path) -> None:
@@ -226,12 +261,11 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     try:
-        names = [Path(name) for name in json.loads((path / "manifest.json").read_text(encoding="utf-8"))["files"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        names = list(json.loads(read_text(path / MANIFEST))["files"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         shutil.rmtree(path)
         return
-    for name in [*(name for name in names if ".." not in name.parts), Path("manifest.json")]:
-        (path / name).unlink(missing_ok=True)
-        for parent in (path / name).parents[: len(name.parts)]:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
+    remove_files(path, names)
+    (path / MANIFEST).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.rmdir()

@@ -17,6 +17,7 @@ from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
 from engine.reward.texts import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
+from engine.whole_files import write_whole
 from training.data.prompts import Prompts, collate_prompts
 from training.reporting.reward_change import paired
 from training.reporting.standard_errors import Estimate, Units, with_errors
@@ -176,4 +177,4 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     """Save evaluated samples as JSON lines (rank 0 writes)."""
     if distributed.is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -42,7 +42,9 @@ class Profiler:
             yield
         with going_on(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(self.folder / f"step_{step:06d}_rank{distributed.rank()}.json.gz"))
+            path = self.folder / f"step_{step:06d}_rank{distributed.rank()}.json.gz"
+            path.unlink(missing_ok=True)  # a link would be written through
+            profile.export_chrome_trace(str(path))
         self.say(
             f"step {step} recorded: {self.folder}/step_{step:06d}_rank*.json.gz, one file a rank. Open one in "
             "https://ui.perfetto.dev (it stays in your browser) or chrome://tracing."

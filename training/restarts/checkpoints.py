@@ -9,7 +9,7 @@
 All ranks call all methods together, between steps.
 """
 
-import shutil
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from engine import distributed
 from engine.ema import EMA
+from engine.whole_files import remove_folder
 from engine.zero.engines import TrainedModel
 from engine.zero.shards import Shard
 from training.program.phases import phase
@@ -138,10 +139,9 @@ class Checkpoints:
         """Make the folder that a point is written into; returns why that cannot be done."""
         partial = final.with_name(final.name + PARTIAL)
         try:
-            if partial.exists():
-                shutil.rmtree(partial)
+            remove_folder(partial)
             partial.mkdir(parents=True)
-            if final.exists():  # of another course of the run, or damaged
+            if os.path.lexists(final):  # of another course of the run, or damaged
                 set_aside(final)
         except OSError as error:
             return f"rank 0: {error}"

@@ -1,10 +1,10 @@
 """Older restart points are deleted once a newer one is whole; nothing is deleted that the program did not write."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import UserError
+from engine.whole_files import remove_folder
 from training.restarts.layout import MANIFEST, PRUNED, points_in, step_of
 from training.restarts.manifest import Damage, Manifest, files_in
 
@@ -23,8 +23,8 @@ def prune(output_dir: Path, keep: int, best: int | None, say: Callable[[str], No
         try:
             if _is_ours(point):
                 going = point.with_name(point.name + PRUNED)
-                shutil.rmtree(going, ignore_errors=True)
-                shutil.rmtree(point.rename(going))
+                remove_folder(going)
+                remove_folder(point.rename(going))
         except OSError as error:
             say(f"the older restart point {point} could not be deleted: {error}. It may be deleted by hand.")
 

@@ -1,13 +1,14 @@
 """The restart point that a run goes on from, and the others that stand beside it."""
 
+import contextlib
 import json
-import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from engine import distributed
 from engine.errors import UserError
+from engine.whole_files import remove_folder
 from training.program.agreement import SharedError, checked
 from training.restarts.conditions import Conditions
 from training.restarts.layout import AUTO, STATE_FILE, holds_point, points_in, set_aside, step_of, unfinished_in
@@ -142,7 +143,8 @@ def set_aside_newer(output_dir: Path, step: int) -> None:
     """
     if distributed.is_main():
         for folder in unfinished_in(output_dir):
-            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove_folder(folder)
         for point in points_in(output_dir):
             if (step_of(point) or 0) > step:
                 set_aside(point)

@@ -15,7 +15,7 @@ from tests.training.data.tiny_tokenizers import word_tokenizer
 from training.data import build_lock, cache
 from training.data.build_lock import alone, note
 from training.data.cache import cache_key, cached_table
-from training.data.table_files import MadeTable, write_table
+from training.data.table_files import MadeTable, Unwritten, write_table
 
 SCHEMA = pyarrow.schema({"n": pyarrow.int32()})
 
@@ -121,3 +121,11 @@ def test_data_of_an_earlier_version_are_made_anew_and_told(tmp_path, capsys):
         assert len(cached_table(numbers(), tmp_path, [], word_tokenizer(), kind="x")) == 3
     told = f"the same data were tokenised by an earlier version ({older}), and are tokenised anew\n"
     assert capsys.readouterr().err == told and older.exists()
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path):
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "lock").symlink_to(tmp_path / "theirs")
+    with pytest.raises(Unwritten), alone(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "theirs").read_text() == "theirs"

@@ -101,6 +101,29 @@ def test_a_users_file_of_a_models_name_is_kept_beside_it(name, tmp_path):
     assert (tmp_path / name / "config.json.kept").read_text() == "the user's"
 
 
+@pytest.mark.parametrize("name", ["actor.partial", "actor.old", "model.partial", "model.complete"])
+def test_what_is_half_written_is_no_link(name, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    out.mkdir()
+    write(OLD)(other)
+    (out / name).symlink_to(other)
+    model = "actor" if name.startswith("actor") else "."
+    if not name.endswith(".partial"):  # which the save itself finds, too
+        finish_interrupted(out)
+    model_folders._replace(write(NEW), out, model)
+    assert model_in(out / model) == NEW and model_in(other) == OLD
+    assert not (out / name).is_symlink()
+
+
+def test_a_link_is_no_file_of_a_whole_model(tmp_path):
+    complete, other = tmp_path / COMPLETE, tmp_path / "theirs"
+    write(NEW)(complete)
+    other.write_text("theirs")
+    (complete / "metrics.jsonl").symlink_to(other)
+    finish_interrupted(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*sorted(NEW), "theirs"]
+
+
 def test_a_model_whose_place_cannot_be_written_goes_elsewhere_and_is_told(tmp_path, monkeypatch, capsys):
     """A file in the way of the partial folder stands for a full disk."""
     (tmp_path / "actor").mkdir()

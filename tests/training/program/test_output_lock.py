@@ -128,6 +128,16 @@ def test_a_file_that_says_nothing(tmp_path):
     output_lock.take(tmp_path)
 
 
+def test_a_link_to_nowhere_is_cleared_as_a_file_of_its_age(tmp_path):
+    lock = tmp_path / LOCK_FILE
+    lock.symlink_to(tmp_path / "nowhere")
+    old = time.time() - 400
+    os.utime(lock, (old, old), follow_symlinks=False)
+    output_lock.take(tmp_path)
+    assert not lock.is_symlink() and not (tmp_path / "nowhere").exists()
+    output_lock.release()
+
+
 def test_giving_back_leaves_no_trace_but_what_was_written(tmp_path):
     output_lock.take(tmp_path / "new" / "out")
     output_lock.release()

@@ -93,6 +93,17 @@ def test_each_step_has_its_line_and_the_last_ones_waits_for_the_held_out_scores(
     assert listed["models"]["critic_pretrained"] == [PRETRAINING_RECORD]
 
 
+def test_a_link_in_the_place_of_the_record_is_not_written_through(asked, tmp_path, monkeypatch):
+    (tmp_path / "theirs").write_text("theirs")
+    folder = tmp_path / "critic_pretrained"
+    folder.mkdir()
+    (folder / PRETRAINING_RECORD).symlink_to(tmp_path / "theirs")
+    monkeypatch.setattr(model_folders, "save_forms", lambda *given: {folder.name: folder})
+    run(Notes(tmp_path, steps=1))
+    assert json.loads((folder / PRETRAINING_RECORD).read_text())["steps"] == 1
+    assert (tmp_path / "theirs").read_text() == "theirs"
+
+
 def test_a_run_that_goes_on_makes_the_steps_that_are_left(asked, tmp_path):
     assert run(Notes(tmp_path, steps=3, done=2))[:2] == ["count 3 from 2, below 3", "step on prompts 2"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.rollout.base import SamplingConfig
-from training.reporting.evaluation import Evaluator
+from training.reporting.evaluation import Evaluator, write_rows
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,11 @@ def test_what_is_done_early_and_what_is_scored_have_the_same_indices(listens):
     assert scored.value.args[0] == [100, 101, 102], "behind the 100 rows that are trained on"
     assert early == ([[100, 101, 102]] if listens else [])
     assert rollouts.finished is (finished if listens else None), "training's prompts are told as they are"
+
+
+def test_a_link_in_the_place_of_samples_is_not_written_through(tmp_path):
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "after.jsonl").symlink_to(tmp_path / "theirs")
+    write_rows(tmp_path / "after.jsonl", [{"score": 1.0}])
+    assert (tmp_path / "after.jsonl").read_text() == '{"score": 1.0}\n'
+    assert (tmp_path / "theirs").read_text() == "theirs"

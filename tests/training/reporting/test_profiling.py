@@ -57,6 +57,15 @@ def test_nothing_is_named_while_no_step_is_recorded(tmp_path, monkeypatch):
     assert named == ["critic backward", "reward model"]
 
 
+def test_a_link_in_the_place_of_a_recording_is_not_written_through(tmp_path):
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "step_000001_rank0.json.gz").symlink_to(tmp_path / "theirs")
+    with Profiler([1], tmp_path, say=str).record(1):
+        FakeModel().score()
+    assert (tmp_path / "theirs").read_text() == "theirs"
+
+
 def test_a_step_that_raises_leaves_no_recording(tmp_path):
     profiler = Profiler([1], tmp_path, say=pytest.fail)
     with pytest.raises(ZeroDivisionError), profiler.record(1):

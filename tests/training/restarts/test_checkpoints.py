@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tests.training.restarts.tiny_points import TinyRun, write_points
 from training.restarts import checkpoints as module
 from training.restarts import pending_point
+from training.restarts.layout import point_folder
 from training.restarts.manifest import damages
 from training.restarts.shard_files import ShardFiles
 
@@ -101,6 +102,22 @@ def test_a_folder_that_cannot_be_made_is_a_failed_write_too(tmp_path):
     run.train_to(2)
     assert len(run.said) == 2 and all("RESTART POINT NOT WRITTEN" in line for line in run.said)
     assert "there is none before it" in run.said[0] and (tmp_path / "checkpoints").read_text() == "a file"
+
+
+@pytest.mark.parametrize("name", ["step_000001.partial", "step_000001"])
+@pytest.mark.parametrize("target", ["other", "nowhere"])
+def test_a_link_in_the_place_of_a_point_is_not_written_through(name, target, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "theirs").write_text("theirs")
+    link = point_folder(tmp_path / "out", 1).with_name(name)
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / target)
+    run = TinyRun(tmp_path / "out", steps=1)
+    run.train_to(1)
+    point = point_folder(tmp_path / "out", 1)
+    assert damages(point) == [] and not point.is_symlink()
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["theirs"]
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_deleted_point_is_not_called_untouched(tmp_path):
