@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from engine import distributed
+from engine.errors import UserError
 from training.flags.arguments import RunFlags
 from training.preflight import gathering
 from training.preflight.mailbox import BETWEEN, Mailbox
@@ -31,7 +32,19 @@ def nodes_of(letters: Mapping[int, dict]) -> list[Node]:
 
     Several may have one name, as containers do, and launchers that share a host: each node's first rank is followed by
     its others.
+
+    Raises: UserError for letters that this version has not written.
     """
+    try:
+        return _nodes_of(letters)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"what ranks tell of themselves cannot be read ({type(error).__name__}: {error}). Another version of this "
+            "program runs on a host, or another program writes where they meet (MASTER_PORT)."
+        ) from None
+
+
+def _nodes_of(letters: Mapping[int, dict]) -> list[Node]:
     ranks: dict[int, list[int]] = {}  # of each node, by its first
     latest: dict[str, int] = {}  # first rank of a name
     for rank in sorted(letters):
@@ -58,6 +71,8 @@ def collect(box: Mailbox, own: dict, world: int, seconds: float, over: Callable[
     letters, deadline = {0: own}, time.monotonic() + seconds
     while len(letters) < world and time.monotonic() < deadline and not over():
         for found in box.letters():
+            if found["rank"] not in range(1, world):
+                continue
             if "ask" in found:
                 box.answer(found["rank"], {"time": time.time()})
             else:

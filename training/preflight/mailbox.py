@@ -77,13 +77,14 @@ class Mailbox:
             raise NoAnswer(f"rank 0 has gone ({str(error).splitlines()[0]})") from None
 
     def letters(self) -> list[dict]:
-        """Those that rank 0 has not read yet, each with its "rank"."""
+        """Those that rank 0 has not read yet, each with its "rank"; what is no letter is passed over."""
         found = []
         for number in range(1, self._store.add(self._number, 0) + 1):
             key = f"{self._number}/{number}"
             if number not in self._taken and self._store.check([key]):
                 self._taken.add(number)
-                found.append(json.loads(self._store.get(key)))
+                letter = _parsed(self._store.get(key))
+                found += [letter] if isinstance(letter.get("rank"), int) else []
         return found
 
     def answer(self, rank: int, answer: dict) -> None:
@@ -104,9 +105,21 @@ class Mailbox:
                     raise NoAnswer(f"rank 0 has said nothing for {seconds:.0f} s")
                 reached()
                 time.sleep(BETWEEN)
-            return json.loads(self._store.get(key))
+            found = _parsed(self._store.get(key))
         except RuntimeError as error:
             raise NoAnswer(f"rank 0 has gone ({str(error).splitlines()[0]})") from None
+        if not found:
+            raise NoAnswer("what stands where rank 0 answers is not from rank 0")
+        return found
+
+
+def _parsed(text: bytes) -> dict:
+    """What stands in the store, which anybody who reaches it can write to; empty for what is no object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _of_start(name: str, environment: Mapping[str, str]) -> str:

@@ -108,8 +108,8 @@ def _seeing(box: Mailbox, nodes: Sequence[Node], output_dir: Path) -> list[Node]
             deadline = time.monotonic() + 2 * LOOKS
             while None in others.values() and time.monotonic() < deadline:
                 for letter in box.letters():
-                    if "sees" in letter:
-                        others[letter["rank"]] = letter["sees"]
+                    if "sees" in letter and letter["rank"] in others:
+                        others[letter["rank"]] = bool(letter["sees"])
                 time.sleep(BETWEEN)
     except OSError:  # which the table has already
         return list(nodes)

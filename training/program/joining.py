@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from engine import distributed
 from training.program.environment import AGENTS_STORE
+from training.program.roll_call import USER_ERROR
 
 NAMES = ("failed", "printed", "heard")
 LOOK_EVERY = 5.0  # seconds; with a connection of its own each time, which rank 0 need not hold for every rank
@@ -49,7 +50,9 @@ class MeetingPoint:
             store.add(self._heard, 1)
         except (OSError, RuntimeError):  # nobody serves it yet, or not any more
             return None
-        return message, code
+        except (ValueError, TypeError):  # no rank has written that
+            return None
+        return str(message), code if code in (1, USER_ERROR) else 1
 
     def let_others_hear(self) -> None:
         """By rank 0, which may serve the store: say that the failure is printed, and wait until all have heard of it,

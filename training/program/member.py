@@ -20,23 +20,22 @@ class Member:
     verdict: why all ranks end, once that is known. others_left: whether another rank has ended or is lost.
     """
 
-    def __init__(self, rank: int, host: str, port: int, token: str):
+    def __init__(self, rank: int, address: tuple[str, int], key: bytes):
         self.rank, self.machine = rank, this_machine() or socket.gethostname()
         self.verdict: Verdict | None = None
         self.others_left = False
         self.words: dict = {}  # what is said of this rank beside its place: "left", "trouble"
         self._first: dict = {}  # the last that is known of rank 0
         self._states: dict[int, str] = {}
-        self._token, self._quiet, self._lost_for, self._round = token, 0, 0, 0.0
+        self._quiet, self._lost_for, self._round = 0, 0, 0.0
         self._lost: str | None = None
-        self._lines = Lines(socket.create_connection((host, port), timeout=60))
+        self._lines = Lines(socket.create_connection(address, timeout=60), key)
         self.say()
 
     def say(self, **words) -> dict:
         """Tell rank 0 where this rank is, and more if there is more; returns what was said."""
         self.words |= words
         beat = {
-            "token": self._token,
             "rank": self.rank,
             "host": socket.gethostname(),
             "machine": self.machine,
@@ -78,7 +77,7 @@ class Member:
         """Read what rank 0 has said, its last words too where speaking to it has failed."""
         try:
             heard = self._lines.take()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if self._lost is None:
                 self._lose(error)
             return
@@ -98,9 +97,9 @@ class Member:
         if words.get("end"):
             self.verdict = Verdict(**words["end"])
 
-    def _lose(self, error: OSError) -> None:
+    def _lose(self, error: OSError | ValueError) -> None:
         died = isinstance(error, (ConnectionResetError, BrokenPipeError))
-        self._lost = "has died" if died else f"is cut off ({error.strerror})"
+        self._lost = "has died" if died else f"is cut off ({getattr(error, 'strerror', None) or error})"
         self.others_left = True
 
     def _silence_of_first(self) -> list[str]:
@@ -130,6 +129,8 @@ class Member:
 
 
 def print_line(message: str) -> None:
-    """On standard error, if somebody is there to read it."""
+    """On standard error, if somebody is there to read it. What a terminal would obey, it shows: another process may
+    have said it."""
+    shown = "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in message)
     with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+        print(shown, file=sys.stderr, flush=True)

@@ -6,10 +6,14 @@ The ranks' watch threads speak to it by a socket each, apart from all collective
     is silent   its machine answers and it does not: a process that is stopped, or one in a call that lets no other
                 thread run. Those beside it on its machine say which.
 Rounds are counted, not seconds: those in which rank 0 itself did not run do not count against the others.
+
+Nobody else is spoken to: who connects has to prove that it has the run's key (lines.py), which ranks get through the
+process group, and once all ranks have come, nobody can connect any more.
 """
 
 import contextlib
-import hmac
+import ipaddress
+import os
 import secrets
 import selectors
 import socket
@@ -27,6 +31,8 @@ LINE, SILENT = 60, 75  # rounds of silence before a line says so, and before the
 OTHERS_END = 10  # rounds that the other ranks have to end by themselves when one has ended with a message
 STOPPED_STATES = ("T", "t")  # of /proc/PID/stat
 USER_ERROR = 2  # the exit code of a mistake of the user's
+EVERYWHERE = "0.0.0.0"
+STRANGERS, PROVE = 64, 10  # connections at once that have not proven to be a rank's, and seconds that they have for it
 
 
 @dataclass
@@ -78,13 +84,14 @@ class RollCall(threading.Thread):
 
     def __init__(self, world: int, timeout_minutes: float):
         super().__init__(name="roll call", daemon=True)
-        self.token, self.timeout = secrets.token_hex(16), timeout_minutes * 60 / ROUND
+        self.key, self.timeout = secrets.token_bytes(32), timeout_minutes * 60 / ROUND
         self.ranks = [Rank(number) for number in range(world)]
-        self._listener = socket.create_server(("", 0), backlog=world)
-        self.port = self._listener.getsockname()[1]
+        self._listener = _listener(world)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._lines: dict[Lines, Rank | None] = {}
+        self._lines: dict[Lines, Rank] = {}
+        self._strangers: dict[Lines, float] = {}  # since when
         self._still = self._trouble_since = 0
         self._moves: list[tuple] = []
         self._over = threading.Event()
@@ -93,7 +100,7 @@ class RollCall(threading.Thread):
         """Stop hearing."""
         self._over.set()
         self.join()
-        for open_one in [self._listener, *self._lines]:
+        for open_one in [self._listener, *self._strangers, *self._lines]:
             open_one.close()
 
     def pass_on(self, beat: dict) -> None:
@@ -114,13 +121,25 @@ class RollCall(threading.Thread):
         while (left := until - time.monotonic()) > 0 and not self._over.is_set():
             for key, _ in self._selector.select(min(left, 0.2)):
                 if key.data is None:
-                    lines = Lines(self._listener.accept()[0])
-                    self._lines[lines] = None
-                    self._selector.register(lines.connection, selectors.EVENT_READ, lines)
-                else:
+                    self._accept()
+                elif key.data in self._lines or key.data in self._strangers:  # not dropped meanwhile
                     self._read(key.data, heard)
+            for lines in [lines for lines, since in self._strangers.items() if since < time.monotonic() - PROVE]:
+                self._drop(lines)
         for rank in self.ranks:
             rank.quiet = 0 if rank.number in heard else rank.quiet + 1
+
+    def _accept(self) -> None:
+        """Let one in who is still to prove that it is a rank, in the place of the oldest of too many."""
+        if len(self._strangers) >= STRANGERS:
+            self._drop(next(iter(self._strangers)))
+        try:
+            lines = Lines(self._listener.accept()[0], self.key, listens=True)
+        except OSError:  # gone again, or no more files can be open
+            time.sleep(0.01)
+            return
+        self._strangers[lines] = time.monotonic()
+        self._selector.register(lines.connection, selectors.EVENT_READ, lines)
 
     def _read(self, lines: Lines, heard: set[int]) -> None:
         beats = []
@@ -131,22 +150,30 @@ class RollCall(threading.Thread):
         except OSError as error:
             self._drop(lines, f"is cut off ({error.strerror})")
         for beat in beats:
+            if lines in self._strangers:
+                self._know(lines, self.ranks[beat["rank"]])
             rank = self._lines[lines]
-            if rank is None:
-                if not hmac.compare_digest(str(beat.get("token")), self.token):
-                    self._drop(lines, "is a stranger")
-                    return
-                rank = self._lines[lines] = self.ranks[beat["rank"]]
             heard.add(rank.number)
             rank.beat = beat
             rank.left, rank.trouble = beat.get("left", rank.left), rank.trouble or beat.get("trouble")
             for number, state in beat.get("states", {}).items():
                 self.ranks[int(number)].state = state
 
-    def _drop(self, lines: Lines, lost: str) -> None:
+    def _know(self, lines: Lines, rank: Rank) -> None:
+        """A stranger is this rank; the last to come shuts the door."""
+        del self._strangers[lines]
+        self._lines[lines] = rank
+        if len(self._lines) == len(self.ranks):
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            for other in list(self._strangers):
+                self._drop(other)
+
+    def _drop(self, lines: Lines, lost: str = "") -> None:
         self._selector.unregister(lines.connection)
         lines.close()
-        rank = self._lines.pop(lines)
+        self._strangers.pop(lines, None)
+        rank = self._lines.pop(lines, None)
         if rank is not None and rank.left is None:
             rank.lost = rank.lost or lost
 
@@ -229,6 +256,18 @@ class RollCall(threading.Thread):
         for rank in self.ranks:
             groups.setdefault((rank.beat.get("step"), rank.beat.get("phase")), []).append(rank)
         return min(groups.values(), key=lambda group: (len(group), _since(group))) if len(groups) > 1 else []
+
+
+def _listener(world: int) -> socket.socket:
+    """Where the ranks meet; at all addresses only where the others know this host by one that it has not itself."""
+    here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
+    name = "127.0.0.1" if here == str(world) else os.environ.get("MASTER_ADDR", "127.0.0.1")
+    backlog = max(world, 128)
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        if name in ("localhost", address[0]) or not ipaddress.ip_address(address[0]).is_loopback:
+            return socket.create_server(address, family=family, backlog=backlog)
+    return socket.create_server((EVERYWHERE, 0), backlog=backlog)
 
 
 def _since(ranks: list[Rank]) -> float:

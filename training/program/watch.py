@@ -23,7 +23,8 @@ from training.program.joining import MeetingPoint
 from training.program.launchers import Launchers
 from training.program.member import Member, print_line
 from training.program.phases import place
-from training.program.roll_call import USER_ERROR, RollCall, Verdict
+from training.program.processes import is_another_rank
+from training.program.roll_call import EVERYWHERE, USER_ERROR, RollCall, Verdict
 from training.program.stopping import SIGNALS, Followed, Reason, StopRequest, listening
 
 SECONDS = 1.0  # between looks
@@ -78,10 +79,11 @@ class Watch:
         if distributed.is_main():
             self._roll_call = RollCall(distributed.world_size(), self.timeout_minutes)
             self._roll_call.start()
-            address = self._roll_call.port, self._roll_call.token
-        port, token = distributed.broadcast_object(address)
-        host = "127.0.0.1" if distributed.is_main() else os.environ["MASTER_ADDR"]
-        self.member = Member(distributed.rank(), host, port, token)
+            address = self._roll_call.address, self._roll_call.key
+        (host, port), key = distributed.broadcast_object(address)
+        if host == EVERYWHERE:
+            host = "127.0.0.1" if distributed.is_main() else os.environ["MASTER_ADDR"]
+        self.member = Member(distributed.rank(), (host, port), key)
         place.told = self._say_place
 
     def _say_place(self) -> None:
@@ -219,7 +221,7 @@ def conclude(verdict: Verdict, member: Member) -> None:
     if member.rank in verdict.stacks:
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
     for machine, pid in verdict.stuck:
-        if machine == member.machine and pid != os.getpid():
+        if machine == member.machine and is_another_rank(pid):
             for number in (signal.SIGUSR2, signal.SIGCONT):  # its stacks come as it goes on
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)

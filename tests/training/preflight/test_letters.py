@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
+from engine.errors import UserError
 from tests.training.preflight.nodes import A100, healthy
 from training.preflight.comparison import in_short
 from training.preflight.letters import nodes_of
@@ -37,3 +38,9 @@ def test_a_host_whose_first_rank_has_not_written_is_no_node():
     told = letters(("a", 0), ("a", 1), ("b", 0), ("b", 1))
     del told[2]
     assert [node.ranks for node in nodes_of(told)] == [(0, 1)]
+
+
+@pytest.mark.parametrize("told", [{"rank": 1}, {"rank": 1, "host": "b", "node": 5, "card": None}])
+def test_letters_that_cannot_be_read_are_one_message(told):
+    with pytest.raises(UserError, match="Another version of this program runs on a host, or another program writes"):
+        nodes_of({**letters(("a", 0)), 1: told})

@@ -31,6 +31,18 @@ def test_letters_come_once_and_answers_in_their_order(environment):
     assert reached  # the store has answered meanwhile, and rank 0 has not
 
 
+def test_what_no_rank_has_written_is_passed_over(environment):
+    zero = Mailbox.served("looks", environment)
+    one = Mailbox.reached("looks", 10.0, environment)
+    for text in ("5", "[" * 100_000, '{"rank": "1"}', "\xff"):
+        zero._store.set(f"{zero._number}/{zero._store.add(zero._number, 1)}", text)
+    one.post({"ask": 1})
+    assert zero.letters() == [{"ask": 1, "rank": 1}]
+    zero._store.set(f"{zero._name}/answer/1/1", "5")
+    with pytest.raises(NoAnswer, match="is not from rank 0"):
+        one.wait(10.0)
+
+
 def test_a_start_after_another_hears_nothing_of_it(environment):
     zero = Mailbox.served("looks", environment)
     Mailbox.reached("looks", 10.0, environment).post({"host": "gpu02"})

@@ -41,6 +41,14 @@ def heard(rank: MeetingPoint, seconds: float = 60.0) -> tuple[str, int] | None:
     return None
 
 
+@pytest.mark.parametrize("text, told", [("5", None), ("[[", None), ('["ended well", 0]', ("ended well", 1))])
+def test_what_no_rank_has_said_ends_nothing_with_code_0(ranks, text, told):
+    zero = ranks[0]
+    store = distributed.key_value_store("127.0.0.1", int(zero._environment["MASTER_PORT"]), serve=True)
+    store.set(zero._failed, text)
+    assert zero.failure() == told
+
+
 def test_rank_0_hears_of_another_that_fails(ranks, beside, monkeypatch):
     zero, one = ranks
     served = distributed.key_value_store("127.0.0.1", int(zero._environment["MASTER_PORT"]), serve=True)  # the group's

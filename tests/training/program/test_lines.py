@@ -25,10 +25,24 @@ def reset(connection: socket.socket) -> None:
 def test_last_words_are_heard_before_the_end(end):
     one, other = connected()
     with one, other:
-        Lines(one).put({"step": 3})
+        Lines(one, b"key").put({"step": 3})
         end(one)
         time.sleep(0.2)
-        lines = Lines(other)
+        lines = Lines(other, b"key", listens=True)
         assert lines.take() == [{"step": 3}]
         with pytest.raises(OSError):
             lines.take()
+
+
+def test_a_line_counts_once_and_not_for_the_one_who_said_it():
+    for again in ("to the same", "to the sender"):
+        one, other = connected()
+        with one, other:
+            said, heard = Lines(one, b"key"), Lines(other, b"key", listens=True)
+            said.put({"step": 3})
+            line = other.recv(1 << 16, socket.MSG_PEEK)
+            assert heard.take() == [{"step": 3}] and b"key" not in line
+            (one if again == "to the same" else other).sendall(line)
+            time.sleep(0.2)
+            with pytest.raises(ValueError, match="without proof"):
+                (heard if again == "to the same" else said).take()

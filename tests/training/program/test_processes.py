@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from training.program.processes import start_of, state_of, this_machine
+from training.program.processes import is_another_rank, start_of, state_of, this_machine
 
 
 def waited_for(condition) -> bool:
@@ -33,6 +33,21 @@ def test_a_process_until_it_is_gone():
         process.kill()
         process.wait()
     assert state_of(process.pid) is None and start_of(process.pid) is None
+
+
+def test_another_rank_is_a_process_with_the_same_words():
+    words = """import os, time; from training.program.processes import is_another_rank
+print(is_another_rank(int(os.environ["OTHER"]))) if "OTHER" in os.environ else time.sleep(600)"""
+    one = subprocess.Popen([sys.executable, "-c", words, "--local_rank=0"])
+    try:
+        assert not any(map(is_another_rank, (one.pid, os.getpid(), -1, 0, 1, 2**31)))
+        for others, found in ((["--local_rank=1"], "True"), (["--local_rank=1", "--seed"], "False")):
+            command, environment = [sys.executable, "-c", words, *others], os.environ | {"OTHER": str(one.pid)}
+            ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            assert ended.stdout.strip() == found
+    finally:
+        one.kill()
+        one.wait()
 
 
 def test_a_machine_that_does_not_tell_its_boot(monkeypatch):

@@ -1,13 +1,16 @@
 """What is found out about ranks from what they say, and from what they do not say."""
 
+import contextlib
+import hmac
 import os
+import socket
 import time
 
 import pytest
 
 from engine import trace
-from training.program import roll_call
-from training.program.member import Member
+from training.program import lines, roll_call
+from training.program.member import Member, print_line
 from training.program.phases import Place
 from training.program.roll_call import RollCall, Verdict
 
@@ -21,7 +24,7 @@ def two_ranks(monkeypatch):
         monkeypatch.setattr(f"training.program.{module}.SILENT", 40)
     call = RollCall(2, timeout_minutes=30)
     call.start()
-    members = [Member(rank, "127.0.0.1", call.port, call.token) for rank in (0, 1)]
+    members = [Member(rank, call.address, call.key) for rank in (0, 1)]
     yield call, members
     call.close()
     for member in members:
@@ -136,11 +139,42 @@ def test_of_two_ranks_the_one_that_is_longer_in_its_phase_is_waited_for(two_rank
     assert "make_experience" not in found.message and found.stacks == [stuck]
 
 
-def test_a_stranger_is_not_heard(two_ranks):
-    call, members = two_ranks
-    stranger = Member(1, "127.0.0.1", call.port, "wrong")
-    assert verdict(members, seconds=1) is None
-    stranger.close()
+STRANGE = {
+    "a number": b"5\n",
+    "no object": b"[]\n",
+    "deep": b"[" * 100_000 + b"\n",
+    "no JSON": bytes(range(256)) + b"\n",
+    "another key's proof": hmac.digest(b"another key", b"caller 0 {}", "sha256").hex().encode() + b" {}\n",
+    "without end": b"a" * (lines.LONGEST + (1 << 20)),
+    "nothing": b"",
+}
+
+
+def test_strangers_are_told_nothing_and_change_nothing(monkeypatch):
+    monkeypatch.setattr(roll_call, "PROVE", 1.0)
+    call = RollCall(2, timeout_minutes=30)
+    call.start()
+    strangers = {name: socket.create_connection(call.address, timeout=30) for name in STRANGE}
+    crowd = [socket.create_connection(call.address, timeout=30) for _ in range(3 * roll_call.STRANGERS)]
+    with contextlib.suppress(OSError):
+        for name, words in STRANGE.items():
+            strangers[name].sendall(words)
+    for name, stranger in strangers.items():
+        with contextlib.suppress(ConnectionError):
+            assert stranger.recv(1) == b"", name  # after a second it is dropped, and has heard nothing
+    members = [Member(rank, call.address, call.key) for rank in (0, 1)]
+    assert verdict(members, seconds=2) is None and all(rank.beat for rank in call.ranks)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(call.address, timeout=30)
+    members[1].say(trouble="\x1b[31mbroken")
+    assert verdict(members).message == "rank 1: \x1b[31mbroken"
+    for one in [call, *members, *strangers.values(), *crowd]:
+        one.close()
+
+
+def test_what_a_terminal_would_obey_is_shown(capfd):
+    print_line("one\x1b]0;title\x07\n\ttwo é")
+    assert capfd.readouterr().err == "one\\x1b]0;title\\x07\n\ttwo é\n"
 
 
 def test_where_rank_0_was_is_known_though_nobody_listened_before_it_died(two_ranks, monkeypatch, capfd):
