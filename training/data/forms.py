@@ -22,9 +22,8 @@ Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a r
 TURN = "\n\nAssistant:"  # with which an answer begins in dialogues that are written as one text, like Anthropic/hh-rlhf
 # A record `r` with alpaca's columns, or dolly's, as one with our own: in Python, for a command that a message shows.
 ALPACA = (
-    r'{"prompt": [{"role": "user", "content": "\n\n".join(filter(None, [r["instruction"], r.get("input"), '
-    'r.get("context")]))}], "response": r.get("output") or r.get("response"), "chosen": r.get("chosen"), '
-    '"rejected": r.get("rejected")}'
+    r'{**r, "prompt": [{"role": "user", "content": "\n\n".join(filter(None, [r["instruction"], r.get("input"), '
+    'r.get("context")]))}], "response": r.get("output") or r.get("response")}'
 )
 DEEPEST = 100  # lists within lists; Python reads some 900, and fewer where it is in the middle of something
 
@@ -120,7 +119,7 @@ def matching_columns(where: str, record: object, columns: Columns) -> tuple[str,
         found = ", ".join(name if name in present else f"{name} (null)" for name in record) or "none"
         raise UserError(
             f"{where}: found the columns: {shortened(found, 400)[1:-1]}; needed: {alternatives(columns)}. "
-            f"{_remedy(where, record)}"
+            f"{_remedy(where, record, columns)}"
         )
     return wanted
 
@@ -130,12 +129,14 @@ def alternatives(columns: Columns) -> str:
     return ", or ".join(" + ".join(names) for names in columns)
 
 
-def _remedy(where: str, record: dict, otherwise: str = "Rename or add them.") -> str:
+def _remedy(where: str, record: dict, columns: Columns = (), otherwise: str = "Rename or add them.") -> str:
     """What to do with a record whose columns have other names: for two well-known forms a command that does it."""
     if record.get("instruction") is not None:
+        if all("rejected" in names for names in columns) and record.get("rejected") is None:
+            return "It has an answer and none that is worse: from such records step 1 learns."
         return (
-            "How an instruction becomes a prompt is yours to choose. As a user's message, with its input below it: "
-            + _conversion(where, ALPACA)
+            "How an instruction becomes a prompt is yours to choose. As a user's message, with its input below it, for "
+            f"which a model without a chat template needs --chat_template FILE: {_conversion(where, ALPACA)}"
         )
     lists = (name for name, value in record.items() if isinstance(value, list) and value and _may_be_record(value[0]))
     name = next(lists, None)
@@ -154,7 +155,7 @@ def _conversion(where: str, row: str, each: str = "", *arguments: str) -> str:
     source = re.sub(r"(, split [^,]+)?, (line|record) \d+$", "", where)
     program = (
         "import json, sys; from training.data.sources import open_source; "
-        f"[print(json.dumps({row})) for part in open_source(sys.argv[1]).training for _, r in part{each}]"
+        f"[print(json.dumps({row}, default=str)) for part in open_source(sys.argv[1]).training for _, r in part{each}]"
     )
     new = Path(source).name.split(".")[0] + "-converted.jsonl"
     return " ".join(["python -c", *map(shlex.quote, (program, source, *arguments)), ">", shlex.quote(new)])
@@ -184,7 +185,7 @@ def _split_dialogues(where: str, record: dict) -> dict[str, str]:
         raise UserError(
             f"{where}, columns chosen and rejected: found no {TURN!r} in what both begin with; without a "
             f"column prompt they are dialogues with the same beginning, which ends with {TURN!r}. "
-            + _remedy(where, record, "Add a column prompt, or take the record out.")
+            + _remedy(where, record, otherwise="Add a column prompt, or take the record out.")
         )
     return {"prompt": shared[:end], "chosen": record["chosen"][end:], "rejected": record["rejected"][end:]}
 

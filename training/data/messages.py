@@ -76,8 +76,8 @@ def messages_as_texts(
         raise UserError(
             f"{where}, column {names[0]}: found messages, and the tokenizer of "
             f"{getattr(tokenizer, 'name_or_path', None) or 'the model'} has no chat template to make a text of them. "
-            "Set chat_template in its tokenizer_config.json, give --chat_template FILE, or give texts instead of "
-            "messages."
+            "Give --chat_template FILE (docs/data.md has one for any tokenizer), set chat_template in its "
+            "tokenizer_config.json, or give texts instead of messages."
         )
     if names == ("messages",):
         context, followed = _last_turn(where, columns["messages"], answers)
@@ -108,7 +108,18 @@ def messages_as_texts(
         dialogue = render(tokenizer, whole, place, **options)
         _check_begins(place, dialogue, prompt, tokenizer)
         texts[name] = _answer_text(place, dialogue, len(prompt), answer, tokenizer)
-    return texts, notes
+        said = (answer[0]["content"] or "").strip()
+        if (
+            not begun
+            and not texts[name].lstrip().startswith(said)
+            and prompt == render(tokenizer, context, place, **options)
+        ):
+            notes = (
+                *notes,
+                "the chat template does not begin an answer when it is asked to (add_generation_prompt): "
+                f"what it puts before answers is learned as a part of them. Give {OTHER_TEMPLATE} that does",
+            )
+    return texts, tuple(dict.fromkeys(notes))
 
 
 def _check_is_answer(place: str, answer: list[dict]) -> None:

@@ -94,14 +94,17 @@ def _shortened(text: str) -> str:
 
 
 def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], known: Sequence[str]) -> None:
+    unknown = []
     for place, word in enumerate(argv):
         name, sign, value = word.partition("=")
         if name.startswith("--") and name[2:] not in (*known, *UNTOLD):
             following = argv[place + 1] if place + 1 < len(argv) else "--"
             value = value if sign else "VALUE" if following.startswith("--") else following
-            raise UserError(f"unknown flag {_shortened(name)}.{_hint(arguments_class, name[2:], value, known, '--')}")
+            unknown.append(f"unknown flag {_shortened(name)}.{_hint(arguments_class, name[2:], value, known, '--')}")
         if name.startswith("--") and value == "--":  # argparse would make an empty list of it
             raise UserError(f"{word}: -- is no value. --help lists the flags.")
+    if unknown:
+        raise UserError("\n".join(unknown))
 
 
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:

@@ -164,6 +164,18 @@ def test_messages_that_the_template_passes_over_are_told(role):
         PROMPTS.row("here", {"prompt": messages[:1]}, tokenizer)
 
 
+def test_a_template_that_begins_no_answer_when_it_is_asked_to_is_told():
+    heads = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    asked = "{% if add_generation_prompt %}assistant: {% endif %}"
+    silent, begins = (tokenizer_of(template, adds_bos=False) for template in (heads, heads + asked))
+    row = SFT.row("here", {"messages": [QUESTION, ANSWER]}, silent)
+    (note,) = row.notes
+    assert "does not begin an answer when it is asked to" in note and row["response"].startswith("assistant: ")
+    assert not SFT.row("here", {"messages": [QUESTION, ANSWER]}, begins).notes
+    headless = tokenizer_of(TEMPLATES["llama2"], adds_bos=False)  # begins answers with nothing
+    assert not SFT.row("here", {"messages": [QUESTION, ANSWER]}, headless).notes
+
+
 def test_notes_are_counted_kept_and_said(tmp_path):
     tokenizer = tokenizer_of(TEMPLATES["no_system"], adds_bos=False)
     with_system = {"prompt": [{"role": "system", "content": "Be kind."}, QUESTION]}

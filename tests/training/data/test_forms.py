@@ -204,6 +204,7 @@ def test_texts_for_pretraining_may_be_empty():
             {"prompt": turns("a"), "chosen": turns("b"), "rejected": turns("c", first="assistant")},
             r"column chosen: found a list .*no answer to the messages before: it does not begin with a message of",
         ),
+        (PAIRS, {"instruction": "a", "output": "b"}, "found the columns: .* none that is worse: from such records step 1"),
         (PROMPTS, {"messages": []}, r"column messages: found a list \('\[\]'\); needed a list of messages"),
         (PROMPTS, {"messages": "a"}, "column messages: found a string"),
         (PROMPTS, {"messages": ["a"]}, "column messages, message 1: found a string .*with role and content"),
@@ -258,7 +259,7 @@ def test_messages_need_a_template():
     with pytest.raises(
         UserError,
         match="line 3, column messages: found messages, and the tokenizer of the model has "
-        "no chat template .* Set chat_template in its tokenizer_config.json",
+        "no chat template .* set chat_template in its tokenizer_config.json",
     ):
         read(PROMPTS, {"messages": turns("a")}, template=None)
 
