@@ -204,7 +204,11 @@ def test_texts_for_pretraining_may_be_empty():
             {"prompt": turns("a"), "chosen": turns("b"), "rejected": turns("c", first="assistant")},
             r"column chosen: found a list .*no answer to the messages before: it does not begin with a message of",
         ),
-        (PAIRS, {"instruction": "a", "output": "b"}, "found the columns: .* none that is worse: from such records step 1"),
+        (
+            PAIRS,
+            {"instruction": "a", "output": "b"},
+            "found the columns: .* none that is worse: from such records step 1",
+        ),
         (PROMPTS, {"messages": []}, r"column messages: found a list \('\[\]'\); needed a list of messages"),
         (PROMPTS, {"messages": "a"}, "column messages: found a string"),
         (PROMPTS, {"messages": ["a"]}, "column messages, message 1: found a string .*with role and content"),
