@@ -178,7 +178,8 @@ def _adapter(folder: Path, family: str, form: Callable[[Path, str], None]) -> No
     base = folder.with_name(f"base_of_{folder.name}")
     form(base, family)
     torch.manual_seed(3)
-    config = LoraConfig(target_modules="all-linear", r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    layers = ["q_proj", "v_proj"] if family == "mixtral" else "all-linear"  # its experts are parameters of no layer
+    config = LoraConfig(target_modules=layers, r=4, init_lora_weights=False, task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
 
 

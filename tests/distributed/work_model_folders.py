@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from engine import distributed
 from engine.algorithms import Dialect
@@ -75,7 +76,10 @@ def _gaps(spec: EngineSpec, given: Path, output: Path) -> dict[str, float]:
     width, inputs = SEQUENCES.shape[1] - 1, (SEQUENCES, mask, position_ids(mask))
     found = {role: model(*inputs, response_length=width)[0] for role, model in asked.items()}
     if distributed.is_main():
-        for name, ema in (("exported", False), ("exported average", True)):
+        exports = {"exported": False, "exported average": True}
+        if get_checkpoint_conversion_mapping(models.actor.module.model.config.model_type):
+            exports = {}  # which are refused: the files' arrangement is not the model's
+        for name, ema in exports.items():
             export(point, output / name, ema=ema)
             folders[name] = name
         found |= {what: logprobs(output / name) for what, name in folders.items() if (output / name).is_dir()}
@@ -102,7 +106,7 @@ def by_transformers(folder: Path):
     if is_adapter(folder):
         config = LoraConfig.from_pretrained(folder)
         config.task_type = None  # of a classifier too
-        PeftModel.from_pretrained(model, folder, config=config)  # puts it into the model
+        model = PeftModel.from_pretrained(model, folder, config=config).merge_and_unload()
     return model.eval()
 
 
