@@ -3,8 +3,9 @@
     python -P training/data/table_worker.py FILE COPY       # their descriptors; COPY is -1 for a file of Arrow's
 
 It reads {"columns": names, "limit": bytes, "rows": how many at once, and how many where these have no room} as JSON.
-Of a Parquet file it writes the columns to COPY, as an Arrow stream; of an Arrow stream it only sees how large it becomes.
-It answers {}, or what went wrong: {"too_large": true}, {"unreadable": in words}, or {"no_room": in words, "size": bytes}.
+Of a Parquet file it writes the columns to COPY, as an Arrow stream; of an Arrow stream it only sees how large it
+becomes. It answers {}, or what went wrong: {"too_large": true}, {"unreadable": in words}, or {"no_room": in words,
+"size": bytes}.
 
 A kilobyte of Parquet may stand for gigabytes, of which neither its footer nor its pages need say anything before they
 are decoded; and only a process can be given so much memory and no more. It imports nothing of ours.

@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shlex
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 import torch
 
 from engine import distributed
-from engine.errors import UserError
+from engine.errors import UserError, shown_command
 from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
 from training.program.slurm import is_task
@@ -104,7 +103,7 @@ def read_run_record(path: str | Path) -> list[dict]:
 
 
 def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
-    """The command that started the program, quoted for a shell, with the sizes that a launcher was given.
+    """The command that started the program, as files show it, with the sizes that a launcher was given.
 
     The launcher's other options (a hostfile, a port) do not reach the program, and are not in it.
     """
@@ -120,7 +119,7 @@ def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
         launcher = ["deepspeed", "--num_nodes", str(world // local), "--num_gpus", str(local)]
     else:
         launcher = ["python"]
-    return shlex.join([*launcher, *words])
+    return shown_command([*launcher, *words])
 
 
 def versions() -> dict[str, str | None]:
