@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 
 from engine import distributed
-from engine.errors import UserError, shown_command
+from engine.errors import UserError, shortened, shown_command
+from engine.json_objects import parsed
 from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
 from training.program.slurm import is_task
@@ -90,13 +91,13 @@ def _write(path: Path, starts: list[dict]) -> None:
 def read_run_record(path: str | Path) -> list[dict]:
     """The starts of a run, oldest first; raises UserError if the file is no run record."""
     try:
-        starts = json.loads(Path(path).read_text(encoding="utf-8"))["starts"]
+        starts = parsed(Path(path).read_text(encoding="utf-8"))["starts"]
         if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
             raise TypeError("starts is no list of objects")
         for start in starts:
             wrong = next((name for name, kind in FIELDS.items() if not isinstance(start.get(name), kind | None)), None)
             if wrong is not None:
-                raise TypeError(f"{wrong} is {start[wrong]!r}")
+                raise TypeError(f"{wrong} is {shortened(start[wrong])}")
     except (ValueError, KeyError, TypeError) as error:  # ValueError: no JSON, or no text
         raise UserError(f"{path}: no record of a run ({error}); move it away to go on") from error
     return starts
