@@ -112,7 +112,9 @@ class TokenizerFlags(ProgramFlags):
     """How the programs that read texts get their tokenizer."""
 
     trust_remote_code: bool = flag(
-        False, "run the code that a model's folder brings along (`auto_map`), where transformers lacks its class"
+        False,
+        "run the code that a model's folder brings along (`auto_map`), where transformers lacks its class, or that its "
+        "config.json names on the Hub (`attn_implementation`)",
     )
     chat_template: str | None = flag(
         None, "file with a chat template (Jinja) that the tokenizer gets, in place of its own if it has one"
