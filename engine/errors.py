@@ -1,6 +1,8 @@
 """The exceptions that end a run with a message, and what a misspelt name was probably meant to be."""
 
 import difflib
+import re
+import shlex
 from collections.abc import Iterable
 
 
@@ -54,3 +56,14 @@ def shortened(value: object, limit: int = 100) -> str:
     """A value as a message shows it: in one line, and cut behind `limit` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[:limit] + "..."
+
+
+def without_query(text: str) -> str:
+    """A text as messages and files show it: its URLs without what follows "?", which may be a key, and without users'
+    names and passwords."""
+    return re.sub(r"(?i)\b(https?://)(?:[^\s/?#]*@)?([^\s?]*)(?:\?\S*)?", r"\1\2", text)
+
+
+def shown_command(words: Iterable[str]) -> str:
+    """A command as messages and files show it: quoted for a shell, its URLs `without_query`."""
+    return shlex.join(map(without_query, words))

@@ -1,9 +1,13 @@
-"""JSON objects in which no name stands twice: Python's own reading keeps the last value in silence.
+"""JSON of others: what is none in any way is a ValueError, and no name of an object may stand twice, where Python's own
+reading keeps the last value in silence.
 
-json.loads(text, object_pairs_hook=unique)
+    parsed(text)
+    json.loads(text, object_pairs_hook=unique)
 """
 
+import json
 from collections import Counter
+from typing import Any
 
 
 class RepeatedName(ValueError):
@@ -12,6 +16,14 @@ class RepeatedName(ValueError):
     def __init__(self, fields: dict[str, object], name: str, count: int):
         super().__init__(f"{name} stands there {count} times")
         self.fields, self.name, self.count = fields, name, count
+
+
+def parsed(text: str | bytes) -> Any:
+    """The value of a JSON text; raises ValueError for what is none, or too deep to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets within brackets, too deep") from None
 
 
 def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -27,6 +27,7 @@ from transformers import PretrainedConfig
 
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
+from engine.json_objects import parsed
 from engine.models.adapter_values import check_config, check_score
 from engine.models.adapters import inject
 from engine.models.fit import Misfit, listed
@@ -115,7 +116,7 @@ class AdapterFolder:
         if not file.is_file():
             return {}
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = parsed(file.read_text(encoding="utf-8"))
             settings = {name: found[name] for name in SCORE_SETTINGS}
             check_score(settings)
         except (OSError, ValueError, KeyError, TypeError) as error:

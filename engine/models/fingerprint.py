@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from engine.errors import UserError
+from engine.json_objects import parsed
 from engine.models.adapter_folders import BASE, SCORE, AdapterFolder, read_adapter
 from engine.models.places import ADAPTER_CONFIG
 from engine.models.weight_files import weight_files, weights_folder
@@ -77,7 +78,7 @@ def check_base(adapter: AdapterFolder) -> None:
     if not file.is_file():
         return
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parsed(file.read_text(encoding="utf-8"))
         model, known = found["model"], found["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{adapter.what}: {file} is broken ({type(error).__name__}: {error}). Copy it again.") from None

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import import_utils, is_kernels_available
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.errors import UserError, shortened
@@ -20,9 +21,10 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
     """The model configuration at `path`, of an adapter's folder its base's; output head and embedding are tied in it
     only if they are in the weight files too.
 
-    trust_remote_code: whether code in the model's folder may run, where its `auto_map` names some.
+    trust_remote_code: whether code in the model's folder may run, where its `auto_map` names some, and code that its
+    config.json would have fetched from the Hub.
 
-    Raises: UserError, naming `what` (a flag), if there is none, or it cannot be read without such code.
+    Raises: UserError, naming `what` (a flag), if there is none, or it cannot be read or built without such code.
     """
     require_model(path, what)
     path = base_of(path, what)
@@ -38,6 +40,8 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
         raise UserError(
             f"{what}: no model at {path!r} ({one_line(error)}). Give a Hugging Face folder or hub name."
         ) from None
+    if not trust_remote_code:
+        _refuse_fetched_code(config, path, what)
     names = config.architectures
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise UserError(
@@ -123,6 +127,30 @@ def _refuse_code(error: Exception, path: str, what: str) -> None:
             f"{what}: {path} brings code of its own (`auto_map` in its JSON files), without which it cannot be read. "
             "None of it was run. Look at its .py files, and give --trust_remote_code if you trust them."
         ) from None
+
+
+def _refuse_fetched_code(config: PretrainedConfig, path: str, what: str) -> None:
+    """Raise UserError where transformers would fetch code from the Hub for what config.json names, and run it."""
+    for name in ("attn_implementation", "experts_implementation"):
+        for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+            value = getattr(part, f"_{name}", None)
+            if value is not None and _is_fetched(value):
+                raise UserError(
+                    f"{what}: {path}/config.json has {shortened(value)} as its {name}, code that would be fetched from "
+                    "the Hugging Face Hub and run. None was. Take it out of the file, or give --trust_remote_code if "
+                    "you trust it."
+                )
+
+
+def _is_fetched(implementation: object) -> bool:
+    """Whether it is a repository's name, or one of those for which transformers has a repository where `kernels` is
+    installed, and the package that has its code is not."""
+    if not isinstance(implementation, str) or "/" in implementation:
+        return True
+    name = implementation.removeprefix("paged|")
+    if name.startswith("flash_attention_"):
+        return is_kernels_available() and not getattr(import_utils, f"is_flash_attn_{name[-1]}_available", bool)()
+    return is_kernels_available() and name in ("deepgemm", "sonicmoe")
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

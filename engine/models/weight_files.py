@@ -1,6 +1,5 @@
 """Which tensors a model's folder holds: their names, shapes and dtypes, read from the headers of its weight files."""
 
-import json
 import pickle
 import zipfile
 from collections.abc import Container
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
+from engine.json_objects import parsed
 from engine.models.places import WEIGHT_FILES, one_line
 
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
@@ -135,7 +135,7 @@ def _index(folder: Path) -> Path | None:
 def _weight_map(index: Path, what: str) -> dict[str, str]:
     """Each tensor's file, by an index."""
     try:
-        by_name = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        by_name = parsed(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: str(file) for name, file in by_name.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(

@@ -176,13 +176,16 @@ def _of_status(error: urllib.error.HTTPError) -> Fault | Mistake:
     body = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         body = error.read(SHOWN)
-    said = f"answered {error.code} {_plain(error.reason)}" + (
-        f" {shortened(body.decode(errors='replace'))}" if body else ""
+    query = urlsplit(error.url).query  # it may be a key, and be said again
+    told, elsewhere = (
+        text.replace(query, "...") if query else text
+        for text in (body.decode(errors="replace"), _plain(error.headers.get("Location")))
     )
+    said = f"answered {error.code} {_plain(error.reason)}" + (f" {shortened(told)}" if told else "")
     if error.code == 429 or error.code >= 500:
         return Fault(said, retry_after(error.headers.get("Retry-After"), datetime.now(UTC)))
     if 300 <= error.code < 400:
-        return Mistake(f"{said}, and would have it asked at {_plain(error.headers.get('Location'))}: give that URL")
+        return Mistake(f"{said}, and would have it asked at {elsewhere}: give that URL")
     return Mistake(said)
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from engine import distributed
-from engine.errors import UserError
+from engine.errors import UserError, without_query
 from engine.experience import Rollout
 from engine.reward.agreed import stop_together
 from engine.reward.base import RewardSource
 from engine.reward.early import EarlyCalls, Numbers
 from engine.reward.server_forms import FORMS, Item
-from engine.reward.servers import ServerError, Servers, without_query
+from engine.reward.servers import ServerError, Servers
 from engine.reward.texts import decoded
 from engine.trace import traced
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from urllib.parse import urljoin
 
 from engine import distributed, trace
-from engine.errors import shortened
+from engine.errors import shortened, without_query
 from engine.reward.http_exchange import Fault, Mistake, exchange
 from engine.reward.server_forms import FORMS, Item, WrongAnswer, decoded, encoded, parsed
 
@@ -154,11 +154,6 @@ class Servers:
         server.due = self._clock() + delay(server.faults, fault.retry_after)
         if server.faults == 1:
             _say(f"the reward server {server} {fault}; a request is made again for up to {self.patience:g} s")
-
-
-def without_query(url: str) -> str:
-    """A server's URL as messages show it: what follows "?" may be a key."""
-    return url.partition("?")[0]
 
 
 def delay(faults: int, retry_after: float | None) -> float:

@@ -50,6 +50,17 @@ def test_what_a_terminal_would_obey_is_left_out(answer, kind, told):
     assert str(caught.value) == told
 
 
+@pytest.mark.parametrize(
+    "head, body",
+    [("404 Not Found", b"no POST /score?key=SECRET"), ("302 Found\r\nLocation: https://a/score?key=SECRET", b"")],
+)
+def test_a_key_that_a_server_says_again_is_left_out(head, body):
+    answer = f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    with answering(answer) as url, pytest.raises(Mistake, match=r"/score\?\.\.\.") as caught:
+        exchange(f"{url}?key=SECRET", b"{}", timeout=30.0, most_bytes=100)
+    assert "SECRET" not in str(caught.value)
+
+
 @pytest.mark.parametrize("trickle", [b"HTTP/1.1 100 Continue\r\n\r\n", b"X-Wait: 1\r\n"])
 def test_a_head_that_goes_on_and_on_is_not_waited_for(trickle):
     over = threading.Event()

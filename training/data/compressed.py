@@ -40,7 +40,7 @@ def decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
     are; and where there is no room.
     """
     _check_beginning(path, file)
-    limit, size = max(ALWAYS_ALLOWED, LARGEST_RATIO * file.seek(0, os.SEEK_END)), 0
+    limit, size = largest_content(file), 0
     again = os.fdopen(os.dup(file.fileno()), "rb")  # for the stream, which closes it
     again.seek(0)
     stream = pyarrow.CompressedInputStream(again, COMPRESSIONS[compression(path)])
@@ -61,6 +61,11 @@ def decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
             "folder where there is room, or decompress it and give what comes out."
         ) from None
     return copy
+
+
+def largest_content(file: IO[bytes]) -> int:
+    """Bytes that this file's content may have when it is decompressed."""
+    return max(ALWAYS_ALLOWED, LARGEST_RATIO * os.fstat(file.fileno()).st_size)
 
 
 def _check_beginning(path: Path, file: IO[bytes]) -> None:

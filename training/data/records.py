@@ -317,7 +317,8 @@ def _parquet(file: DataFile) -> ArrowRecords:
         source = parquet.ParquetFile(file.file)
         _check_names(str(file.path), source.schema_arrow.names)
         unread = unread_columns(source.schema_arrow)
-        table = mapped_parquet(source, [name for name in source.schema_arrow.names if name not in unread])
+        columns = [name for name in source.schema_arrow.names if name not in unread]
+        table = mapped_parquet(file.file, columns, str(file.path))
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file.path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
     file.check()  # what was hashed is what was read

@@ -9,6 +9,7 @@ train on the same texts.
 """
 
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from engine.models.places import can_be_hub_name
 from training.data.compressed import data_ending
 from training.data.data_file import DataFile
 from training.data.records import ENDINGS, ArrowRecords, Records, read_records, shortened, unread_columns
+from training.data.table_files import check_arrow
 
 HELD_OUT_SPLITS = ("test", "validation", "eval")  # of these the first that a data set has
 DEEPSPEED_CHAT_FILES = "local/jsonfile"  # its name for data/train.json and data/eval.json
@@ -90,8 +92,11 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         content = hash_of_files(file for file in sorted(path.rglob("*")) if file.is_file())
         try:
+            for state in sorted(path.rglob("state.json")):
+                for part in json.loads(state.read_text())["_data_files"]:
+                    check_arrow(state.parent / part["filename"])
             saved = datasets.load_from_disk(str(path))
-        except (OSError, ValueError, KeyError) as error:
+        except _library_errors() as error:
             raise UserError(
                 f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."
             ) from None
@@ -99,7 +104,7 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
     try:
         with tempfile.TemporaryDirectory() as unused:  # where the builder would keep copies, if it were asked to build
             found = datasets.load_dataset_builder(str(path.absolute()), config_name, cache_dir=unused).config.data_files
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except _library_errors() as error:  # also of a folder with a loading script, which is not run
         raise UserError(
             f"{path}: found no data set in this folder ({_first_line(error)}). Give a folder of .jsonl, "
             ".json, .csv or .parquet files, one of save_to_disk, or a file."
@@ -111,6 +116,15 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
         return {split: [read_records(file) for file in paths] for split, paths in files.items()}
     content = hash_of_files(file for paths in files.values() for file in paths)
     return _dataset_splits(_loaded(str(path.absolute()), config_name), str(path), content)  # .bz2, say
+
+
+def _library_errors() -> tuple[type[Exception], ...]:
+    """What `datasets` raises of files that are not as it expects: whatever they lead its code to."""
+    import datasets
+    import yaml
+
+    known = (datasets.exceptions.DatasetsError, yaml.YAMLError)
+    return (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, *known)
 
 
 def _check_folder(path: Path) -> None:
@@ -171,7 +185,7 @@ def _loaded(name: str, config_name: str | None = None):
 
     try:
         return datasets.load_dataset(name, config_name)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except _library_errors() as error:
         raise UserError(
             f"{name}: the data set cannot be loaded ({_first_line(error)}). Check the name, or "
             "save it as .jsonl or .parquet files and give those."

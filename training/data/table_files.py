@@ -8,9 +8,12 @@ A file is written under another name and then renamed: whoever sees it sees all 
 
 import contextlib
 import hashlib
+import json
 import mmap
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import uuid
 from collections import Counter
@@ -18,14 +21,17 @@ from collections.abc import Callable, Iterable, Iterator
 from io import RawIOBase
 from itertools import islice
 from pathlib import Path
+from typing import IO
 
 import pyarrow
-from pyarrow import parquet
 
 from engine.errors import UserError
+from engine.files import open_file
+from training.data.compressed import largest_content
 
 DIGEST = 64  # bytes of the hash at the beginning of a file; a multiple of 8 keeps Arrow's columns aligned
 BATCH = 10_000  # examples that are put into Arrow's format at once
+WORKER = Path(__file__).with_name("table_worker.py")
 
 
 class Unwritten(Exception):
@@ -157,22 +163,40 @@ def unnamed_table(made: MadeTable) -> pyarrow.Table:
         raise _no_room(problem) from None
 
 
-def mapped_parquet(source: parquet.ParquetFile, columns: list[str]) -> pyarrow.Table:
+def mapped_parquet(file: IO[bytes], columns: list[str], name: str) -> pyarrow.Table:
     """These columns of a Parquet file, in a temporary file without a name: in Parquet itself no row can be found.
 
-    Raises: UserError without room; pyarrow.ArrowException and OSError for what cannot be read.
+    Raises: UserError, by the file's name, for what becomes far larger than data are, and without room;
+    pyarrow.ArrowException for what cannot be read.
     """
-    schema = pyarrow.schema([source.schema_arrow.field(name) for name in columns])
     with tempfile.TemporaryFile(buffering=0) as copy:
-        body = _Hashed(copy)
-        try:  # a stream: a file of Arrow's may not change a column's dictionary
-            with pyarrow.ipc.new_stream(pyarrow.PythonFile(body, "w"), schema) as writer:
-                for batch in source.iter_batches(BATCH, columns=columns):
-                    writer.write_batch(batch)
-            content = _mapped(copy)
-        except Unwritten as problem:
-            raise _no_room(problem) from None
-        return pyarrow.ipc.open_stream(content).read_all()
+        _decoded(file, copy.fileno(), columns, name)
+        return pyarrow.ipc.open_stream(_mapped(copy)).read_all()
+
+
+def check_arrow(path: Path) -> None:
+    """Raise UserError for a stream of Arrow's that becomes far larger than data are: it may be compressed."""
+    with open_file(path) as file:
+        _decoded(file, None, [], str(path))
+
+
+def _decoded(file: IO[bytes], copy: int | None, columns: list[str], name: str) -> None:
+    """Have a process with a limit of memory decode the file, to the descriptor `copy`."""
+    limit = largest_content(file)
+    asked = {"columns": columns, "limit": limit, "rows": [BATCH, 100, 1] if copy else [BATCH]}
+    files = [file.fileno()] + ([copy] if copy else [])
+    command = [sys.executable, "-P", str(WORKER), str(file.fileno()), str(copy or -1)]
+    done = subprocess.run(command, input=json.dumps(asked).encode(), capture_output=True, pass_fds=files)
+    said = json.loads(done.stdout or '{"unreadable": "it takes Python down with it"}')
+    if "unreadable" in said:
+        raise pyarrow.ArrowInvalid(said["unreadable"])
+    if "no_room" in said:
+        raise _no_room(Unwritten(OSError(said["no_room"]), said["size"]))
+    if said:
+        raise UserError(
+            f"{name}: becomes more than {limit >> 20:,} MB when it is decoded, or needs more memory than data do. "
+            "If it is what you mean, write it as .jsonl and give that."
+        )
 
 
 def _mapped(file: RawIOBase) -> pyarrow.Buffer:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from engine.errors import UserError
+from engine.errors import UserError, without_query
 from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.places import base_of
 from engine.models.reading import read_chat_template, read_tokenizer
@@ -80,8 +80,8 @@ class ProgramFlags:
         return dict(file)
 
     def as_dict(self) -> dict:
-        """All flags by name."""
-        return dataclasses.asdict(self)
+        """All flags by name, as files show them: URLs `without_query`."""
+        return {name: _as_shown(value) for name, value in dataclasses.asdict(self).items()}
 
     def at_least(self, lowest: float, *names: str) -> None:
         """Raise UserError unless each named flag that is set is finite and at least `lowest`."""
@@ -112,7 +112,9 @@ class TokenizerFlags(ProgramFlags):
     """How the programs that read texts get their tokenizer."""
 
     trust_remote_code: bool = flag(
-        False, "run the code that a model's folder brings along (`auto_map`), where transformers lacks its class"
+        False,
+        "run the code that a model's folder brings along (`auto_map`), where transformers lacks its class, or that its "
+        "config.json names on the Hub (`attn_implementation`)",
     )
     chat_template: str | None = flag(
         None, "file with a chat template (Jinja) that the tokenizer gets, in place of its own if it has one"
@@ -255,6 +257,12 @@ LONGEST_PATH, LONGEST_PART = 4095, 255  # bytes of a path and of a name in it, b
 
 def _texts(value) -> list[str]:
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+
+
+def _as_shown(value):
+    if isinstance(value, list):
+        return [_as_shown(item) for item in value]
+    return without_query(value) if isinstance(value, str) else value
 
 
 def check_name(name: str, value: str) -> None:

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from engine.errors import UserError, nearest_names
+from engine.errors import UserError, nearest_names, without_query
 from training.flags.arguments import REQUIRED, OldFlag, ProgramFlags, check_name
 from training.flags.other_steps import flag_of_other_steps, step_of
 from training.flags.other_systems import flag_of_other_systems
@@ -42,7 +42,7 @@ def parse_flags(
     words = [*_file_words(arguments_class, argv, known), *argv]
     found, stray = parser.parse_known_args(words)
     if stray:
-        raise UserError(f"{stray[0]!r} belongs to no flag. --help lists the flags.")
+        raise UserError(f"{_shortened(stray[0])!r} belongs to no flag. --help lists the flags.")
     values = vars(found)
     del values["local_rank"]
     old = {name: values.pop(name) for name in arguments_class.old_flags}
@@ -89,7 +89,7 @@ def _tell_old(old: OldFlag, name: str, value, say: Callable[[str], None]) -> Non
 
 def _shortened(text: str) -> str:
     """The text in one line that can be read, without what a terminal would take for a command."""
-    line = visible(text)
+    line = visible(without_query(text))
     return line if len(line) <= 400 else f"{line[:300]} ... {line[-97:]}"
 
 

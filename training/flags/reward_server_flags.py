@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from engine.errors import UserError
+from engine.errors import UserError, without_query
 from engine.reward.server import ServerSettings
 from engine.reward.server_forms import FORMS, OWN_FIELDS
 from training.flags.arguments import flag
@@ -44,7 +44,9 @@ class RewardServerFlags(RewardFunctionFlags):
         for url in self.reward_url:
             check_reward_url(url)
         if len(set(self.reward_url)) < len(self.reward_url):
-            raise UserError(f"--reward_url {' '.join(self.reward_url)}: one is given twice. Give it once.")
+            raise UserError(
+                f"--reward_url {' '.join(map(without_query, self.reward_url))}: one is given twice. Give it once."
+            )
         self.at_least(1, "reward_url_batch_size")
         self.above(0, "reward_url_timeout")
         self.finite("reward_url_timeout")
@@ -83,13 +85,13 @@ class RewardServerFlags(RewardFunctionFlags):
 
 def check_reward_url(url: str) -> None:
     """Raise UserError for what is no URL of a server, or holds a user's name; a password in it is not shown."""
-    shown = re.sub("//.*@[^/]*", "//...", url)
+    shown = without_query(re.sub("//.*@[^/]*", "//...", url))
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         parts, whole = urlsplit(""), False
-    if not whole or parts.fragment or not url.isascii() or any(map(str.isspace, url)):
+    if not whole or parts.fragment or not url.isascii() or not url.isprintable() or " " in url:
         raise UserError(f"--reward_url {shown}: is no URL of a server. Give http://HOST:PORT/PATH.")
     if parts.username is not None or parts.password is not None:
         raise UserError(

@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +20,7 @@ from pathlib import Path
 import torch
 
 from engine.algorithms import Dialect
-from engine.errors import UserError
-from engine.reward.servers import without_query
+from engine.errors import UserError, shown_command, without_query
 from engine.zero.communication import slots_by_host
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
 from training.flags.rlhf_arguments import RLHFFlags
@@ -124,7 +122,7 @@ def unseen_data(paths: Sequence[str]) -> list[str]:
 def _command() -> str:
     """The command that is tried: what stands behind this module's name, or how the program was started."""
     if Path(sys.argv[0]).name == "dry_run.py":
-        return shlex.join(sys.argv[1:])
+        return shown_command(sys.argv[1:])
     return command_line([word for word in sys.argv if word != "--dry_run"], os.environ)
 
 
@@ -135,7 +133,7 @@ def _processes(launcher: Sequence[str]) -> tuple[int, int]:
         for word in launcher
     ):
         raise UserError(
-            f"{shlex.join(launcher)}: a dry run counts the processes of `deepspeed` with --hostfile, "
+            f"{shown_command(launcher)}: a dry run counts the processes of `deepspeed` with --hostfile, "
             "--num_nodes and --num_gpus. Give those."
         )
     options = _options(launcher)
@@ -199,7 +197,7 @@ def main(words: Sequence[str]) -> int:
     place = next((place for place, word in enumerate(words) if _program(word) in PROGRAMS), None)
     if place is None:
         print(
-            f"error: no program in {shlex.join(words)!r}. Put `python -m training.program.dry_run` before a whole "
+            f"error: no program in {shown_command(words)!r}. Put `python -m training.program.dry_run` before a whole "
             f"command with one of {', '.join(f'{name}.py' for name in PROGRAMS)}.",
             file=sys.stderr,
         )

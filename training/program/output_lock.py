@@ -9,7 +9,6 @@ systems may lack; only that two cannot create one file.
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import socket
 import sys
@@ -20,7 +19,7 @@ import uuid
 from datetime import datetime
 from pathlib import Path
 
-from engine.errors import RunStopped, UserError
+from engine.errors import RunStopped, UserError, shown_command
 from engine.files import read_text
 from training.program.processes import start_of, this_machine
 
@@ -170,7 +169,7 @@ def this_process() -> dict:
         "machine": this_machine(),
         "process_started": start_of(os.getpid()),
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
+        "command": shown_command(sys.argv),
     }
 
 

@@ -3,8 +3,8 @@
 import json
 
 from engine import distributed
+from engine.errors import without_query
 from engine.host_memory import give_back_at
-from engine.reward.servers import without_query
 from engine.whole_files import write_whole
 from training.critic_pretraining import CriticPretraining
 from training.group_sampling import PromptFeed

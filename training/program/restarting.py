@@ -10,7 +10,6 @@ is not given up. TERM, INT, HUP and USR1 are passed on to the ranks on this mach
 
 import contextlib
 import ctypes
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.errors import UserError
+from engine.errors import UserError, shown_command
 from training.flags.yaml_file import read_yaml
 from training.program.launchers import PROGRAMS, program_of
 from training.restarts.layout import MANIFEST, points_in
@@ -108,13 +107,15 @@ def _parsed(words: Sequence[str]) -> tuple[int, list[str]]:
     usage = "Put `python -m training.program.restarting --max_restarts N` before a whole command."
     words = [part for word in words[:1] for part in word.split("=", 1)] + list(words[1:])
     if len(words) < 3 or words[0] != "--max_restarts":
-        raise UserError(f"no --max_restarts and a command in {shlex.join(words)!r}. {usage}")
+        raise UserError(f"no --max_restarts and a command in {shown_command(words)!r}. {usage}")
     if not words[1].isdecimal():
         raise UserError(f"--max_restarts {words[1]}: give a whole number. {usage}")
     command = words[2:]
     place = next((place for place, word in enumerate(command) if _program(word) in PROGRAMS), None)
     if place is None:
-        raise UserError(f"no program in {shlex.join(command)!r}; it has to name one of {', '.join(PROGRAMS)}. {usage}")
+        raise UserError(
+            f"no program in {shown_command(command)!r}; it has to name one of {', '.join(PROGRAMS)}. {usage}"
+        )
     if any(word.split("=")[0] == "--resume" for word in command[place + 1 :]):
         raise UserError(
             "--resume: the command is given --resume auto, which goes on from the newest point. Leave it out."
@@ -134,7 +135,7 @@ def _output_dir(command: Sequence[str]) -> Path:
     if path is None and "--config" in given:
         path = read_yaml(given["--config"]).get("output_dir")
     if not isinstance(path, str):
-        raise UserError(f"no --output_dir in {shlex.join(command)!r}. Give one, in the command or its --config.")
+        raise UserError(f"no --output_dir in {shown_command(command)!r}. Give one, in the command or its --config.")
     return Path(path)
 
 

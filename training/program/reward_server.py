@@ -1,10 +1,9 @@
 """Whether the reward servers of a run are there and give scores, looked at before a model is loaded."""
 
 from engine import distributed
-from engine.errors import UserError
+from engine.errors import UserError, without_query
 from engine.reward.server import probe
 from engine.reward.server_forms import FORMS
-from engine.reward.servers import without_query
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.plan import Plan, by_part
 

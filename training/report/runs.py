@@ -1,12 +1,12 @@
 """What the output folder of a run holds: metrics, samples, and the record of how it was started."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import UserError
+from engine.json_objects import parsed
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
 from training.reporting.reward_change import scored_otherwise
 from training.reporting.run_record import RUN_FILE, read_run_record
@@ -120,7 +120,7 @@ def _lines(path: Path) -> list[dict]:
         if not line.endswith(b"\n"):
             break
         try:
-            row = json.loads(line)
+            row = parsed(line)
             if not all(isinstance(row[name], kind) for name, kind in SHOWN.items()):
                 raise TypeError
             rows.append({name: row[name] for name in SHOWN})

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 
-from engine.errors import UserError
+from engine.errors import UserError, shortened
+from engine.json_objects import parsed
 from engine.whole_files import write_whole
 from training.program.unwritten import note, written_after_all
 
@@ -99,14 +100,14 @@ def read_lines(path: str | Path) -> list[tuple[str, dict]]:
         if not line.endswith("\n"):
             break
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
+            record = parsed(line)
+        except ValueError as error:
             raise UserError(f"{path}, line {number}: no JSON ({error}); remove the line") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise UserError(f"{path}, line {number}: expected an object with a whole number as step; remove the line")
         other = next((name for name, value in record.items() if not isinstance(value, int | float | None)), None)
         if other is not None:
-            raise UserError(f"{path}, line {number}: {other} is {record[other]!r}, no number; remove the line")
+            raise UserError(f"{path}, line {number}: {other} is {shortened(record[other])}, no number; remove the line")
         found.append((line, record))
     return found
 

@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shlex
 import socket
 import subprocess
 import sys
@@ -22,7 +21,8 @@ from pathlib import Path
 import torch
 
 from engine import distributed
-from engine.errors import UserError
+from engine.errors import UserError, shortened, shown_command
+from engine.json_objects import parsed
 from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
 from training.program.slurm import is_task
@@ -91,20 +91,20 @@ def _write(path: Path, starts: list[dict]) -> None:
 def read_run_record(path: str | Path) -> list[dict]:
     """The starts of a run, oldest first; raises UserError if the file is no run record."""
     try:
-        starts = json.loads(Path(path).read_text(encoding="utf-8"))["starts"]
+        starts = parsed(Path(path).read_text(encoding="utf-8"))["starts"]
         if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
             raise TypeError("starts is no list of objects")
         for start in starts:
             wrong = next((name for name, kind in FIELDS.items() if not isinstance(start.get(name), kind | None)), None)
             if wrong is not None:
-                raise TypeError(f"{wrong} is {start[wrong]!r}")
+                raise TypeError(f"{wrong} is {shortened(start[wrong])}")
     except (ValueError, KeyError, TypeError) as error:  # ValueError: no JSON, or no text
         raise UserError(f"{path}: no record of a run ({error}); move it away to go on") from error
     return starts
 
 
 def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
-    """The command that started the program, quoted for a shell, with the sizes that a launcher was given.
+    """The command that started the program, as files show it, with the sizes that a launcher was given.
 
     The launcher's other options (a hostfile, a port) do not reach the program, and are not in it.
     """
@@ -120,7 +120,7 @@ def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
         launcher = ["deepspeed", "--num_nodes", str(world // local), "--num_gpus", str(local)]
     else:
         launcher = ["python"]
-    return shlex.join([*launcher, *words])
+    return shown_command([*launcher, *words])
 
 
 def versions() -> dict[str, str | None]:

@@ -20,9 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.algorithms import Dialect
-from engine.errors import UserError
+from engine.errors import UserError, without_query
 from engine.optim import CONSTANT_SCHEDULES
-from engine.reward.servers import without_query
 from training.flags.lora_flags import LoraFlags
 from training.flags.reward_functions import short_names
 from training.flags.rlhf_arguments import RLHFFlags
@@ -141,7 +140,11 @@ class Conditions:
             TOTAL_STEPS: total_steps,
             MICRO_BATCH: args.per_device_training_batch_size,
             RANKS: distributed.world_size(),
-            **({URL: " ".join(args.reward_url), f"{URL}_form": args.reward_url_form} if args.reward_url else {}),
+            **(
+                {URL: without_query(" ".join(args.reward_url)), f"{URL}_form": args.reward_url_form}
+                if args.reward_url
+                else {}
+            ),
             **{f"--{role}_zero_stage": args.stage(role) for role in ("actor", "critic")},
             **lora_rates(args),
         }
@@ -203,10 +206,10 @@ class Conditions:
         changed = [
             (name, then)
             for name, then in written.settings.items()
-            if name in self.settings and self.settings[name] != then and name not in self.idle
+            if name in self.settings and self.settings[name] != _shown(name, then) and name not in self.idle
         ]
         lines = [
-            f"changed since the restart point: {name} {_shown(name, then)} -> {_shown(name, self.settings[name])}"
+            f"changed since the restart point: {name} {_shown(name, then)} -> {self.settings[name]}"
             f"{self._note(name, written)}"
             for name, then in changed
             if not name.startswith(CONTENTS)
@@ -282,7 +285,7 @@ def _start_flags(args: RLHFFlags, dialect: Dialect) -> dict[str, str]:
 
 
 def _shown(name: str, value: object) -> object:
-    return " ".join(map(without_query, str(value).split())) if name == URL else value
+    return without_query(str(value)) if name == URL else value
 
 
 def _said(value: object) -> str:

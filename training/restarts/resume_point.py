@@ -1,13 +1,13 @@
 """The restart point that a run goes on from, and the others that stand beside it."""
 
 import contextlib
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from engine import distributed
 from engine.errors import UserError
+from engine.json_objects import parsed
 from engine.whole_files import remove_folder
 from training.program.agreement import SharedError, checked
 from training.restarts.conditions import Conditions
@@ -121,7 +121,7 @@ def _shortened(found: list[str]) -> str:
 def _read(path: Path, with_ema: bool) -> dict:
     """The state file of a whole point."""
     try:
-        state = json.loads(path.read_text())
+        state = parsed(path.read_text())
         missing = [name for name, kind in STATE_FIELDS.items() if not isinstance(state.get(name), kind)]
     except (ValueError, AttributeError, OSError) as error:
         raise UserError(f"--resume: {path} is broken ({error}). Use an earlier restart point.") from None

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.json_objects import parsed
 from engine.safetensors_files import DTYPES, write_safetensors
 from engine.zero.shards import Shard
 
@@ -109,7 +110,7 @@ class ShardFiles:
 
     def _open(self, path: Path) -> None:
         file = safe_open(str(path), framework="pt", device="cpu")
-        shapes = json.loads(file.metadata()["shapes"])
+        shapes = parsed(file.metadata()["shapes"])
         self._shapes.update({name: tuple(shape) for name, shape in shapes.items()})
         for key in file.keys():
             name, _, start = key.rpartition("@")

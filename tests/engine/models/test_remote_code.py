@@ -8,8 +8,11 @@ import pytest
 import torch
 import transformers.dynamic_module_utils
 import transformers.utils.hub
+from transformers import modeling_utils
+from transformers.integrations import hub_kernels
 
 from engine.errors import UserError
+from engine.models import reading
 from engine.models.checking import check_policy
 from engine.models.loading import empty_like, load_policy
 from engine.models.reading import read_config, read_tokenizer
@@ -67,6 +70,28 @@ def test_a_known_family_with_code_beside_it_is_read_without_running_it(folder, t
     damages.edit_config(folder, model_type="llama", architectures=["LlamaForCausalLM"])
     assert type(load_policy(str(folder), torch.float32).model).__name__ == "LlamaForCausalLM"
     assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("attn_implementation", "theirs/attention"),
+        ("_attn_implementation", "paged|kernels-community/flash-attn2@v1:forward"),
+        ("attn_implementation", {"": "theirs/attention"}),
+        ("attn_implementation", "flash_attention_2"),
+        ("experts_implementation", "sonicmoe"),
+    ],
+)
+def test_code_that_a_configuration_names_on_the_hub_is_not_fetched(tmp_path, monkeypatch, name, value):
+    monkeypatch.setattr(reading, "is_kernels_available", lambda: True)
+    for module, function in ((hub_kernels, "get_kernel"), (modeling_utils, "lazy_import_flash_attention")):
+        monkeypatch.setattr(module, function, lambda *names, **options: pytest.fail(f"{names} was fetched"))
+    path = make_causal_lm(tmp_path / "theirs")
+    damages.edit_config(Path(path), **{name: value})
+    for read in (read_config, check_policy, check_attention, lambda p, w: load_policy(p, torch.float32, what=w)):
+        with pytest.raises(UserError, match=rf"^{FLAG}: .*theirs/config.json has '.+' as its {name.strip('_')}, code "):
+            read(path, FLAG)
+    assert read_config(path, FLAG, trust_remote_code=True).model_type == "llama"
 
 
 def test_with_permission_it_computes_is_copied_checked_and_saved_with_its_code(folder, tmp_path):

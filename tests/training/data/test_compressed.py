@@ -10,6 +10,7 @@ import re
 import tempfile
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -142,6 +143,71 @@ def test_a_small_file_that_becomes_a_huge_one_is_refused_before_it_is(tmp_path, 
         read_records(path)
     assert os.fstat(written[0]).st_size <= 200 * len(content)
     os.close(written[0])
+
+
+BIG = "a" * 2**20
+
+
+def repeated(times: int) -> pyarrow.Array:
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * times, pyarrow.int32()), [BIG])
+
+
+def test_a_small_parquet_file_that_becomes_a_huge_one_is_refused(tmp_path, monkeypatch):
+    """However its texts are encoded, and whatever its footer says of their sizes and numbers."""
+    names = ("dictionary", "one_row", "prefixes", "compressed", "larger_than_told")
+    paths = {name: tmp_path / f"{name}.parquet" for name in names}
+    flat = pyarrow.table({"text": repeated(400)})
+    one_row = pyarrow.ListArray.from_arrays(pyarrow.array([0, 3000], pyarrow.int32()), repeated(3000))
+    parquet.write_table(flat, paths["dictionary"], compression="zstd", store_schema=False)
+    parquet.write_table(pyarrow.table({"text": one_row}), paths["one_row"], compression="zstd", store_schema=False)
+    texts = pyarrow.table({"text": [BIG] * 300})
+    plain = {"use_dictionary": False, "compression": "zstd", "write_statistics": False}
+    parquet.write_table(texts, paths["prefixes"], column_encoding={"text": "DELTA_BYTE_ARRAY"}, **plain)
+    parquet.write_table(texts, paths["compressed"], **plain)
+    told = parquet.ParquetFile(paths["compressed"]).metadata.row_group(0).column(0).total_uncompressed_size
+    said, smaller = _varint(told), _varint(2**27)  # as many bytes
+    content = paths["compressed"].read_bytes()
+    assert len(said) == len(smaller) and content.count(said) >= 2
+    paths["larger_than_told"].write_bytes(content.replace(said, smaller))
+    for path in paths.values():
+        assert path.stat().st_size < 100_000
+        with pytest.raises(
+            UserError, match=rf"{path.name}: becomes more than 256 MB when it is decoded, .* as \.jsonl"
+        ):
+            read_records(path)
+
+
+def _varint(number: int) -> bytes:
+    """A number as a Parquet footer has it."""
+    number, parts = 2 * number, []
+    while number:
+        number, part = number >> 7, number & 127
+        parts.append(part | (128 if number else 0))
+    return bytes(parts)
+
+
+def test_equal_labels_and_repetitive_chats_are_read(tmp_path):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": ["positive"] * 1_000_000}), path, compression="zstd")
+    assert path.stat().st_size < 5_000  # 2,000 times as small as what is in it
+    records = read_records(path)
+    assert len(records) == 1_000_000 and records[999_999][1] == {"text": "positive"}
+    chats = [[{"role": "user", "content": f"{number} " + "very long " * 3_000}] for number in range(2_000)]
+    parquet.write_table(pyarrow.table({"messages": chats}), path, compression="zstd")
+    assert read_records(path)[1_999][1] == {"messages": chats[-1]}
+
+
+def test_a_saved_set_with_compressed_batches_that_become_huge_is_refused(tmp_path):
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path)
+    path = tmp_path / "data-00000-of-00001.arrow"
+    schema = pyarrow.ipc.open_stream(path).schema
+    batch = pyarrow.record_batch([pyarrow.array([BIG] * 100)], schema=schema)
+    with pyarrow.ipc.new_stream(path, schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for _ in range(3):
+            writer.write_batch(batch)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(UserError, match=rf"{path.name}: becomes more than 256 MB when it is decoded"):
+        open_source(str(tmp_path))
 
 
 def test_without_room_for_the_content(tmp_path, monkeypatch):

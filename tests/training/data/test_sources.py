@@ -101,6 +101,26 @@ def test_the_fingerprint_of_a_saved_set_is_of_its_content(tmp_path):
     assert prints[0] == prints[1] != prints[2] == prints[3]
 
 
+@pytest.mark.parametrize(
+    "name, content, reason",
+    [
+        ("set.py", "open('ran', 'w')", "found no data set in this folder .Dataset scripts are no longer supported"),
+        ("dataset_infos.json", "[" * 200_000, "found no data set in this folder .maximum recursion depth"),
+        ("dataset_infos.json", "[1]", "found no data set in this folder"),
+        ("README.md", "---\na: [\n---\n", "found no data set in this folder"),
+        ("state.json", "[" * 200_000, "found a data set of save_to_disk that is broken"),
+        ("dataset_dict.json", "[1]", "found a data set of save_to_disk that is broken"),
+    ],
+)
+def test_a_folder_that_the_library_cannot_make_sense_of(tmp_path, monkeypatch, folder, name, content, reason):
+    monkeypatch.chdir(tmp_path)
+    path = folder(train_jsonl=lines("a"))
+    (tmp_path / "set" / name).write_text(content)
+    with pytest.raises(UserError, match=f"{path}: {reason}"):
+        open_source(path)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_the_local_files_of_deepspeed_chat(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="data/train.json: cannot be read"):

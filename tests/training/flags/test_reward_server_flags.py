@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.errors import UserError
+from engine.errors import UserError, shown_command
 from engine.reward.server import ServerSettings
 from tests.training.flags.command_lines import parse
 from training.flags.reward_functions import score_parts
@@ -69,6 +69,20 @@ def test_what_cannot_work(words, message):
     with pytest.raises(UserError) as error:
         parsed(*words)
     assert message in str(error.value)
+
+
+def test_a_key_in_a_url_is_neither_shown_nor_written():
+    given = f"{URL}?key=SECRET"
+    args = parse("--reward_url", given, "http://b/", flags_class=RLHFFlags)
+    assert args.reward_server().urls == [given, "http://b/"]
+    assert args.as_dict()["reward_url"] == [URL, "http://b/"]
+    assert (
+        shown_command(["a b", f"--reward_url={given}", "http://me:SECRET@b/"]) == f"'a b' --reward_url={URL} http://b/"
+    )
+    for words in (("--reward_url", given, given), ("--reward_url_patience", given), ("--seed", "1", given)):
+        with pytest.raises(UserError) as error:
+            parse(*words, flags_class=RLHFFlags)
+        assert "SECRET" not in str(error.value)
 
 
 def test_what_says_nothing_without_a_server():

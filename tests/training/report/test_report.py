@@ -11,6 +11,7 @@ from training.report.__main__ import main
 from training.report.page import POINTS, departures, thinned
 
 PROMPTS = ("Review : a", "Review : b")
+DEEP = b"[" * 100_000
 
 
 def sample(prompt, response, score):
@@ -192,6 +193,10 @@ def test_refusals(tmp_path, capsys):
         ("metrics.jsonl", b'{"step": 1}\n', "step 1 does not say after how many samples"),
         ("metrics.jsonl", b"\xff\n", "metrics.jsonl: no text"),
         ("run.json", b"\xff", "run.json: no record of a run"),
+        ("run.json", DEEP, "run.json: no record of a run (brackets within brackets, too deep)"),
+        ("samples/after.jsonl", DEEP + b"\n", "line 1: is no sample"),
+        ("metrics.jsonl", DEEP + b"\n", "line 1: no JSON (brackets within brackets, too deep)"),
+        ("metrics.jsonl", b"1" * 5000 + b"\n", "line 1: no JSON"),
         ("run.json", b'{"starts": 3}', "starts is no list of objects"),
         ("run.json", b'{"starts": [{"flags": [1]}]}', "flags is [1]"),
     ],

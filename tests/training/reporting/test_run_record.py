@@ -27,7 +27,9 @@ def _write(folder, **changes):
 
 
 def test_a_record_holds_what_is_needed_to_run_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["training/step3_rlhf.py", "--local_rank=0", "--stop", "a b"])
+    monkeypatch.setattr(
+        sys, "argv", ["training/step3_rlhf.py", "--local_rank=0", "--stop", "a b", "--x=http://a/b?key=S"]
+    )
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     _write(tmp_path / "new")
@@ -35,7 +37,7 @@ def test_a_record_holds_what_is_needed_to_run_again(tmp_path, monkeypatch):
     assert start["flags"] == {"output_dir": "out", "kl_coef": 0.1, "data_path": "prompts.jsonl", "stop": ["\n"]}
     assert start["dialect"] == {"kl_coef": 0.1, "betas": [0.9, 0.95]}
     assert start["deepspeed"] == {"actor": {"zero_optimization": {"stage": 3}}}
-    assert start["command"] == "python training/step3_rlhf.py --stop 'a b'"
+    assert start["command"] == "python training/step3_rlhf.py --stop 'a b' --x=http://a/b"
     assert start["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert set(start["versions"]) == {"python", *run_record.PACKAGES} and start["versions"]["torch"].startswith("2.")
     assert start["machine"]["world_size"] == 1 and start["machine"]["accelerator"] and start["machine"]["host"]

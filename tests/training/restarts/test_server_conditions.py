@@ -6,6 +6,16 @@ from engine.errors import UserError
 from tests.training.restarts.test_conditions import HERE, conditions, written
 
 
+def test_a_key_in_a_servers_url_is_not_kept_and_may_change():
+    then = written(conditions(reward_url=["http://a/?key=SECRET", "http://b/"]))
+    assert "SECRET" not in str(then.settings) + str(then.identity)
+    now = conditions(reward_url=["http://a/?key=OTHER", "http://b/"])
+    now.check(then, HERE)
+    assert now.changes_since(then) == []
+    then.settings["--reward_url"] = "http://a/?key=SECRET http://b/"  # of a point that was written with it
+    assert now.changes_since(then) == []
+
+
 def test_a_reward_server_may_move_and_not_go():
     then = written(conditions(reward_url=["http://a/", "http://b/"]))
     moved = conditions(reward_url=["http://c/"])

@@ -1,0 +1,75 @@
+"""The process that decodes tables of others; `training.data.table_files` starts it, with the files open.
+
+    python -P training/data/table_worker.py FILE COPY       # their descriptors; COPY is -1 for a file of Arrow's
+
+It reads {"columns": names, "limit": bytes, "rows": how many at once, and how many where these have no room} as JSON.
+Of a Parquet file it writes the columns to COPY, as an Arrow stream; of an Arrow stream it only sees how large it
+becomes. It answers {}, or what went wrong: {"too_large": true}, {"unreadable": in words}, or {"no_room": in words,
+"size": bytes}.
+
+A kilobyte of Parquet may stand for gigabytes, of which neither its footer nor its pages need say anything before they
+are decoded; and only a process can be given so much memory and no more. It imports nothing of ours.
+"""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import IO
+
+import pyarrow
+from pyarrow import ipc, parquet
+
+MEMORY = 2 * 2**30  # bytes that this process may take, and TIMES the size of the file besides: its pages may be large
+TIMES = 8
+
+
+def copied(source: parquet.ParquetFile, copy: IO[bytes], columns: list[str], limit: int, rows: int) -> dict:
+    """Write the columns, so many rows at once; what is answered."""
+    schema = pyarrow.schema([source.schema_arrow.field(name) for name in columns])
+    copy.seek(0)
+    copy.truncate()
+    with ipc.new_stream(copy, schema) as writer:  # a file of Arrow's may not change a column's dictionary
+        for batch in source.iter_batches(rows, columns=columns, use_threads=False):  # each thread takes addresses
+            if copy.tell() + batch.nbytes > limit:
+                return {"too_large": True}
+            try:
+                writer.write_batch(batch)
+            except OSError as error:
+                return {"no_room": error.strerror or str(error), "size": copy.tell()}
+    return {}
+
+
+def measured(file: int, limit: int) -> dict:
+    """See how large an Arrow stream becomes; what is answered. What is not compressed is not even read."""
+    with pyarrow.memory_map(f"/proc/self/fd/{file}") as content:
+        for batch in ipc.open_stream(content, options=ipc.IpcReadOptions(use_threads=False)):
+            limit -= batch.nbytes
+            if limit < 0:
+                return {"too_large": True}
+    return {}
+
+
+def main(file: int, copy: int) -> dict:
+    """Read what is asked, and try it with ever fewer rows at once; what is answered."""
+    asked = json.loads(sys.stdin.readline())
+    pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others take addresses that they do not use
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit, (_, hard) = taken + MEMORY + TIMES * os.fstat(file).st_size, resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    for rows in asked["rows"]:
+        try:
+            if copy < 0:
+                return measured(file, asked["limit"])
+            with open(file, "rb", closefd=False) as source, open(copy, "r+b", buffering=0, closefd=False) as target:
+                return copied(parquet.ParquetFile(source), target, asked["columns"], asked["limit"], rows)
+        except MemoryError:
+            continue
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            return {"unreadable": str(error)}
+    return {"too_large": True}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]))))
