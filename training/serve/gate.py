@@ -20,9 +20,9 @@ class Gate:
 
     A body over the limit is answered 413, by its announced length before any of it is read; one that does not arrive in
     time 408; one for which others leave no room 503, and so is any request once `closing` is set. One whose length is
-    told in two ways, of which a proxy before it may have taken the other, is answered 400. Where the service is for this
-    machine alone, a request for another host is answered 421: a page whose own name leads to this machine (DNS
-    rebinding) could read the answers.
+    told in two ways, of which a proxy may have taken the other, is answered 400. Where the service is for this machine
+    alone, a request for another host is answered 421: a page whose own name leads to this machine (DNS rebinding) could
+    read the answers.
 
     open: requests that were let in and are not answered whole. held: bytes of their bodies.
     """
@@ -62,10 +62,10 @@ class Gate:
         gone."""
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         too_large = announced.isdigit() and int(announced) > self.max_body
-        more = not too_large
+        more, no_room = not too_large, False
         try:
             async with asyncio.timeout(self.body_seconds):
-                while more and not too_large and self.held <= HELD * self.max_body:
+                while more and not (too_large or no_room):
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return False
@@ -73,17 +73,22 @@ class Gate:
                     body += piece
                     self.held += len(piece)
                     too_large, more = len(body) > self.max_body, message.get("more_body", False)
+                    no_room = bool(piece) and self.held > HELD * self.max_body
         except TimeoutError:
             told = f"the body did not arrive within {self.body_seconds:g} seconds"
             await _refuse(scope, send, 408, told)
             return False
+        if not (too_large or no_room):
+            return True
+        self.held -= len(body)
+        body.clear()
         if too_large:
             told = f"the body is larger than the {self.max_body:,} bytes that are taken here (--max_body_mb)"
             await _refuse(scope, send, 413, told, linger=receive)
-        elif more:
+        else:
             told = "the bodies of other requests leave no room for this one's. Try again"
             await _refuse(scope, send, 503, told, {"retry-after": "1"}, linger=receive)
-        return not (too_large or more)
+        return False
 
 
 def is_own_name(host: str) -> bool:

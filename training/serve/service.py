@@ -68,7 +68,7 @@ class Service:
         """End, whatever is under way."""
         self.worker.stop()
         self._texts.shutdown()
-        self._templates.shutdown(cancel_futures=True)
+        self._templates.shutdown(wait=False, cancel_futures=True)
 
     def abort(self) -> None:
         """End all responses under way, and have their requests answered so."""
