@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -38,7 +39,12 @@ class Rendered(str):
 
 
 def render(tokenizer, messages: list[dict], where: str = "", **options) -> Rendered:
-    """The text of the messages; `options` as of apply_chat_template.
+    """The text of the messages; `options` as of apply_chat_template. As of `renderings`."""
+    return renderings(tokenizer, [(messages, where, options)])[0]
+
+
+def renderings(tokenizer, asked: Sequence[tuple[list[dict], str, dict]]) -> list[Rendered]:
+    """The text of each (messages, where, options of apply_chat_template); of several at once sooner than of each alone.
 
     where: the record and column that they stand in; none for an example, of which a template may leave texts out.
     Raises: UserError for a template that cannot render a question and its reply, or these messages, or takes too much
@@ -46,18 +52,20 @@ def render(tokenizer, messages: list[dict], where: str = "", **options) -> Rende
     """
     name = getattr(tokenizer, "name_or_path", None) or "the model"
     broken, lossy = _tried(tokenizer)
-    problem = broken or (lossy if where else None)
+    problem = broken or (lossy if any(where for _, where, _ in asked) else None)
     if problem:
         raise UserError(f"the chat template of {name} {problem}. {REMEDY}")
-    text, refused, problem = _process(tokenizer).asked((messages, options), "these messages")
-    if text is not None:
-        return Rendered(text)
-    place = f"{where}: " if where else ""
-    if refused is not None:
-        raise UserError(
-            f"{place}the tokenizer's chat template refuses these messages ({refused}). Mend the record or take it out."
-        )
-    raise UserError(f"{place}the chat template of {name} {problem}. {REMEDY}")
+    answers = _process(tokenizer).asked([(messages, options) for messages, _, options in asked], "these messages")
+    for (_, where, _), (_, refused, problem) in zip(asked, answers, strict=True):
+        place = f"{where}: " if where else ""
+        if refused is not None:
+            raise UserError(
+                f"{place}the tokenizer's chat template refuses these messages ({refused}). Mend the record or take it "
+                "out."
+            )
+        if problem is not None:
+            raise UserError(f"{place}the chat template of {name} {problem}. {REMEDY}")
+    return [Rendered(text) for text, _, _ in answers]
 
 
 Found = tuple[str | None, str | None]  # why a template cannot be used, and why not for data, or None
@@ -66,13 +74,14 @@ _found: dict[str, Found] = {}  # by the template's text
 
 def template_key(tokenizer) -> str:
     """By which chat templates are told apart."""
-    return json.dumps(tokenizer.chat_template, default=repr)
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else json.dumps(template, default=repr)
 
 
 def _tried(tokenizer) -> Found:
     template = template_key(tokenizer)
     if template not in _found:
-        *found, ended = _process(tokenizer).asked(None, TRIAL)
+        ((*found, ended),) = _process(tokenizer).asked([None], TRIAL)
         _found[template] = (ended, None) if ended else tuple(found)
     return _found[template]
 
@@ -113,6 +122,10 @@ def _process_of(tokenizer, *as_it_is) -> "_Process":
     return _Process(tokenizer)
 
 
+Request = tuple[list[dict], dict] | None  # messages and options; none for a trial
+Answer = list[str | None]  # a text and why the template refuses to make one, or what was Found; and what went wrong
+
+
 class _Process:
     """The process in which a tokenizer's template runs; it begins when it is needed."""
 
@@ -120,35 +133,39 @@ class _Process:
         self.tokenizer, self._lock = tokenizer, threading.Lock()
         self._pipe: socket.socket | None = None
 
-    def asked(self, request: tuple[list[dict], dict] | None, what: str) -> list:
-        """[what the process answers, None], or [None, None, what it came to with `what`].
-
-        request: messages and options, answered with [their text, None] or [None, why the template refuses them]; None
-        for a trial, answered with a Found.
-        """
+    def asked(self, requests: list[Request], what: str) -> list[Answer]:
+        """The answer to each request: [its own two, None], or [None, None, what came of the template with `what`]."""
         try:
-            given = pickle.dumps((request, what))
+            given = pickle.dumps((requests, what))
         except RecursionError as error:
-            return [None, None, f"cannot be given {what} ({_line(error)})"]
+            return [[None, None, f"cannot be given {what} ({_line(error)})"]] * len(requests)
         with self._lock:
-            while True:
-                if self._pipe is None:
-                    self._pipe = self._begun()
-                answer = b""
-                try:
-                    self._pipe.sendall(given)
-                    answer = self._answers.readline()
-                except TimeoutError:
-                    os.kill(self._child, signal.SIGPROF)
-                except ConnectionError:  # it has ended meanwhile
-                    pass
-                if answer.endswith(b"\n"):
-                    return json.loads(answer)
-                self._pipe, status = None, self._statuses.get()
-                if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
-                    return [None, None, f"had not ended {what} after {SECONDS} seconds"]
-                if status != 0:
-                    return [None, None, "takes Python down with it"]
+            answers, problem = self._told(given, len(requests), what)
+        if problem is None:
+            return answers
+        if len(requests) > 1:  # of which one it is that the process has ended with
+            return [answer for request in requests for answer in self.asked([request], what)]
+        return [[None, None, problem]]
+
+    def _told(self, given: bytes, count: int, what: str) -> tuple[list[Answer], str | None]:
+        while True:
+            if self._pipe is None:
+                self._pipe = self._begun()
+            lines = [b""]
+            try:
+                self._pipe.sendall(given)
+                lines = [self._answers.readline() for _ in range(count)]
+            except TimeoutError:
+                os.kill(self._child, signal.SIGPROF)
+            except ConnectionError:  # it has ended meanwhile
+                pass
+            if lines[-1].endswith(b"\n"):
+                return [json.loads(line) for line in lines], None
+            self._pipe, status = None, self._statuses.get()
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+                return [], f"had not ended {what} after {SECONDS} seconds"
+            if status != 0:
+                return [], "takes Python down with it"
 
     def _begun(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -177,22 +194,24 @@ def _answer_requests(tokenizer, pipe: socket.socket) -> None:
         with contextlib.suppress(OSError):  # of a system without /proc
             _limit_memory(_taken() + MEMORY)
         pipe.settimeout(IDLE)
-        requests = pipe.makefile("rb")
+        given = pipe.makefile("rb")
         while True:
             try:
-                request, what = pickle.load(requests)
+                requests, what = pickle.load(given)
             except (EOFError, OSError):
                 status = 0
                 return
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
-            answer = _answer(tokenizer, request, what)
+            lines = []
+            for request in requests:
+                signal.setitimer(signal.ITIMER_PROF, SECONDS)
+                lines.append(_answer(tokenizer, request, what) + b"\n")
             signal.setitimer(signal.ITIMER_PROF, 0)
-            pipe.sendall(answer + b"\n")
+            pipe.sendall(b"".join(lines))
     finally:
         os._exit(status)
 
 
-def _answer(tokenizer, request: tuple[list[dict], dict] | None, what: str) -> bytes:
+def _answer(tokenizer, request: Request, what: str) -> bytes:
     try:
         found = _problems(tokenizer) if request is None else _rendered(tokenizer, *request)
         return json.dumps([*found, None]).encode()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from engine.errors import UserError
-from training.data.chat import render, template_key
+from training.data.chat import renderings, template_key
 from training.data.records import check_text, described, shortened
 from training.data.tokens import end_of_turn, opening_tokens
 
@@ -94,20 +94,23 @@ def messages_as_texts(
     begun = context[-1] if names[0] == "prompt" and context[-1]["role"] == "assistant" else None
     asked = {"continue_final_message": True} if begun else {"add_generation_prompt": True}
     place = f"{where}, column {names[0]}"
-    prompt = render(tokenizer, context, place, **asked, **options)
-    check_text(where, f"{names[0]}, by the chat template", prompt)
-    notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
-    texts = {"prompt": prompt}
-    for name, answer in followed.items() if answers else ():
-        place = f"{where}, column {name if name in names else names[0]}"
-        _check_is_answer(place, answer)
+    wanted = [(context, place, {**asked, **options})]
+    answered = followed if answers else {}
+    for name, answer in answered.items():
+        placed = f"{where}, column {name if name in names else names[0]}"
+        _check_is_answer(placed, answer)
         whole = [*context, *answer]
         if begun:
             content = (begun["content"] or "") + (answer[0]["content"] or "")
             whole = [*context[:-1], {**begun, **answer[0], "content": content}, *answer[1:]]
-        dialogue = render(tokenizer, whole, place, **options)
-        _check_begins(place, dialogue, prompt, tokenizer)
-        texts[name] = _answer_text(place, dialogue, len(prompt), answer, tokenizer)
+        wanted.append((whole, placed, options))
+    prompt, *dialogues = renderings(tokenizer, wanted)
+    check_text(where, f"{names[0]}, by the chat template", prompt)
+    notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
+    texts = {"prompt": prompt}
+    for (name, answer), dialogue, (_, placed, _) in zip(answered.items(), dialogues, wanted[1:], strict=True):
+        _check_begins(placed, dialogue, prompt, tokenizer)
+        texts[name] = _answer_text(placed, dialogue, len(prompt), answer, tokenizer)
     return texts, notes
 
 
