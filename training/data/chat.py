@@ -7,6 +7,7 @@ of memory. What goes wrong there ends that process at most; the next rendering h
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import pickle
@@ -24,10 +25,10 @@ from jinja2 import TemplateError
 from engine.errors import UserError
 
 SECONDS = 10  # of processor time for one dialogue; a good template takes milliseconds
-WAIT = 120.0  # seconds for an answer of the process, on however busy a machine
-IDLE = 5.0  # seconds after which a process that is asked for nothing ends: it keeps memory that is given free elsewhere
-MEMORY = 2**30  # bytes that a rendering may take
-LONGEST = 2**26  # characters that it may give
+WAIT = 120.0  # seconds for what is asked for at once, on however busy a machine
+IDLE = 5.0  # seconds after which a process that is asked for nothing ends: it keeps what this one has freed since
+MEMORY = 2**30  # bytes that the process may take, beside those of this one
+LONGEST = 2**26  # characters of a text
 REMEDY = "Mend chat_template in its tokenizer_config.json (or chat_template.jinja), or give --chat_template FILE."
 TRIAL = "a question and its reply"
 # That, with which a template is tried.
@@ -39,7 +40,7 @@ class Rendered(str):
 
 
 def render(tokenizer, messages: list[dict], where: str = "", **options) -> Rendered:
-    """The text of the messages; `options` as of apply_chat_template. As of `renderings`."""
+    """The text of the messages; `options` as of apply_chat_template. The rest as in `renderings`."""
     return renderings(tokenizer, [(messages, where, options)])[0]
 
 
@@ -122,19 +123,19 @@ def _process_of(tokenizer, *as_it_is) -> "_Process":
     return _Process(tokenizer)
 
 
-Request = tuple[list[dict], dict] | None  # messages and options; none for a trial
-Answer = list[str | None]  # a text and why the template refuses to make one, or what was Found; and what went wrong
+Request = tuple[list[dict], dict] | None  # messages and options; None for a trial
+Answer = list[str | None]  # a text, or why the template refuses, or what went wrong; of a trial: what was Found, that
 
 
 class _Process:
-    """The process in which a tokenizer's template runs; it begins when it is needed."""
+    """The process in which a tokenizer's template runs: forked when it is needed, and again when it has ended."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self._lock = tokenizer, threading.Lock()
         self._pipe: socket.socket | None = None
 
     def asked(self, requests: list[Request], what: str) -> list[Answer]:
-        """The answer to each request: [its own two, None], or [None, None, what came of the template with `what`]."""
+        """The answer to each request; [None, None, what went wrong with `what`] where there is none."""
         try:
             given = pickle.dumps((requests, what))
         except RecursionError as error:
@@ -186,6 +187,7 @@ def _answer_requests(tokenizer, pipe: socket.socket) -> None:
     """What the process does until it is asked for nothing more; its status is 0 then."""
     status = 1
     try:
+        gc.freeze()  # what there is already is not to be destroyed here: a GPU's memory, say
         signal.set_wakeup_fd(-1)
         for each, handler in (("PROF", signal.SIG_DFL), ("TERM", signal.SIG_DFL), ("INT", signal.SIG_IGN)):
             signal.signal(getattr(signal, f"SIG{each}"), handler)

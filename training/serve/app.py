@@ -5,9 +5,10 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -123,7 +124,7 @@ async def _openai_answer(
     request: Request,
     body: forms.CompletionRequest | forms.ChatRequest,
     form: Completions,
-    encode: Callable[[], Awaitable[list[list[int]]]],
+    encode: Callable[[], Coroutine[Any, Any, list[list[int]]]],
     count: int,
 ) -> Response:
     """n responses to each of so many prompts, whole or streamed."""
@@ -132,7 +133,7 @@ async def _openai_answer(
         stack.enter_context(service.admitted(count * (body.n or 1)))
         wanted = [
             Wanted(form.model, prompt, body.settings(seed, sample, len(prompt), service.context, service.most_tokens))
-            for prompt in await encode()
+            for prompt in await unless_gone(request, encode())
             for sample in range(body.n or 1)
         ]
         responses = stack.enter_context(Responses(service, wanted))
@@ -172,6 +173,9 @@ async def _chat_ids(service: Service, models: Sequence[ServedModel], messages: l
                 "its prompt. Send it a prompt, which is text, or start the service with --chat_template FILE"
             )
             raise RequestError(400, told, "messages", "no_chat_template")
+    if len(messages) > service.context:  # a template may take time that grows with the square of it
+        told = f"messages: there are {len(messages):,} of them; {service.context:,} tokens are taken"
+        raise RequestError(400, told, "messages", "context_length_exceeded")
     texts = [await service.rendered(model, messages) for model in models]
     return await service.encoded(
         lambda: [_prompt_ids(model, text, "messages") for model, text in zip(models, texts, strict=True)]
@@ -190,10 +194,12 @@ def _add_comparison(app: FastAPI, service: Service) -> None:
         is_chat = body.messages is not None
         with ExitStack() as stack:
             stack.enter_context(service.admitted(len(models)))
-            if is_chat:
-                prompts = await _chat_ids(service, models, body.messages)
-            else:
-                prompts = await service.encoded(lambda: [_prompt_ids(model, body.prompt) for model in models])
+            encoded = (
+                _chat_ids(service, models, body.messages)
+                if is_chat
+                else service.encoded(lambda: [_prompt_ids(model, body.prompt) for model in models])
+            )
+            prompts = await unless_gone(request, encoded)
             wanted = [
                 Wanted(model, prompt, body.settings(seed, 0, len(prompt), service.context, service.most_tokens))
                 for model, prompt in zip(models, prompts, strict=True)
