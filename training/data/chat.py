@@ -1,19 +1,23 @@
 """Messages as text, by the tokenizer's chat template: a program that came with the model.
 
-It may be broken, leave texts out, never end, or take all memory. So it is tried before it is used, in a process of its
-own that may be stopped, and each use has a limit of time.
+It may be broken, leave texts out, never end, or take all memory, with some messages only. So it runs in a process of
+its own, forked for it, that is asked for one rendering after the other: each has a limit of time, and the process one
+of memory. What goes wrong there ends that process at most; the next rendering has another one.
 """
 
 import contextlib
 import functools
+import gc
 import json
 import os
+import pickle
+import queue
 import resource
-import select
 import signal
+import socket
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -21,10 +25,13 @@ from jinja2 import TemplateError
 from engine.errors import UserError
 
 SECONDS = 10  # of processor time for one dialogue; a good template takes milliseconds
-WAIT = 120.0  # seconds, for the trial as a whole, on however busy a machine
-MEMORY = 2**30  # bytes that a trial may take
+WAIT = 120.0  # seconds for what is asked for at once, on however busy a machine
+IDLE = 5.0  # seconds after which a process that is asked for nothing ends: it keeps what this one has freed since
+MEMORY = 2**30  # bytes that the process may take, beside those of this one
+LONGEST = 2**26  # characters of a text
 REMEDY = "Mend chat_template in its tokenizer_config.json (or chat_template.jinja), or give --chat_template FILE."
-# A question and its reply, with which a template is tried.
+TRIAL = "a question and its reply"
+# That, with which a template is tried.
 TURNS = ({"role": "user", "content": "the-question"}, {"role": "assistant", "content": "the-reply"})
 
 
@@ -32,57 +39,34 @@ class Rendered(str):
     """A text that a chat template made: whether it begins with a BOS, the template has decided."""
 
 
-class _Endless(BaseException):
-    """What ends a rendering; no Exception, so that nothing on the way takes it for one of its own."""
-
-
 def render(tokenizer, messages: list[dict], where: str = "", **options) -> Rendered:
-    """The text of the messages; `options` as of apply_chat_template.
+    """The text of the messages; `options` as of apply_chat_template. The rest as in `renderings`."""
+    return renderings(tokenizer, [(messages, where, options)])[0]
+
+
+def renderings(tokenizer, asked: Sequence[tuple[list[dict], str, dict]]) -> list[Rendered]:
+    """The text of each (messages, where, options of apply_chat_template); of several at once sooner than of each alone.
 
     where: the record and column that they stand in; none for an example, of which a template may leave texts out.
-    Raises: UserError for a template that cannot render a question and its reply, or these messages, or does not end.
+    Raises: UserError for a template that cannot render a question and its reply, or these messages, or takes too much
+    time or memory for them.
     """
     name = getattr(tokenizer, "name_or_path", None) or "the model"
     broken, lossy = _tried(tokenizer)
-    problem = broken or (lossy if where else None)
+    problem = broken or (lossy if any(where for _, where, _ in asked) else None)
     if problem:
         raise UserError(f"the chat template of {name} {problem}. {REMEDY}")
-    place = f"{where}: " if where else ""
-    try:
-        with _limited_time():
-            return Rendered(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except TemplateError as error:
-        raise UserError(
-            f"{place}the tokenizer's chat template refuses these messages ({_line(error)}). Mend the record or take "
-            "it out."
-        ) from None
-    except _Endless:
-        raise UserError(
-            f"{place}the chat template of {name} had not ended these messages after {SECONDS} seconds. {REMEDY}"
-        ) from None
-    except Exception as error:  # whatever a template's own mistakes lead to
-        raise UserError(
-            f"{place}the chat template of {name} fails with these messages ({_line(error)}). {REMEDY}"
-        ) from (None)
-
-
-@contextlib.contextmanager
-def _limited_time() -> Iterator[None]:
-    """Raises _Endless in what is done within after SECONDS of processor time; in the main thread only."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_) -> None:
-        raise _Endless
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1)  # again and again: Python swallows what a destructor raises
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+    answers = _process(tokenizer).asked([(messages, options) for messages, _, options in asked], "these messages")
+    for (_, where, _), (_, refused, problem) in zip(asked, answers, strict=True):
+        place = f"{where}: " if where else ""
+        if refused is not None:
+            raise UserError(
+                f"{place}the tokenizer's chat template refuses these messages ({refused}). Mend the record or take it "
+                "out."
+            )
+        if problem is not None:
+            raise UserError(f"{place}the chat template of {name} {problem}. {REMEDY}")
+    return [Rendered(text) for text, _, _ in answers]
 
 
 Found = tuple[str | None, str | None]  # why a template cannot be used, and why not for data, or None
@@ -91,13 +75,15 @@ _found: dict[str, Found] = {}  # by the template's text
 
 def template_key(tokenizer) -> str:
     """By which chat templates are told apart."""
-    return json.dumps(tokenizer.chat_template, default=repr)
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else json.dumps(template, default=repr)
 
 
 def _tried(tokenizer) -> Found:
     template = template_key(tokenizer)
     if template not in _found:
-        _found[template] = _in_child(functools.partial(_problems, tokenizer))
+        ((*found, ended),) = _process(tokenizer).asked([None], TRIAL)
+        _found[template] = (ended, None) if ended else tuple(found)
     return _found[template]
 
 
@@ -128,45 +114,129 @@ def _problems(tokenizer) -> Found:
     return None, lossy
 
 
-def _in_child(find: Callable[[], Found]) -> Found:
-    """What `find()` returns in a process with limits of time and memory, or that it came to these."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():  # Python's, of threads: the child calls nothing that waits for one
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        _child(find, writing)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        answer = pipe.read() if select.select([pipe], [], [], WAIT)[0] else b""
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if answer:
-        return tuple(json.loads(answer))
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
-        return f"had not ended a question and its reply after {SECONDS} seconds", None
-    return "takes Python down with it", None
+def _process(tokenizer) -> "_Process":
+    return _process_of(tokenizer, template_key(tokenizer), repr(tokenizer.special_tokens_map), os.getpid())
 
 
-def _child(find: Callable[[], Found], writing: int) -> None:
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-        _limit(resource.RLIMIT_CPU, int(sum(os.times()[:2])) + SECONDS)
-        with contextlib.suppress(OSError):  # of a system without /proc
-            _limit(resource.RLIMIT_AS, _taken() + MEMORY)
+@functools.lru_cache(maxsize=16)
+def _process_of(tokenizer, *as_it_is) -> "_Process":
+    return _Process(tokenizer)
+
+
+Request = tuple[list[dict], dict] | None  # messages and options; None for a trial
+Answer = list[str | None]  # a text, or why the template refuses, or what went wrong; of a trial: what was Found, that
+
+
+class _Process:
+    """The process in which a tokenizer's template runs: forked when it is needed, and again when it has ended."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self._lock = tokenizer, threading.Lock()
+        self._pipe: socket.socket | None = None
+
+    def asked(self, requests: list[Request], what: str) -> list[Answer]:
+        """The answer to each request; [None, None, what went wrong with `what`] where there is none."""
         try:
-            answer = find()
-        except MemoryError:
-            answer = f"takes more than {MEMORY >> 30} GB of memory for a question and its reply", None
-        os.write(writing, json.dumps(answer).encode())
+            given = pickle.dumps((requests, what))
+        except RecursionError as error:
+            return [[None, None, f"cannot be given {what} ({_line(error)})"]] * len(requests)
+        with self._lock:
+            answers, problem = self._told(given, len(requests), what)
+        if problem is None:
+            return answers
+        if len(requests) > 1:  # of which one it is that the process has ended with
+            return [answer for request in requests for answer in self.asked([request], what)]
+        return [[None, None, problem]]
+
+    def _told(self, given: bytes, count: int, what: str) -> tuple[list[Answer], str | None]:
+        while True:
+            if self._pipe is None:
+                self._pipe = self._begun()
+            lines = [b""]
+            try:
+                self._pipe.sendall(given)
+                lines = [self._answers.readline() for _ in range(count)]
+            except TimeoutError:
+                os.kill(self._child, signal.SIGPROF)
+            except ConnectionError:  # it has ended meanwhile
+                pass
+            if lines[-1].endswith(b"\n"):
+                return [json.loads(line) for line in lines], None
+            self._pipe, status = None, self._statuses.get()
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+                return [], f"had not ended {what} after {SECONDS} seconds"
+            if status != 0:
+                return [], "takes Python down with it"
+
+    def _begun(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with warnings.catch_warnings():  # Python's, of threads: the child calls nothing that waits for one
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._child = child = os.fork()
+        if child == 0:
+            _answer_requests(self.tokenizer, theirs)
+        theirs.close()
+        ours.settimeout(WAIT)
+        self._answers = ours.makefile("rb")
+        self._statuses = statuses = queue.SimpleQueue[int]()
+        threading.Thread(target=lambda: statuses.put(os.waitpid(child, 0)[1]), daemon=True).start()
+        return ours
+
+
+def _answer_requests(tokenizer, pipe: socket.socket) -> None:
+    """What the process does until it is asked for nothing more; its status is 0 then."""
+    status = 1
+    try:
+        gc.freeze()  # what there is already is not to be destroyed here: a GPU's memory, say
+        signal.set_wakeup_fd(-1)
+        for each, handler in (("PROF", signal.SIG_DFL), ("TERM", signal.SIG_DFL), ("INT", signal.SIG_IGN)):
+            signal.signal(getattr(signal, f"SIG{each}"), handler)
+        os.closerange(3, pipe.fileno())  # locks, and others' connections, which end when all have closed them
+        os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        with contextlib.suppress(OSError):  # of a system without /proc
+            _limit_memory(_taken() + MEMORY)
+        pipe.settimeout(IDLE)
+        given = pipe.makefile("rb")
+        while True:
+            try:
+                requests, what = pickle.load(given)
+            except (EOFError, OSError):
+                status = 0
+                return
+            lines = []
+            for request in requests:
+                signal.setitimer(signal.ITIMER_PROF, SECONDS)
+                lines.append(_answer(tokenizer, request, what) + b"\n")
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            pipe.sendall(b"".join(lines))
     finally:
-        os._exit(0)
+        os._exit(status)
 
 
-def _limit(kind: int, value: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+def _answer(tokenizer, request: Request, what: str) -> bytes:
+    try:
+        found = _problems(tokenizer) if request is None else _rendered(tokenizer, *request)
+        return json.dumps([*found, None]).encode()
+    except MemoryError:
+        problem = f"takes more than {MEMORY >> 30} GB of memory for {what}"
+    except Exception as error:  # whatever a template's own mistakes lead to
+        problem = f"fails with {what} ({_line(error)})"
+    return json.dumps([None, None, problem]).encode()
+
+
+def _rendered(tokenizer, messages: list[dict], options: dict) -> tuple[str | None, str | None]:
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except TemplateError as error:
+        return None, _line(error)
+    if len(text) > LONGEST:
+        raise ValueError(f"it makes {len(text):,} characters of them; at most {LONGEST:,} are taken")
+    return text, None
+
+
+def _limit_memory(most: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _taken() -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from engine.errors import UserError
-from training.data.chat import render, template_key
+from training.data.chat import render, renderings, template_key
 from training.data.records import check_text, described, shortened
 from training.data.tokens import end_of_turn, opening_tokens
 
@@ -36,6 +36,11 @@ NOT_THE_TEMPLATES = frozenset(
     + ("return_assistant_tokens_mask", "processor_kwargs")
 )
 OTHER_TEMPLATE = "another template (--chat_template FILE)"
+
+NO_BEGINNING = (
+    "the chat template does not begin an answer when it is asked to (add_generation_prompt): what it puts before one "
+    f"is learned as a part of it. Give {OTHER_TEMPLATE} that does"
+)
 
 
 def messages_on_both_sides(record: dict) -> dict:
@@ -94,31 +99,26 @@ def messages_as_texts(
     begun = context[-1] if names[0] == "prompt" and context[-1]["role"] == "assistant" else None
     asked = {"continue_final_message": True} if begun else {"add_generation_prompt": True}
     place = f"{where}, column {names[0]}"
-    prompt = render(tokenizer, context, place, **asked, **options)
-    check_text(where, f"{names[0]}, by the chat template", prompt)
-    notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
-    texts = {"prompt": prompt}
-    for name, answer in followed.items() if answers else ():
-        place = f"{where}, column {name if name in names else names[0]}"
-        _check_is_answer(place, answer)
+    wanted = [(context, place, {**asked, **options})]
+    answered = followed if answers else {}
+    for name, answer in answered.items():
+        placed = f"{where}, column {name if name in names else names[0]}"
+        _check_is_answer(placed, answer)
         whole = [*context, *answer]
         if begun:
             content = (begun["content"] or "") + (answer[0]["content"] or "")
             whole = [*context[:-1], {**begun, **answer[0], "content": content}, *answer[1:]]
-        dialogue = render(tokenizer, whole, place, **options)
-        _check_begins(place, dialogue, prompt, tokenizer)
-        texts[name] = _answer_text(place, dialogue, len(prompt), answer, tokenizer)
-        said = (answer[0]["content"] or "").strip()
-        if (
-            not begun
-            and not texts[name].lstrip().startswith(said)
-            and prompt == render(tokenizer, context, place, **options)
-        ):
-            notes = (
-                *notes,
-                "the chat template does not begin an answer when it is asked to (add_generation_prompt): "
-                f"what it puts before answers is learned as a part of them. Give {OTHER_TEMPLATE} that does",
-            )
+        wanted.append((whole, placed, options))
+    prompt, *dialogues = renderings(tokenizer, wanted)
+    check_text(where, f"{names[0]}, by the chat template", prompt)
+    notes = _notes(place, prompt, context, options.get("tools") or [], tokenizer)
+    texts = {"prompt": prompt}
+    for (name, answer), dialogue, (_, placed, _) in zip(answered.items(), dialogues, wanted[1:], strict=True):
+        _check_begins(placed, dialogue, prompt, tokenizer)
+        texts[name] = _answer_text(placed, dialogue, len(prompt), answer, tokenizer)
+        at_once = texts[name].lstrip().startswith((answer[0]["content"] or "").strip())
+        if not begun and not at_once and render(tokenizer, context, placed, **options) == prompt:
+            notes = (*notes, NO_BEGINNING)
     return texts, tuple(dict.fromkeys(notes))
 
 

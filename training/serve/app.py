@@ -2,19 +2,17 @@
 
 import base64
 import hashlib
+import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import TypeAdapter, ValidationError
 
-from engine.errors import UserError
-from training.data.chat import render
 from training.serve import requests as forms
 from training.serve.answers import ChatCompletions, Completions, ending, models_list
 from training.serve.errors import RequestError, add_handlers
@@ -24,7 +22,6 @@ from training.serve.queries import query_ids
 from training.serve.service import Responses, Service, Wanted, unless_gone
 
 PAGE = Path(__file__).with_name("page.html")
-TEXT = TypeAdapter(str)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -36,7 +33,7 @@ def make_app(service: Service) -> FastAPI:
         yield
         service.stop()
 
-    app = FastAPI(title="models side by side", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(openapi_url=None, lifespan=lifespan)
     add_handlers(app)
     _add_page(app)
     _add_openai(app, service)
@@ -49,7 +46,7 @@ def _add_page(app: FastAPI) -> None:
     page = PAGE.read_text(encoding="utf-8")
     policy = _content_security_policy(page)
 
-    @app.get("/", include_in_schema=False)
+    @app.get("/")
     async def the_page() -> Response:
         headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
         return Response(
@@ -89,20 +86,37 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         return models_list([service.model(name)], created, service.context)["data"][0]
 
     @app.post("/v1/completions")
-    async def completions(body: forms.CompletionRequest, request: Request) -> Response:
+    async def completions(request: Request) -> Response:
+        body = await _read(forms.CompletionRequest, request)
         model = service.model(body.model)
         given = body.prompts()
         return await _openai_answer(
-            service, request, body, Completions(model), lambda: [_prompt_ids(model, one) for one in given], len(given)
+            service,
+            request,
+            body,
+            Completions(model),
+            lambda: service.encoded(lambda: [_prompt_ids(model, one) for one in given]),
+            len(given),
         )
 
     @app.post("/v1/chat/completions")
-    async def chat(body: forms.ChatRequest, request: Request) -> Response:
+    async def chat(request: Request) -> Response:
+        body = await _read(forms.ChatRequest, request)
         model = service.model(body.model)
-        text = _chat_text(model, body.messages)
         return await _openai_answer(
-            service, request, body, ChatCompletions(model), lambda: [_prompt_ids(model, text, "messages")], 1
+            service, request, body, ChatCompletions(model), lambda: _chat_ids(service, [model], body.messages), 1
         )
+
+
+async def _read(form: type[forms.Read], request: Request) -> forms.Read:
+    """The form that a request's body holds. One of another type, which pages of any origin may send, is refused."""
+    if not _is_json(request):
+        raise RequestError(400, forms.NO_OBJECT)
+    return forms.read(form, await request.body())
+
+
+def _is_json(request: Request) -> bool:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower().endswith("json")
 
 
 async def _openai_answer(
@@ -110,7 +124,7 @@ async def _openai_answer(
     request: Request,
     body: forms.CompletionRequest | forms.ChatRequest,
     form: Completions,
-    encode: Callable[[], list[list[int]]],
+    encode: Callable[[], Coroutine[Any, Any, list[list[int]]]],
     count: int,
 ) -> Response:
     """n responses to each of so many prompts, whole or streamed."""
@@ -119,7 +133,7 @@ async def _openai_answer(
         stack.enter_context(service.admitted(count * (body.n or 1)))
         wanted = [
             Wanted(form.model, prompt, body.settings(seed, sample, len(prompt), service.context, service.most_tokens))
-            for prompt in await service.encoded(encode)
+            for prompt in await unless_gone(request, encode())
             for sample in range(body.n or 1)
         ]
         responses = stack.enter_context(Responses(service, wanted))
@@ -150,40 +164,46 @@ def _check_characters(count: int, context: int, longest_token: int, what: str) -
         raise RequestError(400, told, what.partition("[")[0], "context_length_exceeded")
 
 
-def _chat_text(model: ServedModel, messages: list[forms.Message]) -> str:
-    if not model.has_template:
-        told = (
-            f"the tokenizer of {model.name} has no chat template, so that it cannot be said how messages become its "
-            "prompt. Send it a prompt, which is text, or start the service with --chat_template FILE"
-        )
-        raise RequestError(400, told, "messages", "no_chat_template")
-    plain = [message.plain() for message in messages]
-    try:
-        return render(model.tokenizer, plain, where="messages", add_generation_prompt=True)
-    except UserError as error:
-        raise RequestError(400, str(error), "messages") from None
+async def _chat_ids(service: Service, models: Sequence[ServedModel], messages: list[forms.Message]) -> list[list[int]]:
+    """The ids of a chat for each of the models, by its own chat template."""
+    for model in models:
+        if not model.has_template:
+            told = (
+                f"the tokenizer of {model.name} has no chat template, so that it cannot be said how messages become "
+                "its prompt. Send it a prompt, which is text, or start the service with --chat_template FILE"
+            )
+            raise RequestError(400, told, "messages", "no_chat_template")
+    if len(messages) > service.context:  # a template may take time that grows with the square of it
+        told = f"messages: there are {len(messages):,} of them; {service.context:,} tokens are taken"
+        raise RequestError(400, told, "messages", "context_length_exceeded")
+    texts = [await service.rendered(model, messages) for model in models]
+    return await service.encoded(
+        lambda: [_prompt_ids(model, text, "messages") for model, text in zip(models, texts, strict=True)]
+    )
 
 
 def _add_comparison(app: FastAPI, service: Service) -> None:
     @app.put("/")
     async def compare(request: Request) -> Response:
-        body = _comparison(await request.body(), request.headers.get("content-type", ""))
+        body = _comparison(await request.body(), _is_json(request))
         names = list(dict.fromkeys(body.models or service.models))
         if not names:
             raise RequestError(404, "this service has no models that answer; it was started with a reward model alone")
         seed = body.seed if body.seed is not None else forms.new_seed()
         models = [service.model(name) for name in names]
         is_chat = body.messages is not None
-        texts = [_chat_text(model, body.messages) if is_chat else body.prompt for model in models]
-        prompts = await service.encoded(
-            lambda: [_prompt_ids(*each, body.prompt_field()) for each in zip(models, texts, strict=True)]
-        )
-        wanted = [
-            Wanted(model, prompt, body.settings(seed, 0, len(prompt), service.context, service.most_tokens))
-            for model, prompt in zip(models, prompts, strict=True)
-        ]
         with ExitStack() as stack:
-            stack.enter_context(service.admitted(len(wanted)))
+            stack.enter_context(service.admitted(len(models)))
+            encoded = (
+                _chat_ids(service, models, body.messages)
+                if is_chat
+                else service.encoded(lambda: [_prompt_ids(model, body.prompt) for model in models])
+            )
+            prompts = await unless_gone(request, encoded)
+            wanted = [
+                Wanted(model, prompt, body.settings(seed, 0, len(prompt), service.context, service.most_tokens))
+                for model, prompt in zip(models, prompts, strict=True)
+            ]
             responses = stack.enter_context(Responses(service, wanted))
             if body.stream:
                 events = comparison_events(service, responses, seed, is_chat)
@@ -193,18 +213,18 @@ def _add_comparison(app: FastAPI, service: Service) -> None:
             return JSONResponse({**asked, "seed": seed, **found})
 
 
-def _comparison(body: bytes, content_type: str) -> forms.CompareRequest:
+def _comparison(body: bytes, is_json: bool) -> forms.CompareRequest:
     """The request of a JSON object, of a JSON text, or of any other body, which then is the prompt itself."""
     try:
-        if "json" not in content_type:
-            return forms.CompareRequest(prompt=body.decode("utf-8"))
-        if body.lstrip()[:1] == b'"':
-            return forms.CompareRequest(prompt=TEXT.validate_json(body))
-        return forms.CompareRequest.model_validate_json(body)
+        if not is_json:
+            body = json.dumps({"prompt": body.decode("utf-8")}).encode()
+        elif body.lstrip()[:1] == b'"':
+            body = json.dumps({"prompt": json.loads(body)}).encode()
     except UnicodeDecodeError:
         raise RequestError(400, "the body is no UTF-8") from None
-    except ValidationError as error:
-        raise RequestValidationError(error.errors()) from None
+    except ValueError as error:
+        raise RequestError(400, f"the body is no JSON: {error}") from None
+    return forms.read(forms.CompareRequest, body)
 
 
 async def _compared(service: Service, responses: Responses, is_chat: bool) -> dict[str, dict]:
@@ -223,7 +243,9 @@ def _add_scores(app: FastAPI, service: Service) -> None:
         _check_characters(characters, service.context, service.scorer.longest_token, what)
 
     @app.post("/v1/scores")
-    async def scores(body: forms.ScoresRequest, request: Request) -> dict:
+    async def scores(request: Request) -> dict:
+        body = await _read(forms.ScoresRequest, request)
+
         def encode() -> list[list[int]]:
             for place, item in enumerate(body.items):
                 short_enough(len(item.prompt) + len(item.response), f"items[{place}]")
@@ -238,7 +260,9 @@ def _add_scores(app: FastAPI, service: Service) -> None:
         return {"scores": [{"id": item.id, "score": score} for item, score in zip(body.items, found, strict=True)]}
 
     @app.post("/get_reward")
-    async def get_reward(body: forms.OpenRLHFRequest, request: Request) -> dict:
+    async def get_reward(request: Request) -> dict:
+        body = await _read(forms.OpenRLHFRequest, request)
+
         def encode() -> list[list[int]]:
             for place, text in enumerate(body.query):
                 short_enough(len(text), f"query[{place}]")

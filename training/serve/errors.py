@@ -4,7 +4,6 @@ import sys
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
@@ -12,7 +11,8 @@ from training.reporting.sample_tables import visible
 
 TYPES = {404: "not_found_error", 429: "rate_limit_error"}  # others: by whether it is the client's mistake
 GONE = 499  # nobody reads it
-SHOWN = 200  # characters of a path
+SHOWN = 200  # characters of a path, or a field's name
+SAID = 2000  # characters of a message
 
 
 class RequestError(Exception):
@@ -38,7 +38,8 @@ class ClientGone(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict:
-    """What an error says: OpenAI's form."""
+    """What an error says: OpenAI's form, cut where it repeats what a client has sent at length."""
+    message, param = message[:SAID], param[:SHOWN] if param else param
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -60,10 +61,6 @@ def add_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: RequestError) -> Response:
         return answer(request, error)
 
-    @app.exception_handler(RequestValidationError)
-    async def not_valid(request: Request, error: RequestValidationError) -> Response:
-        return answer(request, _of_validation(error))
-
     @app.exception_handler(HTTPException)
     async def of_routing(request: Request, error: HTTPException) -> Response:
         path = request.url.path[:SHOWN]
@@ -78,21 +75,3 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientGone)
     async def gone(request: Request, error: ClientGone) -> Response:
         return Response(status_code=GONE)
-
-
-def _of_validation(error: RequestValidationError) -> RequestError:
-    """The first thing that is wrong with a body, in a sentence with the field's name."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return RequestError(400, f"the body is no JSON: {first['ctx']['error']}")
-    place = [str(part) for part in first["loc"] if part != "body" and _is_field(part)]
-    if not place and "input" in first and not isinstance(first["input"], dict):
-        return RequestError(400, "the body is no JSON object. Send one, with Content-Type: application/json")
-    name = ".".join(place)
-    message = first["msg"].removeprefix("Value error, ")
-    return RequestError(400, f"{name}: {message}" if name else message, param=place[0] if place else None)
-
-
-def _is_field(part: str | int) -> bool:
-    """Whether a part of a place names a field or an item, and no kind of value that pydantic has tried."""
-    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))

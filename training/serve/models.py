@@ -127,6 +127,7 @@ def _model(
             f"{what} {path}: there is no memory for it. Serve fewer models, or lower --rows_at_once."
         ) from None
     ends = frozenset(generation_stops(path, tokenizer, args.trust_remote_code))
+    tokenizer.name_or_path = name  # what its mistakes are told by: clients are told no paths
     return ServedModel(name, tokenizer, TextEncoder(tokenizer), ends, decoder, longest_token(tokenizer))
 
 

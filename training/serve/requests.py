@@ -4,16 +4,21 @@ A field of OpenAI's that would change the answer, and that there is not here, is
 happens anyway; one that changes nothing is taken.
 """
 
+import re
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from training.serve.errors import RequestError
 from training.serve.generation import Settings
 
 STOPS, STOP_LENGTH, SAMPLES, TOP_LOGPROBS = 16, 200, 128, 20
+MOST = 10_000  # items of a list
+NESTED = 100_000  # lists and objects in a body: each takes some thirty times as much memory as its two characters
+STRINGS = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)  # of a JSON text, the last one perhaps without its end
+NO_OBJECT = "the body is no JSON object. Send one, with Content-Type: application/json"
 TAKEN = ("user", "metadata", "safety_identifier", "prompt_cache_key", "store", "service_tier", "parallel_tool_calls")
 """Fields that change no answer."""
 USUAL: dict[str, Sequence[Any]] = {
@@ -33,8 +38,11 @@ USUAL: dict[str, Sequence[Any]] = {
 """Fields that there are not here, and the values by which they ask for what happens anyway; null always does."""
 
 Text = Annotated[str, Field(min_length=1)]
-Unicode = Annotated[str, Field(min_length=0)]  # a str alone may hold half of a surrogate pair, as JSON may
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+SHORT = Field(
+    max_length=MOST, fail_fast=True
+)  # the first item that is wrong ends the reading, and so does one too many
+Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 class Form(BaseModel):
@@ -66,7 +74,7 @@ class Sampling(Form):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], SHORT] | None = None
     stream: bool | None = False
 
     def settings(self, seed: int, sample: int, prompt_length: int, context: int, most: int) -> Settings:
@@ -117,7 +125,7 @@ class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
     model: str
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: Text | Annotated[list[Text], SHORT] | Ids | Annotated[list[Ids], SHORT]
     n: int | None = Field(None, ge=1, le=SAMPLES)
     logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
     stream_options: StreamOptions | None = None
@@ -147,7 +155,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], SHORT]
 
     def plain(self) -> dict:
         """The message with its content as one text. Raises: RequestError for parts of other kinds."""
@@ -164,7 +172,7 @@ class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
     model: str
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], SHORT] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     n: int | None = Field(None, ge=1, le=SAMPLES)
     logprobs: bool | None = None
@@ -194,8 +202,8 @@ class CompareRequest(Sampling):
     by its own chat template. models: those that are to answer, by default all."""
 
     prompt: Text | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    models: list[str] | None = Field(None, min_length=1)
+    messages: Annotated[list[Message], SHORT, Field(min_length=1)] | None = None
+    models: Annotated[list[str], SHORT, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _check_together(self):
@@ -216,9 +224,9 @@ class Item(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    id: Unicode | int
-    prompt: Unicode
-    response: Unicode
+    id: str | int
+    prompt: str
+    response: str
     ended: bool = True
 
 
@@ -227,7 +235,7 @@ class ScoresRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    items: list[Item]
+    items: Annotated[list[Item], SHORT]
 
 
 class OpenRLHFRequest(BaseModel):
@@ -235,7 +243,48 @@ class OpenRLHFRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    query: list[Unicode]
+    query: Annotated[list[str], SHORT]
+
+
+Read = TypeVar("Read", bound=BaseModel)
+
+
+def read(form: type[Read], body: bytes) -> Read:
+    """The form of a JSON text. Raises: RequestError, which names the first thing that is wrong.
+
+    One that would take far more memory than it has bytes is refused before it is read: other requests wait meanwhile.
+    """
+    if nested(body) > NESTED and nested(STRINGS.sub(b"", body)) > NESTED:
+        raise RequestError(400, f"the body has more than {NESTED:,} lists and objects. Send less at once")
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def nested(body: bytes) -> int:
+    """How many lists and objects begin in it, and brackets in its texts."""
+    return body.count(b"[") + body.count(b"{")
+
+
+def _refusal(error: ValidationError) -> RequestError:
+    found = error.errors(include_url=False, include_input=False)
+    first = next(
+        (each for each in found if each["type"] == "too_long"), found[0]
+    )  # behind it stand other kinds of value
+    if first["type"] == "json_invalid":
+        return RequestError(400, f"the body is no JSON: {first['ctx']['error']}")
+    if first["type"] == "model_type":
+        return RequestError(400, NO_OBJECT)
+    place = [str(part) for part in first["loc"] if _is_field(part)]
+    name = ".".join(place)
+    message = first["msg"].removeprefix("Value error, ")
+    return RequestError(400, f"{name}: {message}" if name else message, param=place[0] if place else None)
+
+
+def _is_field(part: str | int) -> bool:
+    """Whether a part of a place names a field or an item, and no kind of value that pydantic has tried."""
+    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))
 
 
 def new_seed() -> int:

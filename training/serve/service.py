@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +11,12 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from engine.errors import UserError
+from training.data.chat import render
 from training.serve.errors import ClientGone, RequestError
 from training.serve.generation import Generation, Settings, TokenLogprobs, Update
 from training.serve.models import ServedModel, ServedModels
+from training.serve.requests import Message
 from training.serve.scoring import scores_of
 from training.serve.worker import FAILED, ScoreJob, Worker
 
@@ -52,6 +56,7 @@ class Service:
         self._open: set[Responses] = set()
         # One thread, because a TextEncoder remembers what it was asked last.
         self._texts = ThreadPoolExecutor(1, "texts")
+        self._templates = ThreadPoolExecutor(1, "templates")  # of its own: a template may take seconds
         decoders = {name: model.decoder for name, model in self.models.items()}
         self.worker = Worker(decoders, self._scores if self.scorer is not None else None, rows)
 
@@ -63,6 +68,7 @@ class Service:
         """End, whatever is under way."""
         self.worker.stop()
         self._texts.shutdown()
+        self._templates.shutdown(wait=False, cancel_futures=True)
 
     def abort(self) -> None:
         """End all responses under way, and have their requests answered so."""
@@ -93,6 +99,15 @@ class Service:
     async def encoded(self, encode: Callable[[], Found]) -> Found:
         """What this gives that turns texts into tokens, without holding up other requests."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, encode)
+
+    async def rendered(self, model: ServedModel, messages: Sequence[Message]) -> str:
+        """What a model's chat template makes of messages, up to where it begins the answer. Raises: RequestError."""
+        plain = [message.plain() for message in messages]
+        rendering = functools.partial(render, model.tokenizer, plain, "messages", add_generation_prompt=True)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._templates, rendering)
+        except UserError as error:
+            raise RequestError(400, str(error), "messages") from None
 
     @contextlib.contextmanager
     def admitted(self, count: int) -> Iterator[None]:

@@ -1,15 +1,17 @@
 """Chat templates that are broken, leave texts out, or never end: one message, whichever data are read."""
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from engine.errors import UserError
+from tests.serving import until
 from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import EOS, chat_tokenizer, word_tokenizer
 from training.data import chat
-from training.data.forms import PROMPTS, SFT
+from training.data.forms import PAIRS, PROMPTS, SFT
 from training.data.tokens import TextEncoder
 
 GOOD = "{% for m in messages %}{{ m.role }} : {{ m.content }}<|im_end|>{% endfor %}"
@@ -95,14 +97,52 @@ def dialogue_file(tmp_path, content: str):
         ("{{ raise_exception('no z') }}", r"line 1, column messages: .*refuses these messages \(no z\)\. Mend the rec"),
         ("{{ 1 + 'a' }}", r"line 1, column messages: the chat template of the model fails with these messages \(unsup"),
         (ENDLESS["loops"], r"line 1, column messages: .* had not ended these messages after 1 seconds"),
+        (
+            "{{ 10 ** (messages | length * 10 ** 9) }}",
+            r"line 1, column messages: .* had not ended these messages after 1 seconds",
+        ),
+        (GROWING["text"], r"line 1, column messages: .* takes more than 1 GB of memory for these messages"),
+        (
+            "{{ '%1983d' | format(1) }}",
+            r"line 1, column messages: .*makes 2,001 characters of them; at most 2,000",
+        ),
     ],
 )
 def test_a_template_that_fails_with_one_record(tmp_path, monkeypatch, then, message):
     monkeypatch.setattr(chat, "SECONDS", 1)
+    monkeypatch.setattr(chat, "LONGEST", 2000)
     tokenizer = chat_tokenizer("{% if messages[0].content == 'z' %}" + then + "{% endif %}" + GOOD)
     assert rows_of(dialogue_file(tmp_path, "a"), PROMPTS, tokenizer)[0]["prompt"] == "user : a<|im_end|>"
     with pytest.raises(UserError, match=message):
         rows_of(dialogue_file(tmp_path, "z"), PROMPTS, tokenizer)
+    assert rows_of(dialogue_file(tmp_path, "b"), PROMPTS, tokenizer)[0]["prompt"] == "user : b<|im_end|>"
+
+
+def test_of_a_record_with_which_the_template_does_not_end_the_column_is_told(tmp_path, monkeypatch):
+    """Its prompt and its answers are asked for at once, and it is one of these."""
+    monkeypatch.setattr(chat, "SECONDS", 1)
+    path, turn = tmp_path / "pairs.jsonl", {"role": "assistant", "content": "a"}
+    sides = {"chosen": [turn], "rejected": [{**turn, "content": "z"}]}
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": "q"}], **sides}))
+    tokenizer = chat_tokenizer("{% if messages[-1].content == 'z' %}" + ENDLESS["loops"] + "{% endif %}" + GOOD)
+    with pytest.raises(UserError, match="line 1, column rejected: .* had not ended these messages after 1 seconds"):
+        rows_of(path, PAIRS, tokenizer)
+
+
+def test_a_process_that_is_asked_for_nothing_ends_and_has_a_successor(monkeypatch):
+    monkeypatch.setattr(chat, "IDLE", 0.01)
+    tokenizer, messages = chat_tokenizer(GOOD), [{"role": "user", "content": "a"}]
+    process = chat._process(tokenizer)
+    for _ in range(2):
+        assert chat.render(tokenizer, messages) == "user : a<|im_end|>"
+        until(lambda: not Path(f"/proc/{process._child}").exists(), 30)
+
+
+def test_a_tokenizer_that_was_changed_is_rendered_with_as_it_is():
+    tokenizer, messages = chat_tokenizer("{{ eos_token }}" + GOOD), [{"role": "user", "content": "a"}]
+    assert chat.render(tokenizer, messages).startswith("</s>")
+    tokenizer.eos_token = "<|im_end|>"
+    assert chat.render(tokenizer, messages).startswith("<|im_end|>")
 
 
 def test_a_record_of_which_the_template_makes_nothing(tmp_path):
@@ -111,10 +151,14 @@ def test_a_record_of_which_the_template_makes_nothing(tmp_path):
         rows_of(dialogue_file(tmp_path, "z"), PROMPTS, tokenizer)
 
 
-def test_in_a_thread(tmp_path):
-    """Where no signal can be caught, messages are rendered all the same."""
-    path, tokenizer, found = dialogue_file(tmp_path, "a"), chat_tokenizer(GOOD + "{# of a thread #}"), []
-    thread = threading.Thread(target=lambda: found.extend(rows_of(path, PROMPTS, tokenizer)))
-    thread.start()
-    thread.join()
-    assert [row["prompt"] for row in found] == ["user : a<|im_end|>"]
+def test_in_a_thread(monkeypatch):
+    """Where no signal can be caught, the limits are the same."""
+    monkeypatch.setattr(chat, "SECONDS", 1)
+    tokenizer = chat_tokenizer("{% if messages[0].content == 'z' %}" + ENDLESS["loops"] + "{% endif %}" + GOOD)
+    with ThreadPoolExecutor(1) as thread:
+        good, endless = (
+            thread.submit(chat.render, tokenizer, [{"role": "user", "content": content}]) for content in "az"
+        )
+    assert good.result() == "user : a<|im_end|>"
+    with pytest.raises(UserError, match="had not ended these messages after 1 seconds"):
+        endless.result()

@@ -176,7 +176,7 @@ MISTAKES = [  # method, path, body, status, what the message says, param
         "valid integer",
         "max_tokens",
     ),
-    ("POST", "/v1/completions", '{"model": "one", "prompt": "\\ud800"}', 400, "prompt", "prompt"),
+    ("POST", "/v1/completions", '{"model": "one", "prompt": "\\ud800"}', 400, "no JSON: .* hex escape", None),
     ("POST", "/v1/completions", {"model": "one", "prompt": [5, 64]}, 400, "ids are 0 to 63", "prompt"),
     ("POST", "/v1/completions", {"model": "one", "prompt": [5, -1]}, 400, "ids are 0 to 63", "prompt"),
     ("POST", "/v1/completions", {"model": "one", "prompt": "w05 " * 64}, 400, "64 tokens", "prompt"),
@@ -245,12 +245,18 @@ MISTAKES = [  # method, path, body, status, what the message says, param
         "items.0.: it has 36000 characters; 64 tokens have",
         "items",
     ),
-    ("POST", "/v1/scores", '{"items": [{"id": "1", "prompt": "\\ud800", "response": "z"}]}', 400, "items", "items"),
-    ("POST", "/v1/scores", '{"items": [{"id": "\\ud800", "prompt": "a", "response": "z"}]}', 400, "items", "items"),
+    (
+        "POST",
+        "/v1/scores",
+        '{"items": [{"id": "1", "prompt": "\\ud800", "response": "z"}]}',
+        400,
+        "no JSON: .* hex",
+        None,
+    ),
     ("POST", "/get_reward", {"query": "w05"}, 400, "query", "query"),
     ("POST", "/get_reward", {"query": ["w05 " * 9000]}, 400, "query.0.: it has 36000 characters", "query"),
-    ("POST", "/get_reward", '{"query": ["\\ud800"]}', 400, "query", "query"),
     ("GET", "/nowhere", None, 404, "there is no /nowhere", None),
+    ("GET", "/openapi.json", None, 404, "there is no /openapi.json", None),
     ("DELETE", "/health", None, 405, "has no DELETE", None),
 ]
 
@@ -269,6 +275,14 @@ def test_a_mistake_is_answered_by_name_and_costs_one_line(service, method, path,
 def test_of_a_long_path_the_beginning_is_told(service):
     status, answer, _ = service.request("GET", f"/{'a' * 1000}")
     assert status == 404 and answer["error"]["message"] == f"there is no /{'a' * 199} here"
+
+
+@pytest.mark.parametrize(
+    "body", [{"model": "z" * 50_000, "prompt": "w05"}, {"model": "one", "prompt": "w05", "z" * 50_000: 1}]
+)
+def test_of_a_long_name_the_beginning_is_told(service, body):
+    _, answer, _ = service.request("POST", "/v1/completions", body)
+    assert "zzzz" in answer["error"]["message"] and len(json.dumps(answer)) < 3000
 
 
 def test_what_changes_nothing_is_taken(service):
