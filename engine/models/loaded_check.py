@@ -43,7 +43,7 @@ def other_weights(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
         start, length = own_run(weight) if is_partitioned(weight) else (0, weight.numel())
         places = torch.arange(SAMPLE) * (length - 1) // (SAMPLE - 1)
         if length > 0:
-            numbers = own_part(weight).detach().view(-1)[places.to(weight.device)]
+            numbers = own_part(weight).detach().reshape(-1)[places.to(weight.device)]
             if not torch.equal(numbers.cpu(), given.reshape(-1)[start + places].to(numbers.dtype)):
                 found.append(name)
     return found
@@ -112,6 +112,6 @@ def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tenso
             PeftModel.from_pretrained(plain, adapter.path, config=config)  # in place
     plain.eval()
     if head is None:
-        logprobs = plain(sequences).logits[:, :-1].float().log_softmax(-1)
+        logprobs = plain(sequences, use_cache=False).logits[:, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, sequences[:, 1:, None]).squeeze(-1)
-    return plain.base_model(sequences)[0].float() @ head.float()[0] + getattr(module, "offset", 0.0)
+    return plain.base_model(sequences, use_cache=False)[0].float() @ head.float()[0] + getattr(module, "offset", 0.0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import UserError
-from training.data.messages import ANSWERS, messages_as_texts, messages_on_both_sides
+from training.data.messages import ANSWERS, is_dialogue, messages_as_texts, messages_on_both_sides
 from training.data.records import check_text, described, shortened
 
 Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a record needs to have
@@ -60,13 +60,13 @@ class Form:
         _check_depth(where, record)
         record = messages_on_both_sides(_from_share_gpt(record)) if isinstance(record, dict) else record
         names = matching_columns(where, record, self.columns)
-        if "completion" in names and record.get("label") is not None:
+        if "completion" in names and isinstance(record.get("label"), bool):
             raise UserError(
-                f"{where}: found the column label ({shortened(str(record['label']))}) beside prompt and completion: by "
+                f"{where}: found the column label ({record['label']}) beside prompt and completion: by "
                 "TRL's form for unpaired preferences it says whether the completion is good, and all completions would "
                 "be learned. Keep the records whose completion is good, and take the column label out."
             )
-        if names == ("messages",) or any(isinstance(record[name], list) for name in names if name != "text"):
+        if names == ("messages",) or any(is_dialogue(record[name]) for name in names if name != "text"):
             texts, notes = messages_as_texts(where, record, names, tokenizer, self.answers)
             return Row(self.shape(record, texts), notes)
         if names == ("chosen", "rejected"):
@@ -191,20 +191,21 @@ def _split_dialogues(where: str, record: dict) -> dict[str, str]:
 
 
 def _from_share_gpt(record: dict) -> dict:
-    """The record with ShareGPT's turns, {"from", "value"}, as messages.
+    """The record with ShareGPT's turns, {"from", "value"}, as messages, behind the text of its `system` if it has one.
 
-    Its `conversations`, behind its `system` message if there is one, are the `messages`; or the `prompt` where `chosen`
-    and `rejected` are a turn each. A record with another column that says what is asked keeps its `conversations`.
+    Its `conversations` are the `messages`; or the `prompt` where `chosen` and `rejected` are a turn each. A record with
+    another column that says what is asked keeps its `conversations`.
     """
     turns = {name: _messages(record[name]) for name in ("messages", "prompt", *ANSWERS) if name in record}
     conversation = next((record[name] for name in ("conversations", "conversation") if record.get(name)), None)
-    pair = all(isinstance(record.get(name), dict) for name in ("chosen", "rejected"))
+    pair = all(is_dialogue(turns.get(name)) and len(turns[name]) == 1 for name in ("chosen", "rejected"))
     others = ("messages", "prompt", "text", *(() if pair else ("chosen",)))
     if isinstance(conversation, list) and all(record.get(name) is None for name in others):
-        messages = _messages(conversation)
-        if record.get("system") and isinstance(messages[0], dict) and messages[0].get("role") != "system":
-            messages = [{"role": "system", "content": record["system"]}, *messages]
-        turns["prompt" if pair else "messages"] = messages
+        turns["prompt" if pair else "messages"] = _messages(conversation)
+    for name in ("messages", "prompt"):
+        messages = turns.get(name)
+        if record.get("system") and is_dialogue(messages) and messages[0].get("role") != "system":
+            turns[name] = [{"role": "system", "content": record["system"]}, *messages]
     return record | turns
 
 

@@ -8,9 +8,9 @@ template makes of them. Of a context a loss is a note, which the run prints with
 would be answered or learned, the record is refused.
 """
 
-import contextlib
 import functools
 import json
+import re
 from collections.abc import Iterator
 from itertools import takewhile
 
@@ -24,6 +24,7 @@ ANSWERS = ("chosen", "rejected", "response", "completion")
 ROLES = {name: name for name in ("user", "assistant", "system", "developer", "tool")} | {
     "human": "user",
     "gpt": "assistant",
+    "chatgpt": "assistant",
     "model": "assistant",
     "bot": "assistant",
 }
@@ -49,9 +50,9 @@ def messages_on_both_sides(record: dict) -> dict:
     A text beside messages becomes one message: a prompt the user's, an answer the assistant's. Where the answers are
     dialogues from their beginning, which hold the prompt, a prompt given as text is left out.
     """
-    listed = [record[name] for name in ANSWERS if isinstance(record.get(name), list)]
+    listed = [record[name] for name in ANSWERS if is_dialogue(record.get(name))]
     if listed and isinstance(record.get("prompt"), str):
-        begins = [_role(messages[0]) for messages in listed if messages and isinstance(messages[0], dict)]
+        begins = [_role(messages[0]) for messages in listed]
         if len(begins) == 2 and "assistant" not in begins:
             return {name: value for name, value in record.items() if name != "prompt"}
         return {**record, "prompt": [{"role": "user", "content": record["prompt"]}]}
@@ -162,7 +163,7 @@ def _answer_text(place: str, dialogue: str, start: int, answer: list[dict], toke
             f"learned. Give prompt and answer as texts, or {OTHER_TEMPLATE} that keeps it."
         )
     closing = _closing(tokenizer, template_key(tokenizer))
-    behind = dialogue.find(closing, end) if closing else -1
+    behind = dialogue.rfind(closing, end) if closing else -1
     return dialogue[start:].rstrip() if behind < 0 else dialogue[start : behind + len(closing)]
 
 
@@ -186,7 +187,7 @@ def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer)
                 f"the chat template leaves out {what} of the role {role!r}, which no model is shown. Name the role as "
                 f"the template does,{remedy} or give {OTHER_TEMPLATE}"
             )
-    if any(_place(prompt, name, 0)[0] < 0 for name in _tool_names(tools)):
+    if any(_end_of(prompt, name, 0) < 0 for name in _tool_names(tools)):
         notes.append(f"the chat template leaves out `tools`, which no model is shown. Give {OTHER_TEMPLATE}")
     opening = _opening(tokenizer)
     if opening and not prompt.startswith(opening):
@@ -200,15 +201,15 @@ def _notes(place: str, prompt: str, context: list[dict], tools: list, tokenizer)
 def _left_out(text: str, messages: list[dict], start: int = 0) -> tuple[list[tuple[dict, str, str]], int]:
     """([(message, what of it, the words) that is not in text], the position behind the last that is).
 
-    What users and assistants say is looked for in this order. Other messages may be moved: some templates write the
-    system's into the last question.
+    What users, assistants and tools say is looked for in this order. Other messages may be moved: some templates write
+    the system's into the last question.
     """
     lost, end = [], start
     for message in messages:
-        begin, in_order = end, message["role"] in ("user", "assistant")
+        begin, in_order = end, message["role"] in ("user", "assistant", "tool")
         for what, piece in _pieces(message):
-            found, behind = _place(text, piece, begin if in_order else start)
-            if found < 0:
+            behind = _end_of(text, piece, begin if in_order else start)
+            if behind < 0:
                 lost.append((message, what, piece))
             elif in_order:
                 end = max(end, behind)
@@ -227,27 +228,32 @@ def _pieces(message: dict) -> Iterator[tuple[str, str]]:
         yield from ((kind, piece.strip()) for piece in part.split("<think>") if piece.strip())
     for call in message.get("tool_calls") or []:
         function = call.get("function", call) if isinstance(call, dict) else {}
-        yield from (("tool call", text) for text in _leaves([function.get("name"), function.get("arguments")]))
+        parts = (function.get("name"), function.get("arguments"))
+        yield from (("tool call", part if isinstance(part, str) else json.dumps(part)) for part in parts if part)
 
 
-def _leaves(value: object) -> Iterator[str]:
-    """The texts within JSON; a text that is JSON itself counts as what it says."""
-    if isinstance(value, str) and value.strip()[:1] in ("{", "["):
-        with contextlib.suppress(ValueError):
-            value = json.loads(value)
-    if isinstance(value, str) and value.strip():
-        yield value.strip()
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _leaves(inner)
+def _end_of(text: str, value: object, start: int) -> int:
+    """Where a value ends in the text, from `start` on; -1 where it is not there.
 
-
-def _place(text: str, piece: str, start: int) -> tuple[int, int]:
-    """(where the piece begins in text from `start` on, as it is or as JSON writes it, or -1; where it ends)."""
-    for form in (piece, json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1]):
-        found = text.find(form, start)
-        if found >= 0:
-            return found, found + len(form)
-    return -1, start
+    A text counts as it is, as JSON writes it, once or twice, with other blanks between its words, or, being JSON
+    itself, by the texts in it; so does an object, wherever its texts stand. Numbers are not looked for.
+    """
+    if isinstance(value, str):
+        forms = [value.strip()]
+        for ascii_only in (False, True):
+            once = json.dumps(forms[0], ensure_ascii=ascii_only)[1:-1]
+            forms += [once, json.dumps(once, ensure_ascii=ascii_only)[1:-1]]
+        for form in forms:
+            if (found := text.find(form, start)) >= 0:
+                return found + len(form)
+        if spaced := re.compile(r"\s+".join(map(re.escape, value.split()))).search(text, start):
+            return spaced.end()
+        value = _parsed(value) if forms[0][:1] in ("{", "[") else None
+        if not isinstance(value, (dict, list)):
+            return -1
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ends = [_end_of(text, one, start) for one in inner if isinstance(one, (str, dict, list))]
+    return -1 if -1 in ends else max(ends, default=start)
 
 
 @functools.lru_cache(maxsize=8)
@@ -331,6 +337,11 @@ def _shared_turns(where: str, chosen: list[dict], rejected: list[dict]) -> tuple
     return chosen[:count], {"chosen": chosen[count:], "rejected": rejected[count:]}
 
 
+def is_dialogue(value: object) -> bool:
+    """Whether this is a list of messages, whatever they hold."""
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
 def _role(message: dict) -> object:
     """The message's role by the name that templates know it by."""
     role = message.get("role")
@@ -353,6 +364,8 @@ def _checked(where: str, column: str, messages: object) -> list[dict]:
             )
         if message.get("content") is not None or not message.get("tool_calls"):
             check_text(where, f"{column}, message {number}, content", message.get("content"), may_be_blank=True)
-        kept = {key: value for key, value in message.items() if value is not None}
+        kept = {
+            key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])
+        }
         found.append({**kept, "role": _role(message), "content": message.get("content")})
     return found

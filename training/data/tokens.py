@@ -148,7 +148,9 @@ def end_of_turn(tokenizer) -> int | None:
     if not found:
         return None
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    return next((token for token in _encode(tokenizer, tail) if token in special), None)
+    return next(
+        (token for token in _encode(tokenizer, tail) if token in special and tokenizer.decode([token]).strip()), None
+    )
 
 
 @contextlib.contextmanager

@@ -90,6 +90,15 @@ def test_whatever_is_built_has_the_head_and_it_is_saved(tmp_path):
     assert given.keys() == saved.keys() and all(torch.equal(given[name], saved[name]) for name in given)
 
 
+def test_weights_that_are_not_contiguous_in_their_file_are_compared(tmp_path):
+    folder = make_folder(tmp_path)
+    state = load_file(folder / "model.safetensors")
+    pickle(
+        folder, {name: tensor.t().contiguous().t() if tensor.dim() == 2 else tensor for name, tensor in state.items()}
+    )
+    assert load_policy(str(folder), torch.float32).model.lm_head.weight.equal(state["lm_head.weight"])
+
+
 def test_engines_refuse_another_model_than_the_folder_has(tmp_path):
     folder = make_folder(tmp_path, tie_word_embeddings=True)
     write_stage_files(tmp_path)

@@ -15,7 +15,7 @@ from training.data.forms import PAIRS, PROMPTS, SFT
 from training.data.pair_examples import PairExamples
 from training.data.prompts import Prompts
 from training.data.sft_examples import SFTExamples
-from training.data.tokens import TextEncoder, stop_token_ids
+from training.data.tokens import TextEncoder, end_of_turn, stop_token_ids
 
 EACH = "{% for m in messages %}"
 ASKED = "{% endfor %}{% if add_generation_prompt %}"
@@ -209,6 +209,39 @@ def test_roles_by_their_other_names(names):
 def test_what_would_be_learned_is_in_the_text_or_the_record_is_refused(template, answer, message):
     with pytest.raises(UserError, match=message):
         SFT.row("here", {"messages": [QUESTION, answer]}, tokenizer_of(TEMPLATES[template]))
+
+
+def test_what_a_template_writes_otherwise_is_not_lost():
+    falcon = tokenizer_of(CHATML.replace("{{ m.content }}", r"{{ m.content.replace('\n\n', '\n') }}"), adds_bos=False)
+    row = SFT.row("here", {"messages": [{"role": "user", "content": "Mend:\n\nx\r\ny"}, ANSWER]}, falcon)
+    assert "Mend:\nx\r\ny" in row["prompt"] and not row.notes
+    text = json.dumps({"code": 'a\n"b" é\\c', "inner": json.dumps({"d": "e\tf"})})
+    for arguments in (text, json.loads(text)):
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "run", "arguments": arguments}}],
+        }
+        row = SFT.row("here", {"messages": [QUESTION, call]}, tokenizer_of(TEMPLATES["mistral"]))
+        assert '"run"' in row["response"] and not row.notes
+
+
+def test_an_answer_goes_to_the_end_of_its_last_turn():
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "run", "arguments": "6*7"}}]}
+    heads = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls[0].function if m.tool_calls else '' }}")
+    chosen = [call, {"role": "tool", "content": "42"}, {"role": "assistant", "content": "42"}]
+    row = PAIRS.row(
+        "here",
+        {"prompt": [QUESTION], "chosen": chosen, "rejected": [ANSWER]},
+        tokenizer_of(heads, adds_bos=False),
+    )
+    assert row["chosen"].endswith("<|im_start|>assistant\n42<|im_end|>")
+
+
+def test_a_line_break_ends_no_turn():
+    tokenizer = tokenizer_of(CHATML.replace("<|im_end|>", "\n<|im_end|>"), adds_bos=False)
+    tokenizer.add_tokens("\n")
+    assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == "<|im_end|>"
 
 
 def test_thoughts_of_earlier_answers_may_be_left_out():

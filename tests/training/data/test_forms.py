@@ -58,6 +58,12 @@ def read(form, record, template=TEMPLATE):
             {"conversation": shared("a", "b"), "system": "c"},
             {"prompt": "<system>c<end>\n<user>a<end>\n<assistant>", "response": "b<end>"},
         ),
+        (
+            {"messages": turns("a", "b"), "system": "c"},
+            {"prompt": "<system>c<end>\n<user>a<end>\n<assistant>", "response": "b<end>"},
+        ),
+        ({"prompt": "a", "response": " b", "completion": ["c", "d"]}, {"prompt": "a", "response": " b"}),
+        ({"prompt": "a", "completion": " b", "label": 1}, {"prompt": "a", "response": " b"}),
         ({"conversations": turns("a", "b"), "text": "c"}, {"text": "c"}),
         (
             {"conversations": shared("a", "b"), "chosen": HUMAN + " d", "rejected": HUMAN + " e"},
@@ -104,6 +110,10 @@ CHAT_PAIR = {"prompt": "<user>a<end>\n<assistant>", "chosen": "b<end>", "rejecte
                 "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: d",
             },
             {"prompt": "\n\nHuman: a\n\nAssistant:", "chosen": " b\n\nHuman: c", "rejected": " b\n\nHuman: d"},
+        ),
+        (
+            {"conversations": shared("a"), "chosen": shared("", "b")[1:], "rejected": shared("", "c")[1:]},
+            CHAT_PAIR,
         ),
         ({"chosen": turns("a", "b"), "rejected": turns("a", "b")}, CHAT_PAIR | {"rejected": "b<end>"}),
         ({"chosen": turns("a", "b"), "rejected": turns("a", "c")}, CHAT_PAIR),
@@ -176,7 +186,7 @@ def test_texts_for_pretraining_may_be_empty():
         (
             SFT,
             {"prompt": "a", "completion": " b", "label": False},
-            r"found the column label \('False'\) beside prompt and completion: by TRL's form for unpaired preferences",
+            r"found the column label \(False\) beside prompt and completion: by TRL's form for unpaired preferences",
         ),
         (SFT, {"text": turns("a", "b")}, "column text: found a list .*; needed a string"),
         (TEXTS, {"text": ["a"]}, "column text: found a list .*; needed a string"),
