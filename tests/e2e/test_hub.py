@@ -103,9 +103,7 @@ def test_an_upload_that_fails_leaves_the_model_and_the_command(tiny, tmp_path, c
     assert "README.md" in words and "run.json" not in words
 
 
-@pytest.mark.parametrize(
-    "text", ["damaged", '{"files": [], "models": {}}', '{"files": ["../x"], "models": {".": ["x"]}}']
-)
+@pytest.mark.parametrize("text", ["damaged", '{"files": [], "models": {}}'])
 def test_without_a_list_of_the_models_files_nothing_is_uploaded(text, tmp_path, capsys, uploads):
     (tmp_path / "written.json").write_text(text)
     args = type("Args", (), {"push_to_hub": True, "hub_model_id": ID, "hub_private": True, "output_dir": str(tmp_path)})

@@ -83,21 +83,6 @@ def test_steps_before_the_restart_point_are_not_recorded(tiny, tmp_path, capfd):
     assert snapshot(tmp_path / "out") == before
 
 
-def test_a_list_of_files_elsewhere_ends_the_run_before_it_begins(tiny, tmp_path, capfd):
-    out, theirs = tmp_path / "out", tmp_path / "theirs"
-    theirs.write_text("theirs")
-    flags = tiny.flags(1, output_dir=out, save_steps=1)
-    assert run_here(1, flags, capfd).code == 0
-    listed = json.loads((out / "written.json").read_text())
-    listed["models"]["/"] = [str(theirs).lstrip("/")]
-    (out / "written.json").write_text(json.dumps(listed))
-    before = snapshot(out)
-    for how in ({"resume": out / "checkpoints" / "step_000001"}, {"overwrite_output_dir": True}):
-        expected = [f"{out}/written.json: it names '{theirs}', which does not lie in that folder"]
-        assert_one_message(run_here(1, {**flags, **how}, capfd), expected)
-    assert snapshot(out) == before and theirs.read_text() == "theirs"
-
-
 def test_links_and_what_the_run_reads_are_not_written_through(tiny, tmp_path, capfd):
     out, other = tmp_path / "out", tmp_path / "other"
     out.mkdir()

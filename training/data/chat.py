@@ -82,28 +82,23 @@ def template_key(tokenizer) -> str:
 def _tried(tokenizer) -> Found:
     template = template_key(tokenizer)
     if template not in _found:
-        ((*found, ended),) = _process(tokenizer).asked([None], TRIAL)
-        _found[template] = (ended, None) if ended else tuple(found)
+        ((_, lossy, broken),) = _process(tokenizer).asked([None], TRIAL)
+        _found[template] = broken, lossy
     return _found[template]
 
 
-def _problems(tokenizer) -> Found:
-    """What is wrong with the template, as dialogues of several kinds show it."""
+def _loss(tokenizer) -> str | None:
+    """Which texts the template leaves out; dialogues of several kinds show whether it ends."""
 
     def text(turns: list[dict], **options) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, **options)
 
     (question, reply), lossy = TURNS, None
-    try:
-        for turns, options in (([question, reply], {}), ([question], {"add_generation_prompt": True})):
-            found = text(turns, **options)
-            lost = [turn["content"] for turn in turns if not isinstance(found, str) or turn["content"] not in found]
-            if lost:
-                lossy = f"leaves texts out: of {' and '.join(lost)} nothing is in {_short(repr(found))}"
-    except MemoryError:
-        raise
-    except Exception as error:  # whatever a template's own mistakes lead to
-        return f"cannot render a question and its reply ({_line(error)})", None
+    for turns, options in (([question, reply], {}), ([question], {"add_generation_prompt": True})):
+        found = text(turns, **options)
+        lost = [turn["content"] for turn in turns if not isinstance(found, str) or turn["content"] not in found]
+        if lost:
+            lossy = f"leaves texts out: of {' and '.join(lost)} nothing is in {_short(repr(found))}"
     for turns in (
         [{"role": "system", "content": "be-kind"}, question, reply],
         [question, reply] * 32,
@@ -111,7 +106,7 @@ def _problems(tokenizer) -> Found:
     ):
         with contextlib.suppress(TemplateError, TypeError, ValueError):  # not all have to be admitted, only to end
             text(turns)
-    return None, lossy
+    return lossy
 
 
 def _process(tokenizer) -> "_Process":
@@ -124,7 +119,7 @@ def _process_of(tokenizer, *as_it_is) -> "_Process":
 
 
 Request = tuple[list[dict], dict] | None  # messages and options; None for a trial
-Answer = list[str | None]  # a text, or why the template refuses, or what went wrong; of a trial: what was Found, that
+Answer = list[str | None]  # a text, or why the template refuses (of a trial: what it leaves out), or what went wrong
 
 
 class _Process:
@@ -152,16 +147,15 @@ class _Process:
         while True:
             if self._pipe is None:
                 self._pipe = self._begun()
-            lines = [b""]
             try:
                 self._pipe.sendall(given)
                 lines = [self._answers.readline() for _ in range(count)]
+                if lines[-1].endswith(b"\n"):
+                    return [json.loads(line) for line in lines], None
             except TimeoutError:
                 os.kill(self._child, signal.SIGPROF)
             except ConnectionError:  # it has ended meanwhile
                 pass
-            if lines[-1].endswith(b"\n"):
-                return [json.loads(line) for line in lines], None
             self._pipe, status = None, self._statuses.get()
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
                 return [], f"had not ended {what} after {SECONDS} seconds"
@@ -194,7 +188,8 @@ def _answer_requests(tokenizer, pipe: socket.socket) -> None:
         os.closerange(3, pipe.fileno())  # locks, and others' connections, which end when all have closed them
         os.closerange(pipe.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         with contextlib.suppress(OSError):  # of a system without /proc
-            _limit_memory(_taken() + MEMORY)
+            most, (_, hard) = _taken() + MEMORY, resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
         pipe.settimeout(IDLE)
         given = pipe.makefile("rb")
         while True:
@@ -215,7 +210,7 @@ def _answer_requests(tokenizer, pipe: socket.socket) -> None:
 
 def _answer(tokenizer, request: Request, what: str) -> bytes:
     try:
-        found = _problems(tokenizer) if request is None else _rendered(tokenizer, *request)
+        found = (None, _loss(tokenizer)) if request is None else _rendered(tokenizer, *request)
         return json.dumps([*found, None]).encode()
     except MemoryError:
         problem = f"takes more than {MEMORY >> 30} GB of memory for {what}"
@@ -232,11 +227,6 @@ def _rendered(tokenizer, messages: list[dict], options: dict) -> tuple[str | Non
     if len(text) > LONGEST:
         raise ValueError(f"it makes {len(text):,} characters of them; at most {LONGEST:,} are taken")
     return text, None
-
-
-def _limit_memory(most: int) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _taken() -> int:

@@ -96,7 +96,9 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
                 for part in json.loads(state.read_text())["_data_files"]:
                     check_arrow(state.parent / part["filename"])
             saved = datasets.load_from_disk(str(path))
-        except _library_errors() as error:
+        except UserError:
+            raise
+        except Exception as error:  # whatever the files lead the library's code to
             raise UserError(
                 f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."
             ) from None
@@ -104,7 +106,7 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
     try:
         with tempfile.TemporaryDirectory() as unused:  # where the builder would keep copies, if it were asked to build
             found = datasets.load_dataset_builder(str(path.absolute()), config_name, cache_dir=unused).config.data_files
-    except _library_errors() as error:  # also of a folder with a loading script, which is not run
+    except Exception as error:  # whatever the files lead the library's code to; a loading script is not run
         raise UserError(
             f"{path}: found no data set in this folder ({_first_line(error)}). Give a folder of .jsonl, "
             ".json, .csv or .parquet files, one of save_to_disk, or a file."
@@ -116,15 +118,6 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
         return {split: [read_records(file) for file in paths] for split, paths in files.items()}
     content = hash_of_files(file for paths in files.values() for file in paths)
     return _dataset_splits(_loaded(str(path.absolute()), config_name), str(path), content)  # .bz2, say
-
-
-def _library_errors() -> tuple[type[Exception], ...]:
-    """What `datasets` raises of files that are not as it expects: whatever they lead its code to."""
-    import datasets
-    import yaml
-
-    known = (datasets.exceptions.DatasetsError, yaml.YAMLError)
-    return (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, *known)
 
 
 def _check_folder(path: Path) -> None:
@@ -185,7 +178,7 @@ def _loaded(name: str, config_name: str | None = None):
 
     try:
         return datasets.load_dataset(name, config_name)
-    except _library_errors() as error:
+    except Exception as error:  # whatever the files lead the library's code to
         raise UserError(
             f"{name}: the data set cannot be loaded ({_first_line(error)}). Check the name, or "
             "save it as .jsonl or .parquet files and give those."

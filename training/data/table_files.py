@@ -183,10 +183,9 @@ def check_arrow(path: Path) -> None:
 def _decoded(file: IO[bytes], copy: int | None, columns: list[str], name: str) -> None:
     """Have a process with a limit of memory decode the file, to the descriptor `copy`."""
     limit = largest_content(file)
-    asked = {"columns": columns, "limit": limit, "rows": [BATCH, 100, 1] if copy else [BATCH]}
-    files = [file.fileno()] + ([copy] if copy else [])
-    command = [sys.executable, "-P", str(WORKER), str(file.fileno()), str(copy or -1)]
-    done = subprocess.run(command, input=json.dumps(asked).encode(), capture_output=True, pass_fds=files)
+    asked = json.dumps({"file": file.fileno(), "copy": copy, "columns": columns, "limit": limit}).encode()
+    files = [file.fileno()] + ([] if copy is None else [copy])
+    done = subprocess.run([sys.executable, "-P", str(WORKER)], input=asked, capture_output=True, pass_fds=files)
     said = json.loads(done.stdout or '{"unreadable": "it takes Python down with it"}')
     if "unreadable" in said:
         raise pyarrow.ArrowInvalid(said["unreadable"])

@@ -1,9 +1,7 @@
 """The process that decodes tables of others; `training.data.table_files` starts it, with the files open.
 
-    python -P training/data/table_worker.py FILE COPY       # their descriptors; COPY is -1 for a file of Arrow's
-
-It reads {"columns": names, "limit": bytes, "rows": how many at once, and how many where these have no room} as JSON.
-Of a Parquet file it writes the columns to COPY, as an Arrow stream; of an Arrow stream it only sees how large it
+It reads {"file": its descriptor, "copy": another or null, "columns": names, "limit": bytes} as JSON. Of a Parquet file
+it writes the columns to the copy, as an Arrow stream; of an Arrow stream, which has no copy, it only sees how large it
 becomes. It answers {}, or what went wrong: {"too_large": true}, {"unreadable": in words}, or {"no_room": in words,
 "size": bytes}.
 
@@ -23,6 +21,7 @@ from pyarrow import ipc, parquet
 
 MEMORY = 2 * 2**30  # bytes that this process may take, and TIMES the size of the file besides: its pages may be large
 TIMES = 8
+ROWS = (10_000, 100, 1)  # at once, and where these have no room
 
 
 def copied(source: parquet.ParquetFile, copy: IO[bytes], columns: list[str], limit: int, rows: int) -> dict:
@@ -51,19 +50,18 @@ def measured(file: int, limit: int) -> dict:
     return {}
 
 
-def main(file: int, copy: int) -> dict:
-    """Read what is asked, and try it with ever fewer rows at once; what is answered."""
-    asked = json.loads(sys.stdin.readline())
+def main(file: int, copy: int | None, columns: list[str], limit: int) -> dict:
+    """Try it with ever fewer rows at once; what is answered."""
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # others take addresses that they do not use
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit, (_, hard) = taken + MEMORY + TIMES * os.fstat(file).st_size, resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    for rows in asked["rows"]:
+    most, (_, hard) = taken + MEMORY + TIMES * os.fstat(file).st_size, resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    for rows in ROWS:
         try:
-            if copy < 0:
-                return measured(file, asked["limit"])
+            if copy is None:
+                return measured(file, limit)
             with open(file, "rb", closefd=False) as source, open(copy, "r+b", buffering=0, closefd=False) as target:
-                return copied(parquet.ParquetFile(source), target, asked["columns"], asked["limit"], rows)
+                return copied(parquet.ParquetFile(source), target, columns, limit, rows)
         except MemoryError:
             continue
         except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -72,4 +70,4 @@ def main(file: int, copy: int) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]))))
+    print(json.dumps(main(**json.load(sys.stdin))))

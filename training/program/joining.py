@@ -48,9 +48,7 @@ class MeetingPoint:
                 return None
             message, code = json.loads(store.get(self._failed))
             store.add(self._heard, 1)
-        except (OSError, RuntimeError):  # nobody serves it yet, or not any more
-            return None
-        except (ValueError, TypeError):  # no rank has written that
+        except (OSError, RuntimeError, ValueError, TypeError):  # nobody serves it now, or no rank has written that
             return None
         return str(message), code if code in (1, USER_ERROR) else 1
 

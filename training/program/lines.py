@@ -5,7 +5,6 @@ among the others: HMAC-SHA256 (RFC 2104). The key itself is never sent.
 """
 
 import contextlib
-import hashlib
 import hmac
 import json
 import select
@@ -31,8 +30,7 @@ class Lines:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in (("KEEPIDLE", 10), ("KEEPINTVL", 10), ("KEEPCNT", 3), ("USER_TIMEOUT", CUT_OFF * 1000)):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
-        self._key, self._side = key, b"listener" if listens else b"caller"
-        self._other_side = b"caller" if listens else b"listener"
+        self._key, self._listens = key, listens
         self._said = self._heard = 0  # lines
         self._unsent = self._unread = b""
         self._sending = threading.Lock()
@@ -42,7 +40,7 @@ class Lines:
         with self._sending:
             if len(self._unsent) < HELD_BACK:
                 said = json.dumps(words).encode()
-                self._unsent += self._proof(self._side, self._said, said) + b" " + said + b"\n"
+                self._unsent += self._proof(self._listens, self._said, said) + b" " + said + b"\n"
                 self._said += 1
             with contextlib.suppress(BlockingIOError):
                 self._unsent = self._unsent[self.connection.send(self._unsent) :]
@@ -75,10 +73,10 @@ class Lines:
 
     def _proven(self, line: bytes) -> dict:
         proof, _, said = line.partition(b" ")
-        if not hmac.compare_digest(proof, self._proof(self._other_side, self._heard, said)):
+        if not hmac.compare_digest(proof, self._proof(not self._listens, self._heard, said)):
             raise ValueError("a line without proof")
         self._heard += 1
         return json.loads(said)
 
-    def _proof(self, side: bytes, number: int, said: bytes) -> bytes:
-        return hmac.digest(self._key, b"%b %d %b" % (side, number, said), hashlib.sha256).hex().encode()
+    def _proof(self, of_listener: bool, number: int, said: bytes) -> bytes:
+        return hmac.digest(self._key, b"%d %d %b" % (of_listener, number, said), "sha256").hex().encode()

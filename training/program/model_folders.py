@@ -200,7 +200,7 @@ def _link_complete(output_dir: Path) -> None:
     complete = output_dir / COMPLETE
     (output_dir / "config.json").unlink(missing_ok=True)  # from here to the end nothing there can be loaded
     files = [path for path in complete.iterdir() if path.is_file() and not path.is_symlink()]
-    others = Written.read(output_dir).model_files(".") - {Path(path.name) for path in files}
+    others = Written.read(output_dir).model_files(["."]) - {Path(path.name) for path in files}
     written.remove_files(output_dir, others)
     for file in sorted(files, key=lambda path: path.name == "config.json"):
         link = output_dir / f"{file.name}.tmp"

@@ -39,7 +39,6 @@ def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
     _check_names(output_dir)
     _check_apart(args, output_dir)
     for name, folder in folders.items():
-        written.Written.read(folder)  # raises for one that names files elsewhere
         # A run that died before its first restart point begins again.
         begun = getattr(args, "resume", None) == AUTO and written.only_begun(folder)
         _check_own(name, folder, args.overwrite_output_dir or resumed or begun, args.overwrites)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from engine.errors import RunStopped, UserError, shown_command
 from engine.files import read_text
+from engine.json_objects import parsed
 from training.program.processes import start_of, this_machine
 
 LOCK_FILE = "run.lock"
@@ -176,8 +177,8 @@ def this_process() -> dict:
 def read(path: Path) -> dict:
     """What a lock file says; {} where there is none, or none that can be read."""
     try:
-        found = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError):
+        found = parsed(read_text(path))
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.errors import UserError, shortened
 from engine.files import read_text
+from engine.json_objects import parsed
 from engine.whole_files import PARTIAL, write_whole
 from training.reporting.run_record import RUN_FILE
 from training.restarts.layout import MANIFEST
@@ -85,32 +85,22 @@ class Written:
 
     @classmethod
     def read(cls, folder: Path) -> "Written":
-        """The folder's list; without one, what an older version of the program left there. It may be empty.
-
-        Raises: UserError for a list that names what does not lie in the folder.
-        """
+        """The folder's list; without one, what an older version of the program left there. It may be empty."""
         try:
-            found = json.loads(read_text(folder / WRITTEN_FILE))
+            found = parsed(read_text(folder / WRITTEN_FILE))
             models = {name: [str(file) for file in files] for name, files in found["models"].items()}
-            listed = cls(folder, [str(name) for name in found["files"]], models)
+            return cls(folder, [str(name) for name in found["files"]], models)
         except FileNotFoundError:
             return cls._of_older_version(folder)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls(folder)  # damaged: nothing is known to be the program's
-        for name in (*map(Path, listed.files), *listed.model_files(listed.models)):
-            if name.is_absolute() or ".." in name.parts:
-                raise UserError(
-                    f"{folder / WRITTEN_FILE}: it names {shortened(str(name))}, which does not lie in that folder: "
-                    "this program wrote no such list. Give another folder, or remove the list."
-                )
-        return listed
 
     @classmethod
     def _of_older_version(cls, folder: Path) -> "Written":
         try:
-            if "starts" not in json.loads(read_text(folder / RUN_FILE)):
+            if "starts" not in parsed(read_text(folder / RUN_FILE)):
                 return cls(folder)
-        except (OSError, ValueError, TypeError, RecursionError):
+        except (OSError, ValueError, TypeError):
             return cls(folder)
         models = {
             name: sorted(path.name for pattern in OLD_MODEL_FILES for path in (folder / name).glob(pattern))
@@ -127,7 +117,8 @@ class Written:
 
     def has(self, name: str) -> bool:
         """Whether the list names this file; no * or ? in it stands for a /."""
-        return name in self.files or any(_matches(name, pattern) for pattern in self.files if pattern != POINTS)
+        patterns = (one for one in self.files if one != POINTS and one.count("/") == name.count("/"))
+        return name in self.files or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
     def present(self) -> list[Path]:
         """The files and restart points of the list that stand there, models aside."""
@@ -137,12 +128,6 @@ class Written:
     def model_files(self, names: Iterable[str]) -> set[Path]:
         """What the list names of these models, relative to the folder."""
         return {Path(name, file) for name in names for file in self.models.get(name, ())}
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if name.count("/") != pattern.count("/"):
-        return False
-    return all(map(fnmatch.fnmatchcase, name.split("/"), pattern.split("/")))
 
 
 def is_point(path: Path) -> bool:
@@ -204,10 +189,9 @@ def remove_earlier(folder: Path) -> list[str]:
     listed = Written.read(folder)
     for path in listed.present():
         _remove(path)
-        for parent in path.relative_to(folder).parents:
+        for parent in path.relative_to(folder).parents[:-1]:
             with contextlib.suppress(OSError):
-                if parent != Path():
-                    (folder / parent).rmdir()
+                (folder / parent).rmdir()
     listed.files = []
     _announced.pop(folder, None)
     if folder.is_dir() and (listed.models or (folder / WRITTEN_FILE).exists()):
@@ -261,8 +245,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     try:
-        names = list(json.loads(read_text(path / MANIFEST))["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        names = list(parsed(read_text(path / MANIFEST))["files"])
+    except (OSError, ValueError, KeyError, TypeError):
         shutil.rmtree(path)
         return
     remove_files(path, names)

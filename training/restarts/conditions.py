@@ -133,6 +133,7 @@ class Conditions:
             "--critic_pretrain_steps": args.critic_pretrain_steps or None,
             "--critic_pretrain_learning_rate": args.critic_pretrain_learning_rate,
         }
+        urls = without_query(" ".join(args.reward_url or ()))
         settings = {
             **fields,
             **{f"--{name}": getattr(args, name) for name in MODELS},
@@ -140,11 +141,7 @@ class Conditions:
             TOTAL_STEPS: total_steps,
             MICRO_BATCH: args.per_device_training_batch_size,
             RANKS: distributed.world_size(),
-            **(
-                {URL: without_query(" ".join(args.reward_url)), f"{URL}_form": args.reward_url_form}
-                if args.reward_url
-                else {}
-            ),
+            **({URL: urls, f"{URL}_form": args.reward_url_form} if urls else {}),
             **{f"--{role}_zero_stage": args.stage(role) for role in ("actor", "critic")},
             **lora_rates(args),
         }

@@ -61,8 +61,7 @@ class Gate:
         """Whether the whole body has come, into `body`; otherwise the request has been answered, or its client has
         gone."""
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        too_large = announced.isdigit() and int(announced) > self.max_body
-        more, no_room = not too_large, False
+        too_large, no_room, more = announced.isdigit() and int(announced) > self.max_body, False, True
         try:
             async with asyncio.timeout(self.body_seconds):
                 while more and not (too_large or no_room):

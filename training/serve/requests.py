@@ -39,9 +39,8 @@ USUAL: dict[str, Sequence[Any]] = {
 
 Text = Annotated[str, Field(min_length=1)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-SHORT = Field(
-    max_length=MOST, fail_fast=True
-)  # the first item that is wrong ends the reading, and so does one too many
+# The first item that is wrong ends the reading, and so does one too many.
+SHORT = Field(max_length=MOST, fail_fast=True)
 Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
@@ -269,9 +268,8 @@ def nested(body: bytes) -> int:
 
 def _refusal(error: ValidationError) -> RequestError:
     found = error.errors(include_url=False, include_input=False)
-    first = next(
-        (each for each in found if each["type"] == "too_long"), found[0]
-    )  # behind it stand other kinds of value
+    # Behind it stand other kinds of value.
+    first = next((each for each in found if each["type"] == "too_long"), found[0])
     if first["type"] == "json_invalid":
         return RequestError(400, f"the body is no JSON: {first['ctx']['error']}")
     if first["type"] == "model_type":

@@ -16,15 +16,15 @@ from training.data.tokens import TextEncoder
 
 GOOD = "{% for m in messages %}{{ m.role }} : {{ m.content }}<|im_end|>{% endfor %}"
 BROKEN = {
-    "syntax": ("{% for m in messages %}", r"cannot render a question and its reply \(.*Unexpected end of template"),
-    "filter": ("{{ messages | no_such }}", r"cannot render .*No filter named 'no_such'"),
-    "raise": ("{{ raise_exception('not me') }}", r"cannot render .*\(not me\)"),
-    "type": ("{{ messages + 3 }}", r"cannot render .*can only concatenate list"),
-    "attribute": ("{{ messages.a.b.c }}", r"cannot render .*has no attribute"),
-    "number": (3, "cannot render a question and its reply"),
-    "names": ({"tool_use": GOOD}, r"cannot render .*default"),
-    "sandbox": ("{{ messages.__class__.__mro__[1].__subclasses__() }}", r"cannot render .*unsafe"),
-    "macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "cannot render .*recursion"),
+    "syntax": ("{% for m in messages %}", r"fails with a question and its reply \(.*Unexpected end of template"),
+    "filter": ("{{ messages | no_such }}", r"fails with .*No filter named 'no_such'"),
+    "raise": ("{{ raise_exception('not me') }}", r"fails with .*\(not me\)"),
+    "type": ("{{ messages + 3 }}", r"fails with .*can only concatenate list"),
+    "attribute": ("{{ messages.a.b.c }}", r"fails with .*has no attribute"),
+    "number": (3, "fails with a question and its reply"),
+    "names": ({"tool_use": GOOD}, r"fails with .*default"),
+    "sandbox": ("{{ messages.__class__.__mro__[1].__subclasses__() }}", r"fails with .*unsafe"),
+    "macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails with .*recursion"),
 }
 ENDLESS = {
     "loops": "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from engine.errors import UserError
 from training.program import written
 from training.program.written import POINTS, Written
 from training.restarts.layout import point_folder
@@ -28,12 +27,14 @@ def folder(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../theirs", "samples/../../theirs", "..", "../*"])
-def test_a_list_of_what_lies_elsewhere_is_refused(name, tmp_path):
-    for files, models in (([name], {}), ([], {".": [name]}), ([], {name: ["config.json"]})):
-        listed(tmp_path, *files, **models)
-        with pytest.raises(UserError, match=r"written.json: it names '.*', which does not lie in that folder"):
-            Written.read(tmp_path)
+def test_nothing_is_removed_that_a_list_names_elsewhere(tmp_path):
+    folder, theirs = tmp_path / "out", tmp_path / "theirs"
+    theirs.write_text("theirs")
+    names = [str(theirs), "../theirs", "../*", "samples/../../theirs"]
+    listed(folder, *names, **{".": names, "..": ["theirs"], str(tmp_path): ["theirs"]})
+    written.remove_earlier(folder)
+    written.remove_other_models(folder, kept=[])
+    assert theirs.is_file() and Written.read(folder) == Written(folder)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"files": 1, "models": {}}', '{"files": [], "models": {"": 5}}'])
