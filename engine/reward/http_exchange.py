@@ -8,6 +8,7 @@ Proxies are taken from the environment as urllib does, never for addresses of th
 import contextlib
 import http.client
 import ipaddress
+import re
 import socket
 import ssl
 import threading
@@ -17,7 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from engine.errors import shortened
 
@@ -176,12 +177,14 @@ def _of_status(error: urllib.error.HTTPError) -> Fault | Mistake:
     body = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         body = error.read(SHOWN)
-    query = urlsplit(error.url).query  # it may be a key, and be said again
-    told, elsewhere = (
-        text.replace(query, "...") if query else text
-        for text in (body.decode(errors="replace"), _plain(error.headers.get("Location")))
+    query = urlsplit(error.url).query  # it may hold a key, and be said again
+    secrets = [query, *(value for _, value in parse_qsl(query) if len(value) > 3)]
+    hidden = re.compile("|".join(re.escape(secret) for secret in secrets if secret) or "(?!)")
+    told, reason, elsewhere = (
+        hidden.sub("...", text)
+        for text in (body.decode(errors="replace"), _plain(error.reason), _plain(error.headers.get("Location")))
     )
-    said = f"answered {error.code} {_plain(error.reason)}" + (f" {shortened(told)}" if told else "")
+    said = f"answered {error.code} {reason}" + (f" {shortened(told)}" if told else "")
     if error.code == 429 or error.code >= 500:
         return Fault(said, retry_after(error.headers.get("Retry-After"), datetime.now(UTC)))
     if 300 <= error.code < 400:

@@ -52,7 +52,11 @@ def test_what_a_terminal_would_obey_is_left_out(answer, kind, told):
 
 @pytest.mark.parametrize(
     "head, body",
-    [("404 Not Found", b"no POST /score?key=SECRET"), ("302 Found\r\nLocation: https://a/score?key=SECRET", b"")],
+    [
+        ("404 Not Found", b"no POST /score?key=SECRET"),
+        ("302 Found\r\nLocation: https://a/score?key=SECRET", b""),
+        ("403 no SECRET", b"SECRET at /score?... is none"),
+    ],
 )
 def test_a_key_that_a_server_says_again_is_left_out(head, body):
     answer = f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body

@@ -145,7 +145,8 @@ class _Process:
 
     def _told(self, given: bytes, count: int, what: str) -> tuple[list[Answer], str | None]:
         while True:
-            if self._pipe is None:
+            kept = self._pipe is not None
+            if not kept:
                 self._pipe = self._begun()
             try:
                 self._pipe.sendall(given)
@@ -159,7 +160,7 @@ class _Process:
             self._pipe, status = None, self._statuses.get()
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
                 return [], f"had not ended {what} after {SECONDS} seconds"
-            if status != 0:
+            if status != 0 and not kept:  # a kept one may have been ended by others, and another one is tried
                 return [], "takes Python down with it"
 
     def _begun(self) -> socket.socket:

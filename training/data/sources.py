@@ -92,9 +92,10 @@ def _folder_splits(path: Path, config_name: str | None = None) -> dict[str, list
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         content = hash_of_files(file for file in sorted(path.rglob("*")) if file.is_file())
         try:
-            for state in sorted(path.rglob("state.json")):
-                for part in json.loads(state.read_text())["_data_files"]:
-                    check_arrow(state.parent / part["filename"])
+            several = path / "dataset_dict.json"
+            for name in json.loads(several.read_text())["splits"] if several.exists() else ["."]:
+                for part in json.loads((path / name / "state.json").read_text())["_data_files"]:
+                    check_arrow(path / name / part["filename"])
             saved = datasets.load_from_disk(str(path))
         except UserError:
             raise

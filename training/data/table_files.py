@@ -186,7 +186,7 @@ def _decoded(file: IO[bytes], copy: int | None, columns: list[str], name: str) -
     asked = json.dumps({"file": file.fileno(), "copy": copy, "columns": columns, "limit": limit}).encode()
     files = [file.fileno()] + ([] if copy is None else [copy])
     done = subprocess.run([sys.executable, "-P", str(WORKER)], input=asked, capture_output=True, pass_fds=files)
-    said = json.loads(done.stdout or '{"unreadable": "it takes Python down with it"}')
+    said = json.loads(done.stdout.splitlines()[-1] if done.stdout else '{"unreadable": "it takes Python down with it"}')
     if "unreadable" in said:
         raise pyarrow.ArrowInvalid(said["unreadable"])
     if "no_room" in said:

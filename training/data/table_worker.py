@@ -9,6 +9,7 @@ A kilobyte of Parquet may stand for gigabytes, of which neither its footer nor i
 are decoded; and only a process can be given so much memory and no more. It imports nothing of ours.
 """
 
+import errno
 import json
 import os
 import resource
@@ -33,10 +34,7 @@ def copied(source: parquet.ParquetFile, copy: IO[bytes], columns: list[str], lim
         for batch in source.iter_batches(rows, columns=columns, use_threads=False):  # each thread takes addresses
             if copy.tell() + batch.nbytes > limit:
                 return {"too_large": True}
-            try:
-                writer.write_batch(batch)
-            except OSError as error:
-                return {"no_room": error.strerror or str(error), "size": copy.tell()}
+            writer.write_batch(batch)
     return {}
 
 
@@ -65,6 +63,8 @@ def main(file: int, copy: int | None, columns: list[str], limit: int) -> dict:
         except MemoryError:
             continue
         except (pyarrow.ArrowException, OSError, ValueError) as error:
+            if copy is not None and getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                return {"no_room": os.strerror(error.errno), "size": os.fstat(copy).st_size}
             return {"unreadable": str(error)}
     return {"too_large": True}
 

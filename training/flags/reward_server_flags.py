@@ -84,8 +84,8 @@ class RewardServerFlags(RewardFunctionFlags):
 
 
 def check_reward_url(url: str) -> None:
-    """Raise UserError for what is no URL of a server, or holds a user's name; a password in it is not shown."""
-    shown = without_query(re.sub("//.*@[^/]*", "//...", url))
+    """Raise UserError for what is no URL of a server, or holds a user's name; a password or key in it is not shown."""
+    shown = re.sub("//.*@[^/]*", "//...", url).partition("?")[0]
     try:
         parts = urlsplit(url)
         whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

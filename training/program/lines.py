@@ -7,7 +7,6 @@ among the others: HMAC-SHA256 (RFC 2104). The key itself is never sent.
 import contextlib
 import hmac
 import json
-import select
 import socket
 import threading
 
@@ -52,11 +51,13 @@ class Lines:
         what bears no proof, or has no end. What had come before that is returned first: the last words of a process
         that died.
         """
-        while len(self._unread) <= LONGEST and select.select([self.connection], [], [], 0)[0]:
+        while len(self._unread) <= LONGEST:
             try:
                 data = self.connection.recv(1 << 16)
                 if not data:
                     raise ConnectionResetError
+            except BlockingIOError:
+                break
             except OSError:
                 if b"\n" in self._unread:
                     break

@@ -7,6 +7,7 @@ import sys
 import time
 
 from engine import trace
+from engine.errors import UserError
 from training.program.error_file import write_error_file
 from training.program.lines import Lines
 from training.program.phases import place
@@ -29,7 +30,13 @@ class Member:
         self._states: dict[int, str] = {}
         self._quiet, self._lost_for, self._round = 0, 0, 0.0
         self._lost: str | None = None
-        self._lines = Lines(socket.create_connection(address, timeout=60), key)
+        try:
+            self._lines = Lines(socket.create_connection(address, timeout=60), key)
+        except OSError as error:
+            raise UserError(
+                f"rank {rank} cannot connect to rank 0 at {address[0]}:{address[1]} ({error.strerror or error}), where "
+                "the ranks are watched. Open the ports of the nodes to each other."
+            ) from None
         self.say()
 
     def say(self, **words) -> dict:

@@ -12,7 +12,6 @@ process group, and once all ranks have come, nobody can connect any more.
 """
 
 import contextlib
-import ipaddress
 import os
 import secrets
 import selectors
@@ -80,13 +79,13 @@ class Verdict:
 
 
 class RollCall(threading.Thread):
-    """Rank 0's side."""
+    """Rank 0's side. host: the address at which it listens; EVERYWHERE where ranks know this host by several."""
 
-    def __init__(self, world: int, timeout_minutes: float):
+    def __init__(self, world: int, timeout_minutes: float, host: str = "127.0.0.1"):
         super().__init__(name="roll call", daemon=True)
         self.key, self.timeout = secrets.token_bytes(32), timeout_minutes * 60 / ROUND
         self.ranks = [Rank(number) for number in range(world)]
-        self._listener = _listener(world)
+        self._listener = _listener(host, max(world, 128))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -258,15 +257,21 @@ class RollCall(threading.Thread):
         return min(groups.values(), key=lambda group: (len(group), _since(group))) if len(groups) > 1 else []
 
 
-def _listener(world: int) -> socket.socket:
-    """Where the ranks meet; at all addresses only where the others know this host by one that it has not itself."""
+def meeting_address() -> str:
+    """Where this rank finds rank 0: on this machine where all ranks are, or else at MASTER_ADDR, as it knows it."""
     here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
-    name = "127.0.0.1" if here == str(world) else os.environ.get("MASTER_ADDR", "127.0.0.1")
-    backlog = max(world, 128)
-    with contextlib.suppress(OSError):
-        family, _, _, _, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
-        if name in ("localhost", address[0]) or not ipaddress.ip_address(address[0]).is_loopback:
-            return socket.create_server(address, family=family, backlog=backlog)
+    name = "127.0.0.1" if here == os.environ.get("WORLD_SIZE") else os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        return str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return name
+
+
+def _listener(host: str, backlog: int) -> socket.socket:
+    with contextlib.suppress(OSError):  # an address that leads here and is not this machine's own
+        return socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog
+        )
     return socket.create_server((EVERYWHERE, 0), backlog=backlog)
 
 

@@ -24,7 +24,7 @@ from training.program.launchers import Launchers
 from training.program.member import Member, print_line
 from training.program.phases import place
 from training.program.processes import is_another_rank
-from training.program.roll_call import EVERYWHERE, USER_ERROR, RollCall, Verdict
+from training.program.roll_call import EVERYWHERE, USER_ERROR, RollCall, Verdict, meeting_address
 from training.program.stopping import SIGNALS, Followed, Reason, StopRequest, listening
 
 SECONDS = 1.0  # between looks
@@ -75,14 +75,16 @@ class Watch:
         """Take part in the roll call of the process group (all ranks call this, once it stands)."""
         if distributed.world_size() == 1:
             return
-        address = None
+        address, own = None, meeting_address()
+        known = set(distributed.all_gather_objects(own))
         if distributed.is_main():
-            self._roll_call = RollCall(distributed.world_size(), self.timeout_minutes)
+            listens = own if len(known) == 1 else EVERYWHERE
+            self._roll_call = RollCall(distributed.world_size(), self.timeout_minutes, listens)
             self._roll_call.start()
             address = self._roll_call.address, self._roll_call.key
         (host, port), key = distributed.broadcast_object(address)
         if host == EVERYWHERE:
-            host = "127.0.0.1" if distributed.is_main() else os.environ["MASTER_ADDR"]
+            host = "127.0.0.1" if distributed.is_main() else own
         self.member = Member(distributed.rank(), (host, port), key)
         place.told = self._say_place
 

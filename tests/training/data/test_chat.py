@@ -1,6 +1,8 @@
 """Chat templates that are broken, leave texts out, or never end: one message, whichever data are read."""
 
 import json
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -136,6 +138,13 @@ def test_a_process_that_is_asked_for_nothing_ends_and_has_a_successor(monkeypatc
     for _ in range(2):
         assert chat.render(tokenizer, messages) == "user : a<|im_end|>"
         until(lambda: not Path(f"/proc/{process._child}").exists(), 30)
+
+
+def test_a_process_that_others_have_ended_has_a_successor():
+    tokenizer, messages = chat_tokenizer(GOOD), [{"role": "user", "content": "b"}]
+    for _ in range(2):
+        assert chat.render(tokenizer, messages) == "user : b<|im_end|>"
+        os.kill(chat._process(tokenizer)._child, signal.SIGTERM)
 
 
 def test_a_tokenizer_that_was_changed_is_rendered_with_as_it_is():

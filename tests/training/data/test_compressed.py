@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import resource
 import tempfile
 from pathlib import Path
 
@@ -216,6 +217,17 @@ def test_without_room_for_the_content(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "TemporaryFile", lambda: Path("/dev/full").open("wb"))  # noqa: SIM115
     with pytest.raises(UserError, match=r"into a temporary file \(No space left on device\)\. Set TMPDIR to a folder"):
         read_records(path)
+
+
+def test_without_room_for_the_rows_of_a_parquet_file(tmp_path):
+    parquet.write_table(pyarrow.table({"text": ["a" * 1000] * 100}), tmp_path / "rows.parquet")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"temporary file of data cannot be written \(File too large\)"):
+            read_records(tmp_path / "rows.parquet")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,9 @@ def test_what_save_to_disk_wrote(tmp_path, with_test):
     source = open_source(path)
     assert texts_of(source.training) == ["a", "b"] and texts_of(source.held_out) == ["b"] * with_test
     assert source.training[0][1] == (f"{path}, split train, record 2", {"text": "b"})
+    (tmp_path / "saved" / "other").mkdir()
+    (tmp_path / "saved" / "other" / "state.json").write_text('{"epoch": 1}')  # another program's
+    assert texts_of(open_source(path).training) == ["a", "b"]
     (tmp_path / "saved" / ("train" if with_test else "") / "state.json").write_text("{")
     with pytest.raises(UserError, match="saved: found a data set of save_to_disk that is broken"):
         open_source(path)

@@ -79,7 +79,12 @@ def test_a_key_in_a_url_is_neither_shown_nor_written():
     assert (
         shown_command(["a b", f"--reward_url={given}", "http://me:SECRET@b/"]) == f"'a b' --reward_url={URL} http://b/"
     )
-    for words in (("--reward_url", given, given), ("--reward_url_patience", given), ("--seed", "1", given)):
+    for words in (
+        ("--reward_url", given, given),
+        ("--reward_url_patience", given),
+        ("--seed", "1", given),
+        ("--reward_url", "h:1/p?key=SECRET"),
+    ):
         with pytest.raises(UserError) as error:
             parse(*words, flags_class=RLHFFlags)
         assert "SECRET" not in str(error.value)

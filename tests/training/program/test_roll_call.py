@@ -189,3 +189,29 @@ def test_where_rank_0_was_is_known_though_nobody_listened_before_it_died(two_ran
         time.sleep(0.1)
     assert verdict(members[1:]).code == 1
     assert "has died in phase train of step 3" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "place, found",
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_SIZE": "2", "MASTER_ADDR": "no.such.host"}, "127.0.0.1"),
+        ({"WORLD_SIZE": "2", "LOCAL_SIZE": "1", "MASTER_ADDR": "10.1.2.3"}, "10.1.2.3"),
+        ({"WORLD_SIZE": "2", "LOCAL_SIZE": "1", "MASTER_ADDR": "localhost"}, "127.0.0.1"),  # as some set it on rank 0
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "::1"}, "::1"),
+    ],
+)
+def test_each_rank_has_an_address_of_rank_0(monkeypatch, place, found):
+    for name in ("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert roll_call.meeting_address() == found
+
+
+@pytest.mark.parametrize(
+    "host, listens", [("127.0.0.1", "127.0.0.1"), ("192.0.2.1", "0.0.0.0"), ("no.host", "0.0.0.0")]
+)
+def test_rank_0_listens_where_it_can_be_found(host, listens):
+    call = RollCall(2, 30, host)
+    assert call.address[0] == listens
+    call._listener.close()
