@@ -94,12 +94,14 @@ def check_results(module: Backbone, call: Callable[..., Any], what: str) -> None
 
 def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tensor:
     """By transformers alone, log-probs (B, T - 1) or values (B, T) of a batch (B, T) without padding."""
+    config = copy.deepcopy(module.model.config)  # what forward passes return is as the engine has it
+    config.tie_word_embeddings = type(config).from_pretrained(module.base).tie_word_embeddings  # an adapter may untie
     with torch.random.fork_rng(devices=[sequences.device] if sequences.is_cuda else []):
         plain: Any = (
             type(module.model)
             .from_pretrained(
                 module.base,
-                config=copy.deepcopy(module.model.config),  # what forward passes return is as the engine has it
+                config=config,
                 dtype=next(module.parameters()).dtype,
                 attn_implementation=module.model.base_model.config._attn_implementation,
             )
@@ -107,9 +109,9 @@ def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tenso
         )
         adapter = module.start or module.merged
         if adapter is not None:
-            config = copy.copy(adapter.config)
-            config.task_type = None  # a critic may be made of a language model's adapter
-            PeftModel.from_pretrained(plain, adapter.path, config=config)  # in place
+            peft_config = copy.copy(adapter.config)
+            peft_config.task_type = None  # a critic may be made of a language model's adapter
+            PeftModel.from_pretrained(plain, adapter.path, config=peft_config)  # in place
     plain.eval()
     if head is None:
         logprobs = plain(sequences, use_cache=False).logits[:, :-1].float().log_softmax(-1)
