@@ -1,5 +1,5 @@
-"""JSON of others: what is none in any way is a ValueError, and no name of an object may stand twice, where Python's own
-reading keeps the last value in silence.
+"""JSON of others: whatever is wrong with it is a ValueError; no name of an object may stand twice, of which Python's
+own reading keeps the last value in silence.
 
     parsed(text)
     json.loads(text, object_pairs_hook=unique)

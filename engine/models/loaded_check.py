@@ -95,7 +95,9 @@ def check_results(module: Backbone, call: Callable[..., Any], what: str) -> None
 def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tensor:
     """By transformers alone, log-probs (B, T - 1) or values (B, T) of a batch (B, T) without padding."""
     config = copy.deepcopy(module.model.config)  # what forward passes return is as the engine has it
-    config.tie_word_embeddings = type(config).from_pretrained(module.base).tie_word_embeddings  # an adapter may untie
+    own = type(config).from_pretrained(module.base)
+    if hasattr(own, "tie_word_embeddings"):  # an adapter of the head unties it in the engine's
+        config.tie_word_embeddings = own.tie_word_embeddings
     with torch.random.fork_rng(devices=[sequences.device] if sequences.is_cuda else []):
         plain: Any = (
             type(module.model)

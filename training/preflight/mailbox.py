@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 
 from engine import distributed
 from engine.errors import UserError
+from engine.json_objects import parsed
 from training.program.environment import AGENTS_STORE
 
 BETWEEN = 0.1  # seconds between looks, of each rank
@@ -83,7 +84,7 @@ class Mailbox:
             key = f"{self._number}/{number}"
             if number not in self._taken and self._store.check([key]):
                 self._taken.add(number)
-                letter = _parsed(self._store.get(key))
+                letter = _object(self._store.get(key))
                 found += [letter] if isinstance(letter.get("rank"), int) else []
         return found
 
@@ -105,7 +106,7 @@ class Mailbox:
                     raise NoAnswer(f"rank 0 has said nothing for {seconds:.0f} s")
                 reached()
                 time.sleep(BETWEEN)
-            found = _parsed(self._store.get(key))
+            found = _object(self._store.get(key))
         except RuntimeError as error:
             raise NoAnswer(f"rank 0 has gone ({str(error).splitlines()[0]})") from None
         if not found:
@@ -113,11 +114,11 @@ class Mailbox:
         return found
 
 
-def _parsed(text: bytes) -> dict:
+def _object(text: bytes) -> dict:
     """What stands in the store, which anybody who reaches it can write to; empty for what is no object."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parsed(text)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -150,7 +150,11 @@ class RollCall(threading.Thread):
             self._drop(lines, f"is cut off ({error.strerror})")
         for beat in beats:
             if lines in self._strangers:
-                self._know(lines, self.ranks[beat["rank"]])
+                rank = self.ranks[beat["rank"]]
+                if any(rank is known for known in self._lines.values()):  # its words, heard and said again by another
+                    self._drop(lines)
+                    return
+                self._know(lines, rank)
             rank = self._lines[lines]
             heard.add(rank.number)
             rank.beat = beat

@@ -172,6 +172,19 @@ def test_strangers_are_told_nothing_and_change_nothing(monkeypatch):
         one.close()
 
 
+def test_a_rank_has_one_connection_and_another_one_takes_nobodys_place():
+    call = RollCall(3, timeout_minutes=30)
+    call.start()
+    members = [Member(rank, call.address, call.key) for rank in (0, 1)]
+    assert verdict(members, seconds=1) is None
+    again = Member(1, call.address, call.key)  # as one who says again what rank 1 has said
+    assert verdict(members, seconds=2) is None and len(call._lines) == 2 and not call._strangers
+    members.append(Member(2, call.address, call.key))
+    assert verdict(members, seconds=2) is None and all(rank.beat for rank in call.ranks)
+    for one in [call, again, *members]:
+        one.close()
+
+
 def test_what_a_terminal_would_obey_is_shown(capfd):
     print_line("one\x1b]0;title\x07\n\ttwo é")
     assert capfd.readouterr().err == "one\\x1b]0;title\\x07\n\ttwo é\n"
