@@ -202,6 +202,8 @@ class PPOTrainer:
         for add_to in self.step_metrics:
             add_to(metrics, batch, algorithm)
         clock.add_to(metrics, tokens=sampled.tokens)
+        if self.rollouts.fallback is not None:
+            metrics.add_max("speed/decoding_fallback", float(self.rollouts.fallback != ""))
         own = algorithm.dialect.critic_passes[0] if algorithm.dialect.critic_learns_apart else self.epochs_made
         epochs = self.epochs_made * trains_actor, own
         self.arithmetic.add_to(metrics, clock.seconds, sampled.drawn, experience, *epochs)

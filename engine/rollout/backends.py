@@ -26,6 +26,16 @@ class _SampledRollouts(RolloutBackend):
         for each in (self.copies, *others):
             each.let_go = self._let_go
 
+    @property
+    def decoding_ran(self) -> str:
+        """As Sampler.decoding_ran."""
+        return self.sampler.decoding_ran
+
+    @property
+    def fallback(self) -> str | None:  # type: ignore[override]
+        """As Sampler.fallback."""
+        return self.sampler.fallback
+
     def _responses(self, policy: Backbone, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         policy.take_role(None)  # whichever it computed as last
         return self.sampler.responses(policy.model, prompts, sampling, self.finished)
@@ -47,7 +57,7 @@ class ReplicaRollouts(_SampledRollouts):
     Weights are gathered once per update, tokens cost no communication. With tensor-parallel copies a group of ranks
     holds one module, decodes the rows of all of them, and sums what its parts compute, twice in each layer.
 
-    decoding: as in Sampler. others: copies of other models, to be released with those of the actor.
+    decoding, row_length: as in Sampler. others: copies of other models, to be released with those of the actor.
     """
 
     def __init__(
@@ -58,9 +68,11 @@ class ReplicaRollouts(_SampledRollouts):
         copies: PlainCopies | None = None,
         decoding: str = "plain",
         others: Sequence[PlainCopies] = (),
+        row_length: int = 0,
     ):
         group = None if copies is None else copies.group_of(actor)
-        super().__init__(actor, copies, Sampler(tokenizer, rows_at_once, decoding=decoding, group=group), others)
+        sampler = Sampler(tokenizer, rows_at_once, decoding=decoding, group=group, row_length=row_length)
+        super().__init__(actor, copies, sampler, others)
         self.rows_at_once, self.copied = rows_at_once, True
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
@@ -89,7 +101,7 @@ class ReplicaRollouts(_SampledRollouts):
 
     def _decode(self, **how) -> None:
         """Have a new sampler decode, as many rows at once as at the beginning. how: as in Sampler."""
-        self.sampler = Sampler(self.sampler.tokenizer, self.rows_at_once, **how)
+        self.sampler = Sampler(self.sampler.tokenizer, self.rows_at_once, row_length=self.sampler.row_length, **how)
 
 
 class Zero3Rollouts(_SampledRollouts):

@@ -37,8 +37,9 @@ class Batch:
     def move(self, sources: list[int], targets: list[int], kept: int, longest: int) -> None:
         """Put rows in others' places, and keep the first `kept` in use. longest: tokens in the longest row."""
         if targets:
-            self.cache.move_rows(sources, targets, self.slot - longest, self.slot)
-            self.mask[targets], self.pending[targets] = self.mask[sources], self.pending[sources]
+            old, new = torch.tensor([sources, targets], device=self.mask.device)
+            self.cache.move_rows(old, new, self.slot - longest, self.slot)
+            self.mask[new], self.pending[new] = self.mask[old], self.pending[old]
         self.pending = self.pending[:kept]
 
     def make_room(self, tokens: int, longest: int) -> None:

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+SLOTS = 16
 
 
 class Window:
@@ -51,7 +52,11 @@ class SlotCache(Cache):
         super().__init__(layer_class_to_replicate=lambda: _Slots(self.window, self.room))
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Have memory for so many rows and slots; what was there is kept if it is enough, and else grows."""
+        """Have memory for so many rows and slots; what was there is kept if it is enough, and else grows.
+
+        Slots are rounded up to multiples of SLOTS: attention kernels of GPUs copy masks of other widths.
+        """
+        slots = -(-slots // SLOTS) * SLOTS
         if rows > self.room.rows or slots > self.room.slots:
             rows, slots = max(rows, self.room.rows), max(slots, self.room.slots)
             self.free()
@@ -62,21 +67,22 @@ class SlotCache(Cache):
         self.layers.clear()
         self.room.rows = self.room.slots = 0
 
-    def move_rows(self, sources: list[int], targets: list[int], start: int, end: int) -> None:
-        """Copy rows over others, within slots [start, end)."""
-        for tensor in self._tensors():
+    def move_rows(self, sources: Tensor, targets: Tensor, start: int, end: int) -> None:
+        """Copy rows (N,) int64 over others (N,), within slots [start, end)."""
+        for tensor in self.tensors():
             tensor[targets, :, start:end] = tensor[sources, :, start:end]
 
     def shift(self, rows: int, start: int, end: int, by: int) -> None:
         """Move slots [start, end) of the first `rows` rows to the left."""
-        for tensor in self._tensors():
+        for tensor in self.tensors():
             tensor[:rows, :, start - by : end - by] = tensor[:rows, :, start:end].clone()
 
     def parts(self, rows: slice, slots: slice) -> tuple[Tensor, ...]:
         """Of each layer in turn keys and values (rows, heads, slots, d): views, which may be written to."""
-        return tuple(tensor[rows, :, slots] for tensor in self._tensors())
+        return tuple(tensor[rows, :, slots] for tensor in self.tensors())
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """Of each layer in turn keys and values (rows, heads, slots, d), of those that there are yet."""
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
 
@@ -144,9 +150,6 @@ class _Slots(CacheLayerMixin):
             states.new_zeros(self.room.rows, states.shape[1], self.room.slots, states.shape[-1])
             for states in (key_states, value_states)
         )
-        if self.keys.is_cuda:  # CUDA graphs leave alone what is written to, unless it is known to stay where it is
-            for tensor in (self.keys, self.values):
-                torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

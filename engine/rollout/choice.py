@@ -101,7 +101,8 @@ def build_rollouts(
         if copies is placed.together:
             plain = "the ranks that hold a copy together exchange what its layers compute"
         others_too = [one for one in placed.all if one is not copies]
-        rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, copies, "plain" if plain else decoding, others_too)
+        how = "plain" if plain else decoding
+        rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, copies, how, others_too, row_length)
     if plain and decoding in ("recorded", "graphs", "compiled"):
         why = f"{why}; tokens are not {decoding}: {plain}"
     rollouts.why = f"rollouts by {'zero3' if copies is None else 'replica'}: {why}"

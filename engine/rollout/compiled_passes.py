@@ -14,7 +14,7 @@ class CompiledPasses(Passes):
     Shapes do not change from token to token: passes see all slots, and rows in numbers that halve.
     """
 
-    sees_all_slots = True
+    sees_all_slots, decoding = True, "compiled"
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
         super().__init__(model, cache, slot_masks)
@@ -24,8 +24,16 @@ class CompiledPasses(Passes):
 
         # Beyond torch's own limit of 8 shapes it would give up for good; rooms may grow, and rows halve, more often.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        graphs = "reduce-overhead" if next(model.parameters()).is_cuda else "default"
-        self._step = torch.compile(step, dynamic=False, mode=graphs)
+        self._graphs = next(model.parameters()).is_cuda
+        self._step = torch.compile(step, dynamic=False, mode="reduce-overhead" if self._graphs else "default")
+
+    @traced("prompts")
+    def prompts(self, ids: Tensor, mask: Tensor, first_row: int, end: int) -> Tensor:
+        """As Passes.prompts."""
+        logits = super().prompts(ids, mask, first_row, end)
+        for tensor in self.cache.tensors() if self._graphs else ():
+            torch._dynamo.mark_static_address(tensor)  # else CUDA graphs are not taken of what writes to it
+        return logits
 
     @traced("token")
     def tokens(self, ids: Tensor, positions: Tensor, mask: Tensor, start: int, slot: int) -> Tensor:

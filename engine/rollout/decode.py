@@ -35,6 +35,8 @@ class Sampler:
 
     Args:
         rows_at_once: how many responses are decoded side by side; None for all.
+        row_length: the most tokens that a prompt and its response will have, as far as that is known. Ways of decoding
+            whose tensors have to stay where they are then take their memory once.
         agree: where forward passes are collective, all ranks must make as many; this is then given a number on each
             and returns the largest. None where ranks need not wait for each other.
         decoding: how single tokens go through the model, one of engine.rollout.decoding.DECODING. All but "plain" need
@@ -50,7 +52,9 @@ class Sampler:
         agree: Callable[[int], int] | None = None,
         decoding: str = "plain",
         group: RankGroup | None = None,
+        row_length: int = 0,
     ):
+        self.row_length = row_length
         self.tokenizer, self.decoding, self.group = tokenizer, decoding, group or RankGroup(1)
         self.rows_at_once = rows_at_once and rows_at_once * self.group.size
         self.agree = agree or (lambda number: number)
@@ -121,6 +125,19 @@ class Sampler:
         recorded = {name: column[own] for name, column in loop.draws.recorded.items()}
         return rollout_of(prompts, requests[own], sampling.pad_token_id, recorded)
 
+    @property
+    def decoding_ran(self) -> str:
+        """How single tokens went through the model, one of DECODING but "auto"."""
+        return "plain" if self._passes is None or self.fallback else self._passes.decoding
+
+    @property
+    def fallback(self) -> str | None:
+        """Why the model's own code read single tokens in place of what was to; "" where it did not, None where it was
+        to."""
+        if self.decoding == "plain":
+            return None
+        return "" if self._passes is None else self._passes.fallback
+
     def release_memory(self) -> None:
         """Give back the memory of keys and values, and let go of the model."""
         self.cache.free()
@@ -149,10 +166,13 @@ class _Loop:
         self.draws = Draws(prompts, sampling, self.most + CHECK_EVERY)
         self.ends = Ends(sampler.tokenizer, sampling.stop_token_ids, sampling.stop_strings)
         rows, longest = self.schedule.rows, max(request.prompt_length for request in requests)
-        slots = slots_of_a_row(longest + self.most, waiting=rows < len(prompts))
-        sampler.cache.reserve(rows, slots)
+        length = max(longest + self.most, sampler.row_length if passes.sees_all_slots else 0)
+        slots = slots_of_a_row(length, waiting=rows < len(prompts))
         if passes.sees_all_slots:
+            sampler.cache.reserve(max(rows, sampler.rows_at_once or 0), slots)
             slots = sampler.cache.room.slots  # the same for all calls
+        else:
+            sampler.cache.reserve(rows, slots)
         self.batch = Batch(sampler.cache, rows, slots, longest, self.device)
         self.row_steps = 0
 

@@ -1,7 +1,5 @@
 """The ways single tokens may go through a model."""
 
-import warnings
-
 from torch import nn
 
 from engine.rollout.cache import SlotCache
@@ -15,23 +13,15 @@ DECODING = ("auto", "plain", "recorded", "graphs", "compiled")
 
 def passes_of(model: nn.Module, cache: SlotCache, slot_masks: bool, decoding: str) -> Passes:
     """The passes of this way of decoding (one of DECODING); plain ones where a model cannot do with others, with a
-    warning if they were asked for by name. "auto" takes graphs on GPUs and recorded ones on CPUs. Arguments as in
-    Passes."""
-    kind = {
-        "plain": Passes,
-        "recorded": RecordedPasses,
-        "graphs": GraphedPasses,
-        "compiled": CompiledPasses,
-        "auto": GraphedPasses if next(model.parameters()).is_cuda else RecordedPasses,
-    }[decoding]
+    warning. "auto" takes graphs on GPUs and recorded ones on CPUs. Arguments as in Passes."""
+    if decoding == "auto":
+        decoding = "graphs" if next(model.parameters()).is_cuda else "recorded"
+    kind = {"plain": Passes, "recorded": RecordedPasses, "graphs": GraphedPasses, "compiled": CompiledPasses}[decoding]
     try:
         if kind is not Passes and not slot_masks:
             raise ValueError("it makes the mask of each token itself")
         return kind(model, cache, slot_masks)
     except ValueError as reason:
-        if decoding != "auto":
-            warnings.warn(
-                f"single tokens of {type(model).__name__} cannot be {decoding} ({reason}); its own code reads them",
-                stacklevel=2,
-            )
-        return Passes(model, cache, slot_masks)
+        plain = Passes(model, cache, slot_masks)
+        plain.fall_back(decoding, reason)
+        return plain

@@ -1,15 +1,24 @@
 """How a model reads tokens into the cache."""
 
+import warnings
+
 from torch import Tensor, nn
 
+from engine import distributed
 from engine.experience import position_ids
 from engine.rollout.cache import SlotCache
 from engine.rollout.families import takes_positions
 from engine.trace import traced
 
+FEWEST_ROWS = 8  # a pass over fewer takes a GPU as long: it reads the same weights
+
 
 class Passes:
     """The model's own forward passes.
+
+    Attributes:
+        decoding: what reads single tokens, one of engine.rollout.decoding.DECODING but "auto".
+        fallback: why the model's own code reads them, where another way was to; "" where none was, or it does.
 
     Args:
         model: a causal language model in eval mode.
@@ -18,6 +27,7 @@ class Passes:
     """
 
     sees_all_slots = False  # whether passes see all of the cache's room, and not only what living rows have in it
+    decoding, fallback = "plain", ""
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
         self.model, self.cache, self.slot_masks = model, cache, slot_masks
@@ -41,6 +51,15 @@ class Passes:
         seen = mask[: len(ids), start : slot + 1]
         return self._forward(ids, seen[:, None, None] if self.slot_masks else seen.long(), positions)
 
+    def fall_back(self, decoding: str, reason: Exception) -> None:
+        """Say that the model's own code reads single tokens from now on, in place of this way of decoding, and why."""
+        self.fallback = next(iter(str(reason).splitlines()), "") or type(reason).__name__
+        warnings.warn(
+            f"rank {distributed.rank()}: single tokens of {type(self.model).__name__} cannot be {decoding} "
+            f"({self.fallback}); its own code reads them",
+            stacklevel=3,
+        )
+
     def for_nothing(self, ids: Tensor) -> None:
         """A pass that leaves no trace, because other ranks' passes wait for this rank's."""
         self.model(input_ids=ids, use_cache=False)
@@ -53,8 +72,8 @@ class Passes:
 
 
 def rows_of_shape(living: int, rows: int) -> int:
-    """The least of rows, rows / 2, rows / 4 ... (rounded up) that has room for the living ones: for passes whose shapes
-    are to be few."""
-    while rows >= 2 * living:
+    """The least of rows, rows / 2, rows / 4 ... (rounded up), down to FEWEST_ROWS, that has room for the living ones:
+    for passes whose shapes are to be few."""
+    while rows >= 2 * max(living, FEWEST_ROWS):
         rows = -(-rows // 2)
     return rows

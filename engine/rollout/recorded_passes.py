@@ -15,7 +15,7 @@ from engine.trace import traced
 
 # Code that looks at shapes alone which are the same for all single tokens: whether there is one token (transformers'
 # attention), whether an embedding has a row for its padding token (torch).
-LOOK_AT_SHAPES = ("sdpa_attention.py", "torch/nn/functional.py")
+LOOK_AT_SHAPES = ("sdpa_attention.py", "models/packed_rows.py", "torch/nn/functional.py")
 
 
 class RecordedPasses(Passes):
@@ -26,6 +26,8 @@ class RecordedPasses(Passes):
     number of rows and slots; that it does is checked when it is made, and ValueError raised for a model that it cannot
     be made of. It computes with the model's parameters as they are when it is replayed.
     """
+
+    decoding = "recorded"
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool):
         super().__init__(model, cache, slot_masks)

@@ -45,8 +45,8 @@ class Decoder:
         self.cache = SlotCache()
         with torch.inference_mode():
             self.passes = passes_of(model, self.cache, takes_slot_masks(model), decoding)
-            self.slots = context + max(64, context // 4)
-            self.cache.reserve(rows, self.slots)
+            self.cache.reserve(rows, context + max(64, context // 4))
+            self.slots = self.cache.room.slots
             self._begin()
 
     @property
