@@ -4,7 +4,7 @@ import torch
 
 from engine.experience import PromptBatch, Rollout
 from engine.rlhf_engine import RLHFEngine
-from engine.rollout import SamplingConfig, build_rollouts
+from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.zero.roles import TrainedRole
 from tests.distributed.tiny_run import SAMPLING, TinyPrompts, timeless
 from tests.engine.zero.inspecting import pretend_cpus_have_fp16
@@ -16,7 +16,7 @@ STEPS = 2
 GIVEN = ("sequences", "attention_mask", "response_mask", "ended", "indices", "samples")
 
 
-class RecordedRollouts:
+class RecordedRollouts(RolloutBackend):
     """Draws responses, and keeps them in `drawn`."""
 
     def __init__(self, rollouts):
@@ -32,7 +32,7 @@ class RecordedRollouts:
         self.rollouts.release_memory()
 
 
-class GivenRollouts:
+class GivenRollouts(RolloutBackend):
     """Gives rows that were drawn in another dtype; log-probs come of the actor's own forward pass."""
 
     def __init__(self, drawn: list[Rollout]):

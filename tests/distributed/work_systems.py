@@ -9,7 +9,7 @@ from engine.experience import PromptBatch, Rollout
 from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward
 from engine.rlhf_engine import RLHFEngine
-from engine.rollout import SamplingConfig, build_rollouts
+from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import SAMPLING, TinyPrompts, engine_spec
 from tests.engine.zero.inspecting import gradients
@@ -28,7 +28,7 @@ def moved(weights: dict[str, Tensor], phase: str) -> dict[str, Tensor]:
     return {name: weight + size * torch.randn(weight.shape, generator=generator) for name, weight in weights.items()}
 
 
-class GivenRollouts:
+class GivenRollouts(RolloutBackend):
     """Gives the same rows whatever it is asked for, and moves the weights before and after the experience is made."""
 
     def __init__(self, rollout: Rollout, engine: RLHFEngine, dialect: Dialect):

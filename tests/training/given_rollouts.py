@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 from engine.algorithms import Dialect
 from engine.experience import PromptBatch, Rollout, TrainingBatch
-from engine.rollout import SamplingConfig
+from engine.rollout import RolloutBackend, SamplingConfig
 from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
 
 
-class GivenRollouts:
+class GivenRollouts(RolloutBackend):
     """Gives the rows that it was given, whatever it is asked for."""
 
     def __init__(self, *rollouts: Rollout):

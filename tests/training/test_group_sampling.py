@@ -44,6 +44,8 @@ class Feed:
 class Models(PrefixModels):
     """Draws responses of 1 to 4 tokens, and scores each from a table by prompt and sample; keeps what is called."""
 
+    fallback = None
+
     def __init__(self, scores: dict[int, list[float]]):
         super().__init__()
         self.table, self.called = scores, []

@@ -101,9 +101,8 @@ def test_evaluations_have_fewer_rows_and_prompts_grow(models):
             found, expected = (each.responses(model, batch, long) for each in (sampler, plain))
             assert torch.equal(found.sequences, expected.sequences)
             hidden = sampler._passes._inputs.mask.isneginf()
-            assert hidden[:4].any(-1).all() and hidden[4:].any() == (
-                rows > 4
-            )  # of a row that sees nothing GPUs make NaN
+            # What GPUs make of a row that sees nothing is NaN, so that free rows see everything.
+            assert hidden[:4].any(-1).all() and hidden[4:].any() == (rows > 4)
     assert 2 <= capture.count <= 2 * 4  # 16 and 8 rows, quarters of the slots
 
 

@@ -91,11 +91,16 @@ def test_recorded_passes_answer_alike(models, family, rows_at_once):
             p.data = before[name]
 
 
-def test_auto_records_on_cpus_without_a_word(models):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for family in FAMILIES:
-            assert type(taken(models[family], "auto")) is (RecordedPasses if family in READY else Passes)
+def test_auto_records_on_cpus_and_says_where_it_cannot(models):
+    for family in FAMILIES:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            passes = taken(models[family], "auto")
+        assert type(passes) is (RecordedPasses if family in READY else Passes)
+        assert (passes.decoding, passes.fallback) == (
+            ("recorded", "") if family in READY else ("plain", "it makes the mask of each token itself")
+        )
+        assert len([each for each in said if "cannot be recorded" in str(each.message)]) == (family not in READY)
 
 
 def test_without_torchs_recordings_the_models_own_code_reads_tokens(models, monkeypatch):

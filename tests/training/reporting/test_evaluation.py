@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.rollout.base import SamplingConfig
+from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.reporting.evaluation import Evaluator, write_rows
 
 
@@ -17,7 +17,7 @@ class Answered:
     indices: torch.Tensor
 
 
-class Rollouts:
+class Rollouts(RolloutBackend):
     """Gives a rollout of the prompts' indices, and calls `finished` with it before."""
 
     def __init__(self, finished):
