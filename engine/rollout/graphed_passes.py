@@ -149,6 +149,17 @@ def _one_token_attention(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = before
 
 
+@contextlib.contextmanager
+def _waits_raise() -> Iterator[None]:
+    """What has the host wait for the GPU raises RuntimeError meanwhile."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 class _CudaCapture:
     """Captures with torch.cuda.graph; all graphs share one pool of memory, as one of them runs at a time."""
 
@@ -156,15 +167,17 @@ class _CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        beside = torch.cuda.Stream()  # libraries set themselves up in the first runs, which no graph may hold
-        beside.wait_stream(torch.cuda.current_stream())
+        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        beside.wait_stream(here)
         with torch.cuda.stream(beside):
-            for _ in range(2):
+            step()  # libraries set themselves up in the first run, which no graph may hold
+            with _waits_raise():  # before a capture that they would break, after which torch's allocator is not itself
                 step()
-        torch.cuda.current_stream().wait_stream(beside)
+        here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile, as NCCL's watchdog asking for its events, does not spoil the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # What other threads do meanwhile, as NCCL's watchdog asking for its events, does not spoil the capture; and
+        # torch.cuda.graph goes back to this stream only where the capture ends well.
+        with torch.cuda.stream(here), torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
             output = step()
 
         def replay() -> Tensor:
