@@ -169,11 +169,13 @@ class _CudaCapture:
     def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
         beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            step()  # libraries set themselves up in the first run, which no graph may hold
-            with _waits_raise():  # before a capture that they would break, after which torch's allocator is not itself
-                step()
-        here.wait_stream(beside)
+        try:
+            with torch.cuda.stream(beside):
+                step()  # libraries set themselves up in the first run, which no graph may hold
+                with _waits_raise():  # they would break the capture, after which torch's allocator is not itself
+                    step()
+        finally:
+            here.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         # What other threads do meanwhile, as NCCL's watchdog asking for its events, does not spoil the capture; and
         # torch.cuda.graph goes back to this stream only where the capture ends well.
