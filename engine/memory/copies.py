@@ -90,10 +90,11 @@ def place_copies(
             between_steps = "free"
         return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
     room = f"with keys, values and gradients, of {free / 1e9:.1f} GB free on each rank"
-    if divide is not None and copies_bytes(needs, shared=True) + later > FREED_SHARE * free:
+    fits = max(FREED_SHARE * free - later, most)
+    if divide is not None and copies_bytes(needs, shared=True) > fits:
         asked = [divide(number) if need.stage == 3 else ({}, None) for number, need in enumerate(needs)]
         needs = [replace(need, divided=parts, obstacle=why) for need, (parts, why) in zip(needs, asked, strict=True)]
-    whole, divided, ranks = _fitting(needs, FREED_SHARE * free - later)
+    whole, divided, ranks = _fitting(needs, fits)
     copied, parts = [needs[number] for number in whole if needs[number].stage == 3], [needs[n] for n in divided]
     everything = f"{(copies_bytes(needs, shared=True) + later) / 1e9:.2f} GB"
     left = [need for number, need in enumerate(needs) if number not in (*whole, *divided)]
@@ -106,15 +107,13 @@ def place_copies(
     together = copies_bytes(parts, True, ranks)
     own, size = (copies_bytes(copied, shared) + together for shared in (False, True))
     shared = bool(parts) or own > min(OWN_SHARE * free - later, most)
-    size, note = size if shared else own, ""
+    size = size if shared else own
     freed: tuple[int, ...] = ()
+    note = ""
     if between_steps == "keep" and size > most:
-        note = f", and is given back while training: {reason}"
-        others = tuple(n for n in (*whole, *divided) if needs[n].stage == 3 and needs[n].kind != needs[0].kind)
-        if 0 in whole and others and copies_bytes(needs[:1], shared=True) <= most:
-            freed, note = others, note.replace("is given", "but for the actor's is given")
-        else:
-            between_steps = "free"
+        between_steps, freed = _given_back(needs, whole, divided, most)
+        whose = "but for the actor's is" if freed else "is"
+        note = f", and {whose} given back while training: {reason}"
     whose = "for models of one shape" if shared else "of each model"
     if parts and copied:
         whose += f", and one of {_roles(parts)} that {ranks} ranks hold together,"
@@ -127,6 +126,16 @@ def place_copies(
             f"{':' if left else ';'} with {'all models' if left else 'whole ones'} it would be {everything}{obstacles}"
         )
     return Copies(whole, why, shared, between_steps, divided, ranks, freed)
+
+
+def _given_back(
+    needs: Sequence[CopyNeed], whole: tuple[int, ...], divided: tuple[int, ...], most: float
+) -> tuple[str, tuple[int, ...]]:
+    """As `Copies.between_steps` and `freed`, where not all copies can stay. most: bytes of those that can."""
+    others = tuple(n for n in (*whole, *divided) if needs[n].stage == 3 and needs[n].kind != needs[0].kind)
+    if 0 in whole and others and copies_bytes(needs[:1], shared=True) <= most:
+        return "keep", others
+    return "free", ()
 
 
 def _fitting(needs: Sequence[CopyNeed], room: float) -> tuple[tuple[int, ...], tuple[int, ...], int]:

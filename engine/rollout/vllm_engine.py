@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from engine import distributed
 from engine.errors import UserError
-from engine.memory.gpus import reserved
+from engine.memory.gpus import NCCL
 from engine.rollout.draws import Draws
 from engine.trace import moved
 from engine.zero.accelerator import on_gpu
@@ -227,14 +227,14 @@ def _share(weights: int, cache: int, moments: int) -> float:
     free, total = _gpu_memory()
     free = -distributed.largest(-free)
     needed = weights + cache + WORKSPACE
-    nccl = reserved(distributed.world_size()) - reserved(1)  # of its own groups, before it looks at what is free
+    nccl = NCCL if distributed.world_size() > 1 else 0  # its groups', before it looks at what is free
     if needed + nccl + moments > free:
         raise UserError(
-            f"--rollout_backend vllm: vLLM takes {(needed + nccl) / 1e9:.1f} GB of each GPU (weights {weights / 1e9:.1f}, "
+            f"--rollout_backend vllm: it takes {(needed + nccl) / 1e9:.1f} GB of a GPU (weights {weights / 1e9:.1f}, "
             f"keys and values {cache / 1e9:.1f}, working memory {(WORKSPACE + nccl) / 1e9:.1f}), Adam's moments "
-            f"{moments / 1e9:.1f} beside it, and {free / 1e9:.1f} of {total / 1e9:.1f} GB are free behind the loading. "
-            "Set a larger --vllm_tensor_parallel_size, a smaller --per_device_generation_batch_size, or --offload, "
-            "or a higher --actor_zero_stage and --critic_zero_stage."
+            f"{moments / 1e9:.1f} beside it, and {free / 1e9:.1f} of {total / 1e9:.1f} GB are free once the models are "
+            "loaded. Set a larger --vllm_tensor_parallel_size, a smaller --per_device_generation_batch_size, a higher "
+            "--actor_zero_stage and --critic_zero_stage, or --offload."
         )
     return needed / total
 
