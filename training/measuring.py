@@ -111,6 +111,7 @@ def rollouts_of(
         rows_at_once=args.per_device_eval_batch_size,
         row_length=args.max_prompt_seq_len + args.max_answer_seq_len,
         decoding=decoding,
+        training=0,
     )
 
 

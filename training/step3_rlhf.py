@@ -34,6 +34,7 @@ from training.program.checks import check_files
 from training.program.ending import models_told
 from training.program.first_lines import first_lines
 from training.program.memory_comparison import memory_compared
+from training.program.memory_lines import training_bytes
 from training.program.output_folder import begin_output_dir
 from training.program.phases import phase, place
 from training.program.plan import Plan, make_plan
@@ -81,6 +82,8 @@ def main(args: RLHFFlags) -> None:
 
 def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutBackend:
     """How responses are drawn from the actor; prints why so."""
+    decides = args.rollout_backend == "auto" and distributed.is_main()
+    training = distributed.broadcast_object(training_bytes(args, plan.dialect) if decides else "it is not asked for")
     rollouts = build_rollouts(
         args.rollout_backend,
         models.actor,
@@ -92,6 +95,7 @@ def choose_rollouts(args: RLHFFlags, plan: Plan, models: RLHFEngine) -> RolloutB
         decoding=args.decoding,
         tensor_parallel=args.vllm_tensor_parallel_size if args.rollout_backend == "vllm" else args.inference_tp_size,
         sampler=args.vllm_sampler,
+        training=training,
     )
     if distributed.is_main():
         print(rollouts.why or f"rollouts by {args.rollout_backend}", flush=True)

@@ -4,8 +4,9 @@ for models that are there and for models that are planned."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-# Of the free memory: for a copy of each model, for copies that models share, for shared ones given back in training.
-OWN_SHARE, KEPT_SHARE, FREED_SHARE = 0.2, 0.4, 0.8
+# Of the free memory: for a copy of each model; for copies that models share; for what training takes and what stays
+# beside it; and for what stays where that is not known.
+OWN_SHARE, FREED_SHARE, TRAINING_SHARE, KEPT_SHARE = 0.2, 0.8, 0.9, 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,9 @@ class CopyNeed:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Which models have one (their places in the list that was given), whether they share, what becomes of them between
-    steps, and why. divided: which models have one that groups of so many `ranks` hold together."""
+    """Which models have one (their places in the list that was given), whether they share, what becomes of them, and of
+    keys and values, between steps, and why. divided: which models have one that groups of so many `ranks` hold
+    together. freed: whose copies are freed between steps where the actor's is kept."""
 
     models: tuple[int, ...]
     why: str
@@ -38,6 +40,11 @@ class Copies:
     between_steps: str = "keep"
     divided: tuple[int, ...] = ()
     ranks: int = 1
+    freed: tuple[int, ...] = ()
+
+    def kept(self, place: int) -> bool:
+        """Whether a model's copy, if it has one, stays between steps."""
+        return self.between_steps == "keep" and place not in self.freed
 
 
 def copies_bytes(needs: Sequence[CopyNeed], shared: bool, ranks: int = 1) -> int:
@@ -55,26 +62,39 @@ Divide = Callable[[int], tuple[Mapping[int, int], str | None]]
 
 
 def place_copies(
-    needs: Sequence[CopyNeed], cache: int, free: int, between_steps: str, divide: Divide | None = None
+    needs: Sequence[CopyNeed],
+    cache: int,
+    free: int,
+    between_steps: str,
+    divide: Divide | None = None,
+    training: int | str = "what training takes is not known",
 ) -> Copies:
     """Copies of as many models as fit: whole ones, and of what has no room for one, copies that as few ranks as
-    possible hold together. The first model is the actor, which a copy helps most.
+    possible hold together. The first model is the actor, which a copy helps most. What training leaves room for stays
+    between steps: all copies, keys and values, or these and the actor's, which passes that are captured once need.
 
     cache: bytes of keys and values. free: bytes that are free on each rank, before keys, values and gradients come.
-    between_steps: as in WholeCopies. divide: is asked only where not all models can have a whole copy.
+    between_steps: as in WholeCopies. divide: is asked only where not all models can have a whole copy. training: bytes
+    of these that training takes at its peak, beside what is decided here; or why that is not known.
     """
-    everyone, later = tuple(range(len(needs))), cache + sum(need.gradients for need in needs)
+    later = cache + sum(need.gradients for need in needs)
+    if isinstance(training, str):
+        most, reason = KEPT_SHARE * free - later, f"{training}, so no more than {KEPT_SHARE} of the free may stay"
+    else:
+        most = TRAINING_SHARE * free - training - cache
+        reason = f"training takes {training / 1e9:.1f} of {free / 1e9:.1f} GB free"
     if all(need.stage < 3 for need in needs):
         why = "no weights are partitioned, so the models' own modules compute"
-        kept = between_steps
-        if kept == "keep" and later > KEPT_SHARE * free:
-            kept, why = "free", f"{why}; keys and values, {cache / 1e9:.2f} GB, are given back while training"
-        return Copies(everyone, why, between_steps=kept)
+        if between_steps == "keep" and most < 0:
+            why += f"; keys and values, {cache / 1e9:.2f} GB, are given back while training: {reason}"
+            between_steps = "free"
+        return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
     room = f"with keys, values and gradients, of {free / 1e9:.1f} GB free on each rank"
-    if divide is not None and copies_bytes(needs, shared=True) + later > FREED_SHARE * free:
+    fits = max(FREED_SHARE * free - later, most)
+    if divide is not None and copies_bytes(needs, shared=True) > fits:
         asked = [divide(number) if need.stage == 3 else ({}, None) for number, need in enumerate(needs)]
         needs = [replace(need, divided=parts, obstacle=why) for need, (parts, why) in zip(needs, asked, strict=True)]
-    whole, divided, ranks = _fitting(needs, FREED_SHARE * free - later)
+    whole, divided, ranks = _fitting(needs, fits)
     copied, parts = [needs[number] for number in whole if needs[number].stage == 3], [needs[n] for n in divided]
     everything = f"{(copies_bytes(needs, shared=True) + later) / 1e9:.2f} GB"
     left = [need for number, need in enumerate(needs) if number not in (*whole, *divided)]
@@ -85,19 +105,37 @@ def place_copies(
         why = f"whole copies would take {everything} {room}{obstacles}"
         return Copies(whole, why, between_steps=between_steps)
     together = copies_bytes(parts, True, ranks)
-    shared, kept, size, note = _kind(copied, together, later, free, between_steps)
+    own, size = (copies_bytes(copied, shared) + together for shared in (False, True))
+    shared = bool(parts) or own > min(OWN_SHARE * free - later, most)
+    size = size if shared else own
+    freed: tuple[int, ...] = ()
+    note = ""
+    if between_steps == "keep" and size > most:
+        between_steps, freed = _given_back(needs, whole, divided, most)
+        whose = "but for the actor's is" if freed else "is"
+        note = f", and {whose} given back while training: {reason}"
     whose = "for models of one shape" if shared else "of each model"
     if parts and copied:
         whose += f", and one of {_roles(parts)} that {ranks} ranks hold together,"
     held = f"a copy of {_roles(parts)} that {ranks} ranks hold together" if not copied else f"a whole copy {whose}"
-    why = f"{held} takes {size / 1e9:.2f} GB {room}{note}"
+    why = f"{held} takes {(size + later) / 1e9:.2f} GB {room}{note}"
     if left:
         why += f"; so it is with {_roles([*parts, *copied])}, while {_roles(left)} compute through partitions"
     if left or parts:
         why += (
             f"{':' if left else ';'} with {'all models' if left else 'whole ones'} it would be {everything}{obstacles}"
         )
-    return Copies(whole, why, shared, kept, divided, ranks)
+    return Copies(whole, why, shared, between_steps, divided, ranks, freed)
+
+
+def _given_back(
+    needs: Sequence[CopyNeed], whole: tuple[int, ...], divided: tuple[int, ...], most: float
+) -> tuple[str, tuple[int, ...]]:
+    """As `Copies.between_steps` and `freed`, where not all copies can stay. most: bytes of those that can."""
+    others = tuple(n for n in (*whole, *divided) if needs[n].stage == 3 and needs[n].kind != needs[0].kind)
+    if 0 in whole and others and copies_bytes(needs[:1], shared=True) <= most:
+        return "keep", others
+    return "free", ()
 
 
 def _fitting(needs: Sequence[CopyNeed], room: float) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -123,20 +161,6 @@ def _fitting(needs: Sequence[CopyNeed], room: float) -> tuple[tuple[int, ...], t
 
     ways = [of_groups(ranks) for ranks in (1, *sorted({ranks for need in needs for ranks in need.divided}))]
     return max(ways, key=lambda way: (0 in way[0] + way[1], len(way[0] + way[1])))  # the first of the best
-
-
-def _kind(
-    needs: Sequence[CopyNeed], together: int, later: int, free: int, between_steps: str
-) -> tuple[bool, str, int, str]:
-    """The fastest kind of copies for which there is room: whether shared, what becomes of them between steps, the bytes
-    that they take with `later`, and a note on them. together: bytes of copies that several ranks hold together."""
-    own, shared = (copies_bytes(needs, shared) + together + later for shared in (False, True))
-    if own <= OWN_SHARE * free and not together:
-        return False, between_steps, own, ""
-    if shared <= KEPT_SHARE * free:
-        return True, between_steps, shared, ""
-    given_back = "free" if between_steps == "keep" else between_steps
-    return True, given_back, shared, ", and is given back while training"
 
 
 def _roles(needs: Sequence[CopyNeed]) -> str:

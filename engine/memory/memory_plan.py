@@ -33,7 +33,9 @@ class MemoryPlan:
 
     copies: which models compute through whole copies, in words. between: bytes that stay between two steps, of a rank's
     GPU and host. adam: bytes on the device of Adam's moments, which a run that begins does not have before it trains.
-    engines: by role, how each comes by its weights. placed: the copies themselves, by the engines' places.
+    engines: by role, how each comes by its weights. placed: the copies themselves, by the engines' places. training:
+    bytes on the device that training takes at its peak, beyond the engines as they are loaded and beside copies, keys
+    and values.
     """
 
     moments: tuple[Moment, ...]
@@ -43,6 +45,7 @@ class MemoryPlan:
     adam: int = 0
     engines: Mapping[str, EnginePlan] = field(default_factory=dict)
     placed: Copies = field(default_factory=lambda: Copies((), ""))
+    training: int = 0
 
     @property
     def names(self) -> list[str]:

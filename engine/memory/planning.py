@@ -20,7 +20,7 @@ from engine.rollout.decode import slots_of_a_row
 from engine.tensor_parallel_copies import divided_bytes, group_sizes, why_no_group
 from engine.zero.config import build_ds_config, zero_settings
 from engine.zero.fitting import with_fitting_sizes
-from engine.zero.long_batch import Kept
+from engine.zero.long_batch import NOTHING_KEPT, Kept
 
 
 def plan(spec: EngineSpec, workload: Workload, cluster: Cluster) -> MemoryPlan:
@@ -55,8 +55,9 @@ class _Planner:
         self.moments: list[Moment] = []
         self.kept: dict[str, Kept] = {}
         self._divided: dict[int, tuple[Mapping[int, int], str | None]] = {}
-        self.copies = self._copies()
         self.rest, self.host_rest = self._at_rest()
+        self.training = self._training()
+        self.copies = self._copies()
 
     def _engine(self, role: str) -> ZeroMemory:
         spec, model = self.spec, self.models[role]
@@ -87,7 +88,16 @@ class _Planner:
         between = self.rest + self.host_rest + self._kept + moved
         adam = self.rest.total - self._at_rest(stepped=False)[0].total
         engines = engine_plans(self.engines, self._needs, self.copies, self.kept)
-        return MemoryPlan(tuple(self.moments), self.cluster, self.copies.why, between.total, adam, engines, self.copies)
+        return MemoryPlan(
+            tuple(self.moments),
+            self.cluster,
+            self.copies.why,
+            between.total,
+            adam,
+            engines,
+            self.copies,
+            self.training,
+        )
 
     def _moment(
         self, phase: str, name: str, device: Iterable[Bytes], host: Iterable[Bytes] = (), once: Iterable[Bytes] = ()
@@ -128,11 +138,21 @@ class _Planner:
             why = "of all models that are partitioned, as it is not known what memory there is"
             return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
         loaded, _ = self._at_rest(stepped=False)
-        placed = place_copies(needs, self.cache.total, room - loaded.total, between_steps, self._divide)
+        free = room - loaded.total
+        placed = place_copies(needs, self.cache.total, free, between_steps, self._divide, self.training)
         partitioned = any(need.stage == 3 for need in needs)
         return replace(
             placed, why=placed.why + (why_no_group(self.cluster.gpus, self.workload.group) if partitioned else "")
         )
+
+    def _training(self) -> int:
+        """Bytes of a device that training takes at its peak, beyond the engines as they are loaded and beside copies,
+        keys and values; with nothing kept whole over passes, for which there may be room."""
+        self.copies = Copies((), "", between_steps="free")
+        self._train(keeps=False)
+        peak = max(moment.device.total for moment in self.moments)
+        self.moments.clear()
+        return peak - self._at_rest(stepped=False)[0].total
 
     def _divide(self, place: int) -> tuple[Mapping[int, int], str | None]:
         """As `place_copies` asks of the model at this place."""
@@ -174,12 +194,18 @@ class _Planner:
             or [self._needs[other].kind for other in copies.models].count(self._needs[place].kind) == 1
         )
         updates = max(map(self.workload.updates_of, ("actor", "critic") if self.spec.share_trunk else (role,)))
-        return place in copies.models and alone and copies.between_steps == "keep" and updates == 1
+        return place in copies.models and alone and copies.kept(place) and updates == 1
+
+    @property
+    def _kept_roles(self) -> list[str]:
+        return [role for place, role in enumerate(self.engines) if self.copies.kept(place)]
 
     @property
     def _kept(self) -> Bytes:
         """Copies, keys and values that stay while there is training; vLLM sleeps then, on GPUs."""
-        copies = self._copy_bytes(self.engines) + self.cache if self.copies.between_steps == "keep" else Bytes()
+        copies = self._copy_bytes(self._kept_roles)
+        if self.copies.between_steps == "keep":
+            copies = copies + self.cache
         return copies if self.cluster.on_gpu else copies + self.vllm
 
     def _bucket(self, role: str, numbers: int) -> Bytes:
@@ -209,7 +235,7 @@ class _Planner:
             self._moment("generate", "vLLM takes weights", [self.rest, self.vllm, bucket], [self.host_rest])
             self._moment("generate", "vLLM draws responses", [self.rest, self.vllm, passes], [self.host_rest])
             return
-        copies = self._copy_bytes(self.engines if self.copies.between_steps == "keep" else ["actor"])
+        copies = self._copy_bytes({"actor", *self._kept_roles})
         always, host = [self.rest, self.cache, copies], [self.host_rest]
         if self._copied("actor", True) and self.engines["actor"].stage == 3:
             lora, bucket = self.spec.actor_lora, self._bucket("actor", self.models["actor"].numbers)
@@ -253,7 +279,7 @@ class _Planner:
             host = "actor"
         return host if host in self.engines else None
 
-    def _train(self) -> None:
+    def _train(self, keeps: bool = True) -> None:
         moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
         beside = self._bucket("actor", self.models["actor"].numbers) if self.workload.overlap_gather else Bytes()
         always, host_bytes = [self.rest, self._kept, beside], [self.host_rest, moved]
@@ -264,7 +290,7 @@ class _Planner:
             needed = _kinds(role, training_pass(engine.model, self.workload.rows, None if role == host else role))
             # Gradients of the role before, in the same engine, are those of earlier passes.
             made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
-            kept = self.kept[host] = self._kept_whole(engine, passes, needed, held)
+            kept = self.kept[host] = self._kept_whole(engine, passes, needed, held) if keeps else NOTHING_KEPT
             whole = Bytes() if self._lent(host) else engine.gathered(backward=True, kept=kept)
             if kept.weights and not self._lent(host):  # and fetched in the first pass, as at other times
                 first = [*always, held, needed, engine.in_backward(1), engine.gathered(backward=True)]

@@ -1,7 +1,7 @@
 """Which models compute through a whole copy of their weights, and by which backend the actor generates, and why."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine import distributed
 from engine.memory.copies import CopyNeed, place_copies
@@ -26,25 +26,15 @@ ROLLOUT_BACKENDS: dict[str, Callable[..., RolloutBackend] | None] = dict.fromkey
 
 @dataclass(frozen=True)
 class Placement:
-    """Which models compute through copies (at stages 0 to 2 their own modules), and why these.
-
-    divided: those whose copies groups of ranks hold together, `together`.
-    """
+    """Which models compute through which copies (at stages 0 to 2 their own modules), and why these. Those of `parts`
+    are all that there are; the first may be nobody's."""
 
     why: str
-    models: Sequence[Model] = ()
-    copies: WholeCopies = field(default_factory=WholeCopies)
-    divided: Sequence[Model] = ()
-    together: TensorParallelCopies | None = None
+    parts: Sequence[tuple[PlainCopies, Sequence[Model]]]
 
     def of(self, model: Model) -> PlainCopies | None:
         """The copies of a model."""
-        return self.together if _among(model, self.divided) else self.copies if _among(model, self.models) else None
-
-    @property
-    def all(self) -> list[PlainCopies]:
-        """Those that there are."""
-        return [self.copies] if self.together is None else [self.copies, self.together]
+        return next((copies for copies, models in self.parts if any(model is one for one in models)), None)
 
 
 def build_rollouts(
@@ -59,6 +49,7 @@ def build_rollouts(
     decoding: str = "plain",
     tensor_parallel: int | None = None,
     sampler: str = "keyed",
+    training: int | str = "what training takes is not known",
 ) -> RolloutBackend:
     """The backend of this name; "auto" takes the fastest that fits in memory. Its `why` says what was taken and why.
 
@@ -70,6 +61,7 @@ def build_rollouts(
         tensor_parallel: ranks that hold a copy together: with "vllm" and "replica" always (None: 1), with "auto" that
             of a model of which a whole one does not fit (None: as few as it fits on).
         sampler: as in VLLMRollouts; others have no use for it.
+        training: as in place_copies, the same on all ranks.
 
     A backend of your own is given none of these, and experience is made through the engines themselves.
 
@@ -78,40 +70,50 @@ def build_rollouts(
     make, actor = ROLLOUT_BACKENDS[name], actor.host
     if make is not None:
         return make(actor, tokenizer)
-    if name == "vllm":
-        return _vllm_rollouts(actor, tokenizer, rows_at_once or 1, row_length, tensor_parallel or 1, sampler)
     models = [actor, *(model for model in others if model is not actor)]
+    if name == "vllm":
+        return _vllm_rollouts(models, tokenizer, rows_at_once or 1, row_length, tensor_parallel or 1, sampler)
     cache = cache_bytes(actor.module.model, (rows_at_once or 1) * slots_of_a_row(row_length, waiting=True))
     if name == "auto":
-        placed = _placement(models, cache, between_steps, tensor_parallel)
+        placed = _placement(models, cache, between_steps, tensor_parallel, training)
     elif name == "replica" and (tensor_parallel or 1) > 1:
         placed = _asked_together(models, cache, between_steps, tensor_parallel or 1)
     else:
-        placed = Placement("as asked", models if name == "replica" else (), WholeCopies(between_steps))
+        placed = Placement("as asked", [(WholeCopies(between_steps), models if name == "replica" else ())])
     for model in models:
-        # With an adapter a divided copy is the actor that generates, and no other role.
-        model.copies = placed.of(model) if _plain(model) or not _among(model, placed.divided) else None
-    why, copies = placed.why, placed.of(actor)
+        model.copies = placed.of(model)
+        if isinstance(model.copies, TensorParallelCopies) and model.module.adapters is not None:
+            model.copies = None  # its copy is the actor that generates, and no other role
+    copies, (first, *more) = placed.of(actor), [each for each, _ in placed.parts]
+    plain = _why_plain(copies)
     rollouts: RolloutBackend
     if copies is None:
-        rollouts = Zero3Rollouts(actor, tokenizer, rows_at_once, placed.copies, placed.all[1:])
-        plain = "ZeRO's hooks"
+        rollouts = Zero3Rollouts(actor, tokenizer, rows_at_once, first, more)
     else:
-        plain = "copies do not stay between steps" if copies.between_steps != "keep" else ""
-        if copies is placed.together:
-            plain = "the ranks that hold a copy together exchange what its layers compute"
-        others_too = [one for one in placed.all if one is not copies]
+        others_too = [each for each in (first, *more) if each is not copies]
         how = "plain" if plain else decoding
         rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, copies, how, others_too, row_length)
-    if plain and decoding in ("recorded", "graphs", "compiled"):
-        why = f"{why}; tokens are not {decoding}: {plain}"
-    rollouts.why = f"rollouts by {'zero3' if copies is None else 'replica'}: {why}"
+    taken, reason = ("plain", plain) if plain and decoding != "plain" else (decoding, "as asked")
+    if taken == "auto":
+        taken, reason = ("graphs", "auto on GPUs") if accelerator.on_gpu() else ("recorded", "auto on CPUs")
+    backend = "zero3" if copies is None else "replica"
+    rollouts.why = f"rollouts by {backend}: {placed.why}; decoding {taken}: {reason}"
     return rollouts
 
 
+def _why_plain(copies: PlainCopies | None) -> str:
+    """Why single tokens cannot go through the actor's copies but by its own code; "" where they can."""
+    if copies is None:
+        return "ZeRO's hooks fetch each layer"
+    if isinstance(copies, TensorParallelCopies):
+        return "the ranks that hold a copy together exchange what its layers compute"
+    return "" if copies.between_steps == "keep" else "copies, keys and values do not stay between steps"
+
+
 def _vllm_rollouts(
-    actor: Model, tokenizer, rows_at_once: int, row_length: int, tensor_parallel: int, sampler: str
+    models: Sequence[Model], tokenizer, rows_at_once: int, row_length: int, tensor_parallel: int, sampler: str
 ) -> VLLMRollouts:
+    actor = models[0]
     rollouts = VLLMRollouts(
         actor,
         tokenizer,
@@ -120,6 +122,7 @@ def _vllm_rollouts(
         cache_bytes=cache_bytes(actor.module.model, rows_at_once * row_length),
         tensor_parallel=tensor_parallel,
         sampler=sampler,
+        moments=sum(_moments(model) for model in models),
     )
     spread = f"each actor on {tensor_parallel} ranks" if tensor_parallel > 1 else "a whole actor on each rank"
     drawn = "with our random numbers" if sampler == "keyed" else "by its own sampler"
@@ -127,7 +130,9 @@ def _vllm_rollouts(
     return rollouts
 
 
-def _placement(models: Sequence[Model], cache: int, between_steps: str, tensor_parallel: int | None) -> Placement:
+def _placement(
+    models: Sequence[Model], cache: int, between_steps: str, tensor_parallel: int | None, training: int | str
+) -> Placement:
     """What `place_copies` decides for these models, the same on all ranks. cache: bytes of keys and values."""
     free = -distributed.largest(-accelerator.free_memory())
     sizes = group_sizes(accelerator.ranks_of_this_machine(), tensor_parallel)
@@ -137,14 +142,23 @@ def _placement(models: Sequence[Model], cache: int, between_steps: str, tensor_p
         free,
         between_steps,
         lambda place: divided_bytes(models[place].module, sizes, generates=place == 0),
+        training,
     )
-    chosen, divided = ([models[place] for place in places] for places in (decided.models, decided.divided))
-    together = TensorParallelCopies(decided.ranks, decided.between_steps, cache) if divided else None
-    smaller = _Smaller(models[0], cache, sizes, decided.between_steps, together)
-    whole = WholeCopies(decided.between_steps, decided.shared, smaller)
+    kept = [models[place] for place in decided.models if place not in decided.freed]
+    freed = [models[place] for place in decided.models if place in decided.freed]
+    others = "free" if decided.freed else decided.between_steps
+    together = TensorParallelCopies(decided.ranks, others, cache) if decided.divided else None
+    smaller = _Smaller(models[0], cache, sizes, others, together)
+    parts: list[tuple[PlainCopies, Sequence[Model]]] = [
+        (WholeCopies(decided.between_steps, decided.shared, smaller), kept)
+    ]
+    if freed:
+        parts.append((WholeCopies(others, decided.shared, smaller), freed))
+    if together is not None:
+        parts.append((together, [models[place] for place in decided.divided]))
     partitioned = any(model.stage == 3 for model in models)
     why = decided.why + (why_no_group(accelerator.ranks_of_this_machine(), tensor_parallel) if partitioned else "")
-    return Placement(why, chosen, whole, divided, together)
+    return Placement(why, parts)
 
 
 class _Smaller:
@@ -192,12 +206,10 @@ def _asked_together(models: Sequence[Model], cache: int, between_steps: str, ran
     for model, obstacle in zip(models, obstacles, strict=True):
         if obstacle is not None and model.stage == 3:
             why += f"; each rank has a whole copy of the {model.role}: {obstacle}"
-    together = TensorParallelCopies(ranks, between_steps, cache) if divided else None
-    return Placement(why, whole, WholeCopies(between_steps), divided, together)
-
-
-def _plain(model: Model) -> bool:
-    return model.module.adapters is None
+    parts: list[tuple[PlainCopies, Sequence[Model]]] = [(WholeCopies(between_steps), whole)]
+    if divided:
+        parts.append((TensorParallelCopies(ranks, between_steps, cache), divided))
+    return Placement(why, parts)
 
 
 def copy_need(model: Model) -> CopyNeed:
@@ -205,17 +217,17 @@ def copy_need(model: Model) -> CopyNeed:
     stages 2 and 3 divide, and Adam's moments."""
     sizes = [(full_numel(p) * p.element_size(), p.requires_grad) for p in model.module.parameters()]
     gradients = sum(size for size, trains in sizes if trains)
-    moments = 0
-    if isinstance(model, TrainedModel):  # Adam makes its two, float32, in its first step, beside the masters
-        moments = sum(2 * shard.nbytes for shard in model.master_shards() if shard.device == distributed.device())
     return CopyNeed(
         role=model.role,
         stage=model.stage,
         kind=architecture(model.module),
         size=sum(size for size, _ in sizes),
-        gradients=gradients // (distributed.world_size() if model.stage >= 2 else 1) + moments,
+        gradients=gradients // (distributed.world_size() if model.stage >= 2 else 1) + _moments(model),
     )
 
 
-def _among(model: Model, models: Sequence[Model]) -> bool:
-    return any(model is one for one in models)
+def _moments(model: Model) -> int:
+    """Bytes on the device of Adam's two moments, float32, which it makes in its first step, beside the masters."""
+    if not isinstance(model, TrainedModel):
+        return 0
+    return sum(2 * shard.nbytes for shard in model.master_shards() if shard.device == distributed.device())

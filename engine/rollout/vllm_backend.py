@@ -15,6 +15,7 @@ from engine.rollout.stops import Ends
 from engine.rollout.vllm_engine import VLLMEngine
 from engine.trace import traced
 from engine.whole_copies import Model
+from engine.zero.gathering import full_numel
 
 SAMPLERS = ("keyed", "own")  # what draws: our own random numbers, or vLLM's sampler
 
@@ -28,7 +29,7 @@ class VLLMRollouts(RolloutBackend):
     Args:
         rows_at_once: how many responses a rank's part of the memory for keys and values is for.
         row_length: most tokens of prompt and response.
-        tensor_parallel: ranks in a group. sampler: one of SAMPLERS.
+        tensor_parallel: ranks in a group. sampler: one of SAMPLERS. moments: as in VLLMEngine.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class VLLMRollouts(RolloutBackend):
         cache_bytes: int,
         tensor_parallel: int = 1,
         sampler: str = "keyed",
+        moments: int = 0,
     ):
         self.actor, self.tokenizer, self.group = actor, tokenizer, RankGroup(tensor_parallel)
         model = actor.module.model
@@ -55,6 +57,8 @@ class VLLMRollouts(RolloutBackend):
             cache_bytes=cache_bytes,
             tensor_parallel=tensor_parallel,
             keyed=sampler == "keyed",
+            weight_bytes=sum(full_numel(p) * p.element_size() for p in model.parameters()),
+            moments=moments,
         )
         self._loaded: int | None = None  # the version of the weights that vLLM holds
 

@@ -13,12 +13,14 @@ from transformers import PretrainedConfig
 
 from engine import distributed
 from engine.errors import UserError
+from engine.memory.gpus import NCCL
 from engine.rollout.draws import Draws
 from engine.trace import moved
 from engine.zero.accelerator import on_gpu
 from engine.zero.shared_memory import SHARED_MEMORY, clear_dead_buffers
 
 VERSIONS = ("0.32.",)  # that this was tried with; another may have moved what is used here
+WORKSPACE = 2_000_000_000  # bytes of activations of what it reads at once, and of its CUDA graphs; assumed
 HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # widths that its kernels have there
 
 _SETTINGS = {
@@ -79,8 +81,11 @@ class VLLMEngine:
 
     Args:
         dtype: of weights, keys and values. rows: decoded side by side by a group. row_length: most tokens of prompt and
-            response. cache_bytes: for keys and values, on each rank.
+            response. cache_bytes: for keys and values, on each rank. weight_bytes: of the whole model. moments: bytes
+            that engines beside it take in their first step, and keep.
         keyed: draw with `Draws`, else by vLLM's own sampler; log-probs are noted by `Draws` either way.
+
+    Raises: UserError where a GPU has no room for it.
     """
 
     def __init__(
@@ -93,6 +98,8 @@ class VLLMEngine:
         cache_bytes: int,
         tensor_parallel: int = 1,
         keyed: bool = True,
+        weight_bytes: int = 0,
+        moments: int = 0,
     ):
         vllm_version()
         self.on_gpu = on_gpu()
@@ -101,6 +108,9 @@ class VLLMEngine:
         from vllm import LLM
 
         moved("vLLM starts")
+        share = {}
+        if self.on_gpu:
+            share["gpu_memory_utilization"] = _share(weight_bytes // tensor_parallel, cache_bytes, moments)
         self._clear_buffers()
         self._draws, self._keyed = _Current(), keyed
         self._asleep: set[str] = set()
@@ -114,6 +124,7 @@ class VLLMEngine:
                 max_model_len=row_length,
                 max_num_seqs=rows,
                 kv_cache_memory_bytes=cache_bytes,
+                **share,
                 tensor_parallel_size=tensor_parallel,
                 distributed_executor_backend="external_launcher",
                 enforce_eager=not self.on_gpu,
@@ -205,6 +216,33 @@ class VLLMEngine:
             moved("vLLM wakes up")
             self._llm.wake_up(tags=[part])
             self._asleep.remove(part)
+
+
+def _share(weights: int, cache: int, moments: int) -> float:
+    """Which part of a GPU's memory vLLM is to ask for: it refuses to start where less is free, and asks for 0.92 by
+    itself (request_memory in vllm/v1/worker/utils.py); how many keys and values it has is said by cache_bytes alone.
+
+    weights, cache: bytes on each rank. moments: as in VLLMEngine. Raises: UserError on all ranks where one has too few.
+    """
+    free, total = _gpu_memory()
+    free = -distributed.largest(-free)
+    needed = weights + cache + WORKSPACE
+    nccl = NCCL if distributed.world_size() > 1 else 0  # its groups', before it looks at what is free
+    if needed + nccl + moments > free:
+        raise UserError(
+            f"--rollout_backend vllm: it takes {(needed + nccl) / 1e9:.1f} GB of a GPU (weights {weights / 1e9:.1f}, "
+            f"keys and values {cache / 1e9:.1f}, working memory {(WORKSPACE + nccl) / 1e9:.1f}), Adam's moments "
+            f"{moments / 1e9:.1f} beside it, and {free / 1e9:.1f} of {total / 1e9:.1f} GB are free once the models are "
+            "loaded. Set a larger --vllm_tensor_parallel_size, a smaller --per_device_generation_batch_size, a higher "
+            "--actor_zero_stage and --critic_zero_stage, or --offload."
+        )
+    return needed / total
+
+
+def _gpu_memory() -> tuple[int, int]:
+    """Bytes of this rank's GPU: free, once torch's allocator has given back what it does not use, and in all."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()
 
 
 def _unlink_queue() -> None:

@@ -14,6 +14,7 @@ def step_of(planned: MemoryPlan, spec: EngineSpec, load: Workload, decoders: Map
     placed, engines, roles = planned.placed, planned.engines, [config.role for config in spec.engine_configs]
     whole = frozenset(roles[place] for place in placed.models)
     divided = frozenset(roles[place] for place in placed.divided)
+    freed = frozenset(roles[place] for place in placed.freed)
     merged = {role for role in divided if role in engines and engines[role].unmerged}  # and can draw alone
     hosts = dict(spec.hosts)
     if spec.share_trunk and spec.with_critic:
@@ -36,7 +37,7 @@ def step_of(planned: MemoryPlan, spec: EngineSpec, load: Workload, decoders: Map
         whole=whole,
         divided=divided - merged,
         group=placed.ranks,
-        own=frozenset(role for role, engine in engines.items() if not engine.shared),
+        own=frozenset(role for role, engine in engines.items() if not engine.shared) - freed,
         stays=placed.between_steps == "keep",
         drawing=placed.ranks if "actor" in merged else vllm,
         checkpointed=spec.actor_gradient_checkpointing,

@@ -28,7 +28,7 @@ class Step:
     prompt, response: tokens. micro_batch: rows of a pass. updates: optimizer steps, each on rows / mini_batches;
     critic_updates: both of the critic, where its steps are not the actor's; texts:
     whether the actor learns from as many texts. whole, divided: roles with a copy, alone or with `group` ranks; own:
-    roles whose copy no other model takes turns in; stays: copies do also while training. drawing: ranks that hold a
+    roles whose copy no other model takes turns in; stays: these do also while training. drawing: ranks that hold a
     copy of the actor which only draws, as vLLM does; None for none. checkpointed: whether backward passes compute
     activations again. offloaded: roles whose weights and states are in host memory. scored: whether the actor's
     log-probs are those of a forward pass. moving: whether the reference is other weights in the actor's engine.

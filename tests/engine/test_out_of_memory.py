@@ -128,7 +128,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_machines_is_told(policy, mon
     told = "; no 3 ranks hold a copy together, since that does not divide the 8 of a machine"
     for stage, asked, ending in ((3, 3, told), (3, 1, ""), (0, 3, "")):
         why = build_rollouts("auto", engine(policy, stage), make_tokenizer(), tensor_parallel=asked).why
-        assert why.endswith(told) == bool(ending), why
+        assert (told in why) == bool(ending), why
 
 
 def test_other_copies_are_released_by_a_backend_without_its_own(policy):

@@ -53,6 +53,16 @@ def setting_here(args: RLHFFlags, dialect: Dialect) -> Setting:
     return Setting(args.engine_spec(dialect), workload(args, dialect), this_cluster())
 
 
+def training_bytes(args: RLHFFlags, dialect: Dialect) -> int | str:
+    """What training takes of a rank's memory beyond the loaded engines, as `build_rollouts` asks; or why that is not
+    known. Nothing in the planning can end the run."""
+    try:
+        with torch.random.fork_rng(devices=[]):  # the run draws as it would without
+            return setting_here(args, dialect).planned().training
+    except Exception as error:  # whatever it is, the run can do without
+        return f"what training takes is not known ({' '.join(str(error).split()) or type(error).__name__})"
+
+
 def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
     """The table of step 3 on machines like this one, with what would make it fit; or why there is none."""
     models = (args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path)

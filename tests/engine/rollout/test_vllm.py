@@ -142,8 +142,28 @@ def test_the_name_of_shared_memory_is_removed_by_the_rank_that_made_it(tmp_path,
         memory.unlink()
 
 
-def test_on_a_gpu_it_sleeps_between_steps_and_takes_weights_anew(tmp_path, monkeypatch):
+def on_a_gpu(monkeypatch, free: int = 60_000_000_000) -> None:
+    """As on one of 80 GB."""
     monkeypatch.setattr("engine.rollout.vllm_engine.on_gpu", lambda: True)
+    monkeypatch.setattr("engine.rollout.vllm_engine._gpu_memory", lambda: (free, 80_000_000_000))
+
+
+def test_it_asks_for_the_part_of_the_gpu_that_it_takes(tmp_path, monkeypatch):
+    """vLLM asks for 0.92 by itself, which engines that are loaded do not leave; 2 GB are its working memory."""
+    on_a_gpu(monkeypatch)
+    actor = actor_of(tmp_path)
+    rollouts_of(actor)
+    weights = 4 * sum(parameter.numel() for parameter in actor.module.model.parameters())
+    asked = fake_vllm.LLM.made.settings["gpu_memory_utilization"]
+    assert asked == pytest.approx((weights + 2**20 + 2e9) / 80e9, rel=1e-12)
+    on_a_gpu(monkeypatch, free=3_000_000_000)
+    rollouts_of(actor, moments=900_000_000)
+    with pytest.raises(UserError, match=r"it takes 2.0 GB of a GPU .* 1.1 beside it, and 3.0 of 80.0 GB are free"):
+        rollouts_of(actor, moments=1_100_000_000)
+
+
+def test_on_a_gpu_it_sleeps_between_steps_and_takes_weights_anew(tmp_path, monkeypatch):
+    on_a_gpu(monkeypatch)
     actor = actor_of(tmp_path)
     rollouts = rollouts_of(actor)
     expected = plainly(actor.module.model, SAMPLING)
@@ -156,7 +176,7 @@ def test_on_a_gpu_it_sleeps_between_steps_and_takes_weights_anew(tmp_path, monke
 
 
 def test_a_run_that_stands_still_in_it_names_what_it_was_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.rollout.vllm_engine.on_gpu", lambda: True)
+    on_a_gpu(monkeypatch)
     monkeypatch.setattr("engine.rollout.vllm_backend.merged_weights", gathered_weights)
     rollouts = rollouts_of(actor_of(tmp_path))
     rollouts.generate(BATCH, SAMPLING)
