@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from engine.zero.accelerator import device
 
@@ -250,6 +251,13 @@ def key_value_store(host: str, port: int, serve: bool = False, seconds: float = 
     """
     wait = timedelta(seconds=seconds)
     return dist.TCPStore(host, port, is_master=serve, timeout=wait, wait_for_workers=False, multi_tenant=serve)
+
+
+def let_groups_wait(longest: timedelta) -> None:
+    """Have the calls of all process groups that are made from now on wait for so long, whoever makes them: DeepSpeed,
+    `RankGroup`, a device mesh. torch has no setting for it, and gives a group that is not told its own constants, 10
+    minutes with NCCL and 30 with gloo, whatever the world's group was given."""
+    distributed_c10d._get_default_timeout = lambda backend: longest
 
 
 def shutdown() -> None:
