@@ -134,14 +134,16 @@ def scatter_by_all_reduce(
         output_tensor.view(-1).copy_(own)
 
 
-def largest(number: int) -> int:
-    """The largest of all ranks' numbers."""
-    return number if world_size() == 1 else int(all_reduce_max(torch.tensor(number, device=device())).item())
+def largest(number: int | torch.Tensor) -> int:
+    """The largest of all ranks' numbers: int, or () int64, which the host then waits for once and not before."""
+    if world_size() > 1:
+        number = all_reduce_max(torch.as_tensor(number, device=device()))
+    return int(number)
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on at least one rank."""
-    return bool(largest(int(flag)))
+def any_rank(flag: bool | torch.Tensor) -> bool:
+    """Whether `flag`, bool or () bool, is true on at least one rank."""
+    return bool(largest(flag.long() if isinstance(flag, torch.Tensor) else int(flag)))
 
 
 def all_gather_objects(value) -> list:
