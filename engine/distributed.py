@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from engine.zero.accelerator import device
 
@@ -133,14 +134,16 @@ def scatter_by_all_reduce(
         output_tensor.view(-1).copy_(own)
 
 
-def largest(number: int) -> int:
-    """The largest of all ranks' numbers."""
-    return number if world_size() == 1 else int(all_reduce_max(torch.tensor(number, device=device())).item())
+def largest(number: int | torch.Tensor) -> int:
+    """The largest of all ranks' numbers: int, or () int64, which the host then waits for once and not before."""
+    if world_size() > 1:
+        number = all_reduce_max(torch.as_tensor(number, device=device()))
+    return int(number)
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on at least one rank."""
-    return bool(largest(int(flag)))
+def any_rank(flag: bool | torch.Tensor) -> bool:
+    """Whether `flag`, bool or () bool, is true on at least one rank."""
+    return bool(largest(flag.long() if isinstance(flag, torch.Tensor) else int(flag)))
 
 
 def all_gather_objects(value) -> list:
@@ -250,6 +253,13 @@ def key_value_store(host: str, port: int, serve: bool = False, seconds: float = 
     """
     wait = timedelta(seconds=seconds)
     return dist.TCPStore(host, port, is_master=serve, timeout=wait, wait_for_workers=False, multi_tenant=serve)
+
+
+def let_groups_wait(longest: timedelta) -> None:
+    """Have the calls of all process groups that are made from now on wait for so long, whoever makes them: DeepSpeed,
+    `RankGroup`, a device mesh. torch has no setting for it, and gives a group that is not told its own constants, 10
+    minutes with NCCL and 30 with gloo, whatever the world's group was given."""
+    distributed_c10d._get_default_timeout = lambda backend: longest
 
 
 def shutdown() -> None:

@@ -151,10 +151,11 @@ class Rollout:
             if getattr(self, field.name) is not None
         }
         prompt, mask, response_mask = self.prompt_length, picked["attention_mask"], picked["response_mask"]
-        response = self.response_length
+        response, empty = self.response_length, mask[:, :prompt].any(0).cumsum(0) == 0
+        left, longest = torch.stack([empty.sum(), response_mask.any(0).sum()]).tolist()  # the host waits once
+        left = min(left, prompt - 1)
         if slots_after is not None:
-            response = (response_mask.any(0).sum() + slots_after).clamp(1, response).item()
-        left = (mask[:, :prompt].any(0).cumsum(0) == 0).sum().clamp(max=prompt - 1).item()
+            response = min(max(longest + slots_after, 1), response)
         cuts = {"sequences": slice(left, prompt + response), "attention_mask": slice(left, prompt + response)}
         cuts |= {name: slice(response) for name in ("response_mask", "logprobs", "entropy")}
         return Rollout(**{name: tensor[:, cuts[name]] if name in cuts else tensor for name, tensor in picked.items()})

@@ -18,8 +18,8 @@ def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False, pad
             more, this rank's largest ones are halved.
         padded: whether padding counts, as it does for models that compute for it.
     """
-    prompt = rollout.attention_mask[:, : rollout.prompt_length].sum(-1).tolist()
-    response = rollout.response_mask.sum(-1).tolist()
+    lengths = rollout.attention_mask[:, : rollout.prompt_length].sum(-1), rollout.response_mask.sum(-1)
+    prompt, response = torch.stack(lengths).tolist()
     pieces = pack(prompt, response, tokens, padded)
     count = distributed.largest(len(pieces)) if equally_many else len(pieces)
     while len(pieces) < count:
@@ -27,7 +27,8 @@ def micro_batches(rollout: Rollout, tokens: int, equally_many: bool = False, pad
         piece = pieces[largest]
         assert len(piece) > 1, f"{len(prompt)} rows cannot be dealt to {count} passes: another rank has more rows"
         pieces[largest : largest + 1] = [piece[: len(piece) // 2], piece[len(piece) // 2 :]]
-    return [torch.tensor(piece, device=rollout.sequences.device) for piece in pieces]
+    rows = torch.tensor([row for piece in pieces for row in piece], device=rollout.sequences.device)
+    return list(rows.split([len(piece) for piece in pieces]))
 
 
 def pack(prompt_lengths: list[int], response_lengths: list[int], tokens: int, padded: bool = True) -> list[list[int]]:

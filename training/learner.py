@@ -117,7 +117,7 @@ class Learner:
         bound = self.models.actor.scales_loss or self.algorithm.dialect.ratio_limit is not None
         hosts = {id(objective.model.host) for objective in objectives}
         if not (last and self.overlap_gather) or bound or len(hosts) < 2:
-            return [objectives]
+            return [objectives] if objectives else []
         return [[objective] for objective in reversed(objectives)]
 
     def _fill_copy(self) -> None:
@@ -191,15 +191,14 @@ class Learner:
 
     def _loss_weights(self, parts: list[TrainingBatch]) -> dict[str, list[float]]:
         """What each micro-batch's loss sum is multiplied by (all ranks call this)."""
-        counts = torch.tensor(
-            [[self.algorithm.policy_objective.count(part.policy_mask), part.value_mask.sum()] for part in parts],
-            dtype=torch.float64,
-        ).view(-1, 2)
-        totals = torch.cat([counts.sum(0), torch.tensor([float(len(parts))])]).to(distributed.device())
-        *all_counts, everywhere = distributed.all_reduce_sum(totals).tolist()
+        counts = torch.ones(len(parts), 3, dtype=torch.float64, device=distributed.device())  # the last: of parts
+        for row, part in zip(counts, parts):
+            row[0], row[1] = self.algorithm.policy_objective.count(part.policy_mask), part.value_mask.sum()
+        totals = distributed.all_reduce_sum(counts.sum(0, keepdim=True))
+        *own, (*all_counts, everywhere) = torch.cat([counts, totals]).tolist()  # the host waits once
         return {
             name: self.algorithm.loss_weights(
-                counts[:, column].tolist(), all_counts[column], int(everywhere), distributed.world_size()
+                [row[column] for row in own], all_counts[column], int(everywhere), distributed.world_size()
             )
             for column, name in enumerate(("policy", "value"))
         }

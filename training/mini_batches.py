@@ -8,7 +8,7 @@ from engine import distributed
 
 
 def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
-    """Which of this rank's rows go into which mini-batch: a list of (rows / mini_batches,) int64.
+    """Which of this rank's rows go into which mini-batch: a list of (rows / mini_batches,) int64, on its device.
 
     Of each run of `mini_batches` neighbouring rows every mini-batch gets one, drawn at random. The draw is over all
     ranks' rows at once, from `key` alone, so each rank has equally many in each mini-batch and they do not depend on
@@ -21,4 +21,4 @@ def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[
     drawn = np.random.default_rng(key).permuted(everywhere, axis=1)
     own = torch.from_numpy(drawn[distributed.rank_share(len(drawn))].reshape(-1))
     shuffled = torch.from_numpy(np.random.default_rng((*key, distributed.rank())).permutation(rows))
-    return [shuffled[own[shuffled] == index] for index in range(mini_batches)]
+    return [shuffled[own[shuffled] == index].to(distributed.device()) for index in range(mini_batches)]

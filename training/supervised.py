@@ -252,7 +252,7 @@ class SupervisedTrainer:
         targets = distributed.all_reduce_sum(own)
         shares = [(lambda batch=batch: self.loss(batch, metrics) / targets) for batch in batches]
         total = accumulate_gradients(self.model, shares).sum()
-        if distributed.any_rank(not torch.isfinite(total)):
+        if distributed.any_rank(~total.isfinite()):
             raise RunStopped(
                 f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the "
                 "learning rate and the gradient norms of the steps before, and in fp16 the range of the "

@@ -1,11 +1,35 @@
 """Log-probabilities and entropy of tokens, and the one-token shift between what is read and what is predicted."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 1 << 24  # logits held at once: 64 MiB in float32
+_planned = 0  # bytes of the GPU that tensors on the meta device stand for
+
+
+def chunk_elements(device: torch.device) -> int:
+    """How many logits are held at once. Where there is a gradient, those on a GPU take in float32 a 256th of its memory
+    if that is more: going backward each chunk reads and writes the whole gradient of the head."""
+    if not torch.is_grad_enabled():
+        return CHUNK_ELEMENTS
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return max(CHUNK_ELEMENTS, (_planned if device.type == "meta" else memory) >> 10)
+
+
+@contextlib.contextmanager
+def planned_for(memory: int) -> Iterator[None]:
+    """Within this context chunks on the meta device are those of a GPU with so many bytes; of a CPU with 0."""
+    global _planned
+    before, _planned = _planned, memory
+    try:
+        yield
+    finally:
+        _planned = before
 
 
 def predicting(states: Tensor, response_length: int) -> Tensor:
@@ -46,7 +70,7 @@ def head_logprobs(
     labels: Tensor,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    at_once: int | None = None,
     low: Tensor | None = None,
     up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -58,6 +82,7 @@ def head_logprobs(
         hidden: (B, T, d) in the model's dtype.
         weight, bias: (V, d) and (V,) or None, the head's.
         labels: (B, T) int64.
+        at_once: logits of a chunk; by default `chunk_elements` of the device.
         low, up: (B, T, r) and (r, V); their product is added to the logits. None for nothing.
 
     Returns: (logprobs, entropy), each (B, T) float32.
@@ -69,7 +94,7 @@ def head_logprobs(
             logits = logits + factors @ up
         return token_logprobs(logits, targets, temperature, with_entropy)
 
-    rows = max(1, chunk_elements // weight.shape[0])
+    rows = max(1, (at_once or chunk_elements(hidden.device)) // weight.shape[0])
     chunked = [hidden.flatten(0, 1), labels.flatten()] + ([] if low is None else [low.flatten(0, 1)])
     chunks = list(zip(*(tensor.split(rows) for tensor in chunked)))
     if len(chunks) > 1 and torch.is_grad_enabled():

@@ -66,7 +66,7 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
     unstepped, unstepped_host = engine.at_rest(stepped=False)
     rest, host = engine.at_rest()
     (read, reading), (making, loading) = engine.reading, engine.loading
-    needed = Bytes({"model": training_pass(model, Rows(one.rows, 1, one.length - 1))})
+    needed = Bytes({"model": training_pass(model, Rows(one.rows, 1, one.length - 1), gpu=cluster.gpu_bytes)})
     first = needed + engine.in_backward(1) + engine.gathered(backward=True)
     room = cluster.room
     free = None if room is None else room - (rest if cluster.on_gpu else unstepped).total  # as of step 3's models

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.algo.logprobs import planned_for
 from engine.algo.sampling import sample_tokens
 from engine.experience import position_ids
 from engine.memory.blueprint import Blueprint
@@ -37,16 +38,17 @@ class Rows:
 
 
 @lru_cache(maxsize=256)
-def training_pass(model: Blueprint, rows: Rows, role: str | None = None) -> Counter[str]:
+def training_pass(model: Blueprint, rows: Rows, role: str | None = None, gpu: int = 0) -> Counter[str]:
     """Bytes of activations and logits when a forward and backward pass holds most of them.
 
     A weight's gradient is among them from when it is made to when it is added to the others, as ZeRO-2 and 3 have it.
-    role: as what it computes, where it is several models; None for its own.
+    role: as what it computes, where it is several models; None for its own. gpu: its bytes; 0 for a CPU.
     """
     hooks = [p.register_post_accumulate_grad_hook(_forget) for p in model.module.parameters() if p.requires_grad]
     model.module.train()
     try:
-        return _counted(model, lambda: torch.autograd.backward(_output(model, rows, role).sum()))
+        with planned_for(gpu):
+            return _counted(model, lambda: torch.autograd.backward(_output(model, rows, role).sum()))
     finally:
         for hook in hooks:
             hook.remove()

@@ -287,7 +287,8 @@ class _Planner:
         trained = {role: host for role in ("critic", "actor") if (host := self._host(role)) is not None}
         for role, host in trained.items():
             engine, passes = self.engines[host], self.workload.passes_of(role)
-            needed = _kinds(role, training_pass(engine.model, self.workload.rows, None if role == host else role))
+            played = None if role == host else role
+            needed = _kinds(role, training_pass(engine.model, self.workload.rows, played, self.cluster.gpu_bytes))
             # Gradients of the role before, in the same engine, are those of earlier passes.
             made = passes if host not in list(trained.values())[: list(trained).index(role)] else passes + 1
             kept = self.kept[host] = self._kept_whole(engine, passes, needed, held) if keeps else NOTHING_KEPT

@@ -85,6 +85,11 @@ class Cluster:
         return self.gpus * self.nodes
 
     @property
+    def gpu_bytes(self) -> int:
+        """Of one GPU; 0 where there is none, or it is not known."""
+        return self.gpu or 0 if self.on_gpu else 0
+
+    @property
     def room(self) -> int | None:
         """Bytes that a rank's tensors can have on its device; None where that is not known."""
         if self.on_gpu:

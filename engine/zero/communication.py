@@ -17,7 +17,8 @@ from engine.zero.shared_memory import clear_dead_buffers, without_buffers
 def init(timeout_minutes: float = 30.0, what_by_node: str = "gathers") -> torch.device:
     """Join the process group (NCCL on GPUs, gloo on CPUs), once, and return the device of this rank.
 
-    what_by_node: one of engine.by_node.WHAT. Raises: UserError on a rank that does not see its GPU.
+    timeout_minutes: how long a collective call may wait, in all groups that come to be. what_by_node: one of
+    engine.by_node.WHAT. Raises: UserError on a rank that does not see its GPU.
     """
     if not distributed.is_initialized():
         defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -35,12 +36,14 @@ def init(timeout_minutes: float = 30.0, what_by_node: str = "gathers") -> torch.
             keep_freed_memory()
         if distributed.local_rank() == 0:
             clear_dead_buffers()
+        longest = timedelta(minutes=timeout_minutes)
+        distributed.let_groups_wait(longest)
         with without_buffers():
             deepspeed.init_distributed(
                 dist_backend="gloo" if on_cpu else accelerator.communication_backend_name(),
                 auto_mpi_discovery=False,
                 verbose=False,
-                timeout=timedelta(minutes=timeout_minutes),
+                timeout=longest,
             )
         if on_cpu:
             backend = deepspeed.comm.comm.cdb  # what ZeRO gathers weights and sums gradients with

@@ -158,8 +158,8 @@ class TrainedModel:
         """Whether these tensors, over all ranks, are numbers of the dtype that is computed in (all ranks call this)."""
         limit = torch.finfo(torch.float16 if self.scales_loss else torch.float32).max
         ends = [torch.stack(torch.aminmax(shard)) for shard in shards if shard.numel()]
-        own = not ends or bool((torch.stack(ends).abs() <= limit).all())  # NaN compares false
-        return not distributed.any_rank(not own)
+        bad = ~(torch.stack(ends).abs() <= limit).all() if ends else False  # NaN compares false
+        return not distributed.any_rank(bad)
 
     def master_shards(self) -> list[Tensor]:
         """This rank's master weights: the tensors that the optimizer updates, each on one rank (stage 0: on all); in

@@ -245,10 +245,13 @@ def _has_shard(parameter: Any) -> bool:
 
 def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor], gathers: Gathers | None) -> None:
     runs = _gathered_runs([parameter for _, parameter in bucket], gathers)
-    for (name, parameter), column in zip(bucket, runs):
-        rows = column[: -(-parameter.ds_numel // column.shape[1])]
-        for row, run in zip(rows, targets[name].view(-1).split(column.shape[1])):
-            run.copy_(row[: len(run)])
+    for (name, _), column in zip(bucket, runs):
+        target, size = targets[name].view(-1), column.shape[1]
+        full = len(target) // size  # runs without padding, which are one strided copy however many ranks there are
+        target[: full * size].view(full, size).copy_(column[:full])
+        rest = target[full * size :]
+        if len(rest):
+            rest.copy_(column[full, : len(rest)])
 
 
 def _gathered_runs(parameters: list[Any], gathers: Gathers | None = None) -> Iterator[Tensor]:

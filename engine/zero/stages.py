@@ -7,6 +7,7 @@ stage 3                 the model's weights too
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -85,7 +86,8 @@ class Stage0:
         return 1.0
 
     def overflowed(self) -> bool:
-        return distributed.any_rank(any(not torch.isfinite(gradient).all() for gradient in self._gradients()))
+        largest = torch.nn.utils.get_total_norm(self._gradients(), math.inf)  # NaN where one is
+        return distributed.any_rank(~largest.isfinite())
 
     def step(self, overflow: bool) -> float:
         squares = [gradient.double().pow(2).sum() for gradient in self._gradients()]

@@ -1,6 +1,7 @@
 """Token log-probs: against float64, chunked against whole, the one-token shift, and the memory of a chunk."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.algo.logprobs import head_logprobs, predicting, token_logprobs
+from engine.algo.logprobs import chunk_elements, head_logprobs, planned_for, predicting, token_logprobs
 
 B, T, D, V = 2, 24, 4, 64
 CHUNK = 8 * V  # 8 of the 48 positions at a time
@@ -94,7 +95,7 @@ def test_chunked_equals_unchunked_in_values_and_gradients(chunk, bias):
     results = []
     for size in (chunk, B * T * V):
         hidden, weight, offset, labels = head_case(bias=bias)
-        logprobs, entropy = head_logprobs(hidden, weight, offset, labels, 0.8, True, chunk_elements=size)
+        logprobs, entropy = head_logprobs(hidden, weight, offset, labels, 0.8, True, at_once=size)
         (logprobs * upstream).sum().backward()
         gradients = [tensor.grad for tensor in (hidden, weight, offset) if tensor is not None]
         results.append([logprobs.detach(), entropy, *gradients])
@@ -105,7 +106,7 @@ def test_chunked_equals_unchunked_in_values_and_gradients(chunk, bias):
 
 def test_the_head_against_float64_with_gradients():
     hidden, weight, offset, labels = head_case()
-    logprobs, entropy = head_logprobs(hidden, weight, offset, labels, 0.8, True, chunk_elements=CHUNK)
+    logprobs, entropy = head_logprobs(hidden, weight, offset, labels, 0.8, True, at_once=CHUNK)
     logits = hidden.detach().double().numpy() @ weight.detach().double().numpy().T + offset.detach().double().numpy()
     expected, expected_entropy = reference_logprobs(logits, labels.numpy(), 0.8)
     np.testing.assert_allclose(logprobs.detach().numpy(), expected, rtol=0, atol=2e-5)
@@ -137,10 +138,10 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def largest_tensor(chunk_elements: int, dtype=torch.float32, training=True) -> int:
+def largest_tensor(at_once: int, dtype=torch.float32, training=True) -> int:
     hidden, weight, offset, labels = head_case(dtype)
     with LargestTensor() as largest, torch.set_grad_enabled(training):
-        logprobs, _ = head_logprobs(hidden, weight, offset, labels, with_entropy=True, chunk_elements=chunk_elements)
+        logprobs, _ = head_logprobs(hidden, weight, offset, labels, with_entropy=True, at_once=at_once)
         if training:
             logprobs.sum().backward()
     return largest.numel
@@ -154,9 +155,25 @@ def test_no_tensor_is_larger_than_a_chunk(dtype, training):
     assert largest_tensor(B * T * V, dtype, training) == B * T * V  # the measure sees a whole (B, T, V)
 
 
+@pytest.mark.parametrize(
+    "memory, expected", [(16_900_000_000, 1 << 24), (84_980_000_000, 82_988_281), (150_110_000_000, 146_591_796)]
+)
+def test_a_chunk_grows_with_a_gpus_memory_there_and_on_paper(memory, expected, monkeypatch):
+    """In float32 a 256th of it, so a number for each KiB; 2 ** 24 on CPUs, on GPUs of 16 GB, and without gradients."""
+    gpu = SimpleNamespace(total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert chunk_elements(torch.device("cuda")) == expected
+    with planned_for(memory):
+        assert chunk_elements(torch.device("meta")) == expected
+        assert chunk_elements(torch.device("cpu")) == 1 << 24
+        with torch.no_grad():
+            assert chunk_elements(torch.device("cuda")) == chunk_elements(torch.device("meta")) == 1 << 24
+    assert chunk_elements(torch.device("meta")) == 1 << 24
+
+
 def test_a_chunk_keeps_no_logits_for_the_backward_pass():
     kept = []
     hidden, weight, offset, labels = head_case()
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
-        head_logprobs(hidden, weight, offset, labels, chunk_elements=CHUNK)
+        head_logprobs(hidden, weight, offset, labels, at_once=CHUNK)
     assert max(kept, default=0) < CHUNK

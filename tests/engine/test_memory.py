@@ -82,7 +82,7 @@ def rollout(rows: int) -> Rollout:
 def chunked(monkeypatch):
     """Set how many logits the head computes at a time."""
     head_logprobs = heads.head_logprobs
-    return lambda elements: monkeypatch.setattr(heads, "head_logprobs", partial(head_logprobs, chunk_elements=elements))
+    return lambda elements: monkeypatch.setattr(heads, "head_logprobs", partial(head_logprobs, at_once=elements))
 
 
 def judging(policy: Policy, scorer: Scorer, rows: int) -> int:

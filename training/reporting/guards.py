@@ -44,7 +44,7 @@ def stop_unless_finite(step: int, experience: Experience, tokenizer) -> None:
         if numbers is not None:
             by_row[name] = (~numbers.isfinite() & mask).any(-1)
     bad = torch.stack(list(by_row.values())).any(0)
-    if distributed.any_rank(bool(bad.any())):
+    if distributed.any_rank(bad.any()):
         trained = any(rows.any() for name, rows in by_row.items() if name in ("logprobs", "values"))
         what = [f"{name} ({int(rows.sum())})" for name, rows in by_row.items() if rows.any()]
         _stop(step, what, experience, bad.nonzero().flatten(), tokenizer, step - 1 - int(distributed.any_rank(trained)))
@@ -56,9 +56,9 @@ def stop_unless_losses_finite(step: int, losses: dict[str, tuple[Tensor, list[Tr
     losses: by name, the losses (N,) of this rank's passes, and the rows of the first of them; further ones are texts.
     Raises: RunStopped with samples of the first pass whose loss went bad.
     """
-    bad = {name: (~values.isfinite()).nonzero().flatten().tolist() for name, (values, _) in losses.items()}
-    if not distributed.any_rank(any(bad.values())):
+    if not distributed.any_rank(~torch.cat([values for values, _ in losses.values()]).isfinite().all()):
         return
+    bad = {name: (~values.isfinite()).nonzero().flatten().tolist() for name, (values, _) in losses.items()}
     what = [f"{name} ({losses[name][0][places[0]].item()})" for name, places in bad.items() if places]
     parts = [losses[name][1][place] for name, places in bad.items() for place in places if place < len(losses[name][1])]
     _stop(step, what, parts[0] if parts else None, torch.arange(len(parts[0]) if parts else 0), tokenizer, step - 1)

@@ -6,7 +6,7 @@ from engine.memory import passes
 from engine.memory.blueprint import Blueprint, blueprints
 from engine.memory.passes import Rows, decoding_passes, scoring_pass, training_pass
 from engine.models.lora import LoraSpec
-from tests.engine.memory.configurations import spec_of
+from tests.engine.memory.configurations import VOCABULARY, llama, spec_of
 from tests.tiny_families import family_config
 from tests.tiny_models import make_config
 
@@ -37,3 +37,13 @@ def test_a_few_layers_stand_for_many(family, adapted, tmp_path, monkeypatch):
     assert all(len(model._stack) == 6 for model in models.values())  # as they were
     monkeypatch.setattr(passes, "MORE", 6)
     assert counts(models) == short
+
+
+def test_logits_are_those_of_the_planned_gpus_chunks(tmp_path):
+    """40 rows of 990 response tokens have 39.6 million logits. Of a chunk there are three float32 tensors when most are
+    alive, and without gradients five of a smaller one (tests/engine/test_memory.py): 2 ** 24 logits are those of 16,777
+    positions, and as many as 30 GB have KiB those of 29,296."""
+    actor, rows = blueprints(spec_of(llama(tmp_path), 0, dtype="fp32"))["actor"], Rows(40, 24, 990)
+    for gpu, positions in ((0, 16_777), (30_000_000_000, 29_296), (85_000_000_000, 39_600)):
+        assert training_pass(actor, rows, gpu=gpu)["logits"] == 3 * 4 * positions * VOCABULARY
+    assert scoring_pass(actor, rows)["logits"] == 5 * 4 * 16_777 * VOCABULARY

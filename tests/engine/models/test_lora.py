@@ -93,7 +93,7 @@ def test_a_heads_adapter_is_the_heads_alone_and_logits_are_computed_in_chunks(ti
     rows: list[int] = []
     count = logprob_module.token_logprobs
     monkeypatch.setattr(logprob_module, "token_logprobs", lambda x, *rest: (rows.append(x.numel()), count(x, *rest))[1])
-    monkeypatch.setattr("engine.models.heads.head_logprobs", partial(head_logprobs, chunk_elements=3 * 64))
+    monkeypatch.setattr("engine.models.heads.head_logprobs", partial(head_logprobs, at_once=3 * 64))
     found = logprobs(adapted)
     assert adapted.direct_head and max(rows) == 3 * 64 and sum(rows) == 10 * 64
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
