@@ -4,7 +4,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 SIZES = {
     "260k": dict(
@@ -29,6 +35,7 @@ SIZES = {
     ),
 }
 POSITIONS = 4096
+SPREAD = 0.4  # the standard deviation of logits that random weights give
 _SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -44,23 +51,35 @@ def llama_config(size: str, vocabulary: int | None = None) -> LlamaConfig:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
-        initializer_range=0.4 * shape["hidden_size"] ** -0.5,
+        initializer_range=SPREAD * shape["hidden_size"] ** -0.5,
     )
 
 
 def make_models(folder: Path, size: str, critic_size: str, dtype: torch.dtype) -> tuple[str, str]:
     """Save an actor with a tokenizer, and a reward model of its vocabulary, unless they are there; returns their
     folders."""
-    if folder.exists():
-        return str(folder / "actor"), str(folder / "critic")
-    torch.manual_seed(0)
-    config = llama_config(size)
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / "actor")
-    make_tokenizer(config.vocab_size).save_pretrained(folder / "actor")
-    scorer = llama_config(critic_size, config.vocab_size)
-    scorer.num_labels = 1
-    AutoModelForSequenceClassification.from_config(scorer, dtype=dtype).save_pretrained(folder / "critic")
+    if not folder.exists():
+        actor = llama_config(size)
+        save_models(folder, actor, llama_config(critic_size, actor.vocab_size), dtype)
     return str(folder / "actor"), str(folder / "critic")
+
+
+def save_models(
+    folder: Path, actor: PretrainedConfig, critic: PretrainedConfig, dtype: torch.dtype, spread: float = SPREAD
+) -> None:
+    """Save an actor of this configuration with a tokenizer, and a reward model.
+
+    spread: the standard deviation of the actor's logits, for which its last norm is scaled.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(actor, dtype=dtype)
+    norm = model.model.decoder.final_layer_norm if actor.model_type == "opt" else model.model.norm
+    with torch.no_grad():
+        norm.weight.mul_(spread / SPREAD)
+    model.save_pretrained(folder / "actor")
+    make_tokenizer(actor.vocab_size).save_pretrained(folder / "actor")
+    critic.num_labels = 1
+    AutoModelForSequenceClassification.from_config(critic, dtype=dtype).save_pretrained(folder / "critic")
 
 
 def make_scorer(folder: Path, actor: str, dtype: torch.dtype) -> str:

@@ -14,8 +14,8 @@ class Report:
     floor: seconds by phase and "step". steps: of "ours" and, unless it was left out, "plain", one dict a step with
     seconds by phase and "step", and bytes of "memory". flops: of all ranks, by phase.
     matrix_rate, decode_rate: FLOP/s of a rank; copy_rate: bytes a second; peak_flops: by the data sheet, or None.
-    decode_seconds, decode_bytes: of all decoding steps of a rank. backends: seconds of each one's generations, where
-    several were compared; same_tokens: whether they drew the same.
+    decode_seconds, decode_bytes: of all decoding steps of a rank. decoding, fallback: as of the rollout backend.
+    backends: seconds of each one's generations, where several were compared; same_tokens: whether they drew the same.
     """
 
     name: str
@@ -32,6 +32,8 @@ class Report:
     peak_flops: float | None
     decode_seconds: float
     decode_bytes: int
+    decoding: str
+    fallback: str | None
     backends: dict[str, list[float]]
     same_tokens: bool
 
@@ -94,8 +96,8 @@ class Report:
             f"generation, tokens/s: {', '.join(speeds)}",
             f"peak memory of a rank in a step, GB, the models of all there: {', '.join(peaks)}",
             f"training: {100 * trained / self.matrix_rate:.1f} % of the matrix rate{peak}",
-            f"decode: {1e3 * self.decode_seconds / steps:.3g} ms a token of all rows, {read / 1e9:.3g} GB/s, "
-            f"{100 * read / self.copy_rate:.1f} % of the copies' rate",
+            f"decode: {1e3 * self.decode_seconds / steps:.3g} ms a token of all rows ({self.decoding}), "
+            f"{read / 1e9:.3g} GB/s, {100 * read / self.copy_rate:.1f} % of the copies' rate",
         ]
         if self.backends:
             taken = {name: median(seconds) for name, seconds in self.backends.items()}

@@ -117,6 +117,8 @@ def measure(setting: Setting, args: argparse.Namespace) -> Report:
         ranks=distributed.world_size(),
         decode_seconds=decode,
         decode_bytes=work.decode_bytes(setting.rows, dtype.itemsize),
+        decoding=ours.trainer.rollouts.decoding_ran,
+        fallback=ours.trainer.rollouts.fallback,
         peak_flops=args.peak_tflops and args.peak_tflops * 1e12,
     )
 

@@ -27,7 +27,7 @@ class _SampledRollouts(RolloutBackend):
             each.let_go = self._let_go
 
     @property
-    def decoding_ran(self) -> str:
+    def decoding_ran(self) -> str:  # type: ignore[override]
         """As Sampler.decoding_ran."""
         return self.sampler.decoding_ran
 

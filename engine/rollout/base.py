@@ -65,6 +65,7 @@ class RolloutBackend(Protocol):
     why: what a run says of the choice.
     computes_as_actor: whether its log-probs are computed by the actor's own code and weights, so that in fp32 they are
         a forward pass's within rounding. `old_logprobs` "auto" takes those of no other sampler for the actor's.
+    decoding_ran: which of engine.rollout.decoding.DECODING read single tokens; "" where an engine of its own does.
     fallback: why single tokens went through the actor's own code, where something faster was to read them; "" where it
         did, None where nothing was to.
     finished: is called with responses that are done while others are still drawn, if a backend does so at all.
@@ -72,6 +73,7 @@ class RolloutBackend(Protocol):
 
     why: str = ""
     computes_as_actor: bool = False
+    decoding_ran: str = ""
     fallback: str | None = None
     finished: Callable[[Rollout], None] | None = None
 

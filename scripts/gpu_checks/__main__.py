@@ -32,7 +32,8 @@ def make_all(checks: Sequence[Check], *, dry: bool, gpus: int, output: Path, bud
     for check in checks:
         left = deadline - time.monotonic()
         if check.ranks > gpus:
-            found = Outcome(check.name, SKIPPED, f"needs {check.ranks} GPUs, and here is {gpus}")
+            why = f"needs {check.ranks} GPUs, and here is {gpus}; unseen: {check.unseen}"
+            found = Outcome(check.name, SKIPPED, why)
         elif left < check.least:
             found = Outcome(check.name, NOT_RUN, f"{max(left, 0):.0f} s were left, and it takes {check.least:.0f}")
         else:

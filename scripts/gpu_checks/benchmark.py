@@ -2,12 +2,14 @@
 
 import json
 from statistics import median
+from types import SimpleNamespace
 
 import torch
 
 from engine.memory.data_sheets import DataSheet, data_sheet
 from engine.zero.communication import init
 from scripts.benchmark_step3 import main, parse_arguments
+from scripts.gpu_checks import decoding
 from scripts.gpu_checks.memory import has_much_memory
 from scripts.gpu_checks.models import random_models
 from scripts.gpu_checks.trial import Skipped, Trial
@@ -15,12 +17,12 @@ from scripts.gpu_checks.trial import Skipped, Trial
 MFU, BANDWIDTH = 0.4, 0.5  # aims: of the FLOP/s in training, of the memory bandwidth in decoding
 
 
-def shares(trial: Trial, size: str) -> None:
+def shares(trial: Trial, size: str, critic_size: str) -> None:
     """Model FLOPs utilisation of training, share of memory bandwidth of decoding, and whether these reach their aims,
     with 64 rows of 256 + 256 tokens in bf16 on one GPU."""
-    if not trial.dry and size == "1.3b" and not has_much_memory(trial):
+    if not trial.dry and size == "opt-1.3b" and not has_much_memory():
         raise Skipped("this GPU has too little memory for training 1.3 billion numbers")
-    actor, critic = random_models(trial, size, "350m")
+    actor, critic = random_models(trial, size, critic_size)
     found = trial.folder / "found.json"
     sizes = "--prompts 4 --prompt_length 8 --response_length 8 --micro_batch 4 --steps 1 --warmup 0"
     if not trial.dry:
@@ -41,12 +43,15 @@ def told(trial: Trial, report: dict) -> None:
         "step, s": seconds["step"],
         "generate, s": seconds["generate"],
         "train, s": seconds["train"],
+        "decode, ms a token": 1e3 * report["decode_seconds"] / (report["response"] - 1),
         "tokens/s": report["prompts"] * report["response"] / seconds["generate"],
         "training, TFLOP/s": flops / 1e12,
         "of the matrix rate": flops / report["matrix_rate"],
         "decode, GB/s": read / 1e9,
         "peak, GB": max(step["memory"] for step in steps) / 1e9,
     }
+    ran = SimpleNamespace(decoding_ran=report["decoding"], fallback=report["fallback"])
+    decoding.told(trial, "tokens", ran, "recorded" if trial.dry else "graphs")
     if not trial.needs_gpu("shares of a GPU's data sheet"):
         return
     name = torch.cuda.get_device_name()

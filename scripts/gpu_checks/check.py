@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from scripts.gpu_checks.peaks import peaks
 from scripts.gpu_checks.trial import SO_FAR, Figure, Skipped, Trial
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +22,7 @@ PASS, FAIL, SKIPPED, NOT_RUN = "pass", "FAIL", "skipped", "not run"
 class Check:
     """target: "module:function", imported by the check's own process alone. arguments: of the function, behind the
     trial. least: seconds under which it is not worth beginning. limit: seconds after which it is ended. ranks: as many
-    GPUs as it needs."""
+    GPUs as it needs; unseen: what nothing shows where there are fewer."""
 
     name: str
     target: str
@@ -29,6 +30,7 @@ class Check:
     least: float = 15.0
     limit: float = 60.0
     ranks: int = 1
+    unseen: str = ""
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ def outcome_of(check: Check, trial: Trial) -> Outcome:
     status, why = PASS, ""
     try:
         module, name = check.target.split(":")
-        with trial.part("raised"):
+        with peaks(trial), trial.part("raised"):
             getattr(importlib.import_module(module), name)(trial, *check.arguments)
     except Skipped as reason:
         status, why = SKIPPED, str(reason)

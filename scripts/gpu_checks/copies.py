@@ -10,6 +10,7 @@ from engine.experience import Rollout
 from engine.rollout import build_rollouts
 from engine.zero.accelerator import free_memory
 from engine.zero.gathering import full_numel
+from scripts.gpu_checks.decoding import told
 from scripts.gpu_checks.machine import device
 from scripts.gpu_checks.models import new_trainer, prompts, rows
 from scripts.gpu_checks.steps import give_back
@@ -40,7 +41,7 @@ def under_limits(trial: Trial) -> None:
                 f"with {free_memory() / size:.2f} times the weights free auto took {kind(trainer)}, not {expected}: "
                 f"{trainer.rollouts.why}",
             )
-            found = drawn(trial, trainer)
+            found = drawn(trial, trainer, expected)
             first = first or found
             alike = int((found.responses == first.responses).all(-1).sum())
             trial.figures[expected] = f"{alike} of {len(found.responses)} rows alike"
@@ -75,11 +76,12 @@ def kind(trainer: PPOTrainer) -> str:
     return "shared" if copies.between_steps == "keep" else "shared, given back"
 
 
-def drawn(trial: Trial, trainer: PPOTrainer) -> Rollout:
-    """Responses and experience of one step, without its training."""
+def drawn(trial: Trial, trainer: PPOTrainer, name: str) -> Rollout:
+    """Responses and experience of one step, without its training. name: in figures."""
     vocabulary = trainer.models.actor.module.model.config.vocab_size
     batch = prompts(rows(trial), trainer.sampling.max_new_tokens, vocabulary).to(device())
     rollout = trainer.rollouts.generate(batch, trainer.sampling)
+    told(trial, name, trainer.rollouts)
     trainer.experience_maker.make_experience(rollout)
     trainer.rollouts.release_memory()
     return rollout
@@ -107,10 +109,10 @@ def between_steps(trial: Trial) -> None:
                 trial, size="34m", stage=3, dtype="fp32", tokens=TOKENS, backend="replica", between_steps=way
             )
             held_before = allocated()
-            first = drawn(trial, trainer)
+            first = drawn(trial, trainer, way)
             modules = trainer.rollouts.copies._modules.values()
             kept = allocated() - held_before
-            again = drawn(trial, trainer)
+            again = drawn(trial, trainer, way)
             alike = int((first.responses == again.responses).all(-1).sum())
             trial.figures[f"{way}, rows alike"] = f"{alike} of {len(first.responses)}"
             trial.expect(alike >= 0.9 * len(first.responses), f"{way}: only {alike} rows are drawn again")
@@ -123,7 +125,7 @@ def between_steps(trial: Trial) -> None:
                     limit_kept, f"{way}: {kept / 1e9:.3f} GB are held between steps, a copy is {size / 1e9:.3f}"
                 )
             trainer.step(prompts(rows(trial), TOKENS // 8, trainer.models.actor.module.model.config.vocab_size))
-            trial.expect(drawn(trial, trainer).responses.shape == first.responses.shape, f"{way}: other responses")
+            trial.expect(drawn(trial, trainer, way).responses.shape == first.responses.shape, f"{way}: other responses")
         trainer = modules = first = again = None
         give_back()
 

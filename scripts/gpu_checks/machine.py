@@ -1,6 +1,9 @@
 """The GPUs that are here, and what their data sheets promise."""
 
+import shutil
+
 import torch
+from torch.utils.cpp_extension import CUDA_HOME
 
 from engine.memory.data_sheets import data_sheet
 from engine.memory.table import gb
@@ -20,6 +23,7 @@ def device() -> torch.device:
 def look(trial: Trial) -> None:
     """Versions, the GPUs, and whether the first one computes and copies as its data sheet says."""
     trial.figures |= {name: version or "-" for name, version in versions().items() if name in _TOLD}
+    trial.figures |= {"C++ compiler": shutil.which("c++") or "none", "CUDA_HOME": CUDA_HOME or "none"}
     if not trial.needs_gpu("the GPU's name, its memory and what it copies a second"):
         return
     free, total = torch.cuda.mem_get_info()

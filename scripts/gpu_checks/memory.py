@@ -6,7 +6,7 @@ import torch
 
 from scripts.gpu_checks.decoding import sixteen_bits
 from scripts.gpu_checks.models import random_models
-from scripts.gpu_checks.programs import program, write_prompts
+from scripts.gpu_checks.programs import metrics_of, program, write_prompts
 from scripts.gpu_checks.trial import Skipped, Trial
 
 WITHIN = 0.1
@@ -16,10 +16,10 @@ LARGE = 60e9  # bytes of a GPU that an actor of 1.3 billion numbers trains on, w
 def planned(trial: Trial) -> None:
     """One step of step 3: its own line of planned and measured bytes is right within a tenth."""
     trial.needs_gpu("peaks of phases (a CPU's are not counted)")
-    actor_size = "1.3b" if has_much_memory(trial) else "350m"
-    actor, critic = random_models(trial, actor_size, "350m")
+    sizes = ("opt-1.3b", "opt-350m") if trial.dry or has_much_memory() else ("350m", "350m")
+    actor, critic = random_models(trial, *sizes)
     rows, length = (4, 16) if trial.dry else (16, 256)
-    trial.figures["actor"] = "tiny" if trial.dry else actor_size
+    trial.figures["models"] = "tiny OPTs" if trial.dry else " and ".join(sizes)
     printed = program(
         3,
         actor_model_name_or_path=actor,
@@ -37,6 +37,7 @@ def planned(trial: Trial) -> None:
         dtype=sixteen_bits(trial),
         print_answers_interval=0,
     )
+    metrics_of(trial, trial.folder / "out")
     pairs = figures_of(printed)
     trial.expect(bool(pairs), "step 3 printed no line of planned and measured bytes")
     for phase, (plan, measured) in pairs.items():
@@ -45,9 +46,9 @@ def planned(trial: Trial) -> None:
         trial.expect(abs(off) <= WITHIN, f"{phase}: planned {plan} GB, measured {measured}, {off:+.0%}")
 
 
-def has_much_memory(trial: Trial) -> bool:
-    """Whether the larger model has room here."""
-    return not trial.dry and torch.cuda.mem_get_info()[1] >= LARGE
+def has_much_memory() -> bool:
+    """Whether the larger model has room on this GPU."""
+    return torch.cuda.mem_get_info()[1] >= LARGE
 
 
 def figures_of(printed: str) -> dict[str, tuple[float, float]]:

@@ -4,34 +4,62 @@ import shutil
 from pathlib import Path
 
 import torch
+from transformers import OPTConfig, PretrainedConfig
 
 from engine.algorithms import get_dialect
 from engine.experience import PromptBatch
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
-from scripts.benchmark_models import SIZES, make_models
+from scripts.benchmark_models import SPREAD, llama_config, save_models
 from scripts.gpu_checks.trial import Trial
-from training.data.prompts import collate_prompts
+from training.data.tokens import padded
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
-TINY = "260k"  # what every size becomes in a dry run
+TINY = "260k"  # what every Llama becomes in a dry run, and OPT something as small
+OPT = {
+    "opt-1.3b": dict(hidden_size=2048, num_hidden_layers=24, ffn_dim=8192, num_attention_heads=32),
+    "opt-350m": dict(
+        hidden_size=1024,
+        num_hidden_layers=24,
+        ffn_dim=4096,
+        num_attention_heads=16,
+        word_embed_proj_dim=512,
+        do_layer_norm_before=False,
+    ),
+}
+TINY_OPT = dict(hidden_size=64, num_hidden_layers=2, ffn_dim=128, num_attention_heads=4, vocab_size=512)
+LOGITS = 3.0  # their standard deviation, 2 to 4 in trained models: rounding in 16 bits is as large as there
 DIALECT = get_dialect("default").override(ppo_epochs=1, warmup_steps=0, actor_lr=1e-5, critic_lr=1e-5)
 
 
 def random_models(trial: Trial, size: str, critic_size: str | None = None) -> tuple[str, str]:
-    """The folders of an actor and a reward model, in float32 up to 136m and in bf16 beyond; made where they are not
-    there, on the GPU if there is one."""
-    size, critic_size = (TINY, TINY) if trial.dry else (size, critic_size or size)
-    folder = trial.models / f"{size}_{critic_size}"
+    """The folders of an actor, whose logits are as wide as a trained one's, and a reward model, in float32 up to 136m
+    and in bf16 beyond; made where they are not there, on the GPU if there is one. Sizes as in `config_of`."""
+    folder = trial.models / f"{size}_{critic_size or size}"
     if not folder.exists():
-        large = SIZES[size]["hidden_size"] >= 1024
+        actor, critic = (config_of(name, trial.dry) for name in (size, critic_size or size))
+        critic.vocab_size = actor.vocab_size
         part = Path(f"{folder}.part")  # whole or not there, whenever the check is ended
         shutil.rmtree(part, ignore_errors=True)
         with torch.device("cpu" if trial.dry else "cuda"):
-            make_models(part, size, critic_size, torch.bfloat16 if large else torch.float32)
+            save_models(part, actor, critic, torch.bfloat16 if actor.hidden_size >= 1024 else torch.float32, LOGITS)
         part.rename(folder)
     return str(folder / "actor"), str(folder / "critic")
+
+
+def config_of(size: str, dry: bool) -> PretrainedConfig:
+    """Of a Llama of scripts/benchmark_models.py's sizes, of "gqa", the 136m one whose heads share keys and values by
+    threes, or of an OPT of DeepSpeed-Chat's; in a dry run of a tiny one of its kind."""
+    if size in OPT:
+        shape = {"word_embed_proj_dim": OPT[size]["hidden_size"]} | OPT[size]
+        shape = TINY_OPT | {"word_embed_proj_dim": 64} if dry else shape
+        spread = {"init_std": SPREAD * shape["word_embed_proj_dim"] ** -0.5}
+        return OPTConfig(**shape, **spread, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = llama_config(TINY if dry else "136m" if size == "gqa" else size)
+    if size == "gqa":
+        config.num_key_value_heads = 4
+    return config
 
 
 def prompts(rows: int, length: int, vocabulary: int, first: int = 0) -> PromptBatch:
@@ -40,7 +68,8 @@ def prompts(rows: int, length: int, vocabulary: int, first: int = 0) -> PromptBa
     lengths = torch.randint(max(1, length // 2), length + 1, (rows,), generator=generator).tolist()
     lengths[0] = length
     tokens = [torch.randint(4, vocabulary, (count,), generator=generator).tolist() for count in lengths]
-    return collate_prompts(tokens, torch.arange(first, first + rows), torch.zeros(rows, dtype=torch.int64), 0)
+    indices = torch.arange(first, first + rows)
+    return PromptBatch(*padded(tokens, 0, left=True), indices=indices, samples=torch.zeros_like(indices))
 
 
 def sampling(tokens: int, recorded: bool = False) -> SamplingConfig:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 from unittest import mock
 
+from scripts.gpu_checks.trial import Trial
 from training.program.startup import run
 
 PROGRAMS = {
@@ -70,7 +71,9 @@ def write_prompts(path: Path, count: int, length: int, vocabulary: int) -> Path:
     return path
 
 
-def metrics_of(output: Path) -> dict[int, dict[str, float]]:
-    """The lines of metrics.jsonl by their step."""
+def metrics_of(trial: Trial, output: Path) -> dict[int, dict[str, float]]:
+    """The lines of metrics.jsonl by their step; a failure where decoding fell back to the model's own code."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    fell_back = [line["step"] for line in lines if line.get("speed/decoding_fallback")]
+    trial.expect(not fell_back, f"{output.name}: in steps {fell_back} the model's own code read single tokens")
     return {line["step"]: line for line in lines}

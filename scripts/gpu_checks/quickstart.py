@@ -42,7 +42,7 @@ def learned(trial: Trial) -> None:
         print_answers_interval=0,
         dtype="fp32",
     )
-    lines = metrics_of(output)
+    lines = metrics_of(trial, output)
     rise = lines[steps]["eval/score"] - lines[0]["eval/score"]
     trial.figures |= {"score before": round(lines[0]["eval/score"], 2), "rise": round(rise, 2)}
     if trial.needs_gpu("training until the score rises"):

@@ -12,19 +12,19 @@ from scripts.gpu_checks.check import ROOT
 from scripts.gpu_checks.decoding import sixteen_bits
 from scripts.gpu_checks.models import random_models
 from scripts.gpu_checks.programs import metrics_of, words_of, write_prompts
-from scripts.gpu_checks.trial import Trial
+from scripts.gpu_checks.trial import Skipped, Trial
 
 STEPS = 3
 
 
-def side_by_side(trial: Trial, *stages: int) -> None:
-    """Steps at these stages over all GPUs, by NCCL (two CPUs, by gloo), and with copies that ranks hold together: they
-    end with one entropy."""
+def side_by_side(trial: Trial) -> None:
+    """Steps at stages 3 and 1 over all GPUs, by NCCL (two CPUs, by gloo), and with copies that ranks hold together:
+    they end with one entropy."""
     count = 2 if trial.dry else torch.cuda.device_count()
     trial.needs_gpu("NCCL")
     trial.figures["ranks"] = count
     entropies = {}
-    ways: dict[str, dict[str, object]] = {f"stage {stage}": stages_of(stage) for stage in stages}
+    ways: dict[str, dict[str, object]] = {f"stage {stage}": stages_of(stage) for stage in (3, 1)}
     if count % 2 == 0:
         together = {"rollout_backend": "replica", "inference_tp_size": 2}
         ways["copies that two ranks hold together"] = stages_of(3) | together
@@ -36,6 +36,14 @@ def side_by_side(trial: Trial, *stages: int) -> None:
     trial.figures |= {f"{name}, entropy": entropy for name, entropy in entropies.items()}
     apart = max(entropies.values(), default=1) / min(entropies.values(), default=1)
     trial.expect(apart < 1.02, f"the last steps' entropies are {entropies}")
+
+
+def between_machines(trial: Trial) -> None:
+    """Nothing: one machine has no links to others."""
+    raise Skipped(
+        "needs several machines: ranks that find each other, gathers by node, hpZ, time-outs over a network; "
+        "docs/many_nodes.md says how such a run is started"
+    )
 
 
 def stages_of(stage: int) -> dict[str, object]:
@@ -70,7 +78,7 @@ def launched(trial: Trial, ranks: int, output: Path, further: dict[str, object])
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
     launcher += ["--master_port", str(free_port()), str(ROOT / "training" / "step3_rlhf.py")]
     subprocess.run([*launcher, *words_of(flags)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return metrics_of(output)[STEPS]
+    return metrics_of(trial, output)[STEPS]
 
 
 def free_port() -> int:

@@ -43,7 +43,7 @@ def resumed(trial: Trial) -> None:
     whole, later = trial.folder / "whole", trial.folder / "later"
     program(3, **flags, output_dir=whole)
     program(3, **flags, output_dir=later, resume=whole / "checkpoints" / f"step_{SAVED:06d}")
-    first, second = metrics_of(whole), metrics_of(later)
+    first, second = metrics_of(trial, whole), metrics_of(trial, later)
     trial.expect(sorted(second) == list(range(SAVED + 1, STEPS + 1)), f"the second run made steps {sorted(second)}")
     entropies = [run[SAVED + 1]["objective/entropy"] for run in (first, second)]
     trial.figures["entropy after the point"] = round(entropies[0], 5)

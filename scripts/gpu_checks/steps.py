@@ -5,12 +5,13 @@ import importlib.util
 import math
 import shutil
 import time
+from unittest import mock
 
 import torch
-from torch.utils.cpp_extension import CUDA_HOME
 
 from engine.zero.accelerator import why_not
 from engine.zero.extensions import load_extension
+from scripts.gpu_checks.decoding import told
 from scripts.gpu_checks.models import new_trainer, prompts, rows
 from scripts.gpu_checks.trial import Skipped, Trial
 from training.ppo_trainer import PPOTrainer
@@ -35,7 +36,8 @@ def at_all_stages(trial: Trial, dtype: str) -> None:
 
 
 def offloaded(trial: Trial) -> None:
-    """The same with --offload at stages 2 and 3, where DeepSpeed's own AdamW trains in host memory."""
+    """The same with --offload at stages 2 and 3, where DeepSpeed's own AdamW trains in host memory. It is built as on
+    machines without nvcc, for it is C++ alone."""
     if trial.needs_gpu("DeepSpeedCPUAdam, in whose place torch's AdamW trained") and (reason := why_no_cpu_adam()):
         raise Skipped(reason)
     dtype = "fp32" if trial.dry else "bf16" if why_not("bf16") is None else "fp16"
@@ -60,7 +62,6 @@ def why_no_cpu_adam() -> str | None:
         name
         for name, there in (
             ("a C++ compiler", any(map(shutil.which, ("c++", "g++", "clang++")))),
-            ("nvcc (CUDA_HOME)", CUDA_HOME is not None),
             ("ninja", shutil.which("ninja") or importlib.util.find_spec("ninja")),
         )
         if not there
@@ -68,8 +69,9 @@ def why_no_cpu_adam() -> str | None:
     if missing:
         return f"DeepSpeedCPUAdam is built where it is used, and here is no {' and no '.join(missing)}"
     try:
-        load_extension("CPUAdamBuilder")
-    except Exception as error:  # whatever a compiler, or a CUDA of another version than torch's, has to say
+        with mock.patch("torch.utils.cpp_extension.CUDA_HOME", None):
+            load_extension("CPUAdamBuilder")
+    except Exception as error:  # whatever a compiler has to say
         return f"DeepSpeedCPUAdam cannot be built here: {' '.join(str(error).split())[:300]}"
     return None
 
@@ -89,6 +91,7 @@ def steps(trial: Trial, name: str, trainer: PPOTrainer) -> dict[str, float]:
         trial.figures[f"{name}, s"] = round(time.perf_counter() - started, 3)
     odd = [key for key, value in metrics[-1].items() if not math.isfinite(value) and not key.startswith("value/expl")]
     trial.expect(not odd, f"{name}: {', '.join(odd)} are no numbers")
+    told(trial, name, trainer.rollouts)
     trial.expect(not metrics[-1].get("policy/skipped"), f"{name}: no loss scale was found in {SEARCHED} steps")
     trial.expect(checksum(trainer) != before, f"{name}: no weight changed")
     return metrics[0]

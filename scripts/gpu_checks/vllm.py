@@ -2,16 +2,21 @@
 
 import importlib.util
 
+import torch
+
+from scripts.gpu_checks.copies import only_free
 from scripts.gpu_checks.decoding import sixteen_bits
 from scripts.gpu_checks.models import random_models
 from scripts.gpu_checks.programs import metrics_of, program, write_prompts
 from scripts.gpu_checks.trial import Skipped, Trial
 
 STEPS = 2
+FREE = {"vllm": 0.4, "auto": None}  # of the GPU's memory: the rest is taken before, as by engines that are loaded
 
 
 def alike(trial: Trial) -> None:
-    """Two steps at stage 3 with --rollout_backend vllm, and with auto: the same policy, whose log-probs agree."""
+    """Two steps at stage 3 with --rollout_backend vllm, beside memory that is taken, and with auto: the same policy,
+    whose log-probs agree."""
     if importlib.util.find_spec("vllm") is None:
         raise Skipped("vllm is not installed (scripts/vllm_environment.sh makes an environment with it)")
     if not trial.needs_gpu("vLLM (a real one is tried on CPUs by a script of its own)"):
@@ -19,8 +24,8 @@ def alike(trial: Trial) -> None:
     actor, critic = random_models(trial, "34m")
     prompts = write_prompts(trial.folder / "prompts.jsonl", 64, 16, vocabulary=8000)
     found = {}
-    for backend in ("vllm", "auto"):
-        with trial.part(backend):
+    for backend, free in FREE.items():
+        with trial.part(backend), only_free(free and free * torch.cuda.mem_get_info()[1]):
             output = trial.folder / backend
             program(
                 3,
@@ -43,7 +48,7 @@ def alike(trial: Trial) -> None:
                 max_kl=1e9,
                 dtype=sixteen_bits(trial),
             )
-            found[backend] = metrics_of(output)[STEPS]
+            found[backend] = metrics_of(trial, output)[STEPS]
             trial.figures[f"{backend}, generate s"] = round(found[backend]["time/generate"], 3)
     if len(found) == 2:
         ours, theirs = found["auto"]["objective/entropy"], found["vllm"]["objective/entropy"]

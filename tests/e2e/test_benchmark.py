@@ -156,6 +156,8 @@ def test_ratios_are_of_medians_and_quartiles_of_pairs():
         peak_flops=None,
         decode_seconds=1.0,
         decode_bytes=1,
+        decoding="plain",
+        fallback=None,
         backends={},
         same_tokens=True,
         steps={side: [{"step": seconds} for seconds in all_] for side, all_ in (("ours", ours), ("plain", other))},
