@@ -33,5 +33,5 @@ CHECKS = [
         ranks=2,
         unseen="NCCL, partitions and their gathers, copies that ranks hold together, time-outs of groups",
     ),
-    Check("machines", _of("ranks", "between_machines"), least=0),
+    Check("machines", _of("machine", "between_machines"), least=0),
 ]

@@ -24,7 +24,10 @@ DRY_CALLS = ((2, 8), (6, 12), (2, 16))
 
 
 def against_plain(trial: Trial, decoding: str, size: str, critic: str, *dtypes: str) -> None:
-    """The same draws in these dtypes, "fp32" or "16 bits": the same tokens but for rounding, and how long one takes."""
+    """The same draws in these dtypes, "fp32" or "16 bits": the same tokens but for rounding, and how long one takes.
+
+    size, critic: as in `random_models`.
+    """
     if not trial.needs_gpu(f"--decoding {decoding}, in whose place recorded tokens were drawn"):
         decoding = "recorded"
     if decoding == "compiled" and not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):

@@ -7,7 +7,7 @@ from torch.utils.cpp_extension import CUDA_HOME
 
 from engine.memory.data_sheets import data_sheet
 from engine.memory.table import gb
-from scripts.gpu_checks.trial import Trial
+from scripts.gpu_checks.trial import Skipped, Trial
 from training.reporting.run_record import versions
 
 COPIED = 1 << 30  # bytes
@@ -43,6 +43,14 @@ def look(trial: Trial) -> None:
         trial.expect(rate > 0.5 * sheet.bandwidth, f"it copies {rate / 1e9:.0f} GB/s: is another program using it?")
     product = torch.full((64, 64), 0.5, device="cuda") @ torch.full((64, 64), 2.0, device="cuda")
     trial.expect(bool((product == 64.0).all()), "its matrix products are wrong")
+
+
+def between_machines(trial: Trial) -> None:
+    """Nothing: one machine has no links to others."""
+    raise Skipped(
+        "needs several machines: ranks that find each other, gathers by node, hpZ, time-outs over a network; "
+        "docs/many_nodes.md says how such a run is started"
+    )
 
 
 _TOLD = ("python", "torch", "transformers", "deepspeed", "peft", "vllm")

@@ -12,7 +12,7 @@ from scripts.gpu_checks.check import ROOT
 from scripts.gpu_checks.decoding import sixteen_bits
 from scripts.gpu_checks.models import random_models
 from scripts.gpu_checks.programs import metrics_of, words_of, write_prompts
-from scripts.gpu_checks.trial import Skipped, Trial
+from scripts.gpu_checks.trial import Trial
 
 STEPS = 3
 
@@ -36,14 +36,6 @@ def side_by_side(trial: Trial) -> None:
     trial.figures |= {f"{name}, entropy": entropy for name, entropy in entropies.items()}
     apart = max(entropies.values(), default=1) / min(entropies.values(), default=1)
     trial.expect(apart < 1.02, f"the last steps' entropies are {entropies}")
-
-
-def between_machines(trial: Trial) -> None:
-    """Nothing: one machine has no links to others."""
-    raise Skipped(
-        "needs several machines: ranks that find each other, gathers by node, hpZ, time-outs over a network; "
-        "docs/many_nodes.md says how such a run is started"
-    )
 
 
 def stages_of(stage: int) -> dict[str, object]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from engine.memory.copies import CopyNeed, place_copies
 from engine.memory.data_sheets import DataSheet, Link, data_sheet
@@ -18,7 +20,12 @@ from scripts.gpu_checks.benchmark import aims, rates
 from scripts.gpu_checks.catalogue import CHECKS
 from scripts.gpu_checks.check import Check, outcome_of
 from scripts.gpu_checks.copies import LEVELS
+from scripts.gpu_checks.decoding import in_dtype
 from scripts.gpu_checks.memory import figures_of
+from scripts.gpu_checks.models import prompts, random_models
+from scripts.gpu_checks.peaks import peaks
+from scripts.gpu_checks.programs import metrics_of
+from scripts.gpu_checks.token_times import TokenTimes
 from scripts.gpu_checks.trial import Skipped, Trial
 from tests.e2e.bad_checks import is_running
 from training.program.memory_comparison import comparison
@@ -35,6 +42,7 @@ BY_HAND = {
     "restart",
     "quickstart",
     "vllm",
+    "machines",
 }
 
 
@@ -50,7 +58,7 @@ def test_no_check_touches_another(tmp_path, monkeypatch, capsys):
         bad("raises"),
         bad("misses"),
         bad("skips"),
-        bad("passes", ranks=3),
+        bad("passes", ranks=3, unseen="NCCL"),
         bad("passes"),
     ]
     monkeypatch.setattr(front, "CHECKS", checks)
@@ -68,7 +76,10 @@ def test_no_check_touches_another(tmp_path, monkeypatch, capsys):
     assert "RuntimeError: CUDA error: an illegal memory access" in raised["why"]
     assert missed["why"] == "a quarter is too little; stage 1: ValueError: of shape (2, 3)"
     assert missed["figures"] == {"share": 0.25, "later": 1}
-    assert skipped["why"] == "nothing of the kind is installed" and "needs 3 GPUs" in many["why"]
+    assert (
+        skipped["why"] == "nothing of the kind is installed"
+        and many["why"] == "needs 3 GPUs, and here is 2; unseen: NCCL"
+    )
     assert passed["figures"] == {"rows": 3} and passed["left_out"] == ["a graph"]
     printed = capsys.readouterr().out
     assert "| passes | pass |" in printed and "needs CUDA and was left out: a graph" in printed
@@ -202,6 +213,59 @@ def test_planned_bytes_are_read_off_step_3():
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("size", ["34m", "opt-1.3b"])
+def test_logits_are_as_wide_as_trained_ones(size, models, tmp_path):
+    path, _ = random_models(Trial(dry=True, folder=tmp_path, models=models), size)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(input_ids=prompts(8, 12, model.config.vocab_size).input_ids).logits
+    assert 2 < logits.std() < 4
+
+
+def test_decoding_by_the_models_own_code_in_place_of_graphs_is_a_failure(models, tmp_path):
+    trial = Trial(dry=True, folder=tmp_path, models=models)
+    in_dtype(trial, "graphs", random_models(trial, "gqa")[0], "fp32")
+    assert trial.failures == [
+        "fp32: the model's own code read single tokens: it is not on a GPU",
+        "fp32: plain decoding ran, not graphs",
+    ]
+
+
+def test_a_run_that_fell_back_is_a_failure(tmp_path):
+    lines = [{"step": 1, "speed/decoding_fallback": 0.0}, {"step": 2, "speed/decoding_fallback": 1.0}, {"step": 3}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trial = Trial(dry=False, folder=tmp_path, models=tmp_path)
+    assert sorted(metrics_of(trial, tmp_path)) == [1, 2, 3]
+    assert [why.partition(": ")[2] for why in trial.failures] == [
+        "in steps [2] the model's own code read single tokens"
+    ]
+
+
+def test_where_a_tokens_time_goes_by_hand():
+    times = TokenTimes()
+    times.marks = {"pass": [(1.0, 1.5), (2.0, 2.5)], "draw": [(0.25, 0.75), (1.5, 1.75), (2.5, 2.75)]}
+    # Of 1.75 s from the first pass to the last draw two passes take 1 and their draws 0.5; the first draw has none.
+    assert times.words() == "500.000 pass + 250.000 draw + 125.000 host"
+
+
+def test_peaks_outlive_those_who_count_anew(tmp_path, monkeypatch):
+    counts = {"allocated": 5e9, "reserved": 7e9}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: counts["allocated"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: counts["reserved"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: counts.update(allocated=2e9, reserved=3e9))
+    trial = Trial(dry=False, folder=tmp_path, models=tmp_path)
+    with peaks(trial):
+        torch.cuda.reset_peak_memory_stats()
+    assert trial.figures == {"most GB, allocated / reserved": "5.00 / 7.00"}
+
+
+def test_adam_in_host_memory_is_built_without_nvcc():
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    assert not isinstance(CUDA_Accelerator().create_op_builder("CPUAdamBuilder"), CUDAOpBuilder)
 
 
 @pytest.mark.slow
