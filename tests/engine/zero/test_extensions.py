@@ -168,3 +168,10 @@ def test_weights_of_8_bits_need_a_gpu(monkeypatch):
     monkeypatch.setattr(extensions, "on_gpu", lambda: False)
     with pytest.raises(UserError, match=r"^ds\.json: .*nontrainable_weights is True, but .* for GPUs\. Leave it out"):
         refuse_missing(config, "ds.json")
+
+
+def test_adam_in_host_memory_is_built_without_nvcc():
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    assert not isinstance(CUDA_Accelerator().create_op_builder("CPUAdamBuilder"), CUDAOpBuilder)
