@@ -1,5 +1,6 @@
 """All GPUs of this machine together: step 3 by DeepSpeed's launcher."""
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from scripts.gpu_checks.check import ROOT
 from scripts.gpu_checks.decoding import sixteen_bits
 from scripts.gpu_checks.models import random_models
 from scripts.gpu_checks.programs import metrics_of, words_of, write_prompts
-from scripts.gpu_checks.trial import Trial
+from scripts.gpu_checks.trial import Skipped, Trial
 
 STEPS = 3
 
@@ -20,6 +21,8 @@ STEPS = 3
 def side_by_side(trial: Trial) -> None:
     """Steps at stages 3 and 1 over all GPUs, by NCCL (two CPUs, by gloo), and with copies that ranks hold together:
     they end with one entropy."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise Skipped("matplotlib, which draws the curves of a run, is not installed")
     count = 2 if trial.dry else torch.cuda.device_count()
     trial.needs_gpu("NCCL")
     trial.figures["ranks"] = count
@@ -64,6 +67,7 @@ def launched(trial: Trial, ranks: int, output: Path, further: dict[str, object])
         "max_steps": STEPS,
         "ppo_epochs": 1,
         "max_kl": 1e9,
+        "enable_tensorboard": "false",
         "dtype": sixteen_bits(trial),
         **further,
     }
