@@ -234,12 +234,14 @@ def _merged(module: Backbone) -> Backbone:
     return module
 
 
-# What of a configuration changes nothing that a shared module computes: `take_settings_of` sees to the offset.
-_NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id")
+# What of a configuration changes nothing that a shared module computes: `take_settings_of` sees to the offset; the
+# dtype is the file's on some ranks, the weights' own on others.
+_NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id", "dtype")
 
 
 def architecture(module: Backbone) -> object:
     """Equal for modules that can hold each other's weights and then compute the same."""
     shapes = tuple((name, tuple(full_shape(p))) for name, p in module.named_parameters())
     config = {name: value for name, value in module.model.config.to_diff_dict().items() if name not in _NO_MATTER}
-    return type(module), type(module.model), getattr(module, "direct_head", None), shapes, str(config)
+    dtype = next(module.parameters()).dtype
+    return type(module), type(module.model), getattr(module, "direct_head", None), dtype, shapes, str(config)

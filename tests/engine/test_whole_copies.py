@@ -6,6 +6,7 @@ import torch
 from engine.experience import position_ids
 from engine.models.hydra import load_hydra
 from engine.models.loading import empty_like, load_policy, load_scorer
+from engine.whole_copies import architecture
 from engine.zero.gathering import copy_weights
 from tests.tiny_models import make_causal_lm, make_scorer
 
@@ -68,3 +69,10 @@ def test_a_source_of_another_shape_is_noticed(tmp_path):
     )
     with pytest.raises(AssertionError, match="lm_head.weight"):
         copy_weights(tied.model, empty_like(untied, torch.device("cpu")).model)
+
+
+def test_models_share_a_copy_by_the_dtype_of_their_weights_and_not_of_their_files(tmp_path):
+    path = make_causal_lm(tmp_path, "llama")
+    one, other, halved = (load_policy(path, dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16))
+    other.model.config.dtype, halved.model.config.dtype = torch.bfloat16, one.model.config.dtype
+    assert architecture(one) == architecture(other) != architecture(halved)
