@@ -1,0 +1,123 @@
+"""Run by a process of its own: steps, samplers and engines on the second device."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from engine import by_node, distributed
+from engine.algorithms import Dialect, get_dialect
+from engine.experience import PromptBatch
+from engine.models.loading import load_policy
+from engine.rollout import SamplingConfig
+from engine.rollout.decode import Sampler
+from engine.rollout.graphed_passes import GraphedPasses
+from tests.distributed.tiny_run import build_trainer, engine_spec
+from tests.second_device import DEVICE, second_device
+from tests.tiny_models import EOS, PAD, VOCABULARY, make_tokenizer
+from training.data.prompts import collate_prompts
+from training.reporting.evaluation import Evaluator
+
+ROWS, PROMPT, TOKENS, MICRO_BATCH = 8, 5, 12, 4  # responses of this rank, and tokens of each of them
+
+
+class Prompts:
+    """As many prompts of one length as give ROWS responses."""
+
+    def __init__(self, samples: int):
+        self.count = ROWS // samples
+
+    def prompts(self, batch: int) -> PromptBatch:
+        """A batch of prompts, counted from 0."""
+        indices = torch.arange(self.count) + self.count * batch
+        tokens = [[4 + (7 * index + place) % 50 for place in range(PROMPT)] for index in indices.tolist()]
+        return collate_prompts(tokens, indices, torch.zeros_like(indices), PAD)
+
+
+def as_one_of_two() -> None:
+    """From now on this process is rank 0 of two; what the other one sends is what this one has."""
+    distributed.shutdown()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    by_node.begin()
+
+
+def tiny(name: str) -> Dialect:
+    """A dialect as two responses to a prompt have it, where it has groups; its texts are tokens of the tiny models."""
+    dialect = get_dialect(name)
+    sizes = ("samples_per_prompt", "mini_batches", "ppo_epochs")
+    changes = {size: min(getattr(dialect, size), 2) for size in sizes}
+    if dialect.truncate_token is not None:
+        changes["truncate_token"] = "w63"
+    return dialect.override(**changes)
+
+
+def sampling_of(dialect: Dialect) -> SamplingConfig:
+    """All responses have TOKENS tokens: none ends one, and none is padding."""
+    made = SamplingConfig.of(dialect, [], dtype="fp32", max_new_tokens=TOKENS, pad_token_id=PAD)
+    return replace(made, never_drawn=(PAD, EOS, VOCABULARY - 1))
+
+
+def steps(folder: str, names: list[str]) -> dict[str, dict]:
+    """What the second step of each dialect asks of the device, and what was at fault in the first and in building."""
+    as_one_of_two()
+    return {name: one_dialect(folder, tiny(name)) for name in names}
+
+
+def one_dialect(folder: str, dialect: Dialect) -> dict:
+    with second_device() as seen:
+        critic = {} if dialect.has_critic else {"with_critic": False, "critic_path": None}
+        spec = engine_spec(folder, 0, **critic, reward_path=f"{folder}/reward")
+        trainer = build_trainer(spec, dialect=dialect, sampling=sampling_of(dialect), micro_batch_size=MICRO_BATCH)
+        feed = Prompts(dialect.samples_per_prompt)
+        trainer.step(feed.prompts(0), feed)
+        found = {"mixed": dict(seen.mixed), "collectives": dict(seen.collectives)}
+        seen.forget()
+        trainer.step(feed.prompts(1), feed)
+    for name, counter in vars(seen).items():
+        found[name] = found.get(name, {}) | counter
+    return found
+
+
+def variants(folder: str, runs: dict[str, dict]) -> dict[str, dict]:
+    """The faults of each way to build engines: fields of EngineSpec, and its stage."""
+    as_one_of_two()
+    return {name: one_variant(folder, **fields) for name, fields in runs.items()}
+
+
+def one_variant(folder: str, stage: int = 0, **fields) -> dict:
+    """Of loading, a step and an evaluation."""
+    with second_device() as seen:
+        spec = engine_spec(folder, stage, config=f"stage{stage}.json", **fields)
+        trainer = build_trainer(spec, sampling=sampling_of(Dialect()))
+        trainer.step(Prompts(1).prompts(0))
+        evaluator = Evaluator(
+            [[5, 6], [7, 8, 9], [10]],
+            rollouts=trainer.rollouts,
+            experience_maker=trainer.experience_maker,
+            sampling=trainer.sampling,
+            tokenizer=trainer.models.tokenizer,
+        )
+        evaluator.run(1)
+    return {"mixed": dict(seen.mixed), "collectives": dict(seen.collectives)}
+
+
+def samplers(folder: str, lengths: list[int]) -> dict[str, list[dict]]:
+    """What the second call of a sampler asks of the device, for each length of 8 responses; a graph runs its step."""
+    found: dict[str, list[dict]] = {"plain": [], "graphs": []}
+    for decoding, each in found.items():
+        for length in lengths:
+            with second_device() as seen:
+                model = load_policy(f"{folder}/actor", torch.float32).to(DEVICE).model.eval().requires_grad_(False)
+                sampler = Sampler(make_tokenizer(), decoding=decoding)
+                sampler.context, sampler._slot_masks = torch.no_grad, True
+                if decoding == "graphs":
+                    sampler._passes = GraphedPasses(model, sampler.cache, True, lambda step: step)
+                sampling = replace(sampling_of(Dialect()), max_new_tokens=length)
+                prompts = Prompts(1).prompts(0).to(DEVICE)
+                sampler.responses(model, prompts, sampling)
+                seen.forget()
+                sampler.responses(model, prompts, sampling)
+                assert sampler.decoding_ran == decoding
+            each.append({name: dict(counter) for name, counter in vars(seen).items()})
+    return found
