@@ -34,7 +34,7 @@ def test_the_sampler_waits_once_in_8_tokens(folder):
 
 
 # Of the second step of each dialect, for 8 responses of 12 tokens a rank in micro-batches of 4, at stage 0 with at most
-# two epochs, mini-batches and responses to a prompt. U: updates; M: models that are updated; P: passes over padded rows.
+# two epochs, mini-batches and responses to a prompt. U: updates; M: models that are updated.
 GROUPS = [
     ["default"],
     ["openai"],
