@@ -2,9 +2,9 @@
 # Llama-2 13B with a Llama-2 7B reward model.
 #
 #   HARDWARE     what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   8xa100-80g   all weights                          72 GB (train), 41 GB
-#   16xa100-40g  all weights, states on the host      33 GB (experience), 216 GB
-#   8xa100-40g   adapters                             35 GB (experience), 3 GB
+#   8xa100-80g   all weights                          80 GB (train), 41 GB
+#   16xa100-40g  all weights, states on the host      39 GB (train), 216 GB
+#   8xa100-40g   adapters                             38 GB (train), 3 GB
 #   8xv100-32g   adapters                             31 GB (experience), 3 GB
 #
 #   scripts/llama2_13b.sh 1        supervised fine-tuning

@@ -2,8 +2,8 @@
 # OPT 30B with a 350M reward model.
 #
 #   HARDWARE     what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   32xa100-80g  all weights                          57 GB (generate), 21 GB
-#   8xa100-80g   adapters                             56 GB (experience), 6 GB
+#   32xa100-80g  all weights                          65 GB (train), 21 GB
+#   8xa100-80g   adapters                             60 GB (train), 6 GB
 #
 #   scripts/opt_30b.sh 1        supervised fine-tuning
 #   scripts/opt_30b.sh 2        reward model

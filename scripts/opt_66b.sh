@@ -2,7 +2,7 @@
 # OPT 66B with a 350M reward model.
 #
 #   HARDWARE     what trains in step 3                planned: needed of a GPU (highest phase), a node's host
-#   64xa100-80g  all weights                          66 GB (generate), 24 GB
+#   64xa100-80g  all weights                          78 GB (train), 24 GB
 #   8xa100-80g   adapters                             78 GB (experience), 8 GB
 #
 #   scripts/opt_66b.sh 1        supervised fine-tuning

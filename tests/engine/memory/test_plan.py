@@ -190,6 +190,30 @@ def test_keys_and_values_and_the_average(path):
     assert "keys and values" not in of_role(freed, "train", "actor")
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_training_takes_as_much_whatever_is_kept_beside_it(path, stage):
+    """Beyond the loaded engines, of which the reward model is the last, and as where nothing can be kept."""
+    alone = dataclasses.replace(WORKLOAD, backend="zero3", between_steps="free")
+    planned = plan(spec_of(path, stage), alone, Cluster(gpus=2, gpu=reserved(2)))
+    loaded = {one.name: one.device.total for one in planned.moments}["reward is loaded"]
+    assert planned.training == planned.peak_of("train").device.total - loaded
+    kept = plan(spec_of(path, stage), dataclasses.replace(WORKLOAD, backend="replica", evaluated=64), Cluster(gpus=2))
+    assert kept.peak_of("train").device.total > planned.peak_of("train").device.total
+    assert kept.training == planned.training
+
+
+def test_the_actors_copy_stays_alone_where_training_leaves_no_room_for_others(path):
+    actor, critic, cache = 2 * POLICY, 2 * SCORER, 2 * CACHE_NUMBERS
+    much = plan(spec_of(path, 3), WORKLOAD, Cluster(gpus=2))
+    loaded = {one.name: one.device.total for one in much.moments}["reward is loaded"]
+    free = (much.training + cache + actor + critic // 2) / 0.9
+    planned = plan(spec_of(path, 3), WORKLOAD, Cluster(gpus=2, gpu=reserved(2) + loaded + int(free)))
+    assert "but for the actor's is given back while training" in planned.copies
+    copies = {phase: of_role(planned, phase, "copies").get("weights", 0) for phase in PHASES[1:]}
+    assert copies == {"generate": actor, "experience": actor + critic, "train": actor, "save": actor}
+    assert all(of_role(planned, phase, "actor")["keys and values"] == cache for phase in PHASES[1:])
+
+
 FACTORS = LAYERS * 2 * (4 * (WIDTH + WIDTH) + 3 * (WIDTH + MIDDLE))  # of rank 2: projections, MLP
 
 
