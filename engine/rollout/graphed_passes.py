@@ -40,13 +40,13 @@ class GraphedPasses(Passes):
             capture = _CudaCapture()
         self._capture = capture
         self._graphs: dict[tuple[int, int], Callable[[], Tensor]] = {}
-        self._places: list[int] = []
+        self._places: list[tuple[int, torch.Size]] = []
 
     @traced("prompts")
     def prompts(self, ids: Tensor, mask: Tensor, first_row: int, end: int) -> Tensor:
         """As Passes.prompts."""
         logits = super().prompts(ids, mask, first_row, end)
-        places = [tensor.data_ptr() for tensor in (*self.model.parameters(), *self.cache.tensors())]
+        places = [(each.data_ptr(), each.shape) for each in (*self.model.parameters(), *self.cache.tensors())]
         if places != self._places:
             self._graphs.clear()
             self._places = places

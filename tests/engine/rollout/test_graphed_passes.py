@@ -106,6 +106,16 @@ def test_evaluations_have_fewer_rows_and_prompts_grow(models):
     assert 2 <= capture.count <= 2 * 4  # 16 and 8 rows, quarters of the slots
 
 
+def test_a_cache_that_grows_where_it_stood_is_noticed(models, monkeypatch):
+    """A freed block of a GPU's memory is given again, whole, to what is a little larger."""
+    sampler, plain = sampler_with(models["llama"], Captured()), Sampler(make_tokenizer())
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
+    for rows, tokens in ((4, 20), (4, 50), (6, 50)):  # more slots, more rows
+        batch, longer = prompts(rows, 3), replace(SAMPLING, max_new_tokens=tokens, stop_token_ids=())
+        found, expected = (each.responses(models["llama"], batch, longer) for each in (sampler, plain))
+        assert torch.equal(found.sequences, expected.sequences) and sampler.fallback == ""
+
+
 def test_shapes_are_few():
     assert [rows_of_shape(living, 64) for living in (1, 8, 9, 16, 17, 33, 64)] == [8, 8, 16, 16, 32, 64, 64]
     assert [rows_of_shape(living, 12) for living in (1, 12)] == [12, 12] and rows_of_shape(2, 3) == 3
