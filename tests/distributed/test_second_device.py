@@ -1,6 +1,6 @@
-"""What only an accelerator would show of a step, counted on a second device in Python (tests/second_device.py): no
-operation mixes devices, no collective call is given a tensor on the CPU, and the host waits and sends as often as it
-has to.
+"""What only an accelerator would show of a step, counted on a second device in Python: no operation mixes devices, no
+collective call is given a tensor on the CPU, and the host waits and sends as often as it has to
+(tests/engine/zero/second_device.py).
 
 Stage 3 is left out: where DeepSpeed puts what it partitions cannot be told of this device.
 """

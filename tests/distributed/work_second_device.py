@@ -14,7 +14,7 @@ from engine.rollout import SamplingConfig
 from engine.rollout.decode import Sampler
 from engine.rollout.graphed_passes import GraphedPasses
 from tests.distributed.tiny_run import build_trainer, engine_spec
-from tests.second_device import DEVICE, second_device
+from tests.engine.zero.second_device import DEVICE, second_device
 from tests.tiny_models import EOS, PAD, VOCABULARY, make_tokenizer
 from training.data.prompts import collate_prompts
 from training.reporting.evaluation import Evaluator

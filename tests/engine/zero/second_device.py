@@ -34,7 +34,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 OWN = tuple(str(ROOT / folder) for folder in ("engine", "training"))
 backend_registration._setup_privateuseone_for_python_backend("second")
 DEVICE = torch.device("second:0")
