@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -82,6 +83,8 @@ class GraphedPasses(Passes):
             with _one_token_attention(self.model):
                 return self._forward(inputs.ids[:rows], inputs.mask[:rows, None, None, :slots], inputs.positions[:rows])
 
+        with _NoQuestions():  # which end a capture in the middle, and torch's allocator does not get over that
+            step()
         replay = self._capture(step)
         found, wanted = replay()[: len(expected)].float(), expected.float()
         tolerance = torch.finfo(inputs.mask.dtype).eps ** 0.5
@@ -149,15 +152,16 @@ def _one_token_attention(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = before
 
 
-@contextlib.contextmanager
-def _waits_raise() -> Iterator[None]:
-    """What has the host wait for the GPU raises RuntimeError meanwhile."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+class _NoQuestions(TorchDispatchMode):
+    """Within this context ValueError is raised where this thread asks the device for what is computed there.
+    torch.cuda.set_sync_debug_mode would see more, and raise in other threads too: reward functions run beside."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aten, name = torch.ops.aten, func.overloadpacket
+        by_mask = name is aten.index and any(each is not None and each.dtype is torch.bool for each in args[1])
+        if by_mask or name in (aten.nonzero, aten.is_nonzero) or torch.Tag.data_dependent_output in func.tags:
+            raise ValueError(f"its code asks the device, by {name.__name__}")
+        return func(*args, **(kwargs or {}))
 
 
 class _CudaCapture:
@@ -171,8 +175,7 @@ class _CudaCapture:
         beside.wait_stream(here)
         try:
             with torch.cuda.stream(beside):
-                step()  # libraries set themselves up in the first run, which no graph may hold
-                with _waits_raise():  # they would break the capture, after which torch's allocator is not itself
+                for _ in range(2):  # libraries set themselves up in the first runs, which no graph may hold
                     step()
         finally:
             here.wait_stream(beside)

@@ -3,6 +3,7 @@
 A stand-in for CUDA's capture holds what a CUDA graph holds: the operations of one run, on those very tensors.
 """
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from engine.experience import PromptBatch
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
 from engine.rollout.decoding import passes_of
-from engine.rollout.graphed_passes import GraphedPasses, _slots_of_shape
+from engine.rollout.graphed_passes import GraphedPasses, _NoQuestions, _slots_of_shape
 from engine.rollout.passes import Passes, rows_of_shape
 from tests.engine.rollout.test_decode import BATCH, READY, SAMPLING, answers, loaded, plainly
 from tests.tiny_models import make_causal_lm, make_tokenizer
@@ -150,6 +151,36 @@ def test_right_graphs_are_told_from_wrong_ones_in_bf16_however_wide_logits_are(w
     with pytest.warns(UserWarning, match="computes something else"):
         sampler.responses(model, batch, SAMPLING)
     assert sampler.fallback == "its graph computes something else" and sampler.decoding_ran == "plain"
+
+
+@pytest.mark.parametrize("inference", (False, True))
+def test_a_model_that_asks_the_device_is_not_captured(inference):
+    """Dynamic RoPE looks at the largest position."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, rope_parameters=rope)).eval()
+    capture = Captured()
+    sampler = sampler_with(model, capture)
+    sampler.context = torch.inference_mode if inference else torch.no_grad
+    with pytest.warns(UserWarning, match="its code asks the device, by"):
+        sampler.responses(model, prompts(4, 3), SAMPLING)
+    assert capture.count == 0 and sampler.decoding_ran == "plain"
+
+
+@pytest.mark.parametrize(
+    "ask, asks",
+    [
+        (lambda x: x.sum().item(), True),
+        (lambda x: bool((x > 0).all()), True),
+        (lambda x: x[x > 0], True),
+        (lambda x: x.nonzero(), True),
+        (lambda x: x[torch.tensor([1, 0])], False),
+        (lambda x: torch.where(x > 0, x, 0.0), False),
+    ],
+)
+def test_what_counts_as_a_question(ask, asks):
+    with pytest.raises(ValueError, match="asks the device") if asks else contextlib.nullcontext(), _NoQuestions():
+        ask(torch.tensor([1.0, 0.0]))
 
 
 class Largest(TorchDispatchMode):
