@@ -83,12 +83,12 @@ def place_copies(
     else:
         most = TRAINING_SHARE * free - training - cache
         reason = f"training takes {training / 1e9:.1f} of {free / 1e9:.1f} GB free"
+    without, no_room = between_steps, ""  # where there are no copies
+    if between_steps == "keep" and most < 0:
+        without, no_room = "free", f"; keys and values, {cache / 1e9:.2f} GB, are given back while training: {reason}"
     if all(need.stage < 3 for need in needs):
-        why = "no weights are partitioned, so the models' own modules compute"
-        if between_steps == "keep" and most < 0:
-            why += f"; keys and values, {cache / 1e9:.2f} GB, are given back while training: {reason}"
-            between_steps = "free"
-        return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
+        why = f"no weights are partitioned, so the models' own modules compute{no_room}"
+        return Copies(tuple(range(len(needs))), why, between_steps=without)
     room = f"with keys, values and gradients, of {free / 1e9:.1f} GB free on each rank"
     fits = max(FREED_SHARE * free - later, most)
     if divide is not None and copies_bytes(needs, shared=True) > fits:
@@ -102,8 +102,7 @@ def place_copies(
         f"; no group of ranks can hold the {need.role}: {need.obstacle}" for need in left if need.obstacle
     )
     if not copied and not parts:
-        why = f"whole copies would take {everything} {room}{obstacles}"
-        return Copies(whole, why, between_steps=between_steps)
+        return Copies(whole, f"whole copies would take {everything} {room}{obstacles}{no_room}", between_steps=without)
     together = copies_bytes(parts, True, ranks)
     own, size = (copies_bytes(copied, shared) + together for shared in (False, True))
     shared = bool(parts) or own > min(OWN_SHARE * free - later, most)

@@ -148,12 +148,11 @@ def _placement(
     freed = [models[place] for place in decided.models if place in decided.freed]
     others = "free" if decided.freed else decided.between_steps
     together = TensorParallelCopies(decided.ranks, others, cache) if decided.divided else None
-    smaller = _Smaller(models[0], cache, sizes, others, together)
-    parts: list[tuple[PlainCopies, Sequence[Model]]] = [
-        (WholeCopies(decided.between_steps, decided.shared, smaller), kept)
-    ]
-    if freed:
-        parts.append((WholeCopies(others, decided.shared, smaller), freed))
+    parts: list[tuple[PlainCopies, Sequence[Model]]] = []
+    for kind, whose in ((decided.between_steps, kept), (others, freed)):
+        if whose or not parts:
+            smaller = _Smaller(models[0], cache, sizes, kind, together)
+            parts.append((WholeCopies(kind, decided.shared, smaller), whose))
     if together is not None:
         parts.append((together, [models[place] for place in decided.divided]))
     partitioned = any(model.stage == 3 for model in models)

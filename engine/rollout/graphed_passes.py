@@ -35,11 +35,10 @@ class GraphedPasses(Passes):
 
     def __init__(self, model: nn.Module, cache: SlotCache, slot_masks: bool, capture: Capture | None = None):
         super().__init__(model, cache, slot_masks)
-        if capture is None:
-            if not next(model.parameters()).is_cuda:
-                raise ValueError("it is not on a GPU")
-            capture = _CudaCapture()
-        self._capture = capture
+        if capture is None and not next(model.parameters()).is_cuda:
+            raise ValueError("it is not on a GPU")
+        self._new_capture: Callable[[], Capture] = _CudaCapture if capture is None else lambda: capture
+        self._capture: Capture | None = None  # of this set of graphs
         self._graphs: dict[tuple[int, int], Callable[[], Tensor]] = {}
         self._places: list[tuple[int, torch.Size]] = []
 
@@ -50,7 +49,7 @@ class GraphedPasses(Passes):
         places = [(each.data_ptr(), each.shape) for each in (*self.model.parameters(), *self.cache.tensors())]
         if places != self._places:
             self._graphs.clear()
-            self._places = places
+            self._places, self._capture = places, self._new_capture()
             self._inputs = _Inputs(self.cache.tensors()[0])
         return logits
 
@@ -77,6 +76,7 @@ class GraphedPasses(Passes):
         """A graph of this shape, which gives what is expected of the inputs as they stand: of each row of logits, but
         for so much of its norm as rounding explains. Number by number bf16 is farther apart where logits are wide."""
         inputs = self._inputs
+        assert self._capture is not None
 
         def step() -> Tensor:
             self.cache.window.put_at(slice(0, rows), inputs.at, slots)
@@ -129,7 +129,7 @@ def _attention_of_one_token(
 ) -> tuple[Tensor, None]:
     """(B, heads, 1, d) -> (B, 1, heads, d). Heads that share keys and values read them where they stand: transformers
     before 5.23 copies them for each head, in each layer (`repeat_kv`)."""
-    if how.get("position_bias") is not None or how.get("softcap") is not None:
+    if how.get("position_bias") is not None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **how)
     rows, heads, _, width = query.shape
     together = query.reshape(rows, key.shape[1], -1, width)
@@ -158,20 +158,29 @@ class _NoQuestions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         aten, name = torch.ops.aten, func.overloadpacket
-        by_mask = name is aten.index and any(each is not None and each.dtype is torch.bool for each in args[1])
-        if by_mask or name in (aten.nonzero, aten.is_nonzero) or torch.Tag.data_dependent_output in func.tags:
+        if name in (aten.index, aten.index_put, aten.index_put_):
+            asks = any(each is not None and each.dtype is torch.bool for each in args[1])
+        else:
+            tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+            asks = name is aten.is_nonzero or not tags.isdisjoint(func.tags)
+        if asks:
             raise ValueError(f"its code asks the device, by {name.__name__}")
         return func(*args, **(kwargs or {}))
 
 
 class _CudaCapture:
-    """Captures with torch.cuda.graph; all graphs share one pool of memory, as one of them runs at a time."""
+    """Captures with torch.cuda.graph; all graphs share one pool of memory, as one of them runs at a time.
+
+    One for each set of graphs: torch refuses a pool whose graphs are gone while a tensor in it lives, as the latest
+    logits do. All on one stream: what cuBLAS keeps of memory for a stream then comes to be before a capture, and not in
+    the pool.
+    """
 
     def __init__(self):
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def __call__(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
+        here, beside = torch.cuda.current_stream(), self._stream
         beside.wait_stream(here)
         try:
             with torch.cuda.stream(beside):
@@ -182,7 +191,7 @@ class _CudaCapture:
         graph = torch.cuda.CUDAGraph()
         # What other threads do meanwhile, as NCCL's watchdog asking for its events, does not spoil the capture; and
         # torch.cuda.graph goes back to this stream only where the capture ends well.
-        with torch.cuda.stream(here), torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.stream(here), torch.cuda.graph(graph, self._pool, beside, "thread_local"):
             output = step()
 
         def replay() -> Tensor:

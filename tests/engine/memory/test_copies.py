@@ -50,7 +50,7 @@ MACHINES = {
     # of 48: 14 + 4 = 18, of which 24 may stay; 2 x 14 + 4 = 32 are more than 12
     "70B without a plan": (60, 140, 14, (), Copies((1, 3), "")),
     # of 4: nothing but what comes later
-    "nothing free": (5, 140, 14, (2, 4, 8), Copies((), "", ranks=1)),
+    "nothing free": (5, 140, 14, (2, 4, 8), Copies((), "", between_steps="free", ranks=1)),
 }
 
 

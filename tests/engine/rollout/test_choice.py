@@ -125,7 +125,12 @@ def test_the_reason_names_the_sizes(monkeypatch):
             + room.format("6.0")
             + f", and is given back while training: {UNKNOWN}",
         ),
-        (2e9, "zero3: whole copies would take 4.00 GB " + room.format("2.0")),
+        (
+            2e9,
+            "zero3: whole copies would take 4.00 GB "
+            + room.format("2.0")
+            + f"; keys and values, 1.00 GB, are given back while training: {UNKNOWN}",
+        ),
     ):
         assert chosen(models, free, monkeypatch).why == f"rollouts by {why}; decoding plain: as asked"
 
@@ -227,7 +232,13 @@ BIG, SMALL = ["actor", "reference"], ["critic", "reward model"]
             "zero3: {one} takes 32.00 GB {room}, {back}; so it is with critic and reward model, "
             "while actor and reference compute through partitions: with all models it would be 172.00 GB",
         ),
-        (39e9, [], "keep", "zero3: whole copies would take 172.00 GB {room}"),
+        (
+            39e9,
+            [],
+            "free",
+            "zero3: whole copies would take 172.00 GB {room}; keys and values, 2.00 GB, are given back while training: "
+            + UNKNOWN,
+        ),
     ],
 )
 def test_a_model_too_large_for_a_copy_denies_no_other_its_own(monkeypatch, free, copied, between_steps, why):
