@@ -38,7 +38,6 @@ class GraphedPasses(Passes):
         if capture is None and not next(model.parameters()).is_cuda:
             raise ValueError("it is not on a GPU")
         self._new_capture: Callable[[], Capture] = _CudaCapture if capture is None else lambda: capture
-        self._capture: Capture | None = None  # of this set of graphs
         self._graphs: dict[tuple[int, int], Callable[[], Tensor]] = {}
         self._places: list[tuple[int, torch.Size]] = []
 
@@ -76,7 +75,6 @@ class GraphedPasses(Passes):
         """A graph of this shape, which gives what is expected of the inputs as they stand: of each row of logits, but
         for so much of its norm as rounding explains. Number by number bf16 is farther apart where logits are wide."""
         inputs = self._inputs
-        assert self._capture is not None
 
         def step() -> Tensor:
             self.cache.window.put_at(slice(0, rows), inputs.at, slots)

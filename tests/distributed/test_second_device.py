@@ -47,72 +47,56 @@ GROUPS = [
     ["dapo"],
 ]
 WAITS = {
-    "engine/distributed.py all_gather_objects": [2, 2, 2, 2, 2, 2, 2, 2, 6],  # names of metrics, their sizes
-    "engine/distributed.py largest": [
-        12,
-        12,
-        8,
-        12,
-        20,
-        9,
-        6,
-        9,
-        10,
-    ],  # U * (M + 2) + M + 2: overflow, losses, passes; weights, experience, passes
-    "engine/experience.py Rollout.select": [
-        11,
-        11,
-        7,
-        11,
-        12,
-        11,
-        7,
-        8,
-        16,
-    ],  # widths, of each micro-batch of experience and of each update, and of its own where lengths differ
-    "engine/experience_maker.py _log_ratios": [1, 1, 1, 1, 1, 1, 1, 1, 1],  # tokens of which there are two log-probs
-    "engine/models/backbone.py Backbone.hidden_states": [
-        15,
-        15,
-        12,
-        15,
-        16,
-        9,
-        8,
-        8,
-        8,
-    ],  # transformers: whether a mask hides anything, once a padded pass
-    "engine/packing.py micro_batches": [3, 3, 1, 1, 1, 1, 2, 3, 4],  # lengths, to divide rows by
-    "engine/rollout/decode.py _Loop._draw": [2, 2, 2, 2, 2, 2, 2, 2, 2],  # once in 8 tokens
-    "engine/rollout/passes.py Passes._forward": [1, 1, 1, 1, 1, 1, 1, 1, 1],  # transformers', of the prompts
-    "engine/rollout/request.py requests_of": [1, 1, 1, 1, 1, 1, 1, 1, 1],  # prompts' lengths
-    "engine/zero/stages.py Stage0.step": [4, 4, 2, 4, 8, 2, 1, 2, 2],  # U * M: the gradient's norm
-    "training/group_sampling.py GroupSampler._groups": [0, 0, 0, 0, 0, 0, 0, 0, 1],  # which groups score alike
-    "training/learner.py Learner._loss_weights": [2, 2, 1, 2, 4, 2, 1, 2, 2],  # U: tokens of all ranks
-    "training/ppo_trainer.py PPOTrainer.step": [1, 1, 1, 1, 1, 1, 1, 1, 1],  # KL
-    "training/reporting/metrics.py Accumulator.reduce": [2, 2, 2, 2, 2, 2, 2, 2, 2],  # sums, extremes
+    # names of metrics, their sizes
+    "engine/distributed.py all_gather_objects": [2, 2, 2, 2, 2, 2, 2, 2, 6],
+    # U * (M + 2) + M + 2: overflow, losses, passes; weights, experience, passes
+    "engine/distributed.py largest": [12, 12, 8, 12, 20, 9, 6, 9, 10],
+    # widths, of each micro-batch of experience and of each update, and of its own where lengths differ
+    "engine/experience.py Rollout.select": [11, 11, 7, 11, 12, 11, 7, 8, 16],
+    # tokens of which there are two log-probs
+    "engine/experience_maker.py _log_ratios": [1, 1, 1, 1, 1, 1, 1, 1, 1],
+    # transformers: whether a mask hides anything, once a padded pass
+    "engine/models/backbone.py Backbone.hidden_states": [15, 15, 12, 15, 16, 9, 8, 8, 8],
+    # lengths, to divide rows by
+    "engine/packing.py micro_batches": [3, 3, 1, 1, 1, 1, 2, 3, 4],
+    # once in 8 tokens
+    "engine/rollout/decode.py _Loop._draw": [2, 2, 2, 2, 2, 2, 2, 2, 2],
+    # transformers', of the prompts
+    "engine/rollout/passes.py Passes._forward": [1, 1, 1, 1, 1, 1, 1, 1, 1],
+    # prompts' lengths
+    "engine/rollout/request.py requests_of": [1, 1, 1, 1, 1, 1, 1, 1, 1],
+    # U * M: the gradient's norm
+    "engine/zero/stages.py Stage0.step": [4, 4, 2, 4, 8, 2, 1, 2, 2],
+    # which groups score alike
+    "training/group_sampling.py GroupSampler._groups": [0, 0, 0, 0, 0, 0, 0, 0, 1],
+    # U: tokens of all ranks
+    "training/learner.py Learner._loss_weights": [2, 2, 1, 2, 4, 2, 1, 2, 2],
+    # KL
+    "training/ppo_trainer.py PPOTrainer.step": [1, 1, 1, 1, 1, 1, 1, 1, 1],
+    # sums, extremes
+    "training/reporting/metrics.py Accumulator.reduce": [2, 2, 2, 2, 2, 2, 2, 2, 2],
 }
 COPIES = {
-    "engine/distributed.py largest": [3, 3, 2, 3, 5, 3, 2, 3, 4],  # U + 1: numbers of passes
-    "engine/experience.py PromptBatch.to": [4, 4, 4, 4, 4, 4, 4, 4, 4],  # its four tensors
-    "engine/packing.py micro_batches": [3, 3, 1, 1, 1, 1, 2, 3, 4],  # lengths, to divide rows by
-    "engine/rollout/decode.py _Loop._draw": [2, 2, 2, 2, 2, 2, 2, 2, 2],  # once in 8 tokens
-    "engine/rollout/decode.py _Loop._join": [1, 1, 1, 1, 1, 1, 1, 1, 1],  # rows that begin
-    "engine/rollout/decode.py rollout_of": [3, 3, 3, 3, 3, 3, 3, 3, 3],  # tokens, lengths, which have ended
-    "engine/rollout/draws.py Draws.__init__": [1, 1, 1, 1, 1, 1, 1, 1, 1],  # what is never drawn
-    "engine/zero/stages.py Stage0.step": [8, 8, 4, 8, 16, 4, 2, 4, 4],  # 2 * U * M: DeepSpeed's clipping
-    "training/mini_batches.py mini_batch_rows": [2, 2, 1, 2, 4, 2, 1, 2, 2],  # U: which rows
-    "training/reporting/metrics.py Accumulator._flat": [
-        26,
-        25,
-        26,
-        25,
-        26,
-        23,
-        23,
-        23,
-        28,
-    ],  # metrics that are numbers of the host
+    # U + 1: numbers of passes
+    "engine/distributed.py largest": [3, 3, 2, 3, 5, 3, 2, 3, 4],
+    # its four tensors
+    "engine/experience.py PromptBatch.to": [4, 4, 4, 4, 4, 4, 4, 4, 4],
+    # lengths, to divide rows by
+    "engine/packing.py micro_batches": [3, 3, 1, 1, 1, 1, 2, 3, 4],
+    # once in 8 tokens
+    "engine/rollout/decode.py _Loop._draw": [2, 2, 2, 2, 2, 2, 2, 2, 2],
+    # rows that begin
+    "engine/rollout/decode.py _Loop._join": [1, 1, 1, 1, 1, 1, 1, 1, 1],
+    # tokens, lengths, which have ended
+    "engine/rollout/decode.py rollout_of": [3, 3, 3, 3, 3, 3, 3, 3, 3],
+    # what is never drawn
+    "engine/rollout/draws.py Draws.__init__": [1, 1, 1, 1, 1, 1, 1, 1, 1],
+    # 2 * U * M: DeepSpeed's clipping
+    "engine/zero/stages.py Stage0.step": [8, 8, 4, 8, 16, 4, 2, 4, 4],
+    # U: which rows
+    "training/mini_batches.py mini_batch_rows": [2, 2, 1, 2, 4, 2, 1, 2, 2],
+    # metrics that are numbers of the host
+    "training/reporting/metrics.py Accumulator._flat": [26, 25, 26, 25, 26, 23, 23, 23, 28],
 }
 
 
