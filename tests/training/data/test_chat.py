@@ -111,7 +111,8 @@ def dialogue_file(tmp_path, content: str):
     ],
 )
 def test_a_template_that_fails_with_one_record(tmp_path, monkeypatch, then, message):
-    monkeypatch.setattr(chat, "SECONDS", 1)
+    if "had not ended" in message:  # the others end by themselves, on a busy machine after more than a second
+        monkeypatch.setattr(chat, "SECONDS", 1)
     monkeypatch.setattr(chat, "LONGEST", 2000)
     tokenizer = chat_tokenizer("{% if messages[0].content == 'z' %}" + then + "{% endif %}" + GOOD)
     assert rows_of(dialogue_file(tmp_path, "a"), PROMPTS, tokenizer)[0]["prompt"] == "user : a<|im_end|>"
