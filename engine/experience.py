@@ -206,7 +206,7 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """(B, T) bool each: the slots of the policy's loss, those of the critic's, and those whose values are kept."""
+    """(B, T) bool each: the positions of the policy's loss, those of the critic's, and those whose values are kept."""
 
     policy: Tensor
     value: Tensor
@@ -214,11 +214,15 @@ class Masks:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """Which slots count for what: lengths (B,) int64, L; score_slot (B,) int64; kl_mask (B, T) bool; masks."""
+class Positions:
+    """Which positions of responses count for what.
+
+    lengths: (B,) int64, L, the tokens of each response that count. score: (B,) int64, where its score stands.
+    kl_mask: (B, T) bool, where the KL penalty counts. masks: of losses and values.
+    """
 
     lengths: Tensor
-    score_slot: Tensor
+    score: Tensor
     kl_mask: Tensor
     masks: Masks
 
@@ -255,13 +259,6 @@ class TrainingBatch:
     state_mask: Tensor
     correction: Tensor | None = None
     cut: Tensor | None = None
-
-    @classmethod
-    def of(cls, experience: Experience, masks: Masks, **made) -> "TrainingBatch":
-        """The experience's rows with what was `made` of them: the fields that an experience lacks, and `values`."""
-        kept = ("rollout", "logprobs", "entropy", "ref_logprobs", "scores", "kl")
-        made |= {"policy_mask": masks.policy, "value_mask": masks.value, "state_mask": masks.state}
-        return cls(**{name: getattr(experience, name) for name in kept}, **made)
 
     @property
     def masks(self) -> Masks:

@@ -41,6 +41,15 @@ def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, 
     raise ValueError(f"length rule {rule!r}: known are sampled, before_pad, not_pad, row")
 
 
+def valid_responses(policy_mask: Tensor, min_tokens: int) -> Tensor:
+    """(B,) bool, the responses that count where each has one number: those with a position in policy_mask (B, T) bool.
+
+    Where responses of any length are learned (min_tokens 0), those without a token count too: they have a score, with
+    which others are compared, and a ratio of 1.
+    """
+    return policy_mask.any(-1) | (min_tokens == 0)
+
+
 def score_slots(lengths: Tensor, width: int, rule: str) -> Tensor:
     """The response slot that receives each score, (B,) int64.
 

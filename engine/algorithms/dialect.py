@@ -1,10 +1,16 @@
-"""The fields of a dialect, their defaults with reasons, and what follows from them."""
+"""The fields of a dialect, their defaults with reasons, and what follows from them; fields as words of a command line
+(`kl_coef=0.2 score_clip=none query_start=.`), and the tokens that its texts name."""
 
 import dataclasses
+import types
+import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.algorithms.values import check_values
 from engine.errors import UserError, nearest
+
+TRUTHS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,3 +265,77 @@ class Dialect:
     def unbiased_variance(self, ranks: int) -> bool:
         """Whether whitening divides by n - 1 in a run of so many ranks."""
         return self.whiten_variance == "unbiased" or (self.whiten_variance == "unbiased_alone" and ranks == 1)
+
+
+def parse_settings(words: Sequence[str]) -> dict[str, object]:
+    """{field: value} of words FIELD=VALUE, each value of its field's kind.
+
+    "none" stands for None where a field may be that, "true" or "false" for truth values, two numbers with a comma
+    between them for betas; nothing behind the sign is the empty text.
+
+    Raises: UserError for a word without a sign, a field that does not exist or comes twice, a value of another kind.
+    """
+    kinds, found = typing.get_type_hints(Dialect), {}
+    for word in words:
+        name, sign, text = word.partition("=")
+        if not sign:
+            raise UserError(f"{word!r}: dialect fields are set as FIELD=VALUE.")
+        Dialect.check_field(name)
+        if name in found:
+            raise UserError(f"{word!r}: {name} is set twice. Say it once.")
+        if name == "name":
+            raise UserError(f"{word!r}: a dialect's name is not set. --dialect chooses one.")
+        found[name] = _value(word, text, kinds[name])
+    return found
+
+
+def _value(word: str, text: str, kind):
+    optional = isinstance(kind, types.UnionType)
+    if optional:
+        if text.lower() == "none":
+            return None
+        kind = next(one for one in typing.get_args(kind) if one is not type(None))
+    try:
+        if kind is bool:
+            return TRUTHS[text.lower()]
+        if typing.get_origin(kind) is tuple:
+            first, second = text.split(",")
+            return float(first), float(second)
+        return kind(text)
+    except (KeyError, ValueError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "two numbers: 0.9,0.95")
+        raise UserError(f"{word!r}: give {wanted}{', or none' if optional else ''}.") from None
+
+
+def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
+    """The id of the token that the dialect's field names; None where it names none.
+
+    A text that is a token as it stands is that one; another has to be encoded as one.
+
+    Raises: UserError where it is no single token, or one that the tokenizer does not know.
+    """
+    text = getattr(dialect, field)
+    if not text:
+        return None
+    if text == "eos":
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"{field} 'eos': the tokenizer has no EOS token. Name another; an empty text is none.")
+        return tokenizer.eos_token_id
+    known = tokenizer.get_vocab().get(text)
+    ids = [known] if known is not None else tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise UserError(
+            f"{field} {text!r}: {len(ids)} tokens for this model's tokenizer; it should be one. Name "
+            "another; an empty text is none."
+        )
+    if known is None and ids[0] == tokenizer.unk_token_id:
+        raise UserError(
+            f"{field} {text!r}: this model's tokenizer does not know it. Name another; an empty text is none."
+        )
+    return ids[0]
+
+
+def end_token_id(tokenizer, dialect: Dialect) -> int | None:
+    """The token that what is scored ends with: that of `truncate_token`, or else EOS, if there is one."""
+    found = token_id(tokenizer, dialect, "truncate_token")
+    return tokenizer.eos_token_id if found is None else found

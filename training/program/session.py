@@ -98,7 +98,7 @@ class Session:
         if self.owed is not None:
             if self.trainer.steps_done == self.plan.last_step:
                 self.saved |= self.save_models()
-            self.log_step(self.trainer.steps_done, self.trainer.samples)
+            self.log_step(self.trainer.steps_done, self.trainer.counters.samples)
         if pretrained:
             self.checkpoints.save_if_due(0)
 

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from training.reporting import phase_memory
-from training.reporting.phase_clock import PhaseClock, peak_memory_gb
 from training.reporting.phase_memory import AtRest, GpuPeak, PhaseMemory, tensor_bytes
+from training.reporting.step_metrics import StepLog, peak_memory_gb
 
 
 def test_each_storage_counts_once_gradients_included():
@@ -44,11 +44,11 @@ def test_a_phase_has_what_is_held_at_its_end():
 
 def test_the_phases_of_a_step_are_counted(monkeypatch):
     memory = PhaseMemory(AtRest())
-    monkeypatch.setattr("training.reporting.phase_clock.phase_memory", memory)
-    memory.counting, clock = True, PhaseClock()
-    with clock("generate"):
+    monkeypatch.setattr("training.reporting.step_metrics.phase_memory", memory)
+    memory.counting, log = True, StepLog()
+    with log.phase("generate"):
         held = torch.zeros(250)
-    with clock("train"):
+    with log.phase("train"):
         del held
     assert memory.bytes["generate"] - memory.bytes["train"] == 1000
 
@@ -69,8 +69,8 @@ class Allocator:
 
 def test_on_a_gpu_each_phase_has_its_own_peak_and_the_run_the_largest(monkeypatch):
     gpu, memory = Allocator(monkeypatch), PhaseMemory(GpuPeak())
-    monkeypatch.setattr("training.reporting.phase_clock.phase_memory", memory)
-    monkeypatch.setattr("training.reporting.phase_clock.on_gpu", lambda: True)
+    monkeypatch.setattr("training.reporting.step_metrics.phase_memory", memory)
+    monkeypatch.setattr("training.reporting.step_metrics.on_gpu", lambda: True)
     memory.counting = True
     with memory.phase("load"):
         gpu.take(9_000_000_000)
