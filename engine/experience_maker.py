@@ -86,9 +86,9 @@ class ExperienceMaker:
         policies: whether actor and reference are asked at all; if not, log-probs and entropies are zeros: where the two
         are one model their KL is 0, and nothing else is to be known of them.
 
-        Where a dialect counts slots past a response, the rows should be as wide as the system's own: they end with the
-        longest response of what was generated together, which is all that this rank generated in the step, or after a
-        fixed length.
+        Where a dialect counts positions past a response, the rows should be as wide as the system's own: they end with
+        the longest response of what was generated together, which is all that this rank generated in the step, or
+        after a fixed length.
 
         scores: of these rows, from `score`, where they have been asked for before.
         """
@@ -96,7 +96,7 @@ class ExperienceMaker:
         if scores is None:
             self.reward.prepare(scored)
         rows = self._micro_batches(learned)
-        pieces = [learned.select(part, self.algorithm.dialect.slots_past_response) for part in rows]
+        pieces = [learned.select(part, self.algorithm.dialect.positions_past_response) for part in rows]
         joined = partial(_joined, rows=rows, width=rollout.response_length)
         by_policies = self._by_policies(learned, pieces, joined) if policies else _unasked(learned)
         values = self._values(pieces, joined)

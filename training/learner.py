@@ -119,7 +119,7 @@ class Learner:
         if not len(rows):
             return []
         algorithm, size = self.algorithm, self.micro_batch_size
-        kept = algorithm.dialect.slots_past_response
+        kept = algorithm.dialect.positions_past_response
         chosen = algorithm.for_mini_batch(batch.select(rows, kept))
         if algorithm.dialect.micro_batches_matter:
             pieces = list(torch.arange(len(rows), device=rows.device).split(size))

@@ -184,14 +184,16 @@ def kl_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float | None, factor: float = 1.0
 ) -> ValueLoss:
-    """factor / 2 x the sum over slots of the larger of (V - R)^2 and (clip(V, V0 - clip_range, V0 + clip_range) - R)^2.
+    """The clipped squared error: factor / 2 x the sum over positions of
+
+        max((V - R)^2, (clip(V, V0 - clip_range, V0 + clip_range) - R)^2)
 
     Without a clip_range it is the sum of (V - R)^2.
 
     Args:
         values: (B, T) float32 of the critic being trained.
         old_values, returns: (B, T) float32 of the rollout.
-        mask: (B, T) bool; some systems count the slot after the response too.
+        mask: (B, T) bool; some systems count the position after the response too.
 
     Source: openai/lm-human-preferences cbfd210b, train_policy.py, `loss`.
     """

@@ -28,14 +28,14 @@ from engine.algo.rewards import (
     clip_scores,
     compute_rewards,
     counted_tokens,
-    first_slots,
+    first_positions,
     overlong_penalties,
-    score_slots,
-    slots_after_tokens,
-    slots_up_to,
+    positions_after_tokens,
+    positions_up_to,
+    score_positions,
     valid_responses,
 )
-from engine.algo.truncation import has_end, kept_slots
+from engine.algo.truncation import has_end, kept_positions
 from engine.algorithms.dialect import Dialect
 from engine.algorithms.losses import Losses
 from engine.errors import RunStopped
@@ -111,7 +111,7 @@ class Algorithm:
         if not dialect.truncate_token:
             return mask, has_end(sampled, token)
         after = dialect.truncate_after
-        return mask & kept_slots(sampled, token, after), has_end(sampled, token, after)
+        return mask & kept_positions(sampled, token, after), has_end(sampled, token, after)
 
     def positions(self, responses: Tensor, response_mask: Tensor) -> Positions:
         """How long each response is, where its score stands, and which positions count for what.
@@ -125,19 +125,19 @@ class Algorithm:
         counted = counted_tokens(responses, response_mask, self.pad_token_id, dialect.length_rule)
         lengths = counted.sum(-1)
         if dialect.reward_slots == "after_tokens":
-            kl_mask = slots_up_to(lengths, width, "two_past") & slots_after_tokens(counted)
+            kl_mask = positions_up_to(lengths, width, "two_past") & positions_after_tokens(counted)
         else:
-            kl_mask = slots_up_to(lengths, width, dialect.reward_slots)
-        value = counted if dialect.value_loss_slots == "response" else first_slots(lengths + 1, width)
+            kl_mask = positions_up_to(lengths, width, dialect.reward_slots)
+        value = counted if dialect.value_loss_slots == "response" else first_positions(lengths + 1, width)
         long_enough = (lengths >= dialect.min_response_tokens).unsqueeze(-1)
         return Positions(
             lengths=lengths,
-            score=score_slots(lengths, width, dialect.score_slot),
+            score=score_positions(lengths, width, dialect.score_slot),
             kl_mask=kl_mask,
             masks=Masks(
                 policy=counted & long_enough,
                 value=value & long_enough,
-                state=slots_up_to(lengths, width, dialect.value_slots),
+                state=positions_up_to(lengths, width, dialect.value_slots),
             ),
         )
 
@@ -266,7 +266,7 @@ class Algorithm:
         the system pads them."""
         if self.dialect.whiten_slots == "response":
             return mask
-        return first_slots(masks.state.sum(-1).amax().expand(len(mask)), mask.shape[1])
+        return first_positions(masks.state.sum(-1).amax().expand(len(mask)), mask.shape[1])
 
     def _whitened(self, tensor: Tensor, mask: Tensor, center: bool) -> Tensor:
         totals = moments(tensor, mask)

@@ -35,10 +35,9 @@ class Dialect:
     temperature: float = 1.0
     temperature_offset: float = 0.0  # added to it wherever logits are divided by it
     temperature_in_logprobs: bool = True
-    old_logprobs: str = "auto"  # of a second "forward" pass, so that the first ratio is 1; or the "sampler"'s;
-    # "auto": the sampler's in fp32 where it computes as the actor does, so that
-    # both are the same within rounding, and where no other slots count than
-    # those that were drawn
+    old_logprobs: str = "auto"  # of a second "forward" pass, so that the first ratio is 1; or the "sampler"'s; "auto":
+    # the sampler's in fp32 where it computes as the actor does, so that both are the same within rounding, and where no
+    # other positions count than those that were drawn
     samples_per_prompt: int = 1
     dynamic_sampling: int = 1  # batches of prompts that may be drawn until groups whose scores differ fill a step
 
@@ -46,14 +45,14 @@ class Dialect:
     query_start: str = ""  # a query begins after the first such token
     query_end: str = ""  # and ends with the last one
     truncate_token: str = ""  # what is scored ends with the first such token
-    truncate_after: int = 0  # at or after this slot
+    truncate_after: int = 0  # at or after this position
     score_before_pad: bool = False  # and before the first pad token, where one was drawn
     pad_token: str = "tokenizer"  # which token pads, by a rule of engine/models/pad_tokens.py
 
-    # Which slots count. What was sampled is what is learned, EOS included, or the model never learns to stop.
+    # Which positions count. What was sampled is what is learned, EOS included, or the model never learns to stop.
     length_rule: str = "sampled"  # "sampled" tokens, or those "before_pad", those "not_pad", the whole "row"
-    reward_slots: str = "response"  # KL counts on the slots of the "response", also "one_past" it, of these on those
-    # "after_tokens" that count, or on "all"
+    reward_slots: str = "response"  # KL counts at the positions of the "response", also "one_past" it, of these at
+    # those "after_tokens" that count, or at "all"
     score_slot: str = "last"  # "last" token of the response, "after_last", "two_after"
     value_slots: str = "response"  # where values are kept; as reward_slots, and "two_past"; 0 elsewhere
     value_loss_slots: str = "response"  # or also "one_past" it: the value of the complete response
@@ -72,10 +71,8 @@ class Dialect:
     # Advantages. Whitening over all tokens of all ranks makes learning rates carry over between rewards of any scale.
     advantage_estimator: str = "gae"  # without a critic "rloo" or "grpo": against the other responses to the prompt or
     # their mean; "reinforce": the rewards to come; "reinforce_baseline": those less the group's mean
-    advantage_scale: str = (
-        "none"  # "grpo"'s and "rloo"'s are divided by the deviation of the rewards of the "group", or
-    )
-    # of the whole "batch"
+    advantage_scale: str = "none"  # "grpo"'s and "rloo"'s are divided by the deviation of the rewards of the "group",
+    # or of the whole "batch"
     scale_variance: str = "unbiased"  # or "biased": that deviation's
     scale_eps: float = 1e-4  # is added to it
     gamma: float = 1.0  # a response is short, and its end is what is scored: nothing to discount
@@ -85,7 +82,7 @@ class Dialect:
     advantages_at: str = "rollout"  # once a "rollout", or anew in each "mini_batch" or "micro_batch"; whitening too
     whiten_rewards: bool = False  # to variance 1, the mean kept
     whiten_advantages: bool = True
-    whiten_slots: str = "response"  # statistics over the slots of the "response", or over the padded "row"
+    whiten_slots: str = "response"  # statistics over the positions of the "response", or over the padded "row"
     whiten_over: str = "all_ranks"  # or each "rank" its own
     whiten_variance: str = "biased"  # "unbiased"; "unbiased_alone": that with one rank only
 
@@ -102,9 +99,7 @@ class Dialect:
     ratio_limit: float | None = None  # an optimizer step whose mean ratio is over this is left out
 
     # Importance sampling from a sampler that is not quite the policy: 16 bits, another engine. No dialect has it.
-    correction: str = (
-        "none"  # "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": the policy's loss
-    )
+    correction: str = "none"  # "token_truncate", "token_mask", "sequence_truncate", "sequence_mask": the policy's loss
     # times the ratio of its old log-probs, then always a forward pass's, to the sampler's
     correction_min: float = 0.0  # a ratio under this is cut to it, or masked; IcePop has 0.5 here
     correction_max: float = 2.0  # and one over this: verl's threshold
@@ -236,14 +231,14 @@ class Dialect:
 
     @property
     def _counts_past_end(self) -> bool:
-        """Whether log-probs count in slots for which no token was drawn, or of which it was cut off."""
+        """Whether log-probs count in positions for which no token was drawn, or of which it was cut off."""
         if self.length_rule == "row":
             return self.sampling == "until_eos"
         return self.reward_slots != "response" and (self.sampling == "until_eos" or bool(self.truncate_token))
 
     @property
-    def slots_past_response(self) -> int | None:
-        """How many slots after a response's last token still carry a number that counts; None: all of the row."""
+    def positions_past_response(self) -> int | None:
+        """How many positions after a response's last token still carry a number that counts; None: all of the row."""
         if "all" in (self.reward_slots, self.value_slots):
             return None
         past = {
@@ -259,8 +254,8 @@ class Dialect:
 
     @property
     def counts_padding(self) -> bool:
-        """Whether log-probs or values count in slots where no token is real, or is attended to."""
-        return self.slots_past_response != 0 or self.length_rule == "not_pad" or self._counts_past_end
+        """Whether log-probs or values count in positions where no token is real, or is attended to."""
+        return self.positions_past_response != 0 or self.length_rule == "not_pad" or self._counts_past_end
 
     def unbiased_variance(self, ranks: int) -> bool:
         """Whether whitening divides by n - 1 in a run of so many ranks."""

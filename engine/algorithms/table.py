@@ -19,7 +19,7 @@ DEEPSPEED_CHAT = Dialect(
     pad_token="eos_unless_llama",
     score_before_pad=True,  # `forward_value`: at the token before the first pad
     length_rule="not_pad",  # its masks are `ids != pad`, so EOS counts only where pad is another token
-    reward_slots="one_past",  # the first pad slot holds a KL term, the score, and a value
+    reward_slots="one_past",  # the first pad position holds a KL term, the score, and a value
     value_slots="one_past",
     score_slot="after_last",
     min_response_tokens=2,  # it drops shorter ones on their rank; here they are masked and counted
@@ -117,7 +117,7 @@ TRLX = Dialect(
     old_logprobs="forward",
     pad_token="padding",
     length_rule="not_pad",  # its masks are `ids != pad`, and L their sum
-    reward_slots="after_tokens",  # the mask of the state's token, and that of slot L is the last real one
+    reward_slots="after_tokens",  # the mask of the state's token, and that of position L is the last real one
     value_slots="two_past",
     score_slot="two_after",
     min_response_tokens=0,

@@ -193,7 +193,7 @@ def test_a_step_learns_from_the_chosen_groups_as_if_they_alone_had_been_drawn(cr
     for name in ("logprobs", "ref_logprobs", "scores", "rewards", "values", "advantages", "returns", "policy_mask"):
         assert torch.equal(getattr(batch, name), getattr(expected.batch, name)), name
     assert torch.equal(batch.rollout.sequences, given.sequences)
-    assert expected.samples == PER_BATCH * K and plain.prompt_batches == 1
+    assert expected.samples == PER_BATCH * K and plain.counters.prompt_batches == 1
     assert report.metrics["rollout/groups_alike"] == expected.metrics["rollout/groups_alike"] == 0
     drawn = [score for index in range(16) for score in TABLE[index]]
     assert report.metrics["objective/scores"] == pytest.approx(sum(drawn) / len(drawn))

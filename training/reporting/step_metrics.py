@@ -109,7 +109,7 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
 def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
     """The moments of advantages and returns, over tokens or, where there is one for each, over responses."""
     advantages, returns, mask = batch.advantages, batch.returns, batch.policy_mask
-    if algorithm.estimator.per_response:  # the same in all slots of a row
+    if algorithm.estimator.per_response:  # the same in all positions of a row
         advantages, returns, mask = advantages[:, 0], returns[:, 0], algorithm.valid_responses(mask)
     elif algorithm.estimator.needs_critic:
         # Before whitening, after which they would always be 0 and 1.
@@ -132,7 +132,7 @@ def add_calibration(metrics: Accumulator, batch: TrainingBatch, algorithm: Algor
 
 
 def add_correction(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """What the policy's loss is multiplied by where another policy drew, over the slots of that loss."""
+    """What the policy's loss is multiplied by where another policy drew, over the positions of that loss."""
     if batch.correction is None or batch.cut is None:
         return
     mask = batch.policy_mask

@@ -8,7 +8,7 @@ import torch
 from engine.algo.kl import AdaptiveKL, FixedKL
 from engine.algorithms import Dialect, get_dialect
 from engine.experience import Masks
-from tests.engine.algorithms.test_algorithm import algorithm, slots_of
+from tests.engine.algorithms.test_algorithm import algorithm, positions_of
 
 # Two rows, L = 3 and 1, T = 3: r 1 0 5 | 2 0 0, V 0, so that with lambda 0 the advantages are the rewards.
 REWARDS = torch.tensor([[1.0, 0.0, 5.0], [2.0, 0.0, 0.0]])
@@ -109,7 +109,7 @@ def test_a_response_without_a_token_is_compared_and_counted_where_all_lengths_ar
 
 
 def test_rewards_without_a_critic():
-    positions = slots_of("trl_rloo", "A", 6)
+    positions = positions_of("trl_rloo", "A", 6)
     logprobs, ref_logprobs = torch.full((1, 6), -1.0), torch.full((1, 6), -1.5)
     rewards = algorithm(RLOO).compute_rewards(logprobs, ref_logprobs, torch.tensor([2.0]), positions, 0.1)
     values = algorithm(RLOO).kept_values(None, positions)

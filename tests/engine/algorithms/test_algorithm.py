@@ -40,7 +40,7 @@ def algorithm(dialect: Dialect | str, pad: int = PAD, end: int = EOS, **more) ->
     return Algorithm(dialect, pad_token_id=pad, end_token_id=end, **more)
 
 
-def slots_of(system: str, case: str, width: int):
+def positions_of(system: str, case: str, width: int):
     tokens, sampled, pad = CASES[case]
     mask = torch.arange(width).unsqueeze(0) < sampled
     return algorithm(system, pad).positions(torch.tensor([tokens[:width]]), mask)
@@ -50,7 +50,7 @@ def slots_of(system: str, case: str, width: int):
 @pytest.mark.parametrize("case", ["A", "B", "C"])
 @pytest.mark.parametrize("system", list(SCORE_SLOTS))
 def test_score_slots_and_loss_masks_of_the_table(system, case, width):
-    positions = slots_of(system, case, width)
+    positions = positions_of(system, case, width)
     learned = L_OF.get(system, L_OF["others"])[case][6 - width]
     valued = VALUE_OF[system][case][6 - width] if system in VALUE_OF else learned
     assert positions.score.tolist() == [SCORE_SLOTS[system][f"{case}{width}"]]
@@ -78,7 +78,7 @@ WORKED = {
 
 def worked_rewards(system: str, width: int, **changed):
     dialect = get_dialect(system).override(whiten_advantages=False, whiten_rewards=False, **changed)
-    positions = slots_of(system, "A", width)
+    positions = positions_of(system, "A", width)
     delta, values = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]), torch.tensor([[1.0, 2, 3, 4, 5, 6]])
     resolved = algorithm(dialect)
     logprobs, ref_logprobs = (delta - 1)[:, :width], torch.full((1, width), -1.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine.algo.rewards import slots_after_tokens
+from engine.algo.rewards import positions_after_tokens
 from engine.algorithms import Algorithm, get_dialect
 from engine.errors import UserError
 from engine.models.loading import load_policy, load_scorer
@@ -94,7 +94,7 @@ def test_pads_are_hidden_from_attention_where_masks_come_from_ids(folders, syste
     counted = positions.masks.policy
     assert counted.any() and torch.equal(counted, (mask * rollout.attention_mask)[:, -4:].bool())
     # Read at a pad's own place, where each system has another position for it: the token behind a pad is left out.
-    compared = counted & slots_after_tokens(counted)
+    compared = counted & positions_after_tokens(counted)
     assert compared.sum() >= 7
     torch.testing.assert_close(found[compared], expected[:, -4:][compared], rtol=0, atol=1e-5)
     select = learned.select(slice(0, 2))  # the two rows whose first token is hidden lose no other
