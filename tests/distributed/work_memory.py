@@ -15,7 +15,7 @@ from tests.engine.meters import LiveBytes, LivePeak
 from training.data.prompts import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import model_folders
-from training.reporting import phase_clock
+from training.reporting import step_metrics
 from training.reporting.phase_memory import PhaseMemory, tensor_bytes
 
 EOS = 2
@@ -28,7 +28,7 @@ def counted(case: Case, actor: str, critic: str) -> dict[str, int]:
     "before_walk" and "after_walk": what is held between steps; "walk": the same by a walk over all objects.
     """
     with LiveBytes() as live:
-        memory = phase_clock.phase_memory = PhaseMemory(LivePeak(live))
+        memory = step_metrics.phase_memory = PhaseMemory(LivePeak(live))
         memory.counting = True
         with memory.phase("load"):
             models = RLHFEngine.from_pretrained(case.spec(actor, critic))
