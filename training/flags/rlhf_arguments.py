@@ -94,6 +94,6 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
         if dialect.truncate_after >= self.max_answer_seq_len:
             raise UserError(
                 f"truncate_after {dialect.truncate_after} with --max_answer_seq_len "
-                f"{self.max_answer_seq_len}: no response reaches that position, so none would have an end. Raise "
+                f"{self.max_answer_seq_len}: no response reaches that slot, so none would have an end. Raise "
                 "the one, or lower the other with --set truncate_after=N."
             )
