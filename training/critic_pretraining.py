@@ -40,8 +40,8 @@ class CriticPretraining:
     """
 
     def __init__(self, trainer: PPOTrainer, lr: float | None = None):
-        dialect, config = trainer.algorithm.dialect, trainer.config
-        epochs, mini_batches = dialect.critic_passes
+        given, config = trainer.algorithm, trainer.config
+        dialect, (epochs, mini_batches) = given.dialect, given.dialect.critic_passes
         own = dialect.replaced(
             ppo_epochs=epochs,
             mini_batches=mini_batches,
@@ -58,13 +58,13 @@ class CriticPretraining:
         self.trainer, self.steps = trainer, config.critic_pretrain_steps
         self.algorithm = Algorithm(
             own,
-            pad_token_id=trainer.algorithm.pad_token_id,
-            end_token_id=trainer.algorithm.end_token_id,
-            reduce=distributed.all_reduce_sum,
-            ranks=distributed.world_size(),
-            max_response_length=trainer.sampling.max_new_tokens,
+            pad_token_id=given.pad_token_id,
+            end_token_id=given.end_token_id,
+            reduce=given.reduce,
+            ranks=given.ranks,
+            max_response_length=given.max_response_length,
         )
-        self.algorithm.score_scale = trainer.algorithm.score_scale  # scores are scaled as they will be
+        self.algorithm.score_scale = given.score_scale  # scores are scaled as they will be
         self.counters = Counters(own, config.seed ^ SEED, self.steps, first_step=-self.steps)
         self.learner = Learner(
             trainer.models, self.algorithm, self.counters, config.micro_batch_size, padded=config.padded

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine import distributed
-from engine.algo.guards import ratio_exploded
+from engine.algo.losses import ratio_exploded
 from engine.algorithms import Algorithm
 from engine.experience import TrainingBatch, position_ids
 from engine.packing import micro_batches

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine import distributed
-from engine.algo.guards import went_too_far
+from engine.algo.losses import went_too_far
 from engine.algorithms import Algorithm, Dialect, end_token_id
 from engine.experience import Experience, PromptBatch, TrainingBatch
 from engine.experience_maker import ExperienceMaker

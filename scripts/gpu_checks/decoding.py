@@ -17,7 +17,11 @@ from scripts.gpu_checks.models import prompts, random_models, sampling
 from scripts.gpu_checks.token_times import token_times
 from scripts.gpu_checks.trial import Skipped, Trial
 
-GAP = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.03}  # nats between two log-probs of one token, by rounding (`rounding_bound`)
+GAP = {
+    "fp32": 1e-3,
+    "bf16": 0.25,
+    "fp16": 0.03,
+}  # nats between two log-probs of one token, by rounding (guards.py)
 # Rows and the longest prompt of calls of one sampler: an evaluation, training, an evaluation, and prompts that grow.
 CALLS = ((16, 32), (64, 48), (16, 64))
 DRY_CALLS = ((2, 8), (6, 12), (2, 16))
