@@ -1,4 +1,4 @@
-"""What pages say of flags is there: ours in the programs, fields in the dialects, other systems' in the tables."""
+"""What pages say of flags is there: ours in the programs, fields in the dialects."""
 
 import dataclasses
 import re
@@ -8,9 +8,6 @@ import pytest
 
 from engine.algorithms import Dialect
 from training.compare.flags import CompareFlags
-from training.convert.openrlhf_table import RENAMED
-from training.convert.openrlhf_table import TABLE as OPENRLHF
-from training.convert.trl_table import TABLE as TRL
 from training.flags import deepspeed_chat
 from training.flags.memory_flags import MemoryFlags
 from training.flags.other_steps import STEPS
@@ -25,8 +22,8 @@ PAGES = (
     *("guide", "sharing", "compare", "serve", "reward_server"),
     *("from_deepspeed_chat", "from_trl", "from_trlx", "from_openrlhf"),
 )
-OTHERS = {  # of launchers, and of the programs of training/convert, restarts/export and engine/speed/scaling
-    *("num_gpus", "log_level", "module", "hostfile", "master_port", "output", "ranks", "skip_unknown", "max_restarts"),
+OTHERS = {  # of launchers, and of the programs of restarts/export and the simulation
+    *("num_gpus", "log_level", "module", "hostfile", "master_port", "output", "max_restarts"),
     *("algo.kl.init_coef", "init_kl_coef", "remote_rm_url"),  # OpenRLHF's own, as examples
     "local",  # hf download --local-dir
 }
@@ -46,15 +43,6 @@ def test_flags_and_fields_are_there(page):
     assert len(named) > 2 and named - flags() - OTHERS == set()
     fields = {name for given in re.findall(r"--set ([\w=.,` -]+)", text) for name in re.findall(r"(\w+)=", given)}
     assert fields <= {spec.name for spec in dataclasses.fields(Dialect)}
-
-
-def test_names_of_other_systems_are_in_the_converters_tables():
-    named = {system: set() for system in ("TRL", "OpenRLHF", "trlX")}
-    for row in rows():
-        named[row.system] |= set(row.names) if "steps" not in row.heading else set()
-    assert named["TRL"] - TRL.keys() == set()
-    named["OpenRLHF"] = {re.sub(r"^critic\.(?=adam|lr|max)", "actor.", name) for name in named["OpenRLHF"]}
-    assert named["OpenRLHF"] - OPENRLHF.keys() - RENAMED.keys() == {"algo.advantage.is_correction_threshold"}  # a pair
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.system}-{row.names[:1]}-{row.heading}")
