@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from engine.algorithms import Dialect
+from tests.training.flags.command_lines import REQUIRED_FLAGS
 from training.compare.flags import CompareFlags
 from training.flags import deepspeed_chat
 from training.flags.memory_flags import MemoryFlags
 from training.flags.other_steps import STEPS
 from training.flags.other_systems import HEADINGS, rows
+from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import RewardFlags, SFTFlags
 from training.merge.flags import MergeFlags
@@ -43,6 +45,21 @@ def test_flags_and_fields_are_there(page):
     assert len(named) > 2 and named - flags() - OTHERS == set()
     fields = {name for given in re.findall(r"--set ([\w=.,` -]+)", text) for name in re.findall(r"(\w+)=", given)}
     assert fields <= {spec.name for spec in dataclasses.fields(Dialect)}
+
+
+def test_openrlhfs_estimators_are_command_lines_that_step_3_takes():
+    text = (DOCS / "from_openrlhf.md").read_text(encoding="utf-8")
+    table = text.partition("## Which dialect")[2].partition("\n\nThe dialects")[0]
+    lines = {row: re.findall(r"`(--[^`]+)`", row) for row in table.splitlines() if "--dialect" in row}
+    assert len(lines) == 6
+    for row, (command, *own) in lines.items():
+        given = [*REQUIRED_FLAGS[RLHFFlags], *f"{command} {' '.join(own)}".split()]
+        dialect = parse_flags(RLHFFlags, given, "").resolved_dialect()[0]
+        baseline = dialect.advantage_estimator not in ("gae", "reinforce")
+        assert dialect.kl_coef == 0.01 and dialect.kl_in == "reward" and dialect.kl_estimator == "k1", row
+        assert dialect.ratio == "token" and dialect.loss_scope == "optimizer_step", row
+        assert dialect.score_clip == (None if baseline else 10) and dialect.missing_end == "none", row
+        assert dialect.min_response_tokens == 0 and dialect.old_logprobs == "forward", row
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.system}-{row.names[:1]}-{row.heading}")
