@@ -130,7 +130,7 @@ def _follow(args: RunFlags) -> int:
             box.post({"sees": _sees(Path(answer["look"]))})
         box.post({"heard": True})
     if answer["measure"]:
-        _with_group(args, [], "")
+        _with_group(args, [])
     return answer["code"]
 
 
