@@ -26,7 +26,7 @@ PAGES = (
     *("from_deepspeed_chat", "from_trl", "from_trlx", "from_openrlhf"),
 )
 OTHERS = {  # of launchers, and of the programs of training/convert, restarts/export and engine/speed/scaling
-    *("num_gpus", "log_level", "module", "hostfile", "master_port", "output", "ranks", "skip_unknown", "max_restarts"),
+    *("num_gpus", "log_level", "module", "hostfile", "master_port", "output", "ranks", "skip_unknown"),
     *("algo.kl.init_coef", "init_kl_coef", "remote_rm_url"),  # OpenRLHF's own, as examples
     "local",  # hf download --local-dir
 }

@@ -209,16 +209,6 @@ class RunFlags(TokenizerFlags):
         if self.wandb_project is not None and not self.enable_tensorboard:
             raise UserError("--wandb_project needs --enable_tensorboard true: it sends what TensorBoard is given.")
 
-    @classmethod
-    def no_flag(cls, name: str, value: str) -> str | None:
-        """As ProgramFlags has it."""
-        if name == "max_restarts":
-            return (
-                "It stands before the launcher: python -m training.program.restarting --max_restarts "
-                f"{value} deepspeed ... runs the command again after it died."
-            )
-        return None
-
     @property
     def attention(self) -> Attention:
         """Which code computes attention, of all models, and of which rows; raises UserError where padding counts and

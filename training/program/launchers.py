@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 
-PROGRAMS = ("step1_sft", "step2_reward", "step3_rlhf")
 RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner", "runner.py")
 PER_NODE = "deepspeed.launcher.launch"
 LAUNCHERS = (
@@ -19,7 +18,6 @@ LAUNCHERS = (
     *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
     *("accelerate", "accelerate.commands.launch"),
     *("mpirun", "mpiexec"),
-    *("training.program.restarting", "restarting.py"),
 )
 SET_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")  # in the environment of ranks: DeepSpeed's and torch's
 
