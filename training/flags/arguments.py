@@ -149,8 +149,8 @@ class RunFlags(TokenizerFlags):
     preflight: bool = flag(
         False,
         "look at all nodes of the run, start it with the run's own command: versions, GPUs, memory, disks, models and "
-        "data, clocks, bandwidth and the seconds that a step will communicate for; print a table and which node is at "
-        "fault, and end, with code 0 where none is and 2 where one is",
+        "data, bandwidth; print a table and which node is at fault, and end, with code 0 where none is and 2 where one "
+        "is",
     )
     seed: int = flag(1234, "of data order, fresh weights and sampling")
     dtype: str | None = flag(
