@@ -398,14 +398,14 @@ class Reporter:
                 self._lose(error)
         return beat
 
-    def look(self) -> list[str]:
-        """Say and hear, at most once a round; returns lines to be printed. `verdict` is set where the run ends."""
+    def look(self) -> None:
+        """Say and hear, at most once a round. `verdict` is set where the run ends."""
         if "left" in self._words:  # others end when they have ended, this one too
-            return []
+            return
         self.hear()
         now, first = time.monotonic(), self._first
         if now - self._round < ROUND * 0.9 or self.verdict is not None:
-            return []
+            return
         self._round = now
         self.say()
         first.quiet += 1
@@ -418,8 +418,7 @@ class Reporter:
             if first.missing:
                 self._conclude(f"{first.silence}: the run ends.", (first.process,))
             elif first.quiet == LINE and self.rank == 1:
-                return [first.silence]
-        return []
+                print_line(first.silence)
 
     def hear(self) -> None:
         """Read what rank 0 has said, its last words too where speaking to it has failed."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from engine import distributed
 from engine.errors import EndedEarly, RunStopped, SharedError, UserError
 from training.flags.absolute_paths import make_paths_absolute
 from training.flags.arguments import RunFlags
@@ -60,8 +61,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
     try:
         if not args.dry_run:
             environment.check_port()
-        from engine import distributed  # seconds of imports: a mistyped flag is reported before them
-        from engine.zero.accelerator import natural_dtype
+        from engine.zero.accelerator import natural_dtype  # seconds of imports: a mistyped flag is reported before
 
         _quiet_transformers()
         args.dtype = args.dtype or natural_dtype()
@@ -86,16 +86,15 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
 
 def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     """Join the process group and call `main(args)`; no end but the run's own passes for success."""
-    from engine import distributed
     from engine.zero.communication import init
     from training.preflight import preflight
 
     try:
         with phase(JOINING):
-            meeting = preflight.agree(args)
+            exchange = preflight.agree(args)
             init(COLLECTIVES, args.by_node)
             watch.join()
-            del meeting  # which served the others until all have joined
+            del exchange  # which served the others until all have joined
         main(args)
         return _left_together(0, watch)
     except EndedEarly as end:
@@ -124,8 +123,6 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
 
 def _left_together(code: int, watch: Watch) -> int:
     """Leave the process group with the others, so that no launcher takes the first to go for a failure."""
-    from engine import distributed
-
     stopping.let_through()
     distributed.barrier()
     watch.leave(code)

@@ -158,8 +158,7 @@ class Watch:
         if self.reporter is None:
             self._look_for_the_absent()
             return
-        for line in self.reporter.look():
-            print_line(line)
+        self.reporter.look()
         if self.reporter.verdict is not None:
             conclude(self.reporter.verdict, self.reporter)
 
