@@ -26,13 +26,13 @@ def looked(words: list[str], broken: list[str]) -> dict[str, tuple[int | str | N
     preflight.REPORTS = 60.0
     preflight.SIZES_CPU, preflight.A_SIZE = (1 << 10, 1 << 16), 0.01
 
-    def case(name: str, call, words: list[str], deepspeed: str | None = None) -> None:
+    def case(name: str, call, words: list[str], other: str | None = None) -> None:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(found))  # the store is the same each time
         args = parse_flags(RLHFFlags, words, "")
         args.dtype = "fp32"
         code, versions = None, facts.all_versions()
-        if deepspeed:
-            versions["deepspeed"] = replace(versions["deepspeed"], shown=deepspeed, same=deepspeed)
+        if other:
+            versions["deepspeed"] = replace(versions["deepspeed"], shown=other, same=other)
         with contextlib.ExitStack() as held:
             said = held.enter_context(contextlib.redirect_stdout(io.StringIO()))
             held.enter_context(contextlib.redirect_stderr(said))

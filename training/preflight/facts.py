@@ -36,7 +36,7 @@ from training.reporting.run_record import versions
 MEMORY = "host memory"  # a row that nodes are compared in by its amount
 LEAST_SHARED = 1e9  # bytes of /dev/shm, by which ranks of a node with GPUs exchange what does not go over NVLink
 LEAST_FREE = 1e9  # bytes for what is built or cached
-TAKEN = 0.9  # of a GPU's memory: where less is free, another process has some
+FREE = 0.9  # of a GPU's memory: where less is free, another process has some
 PROBE = 1 << 20  # bytes that are written to see whether a disk takes them
 FILES_READ = 256  # of a folder with more files, names and sizes of the others count alone
 CONNECT_SECONDS = 5.0  # to a reward server
@@ -133,10 +133,10 @@ def gpus(ranks: int, thorough: bool) -> Facts:
     rows["GPUs for ranks"] = Fact(shown=f"{usable} of {ranks}", problem="; ".join(problems))
     if free:
         least, total, index = min(free)
-        taken = f"{told_bytes(total - least)} of {told_bytes(total)} of GPU {index} are taken: look who runs there"
+        whole, taken = bytes_in_short(total), bytes_in_short(total - least)
         rows["GPU memory"] = Fact(
-            shown=f"{told_bytes(least)} of {told_bytes(total)} free",
-            problem=taken if least < TAKEN * total else "",
+            shown=f"{bytes_in_short(least)} of {whole} free",
+            problem=f"{taken} of {whole} of GPU {index} are taken: look who runs there" if least < FREE * total else "",
             warning=True,
             amount=least,
         )
@@ -196,7 +196,7 @@ def version_of(program: str) -> str:
 def memory() -> Facts:
     """Of the host, /dev/shm, and the network that connects it with others."""
     host = psutil.virtual_memory()
-    shown = f"{told_bytes(host.available)} of {told_bytes(host.total)} free"
+    shown = f"{bytes_in_short(host.available)} of {bytes_in_short(host.total)} free"
     rows = {MEMORY: Fact(shown=shown, amount=host.available, warning=True)}
     exchanges = on_gpu() and ranks_of_this_machine() > 1
     shared = "shared memory, by which ranks of a node exchange: --shm-size of a container"
@@ -234,7 +234,7 @@ def disks(args: RunFlags) -> Facts:
             Path(args.output_dir).absolute(),
             "output",
             room or LEAST_FREE,
-            f"; models and a restart point take {told_bytes(room)}" if room else "",
+            f"; models and a restart point take {bytes_in_short(room)}" if room else "",
             short_is_fault=room > 0,
         ),
         "models of the Hub": disk(Path(huggingface_hub.constants.HF_HUB_CACHE), "models of the Hub", optional=True),
@@ -286,11 +286,11 @@ def disk(
         reason = reason_of(error)
         problem = f"nothing can be written to {folder} ({what}): {reason}"
         return Fact(shown=reason.partition(":")[0], problem=problem, warning=optional, amount=0)
-    problem = f"{told_bytes(free)} free at {folder} ({what}){remark}" if free < least else ""
-    return Fact(shown=told_bytes(free), problem=problem, warning=not short_is_fault, amount=free)
+    problem = f"{bytes_in_short(free)} free at {folder} ({what}){remark}" if free < least else ""
+    return Fact(shown=bytes_in_short(free), problem=problem, warning=not short_is_fault, amount=free)
 
 
-def told_bytes(size: float) -> str:
+def bytes_in_short(size: float) -> str:
     """Bytes in words, with two digits that matter: "512 GB", "1.5 MB"."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:

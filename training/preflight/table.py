@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from training.preflight.facts import MEMORY, Fact, Facts, told_bytes
+from training.preflight.facts import MEMORY, Fact, Facts, bytes_in_short
 
 EACH_ITS_OWN = 4  # nodes with a column each; of more, those that are alike share one
 COLUMNS = 6  # that are shown; findings name the nodes of the others
@@ -50,8 +50,8 @@ def findings(nodes: Sequence[Node]) -> list[Finding]:
             if not text and usual and None not in (fact.same, usual.same) and fact.same != usual.same:
                 remedy = fact.remedy or usual.remedy
                 text = f"has {row} {fact.shown}, the others {usual.shown}{f'. {remedy}' if remedy else ''}"
-            if not text and row == MEMORY and (fact.amount or 0) < max(amounts) / 2:
-                text = f"{told_bytes(fact.amount or 0)} of host memory are free, elsewhere {told_bytes(max(amounts))}"
+            if not text and row == MEMORY and (free := fact.amount or 0) < (most := max(amounts)) / 2:
+                text = f"{bytes_in_short(free)} of host memory are free, elsewhere {bytes_in_short(most)}"
             if text:
                 warning = fact.warning or (fact is NONE and usual is not None and usual.warning)
                 found.setdefault((row, text, warning), []).append(node.host)

@@ -14,7 +14,7 @@ from tests.reward_server import serving
 from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.preflight import facts
-from training.preflight.facts import Fact, content, disk, inputs_of, looked_at, told_bytes
+from training.preflight.facts import Fact, bytes_in_short, content, disk, inputs_of, looked_at
 
 
 def write(path: Path, text: str) -> Path:
@@ -160,7 +160,7 @@ def test_what_another_process_has_written_is_a_fact_or_refused(wrong):
 
 def test_bytes_in_words():
     sizes = {999: "999 B", 1500: "1.5 kB", 64e6: "64 MB", 1.5e9: "1.5 GB", 2e12: "2.0 TB"}
-    assert {size: told_bytes(size) for size in sizes} == sizes
+    assert {size: bytes_in_short(size) for size in sizes} == sizes
 
 
 def test_looking_at_nodes_and_at_flags_are_two_things(tmp_path):
