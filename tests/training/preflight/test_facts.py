@@ -1,11 +1,13 @@
 """What a node finds of itself, and of what a run reads."""
 
 import errno
+import platform
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 from engine.errors import UserError
 from tests.e2e.programs import Tiny
@@ -35,6 +37,14 @@ def test_infiniband_counts_before_interfaces_and_only_what_is_connected(tmp_path
         write(tmp_path / f"infiniband/{card}/ports/1/rate", "200 Gb/sec (4X HDR)")
     assert facts.network_cards(tmp_path) == "2 x 200 Gb/s InfiniBand"
     assert facts.network_cards(tmp_path / "none") == ""
+
+
+def test_versions_have_to_be_the_same_of_python_the_first_two_numbers():
+    found = facts.all_versions()
+    assert found["python"].same == ".".join(platform.python_version_tuple()[:2])
+    assert found["python"].shown == platform.python_version()
+    assert found["torch"].same == found["torch"].shown == torch.__version__
+    assert all(fact.same and not fact.problem and fact.warning == (row == "driver") for row, fact in found.items())
 
 
 def test_a_disk_is_written_to_and_nothing_is_left(tmp_path):
