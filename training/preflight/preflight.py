@@ -127,9 +127,9 @@ def _lead(args: RunFlags) -> int:
 
 def _follow(args: RunFlags) -> int:
     """By the other ranks."""
+    own = facts_of_rank(args)
     exchange = Exchange.reached("preflight", REPORTS)
     file = str(exchange.published("look").get("file", ""))
-    own = facts_of_rank(args)
     if "facts" in own and file:
         own["facts"]["output shared"] = asdict(_sees(Path(file)))
     exchange.post(own)
