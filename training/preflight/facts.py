@@ -224,10 +224,7 @@ def network_cards(classes: Path) -> str:
 
 
 def disks(args: RunFlags) -> Facts:
-    """Where a run writes. Without models of the Hub that are not there yet it can go on, without the rest not."""
-    extensions, own = os.environ.get("TORCH_EXTENSIONS_DIR"), own_folder()
-    if extensions is None and own is not None:
-        extensions = str(own)
+    """Where a run writes. It can go on where models of the Hub cannot be written, and nowhere else."""
     room = room_of(args)
     found = {
         "output": disk(
@@ -238,13 +235,18 @@ def disks(args: RunFlags) -> Facts:
             short_is_fault=room > 0,
         ),
         "models of the Hub": disk(Path(huggingface_hub.constants.HF_HUB_CACHE), "models of the Hub", optional=True),
-        "torch extensions": disk(
-            Path(extensions or Path.home() / ".cache" / "torch_extensions"),
-            "torch extensions",  # as torch chooses
-        ),
+        "torch extensions": disk(extensions_folder(), "torch extensions"),
         "tokenised data": disk(cache_folder(getattr(args, "data_output_path", None)), "tokenised data"),
     }
     return {f"free, {what}": fact for what, fact in found.items()}
+
+
+def extensions_folder() -> Path:
+    """Where DeepSpeed's extensions are built: where torch is told to, or our own folder, or where torch chooses to."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given is None and (own := own_folder()) is not None:
+        return own
+    return Path(given) if given else Path.home() / ".cache" / "torch_extensions"
 
 
 def room_of(args: RunFlags) -> int:
