@@ -16,29 +16,18 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.responses import Response as Answer
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from training.data.tokens import TextEncoder
 from training.pages.page import sha256
-from training.serve.decoder import Settings
+from training.serve.decoder import Generation, Settings
 from training.serve.models import ServedModel
-from training.serve.service import (
-    ClientGone,
-    RequestError,
-    Response,
-    Responses,
-    Service,
-    error_body,
-    log_error,
-    unless_gone,
-)
+from training.serve.service import RequestError, Responses, Service, error_body, log_error
 
 PAGE = Path(__file__).with_name("page.html")
-GONE = 499  # nobody reads it
 STOPS, STOP_LENGTH = 16, 200
 MOST = 10_000  # items of a list
 NESTED = 100_000  # lists and objects in a body: each takes some thirty times as much memory as its two characters
@@ -206,28 +195,24 @@ def make_app(service: Service) -> FastAPI:
 def _add_errors(app: FastAPI) -> None:
     """Have every error answered in the form of `error_body`, with one line in the log."""
 
-    def answer(request: Request, error: RequestError) -> Answer:
+    def answer(request: Request, error: RequestError) -> Response:
         log_error(f"{request.method} {request.url.path}", error.status, error.message)
         return JSONResponse(error_body(error.message, error.param), error.status, error.headers)
 
     @app.exception_handler(RequestError)
-    async def refused(request: Request, error: RequestError) -> Answer:
+    async def refused(request: Request, error: RequestError) -> Response:
         return answer(request, error)
 
     @app.exception_handler(HTTPException)
-    async def of_routing(request: Request, error: HTTPException) -> Answer:
+    async def of_routing(request: Request, error: HTTPException) -> Response:
         path = request.url.path[:200]
         told = {404: f"there is no {path} here", 405: f"{path} has no {request.method}"}
         message = told.get(error.status_code, str(error.detail))
         return answer(request, RequestError(error.status_code, message, headers=error.headers))
 
     @app.exception_handler(Exception)  # the service's own mistake, whose trace uvicorn logs
-    async def failed(request: Request, error: Exception) -> Answer:
+    async def failed(request: Request, error: Exception) -> Response:
         return JSONResponse(error_body("the service failed; its own log says where"), 500)
-
-    @app.exception_handler(ClientGone)
-    async def gone(request: Request, error: ClientGone) -> Answer:
-        return Answer(status_code=GONE)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -245,13 +230,13 @@ def _add_page(app: FastAPI) -> None:
     }
 
     @app.get("/")
-    async def the_page() -> Answer:
-        return Answer(page, media_type="text/html; charset=utf-8", headers=headers)
+    async def the_page() -> Response:
+        return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
 
 def _add_comparison(app: FastAPI, service: Service) -> None:
     @app.put("/")
-    async def compare(request: Request) -> Answer:
+    async def compare(request: Request) -> Response:
         body = _comparison(await request.body(), _is_json(request))
         names = list(dict.fromkeys(body.models or service.models))
         if not names:
@@ -261,16 +246,15 @@ def _add_comparison(app: FastAPI, service: Service) -> None:
         models = [service.model(name) for name in names]
         with ExitStack() as stack:
             stack.enter_context(service.admitted(len(models)))
-            prompts = await unless_gone(request, _prompts(service, models, body))
             wanted = [
-                Response(model, prompt, body.settings(seed, len(prompt), service.context, service.most_tokens))
-                for model, prompt in zip(models, prompts, strict=True)
+                (model, prompt, body.settings(seed, len(prompt), service.context, service.most_tokens))
+                for model, prompt in zip(models, await _prompts(service, models, body), strict=True)
             ]
             responses = stack.enter_context(Responses(service, wanted))
             is_chat = body.messages is not None
             if body.stream:
                 return EventStream(_events(service, responses, seed, is_chat), stack.pop_all())
-            found = await unless_gone(request, _compared(service, responses, is_chat))
+            found = await _compared(service, responses, is_chat)
             asked = body.model_dump(include={"prompt", "messages"}, exclude_none=True)
             return JSONResponse({**asked, "seed": seed, **found})
 
@@ -332,20 +316,23 @@ def _check_characters(count: int, context: int, longest_token: int, what: str) -
 
 
 async def _compared(service: Service, responses: Responses, is_chat: bool) -> dict[str, dict]:
-    whole = await responses.all()
-    scores: list[float | None] = [None] * len(whole)
+    """What is answered of each model's response, by the model's name, once all are whole."""
+    async for _ in responses.updates():
+        pass
+    generations = responses.generations
+    scores: list[float | None] = [None] * len(generations)
     if service.scorer is not None:
-        scores = [*await service.scores([each.prompt_ids + each.tokens for each in whole])]
+        scores = [*await service.scores([each.prompt_ids + each.tokens for each in generations])]
     return {
-        each.model.name: {"response": each.text, **_ending(each, score, is_chat)}
-        for each, score in zip(whole, scores, strict=True)
+        model.name: {"response": "".join(each.pieces), **_ending(model, each, score, is_chat)}
+        for model, each, score in zip(responses.models, generations, scores, strict=True)
     }
 
 
-def _ending(response: Response, score: float | None, is_chat: bool) -> dict:
+def _ending(model: ServedModel, response: Generation, score: float | None, is_chat: bool) -> dict:
     """What is said of a response beside its text. is_chat: whether messages were sent."""
     told = {"score": score, "tokens": len(response.tokens), "finish_reason": response.reason}
-    if response.model.has_template:
+    if model.has_template:
         told["chat_template"] = "applied" if is_chat else "not applied"
     return told
 
@@ -371,15 +358,15 @@ async def _events(service: Service, responses: Responses, seed: int, is_chat: bo
 
     try:
         yield event({"seed": seed})
-        async for number, update in responses.updates():
-            response = responses.whole[number]
-            if update.text:
-                yield event({"model": response.model.name, "text": update.text})
-            if update.reason is not None:
+        async for number, text, is_whole in responses.updates():
+            model, response = responses.models[number], responses.generations[number]
+            if text:
+                yield event({"model": model.name, "text": text})
+            if is_whole:
                 score = None
                 if service.scorer is not None:
                     (score,) = await service.scores([response.prompt_ids + response.tokens])
-                yield event({"model": response.model.name, **_ending(response, score, is_chat)})
+                yield event({"model": model.name, **_ending(model, response, score, is_chat)})
         yield "data: [DONE]\n\n"
     except RequestError as error:
         log_error("a stream", error.status, error.message)
@@ -387,9 +374,7 @@ async def _events(service: Service, responses: Responses, seed: int, is_chat: bo
 
 
 def _add_scores(app: FastAPI, service: Service) -> None:
-    async def scored(
-        request: Request, field: str, lengths: list[int], encode: Callable[[TextEncoder, int], list[int]]
-    ) -> list[float]:
+    async def scored(field: str, lengths: list[int], encode: Callable[[TextEncoder, int], list[int]]) -> list[float]:
         """The score of each text of a request. lengths: their characters; encode: the token ids of the one at a place.
         Raises: RequestError."""
         scorer = service.scorer
@@ -407,7 +392,7 @@ def _add_scores(app: FastAPI, service: Service) -> None:
                 if not 0 < len(ids) <= service.context:
                     told = f"{field}[{place}] has {len(ids)} tokens; it may have 1 to {service.context}"
                     raise RequestError(400, told, field)
-            return await unless_gone(request, service.scores(sequences))
+            return await service.scores(sequences)
 
     async def body_of(form: type[Form], request: Request) -> Form:
         """What a request has sent. A body of another type, which pages of any origin may send, is refused."""
@@ -425,14 +410,14 @@ def _add_scores(app: FastAPI, service: Service) -> None:
             return ids if item.ended else encoder.prompt(item.prompt) + encoder.continuation(item.prompt, item.response)
 
         lengths = [len(item.prompt) + len(item.response) for item in items]
-        found = await scored(request, "items", lengths, encode)
+        found = await scored("items", lengths, encode)
         return {"scores": [{"id": item.id, "score": score} for item, score in zip(items, found, strict=True)]}
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> dict:
         texts = (await body_of(OpenRLHFRequest, request)).query
         lengths = [len(text) for text in texts]
-        found = await scored(request, "query", lengths, lambda encoder, place: query_ids(encoder, texts[place]))
+        found = await scored("query", lengths, lambda encoder, place: query_ids(encoder, texts[place]))
         return {"rewards": found, "scores": found, "extra_logs": {"scores": found}}
 
 

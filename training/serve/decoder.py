@@ -1,6 +1,6 @@
 """One model's responses, decoded side by side; others may begin while these are under way.
 
-    decoder.join([Generation(prompt_ids, Settings(max_tokens=20, seed=0), ends, tokenizer, tell), ...])
+    decoder.join([Generation(prompt_ids, Settings(max_tokens=20, seed=0), ends, tokenizer), ...])
     while decoder.living:
         decoder.step()
 
@@ -45,25 +45,13 @@ class Settings:
     stop: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What has been added to a response.
-
-    text: what can be said now; may be empty. reason: "stop" (an end token, or a stop string) or "length", once it has
-    ended. error: what went wrong here.
-    """
-
-    text: str = ""
-    reason: str | None = None
-    error: str | None = None
-
-
 class Generation:
-    """A response in the making.
+    """A response in the making. The thread that draws changes it; others may look at it meanwhile.
 
-    prompt_ids: what the model reads first. ends: the tokens that end a response, and belong to it. tell: is called with
-    each Update, by the thread that draws.
-    tokens: drawn so far. ended: whether there are no more. cancelled: whether nobody wants it any more.
+    prompt_ids: what the model reads first. ends: the tokens that end a response, and belong to it. changed: is called
+    by that thread once there is more to see.
+    tokens: drawn so far. pieces: of its text, as far as that is sure. reason: "stop" (an end token, or a stop string)
+    or "length", once all of its text is there. error: what went wrong. cancelled: whether nobody wants it any more.
     """
 
     def __init__(
@@ -72,14 +60,22 @@ class Generation:
         settings: Settings,
         ends: frozenset[int],
         tokenizer,
-        tell: Callable[[Update], None],
+        changed: Callable[[], None] = lambda: None,
     ):
-        self.prompt_ids, self.settings, self.ends, self.tell = list(prompt_ids), settings, ends, tell
-        self.text = ResponseText(tokenizer, prompt_ids, settings.stop)
+        self.prompt_ids, self.settings, self.ends, self.changed = list(prompt_ids), settings, ends, changed
         self.tokens: list[int] = []
-        self.ended = self.cancelled = False
+        self.pieces: list[str] = []
+        self.reason: str | None = None
+        self.error: str | None = None
+        self.cancelled = False
+        self._text = ResponseText(tokenizer, prompt_ids, settings.stop)
         zeros = torch.zeros(settings.max_tokens, dtype=torch.int64)
         self.uniforms = keyed_uniforms(settings.seed, zeros, zeros, torch.arange(settings.max_tokens)).tolist()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more is drawn."""
+        return self.reason is not None or self.error is not None
 
     @property
     def read(self) -> int:
@@ -89,23 +85,25 @@ class Generation:
     def take(self, token: int) -> None:
         """Take the token that was drawn."""
         self.tokens.append(token)
-        text, reason = self.text.add(token), None
-        if token in self.ends or self.text.stopped:
+        text, reason = self._text.add(token), None
+        if token in self.ends or self._text.stopped:
             reason = "stop"
         elif len(self.tokens) == self.settings.max_tokens:
             reason = "length"
         if reason is not None:
-            self.ended = True
-            text += self.text.finish()
-            reason = "stop" if self.text.stopped else reason
+            text += self._text.finish()
+            reason = "stop" if self._text.stopped else reason
+        if text:
+            self.pieces.append(text)
+        self.reason = reason
         if text or reason:
-            self.tell(Update(text, reason))
+            self.changed()
 
     def fail(self, message: str) -> None:
         """End it for what went wrong."""
         if not self.ended:
-            self.ended = True
-            self.tell(Update(error=message))
+            self.error = message
+            self.changed()
 
 
 class Decoder:

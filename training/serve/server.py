@@ -23,10 +23,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from engine.errors import UserError
-from training.serve.app import GONE, make_app
+from training.serve.app import make_app
 from training.serve.flags import ServeFlags
 from training.serve.service import Service, error_body, log_error
 
+GONE = 499  # in the log, where nobody reads an answer
 NOT_FINISHED = 1  # exit code, where requests that were accepted took longer than --drain_seconds
 HELD = 8  # bodies of the largest size that may be there at once
 LINGERING = 5.0  # seconds, and bytes, of a body that is too large and thrown away after the answer: a client that
@@ -219,22 +220,38 @@ class Gate:
             await _refuse(scope, send, 421, told)
             return
         self.open += 1
-        body, given = bytearray(), False
-
-        async def received() -> Message:
-            """The body that is there already, and then what else comes: that the client has gone."""
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": bytes(body), "more_body": False}
-
+        body = bytearray()
         try:
             if await self._arrived(body, scope, receive, send):
-                await self.app(scope, received, send)
+                await self._answered(bytes(body), scope, receive, send)
         finally:
             self.open -= 1
             self.held -= len(body)
+
+    async def _answered(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the app answer; it is cancelled once the client has gone."""
+        given = False
+
+        async def received() -> Message:
+            nonlocal given
+            if given:
+                await asyncio.Event().wait()  # without end: who has gone is looked at here
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        task, gone = asyncio.ensure_future(self.app(scope, received, send)), asyncio.ensure_future(until_gone())
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()  # raises what the app did not answer, which uvicorn logs
+        finally:
+            for each in (task, gone):
+                each.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
 
     async def _arrived(self, body: bytearray, scope: Scope, receive: Receive, send: Send) -> bool:
         """Whether the whole body has come, into `body`; otherwise the request has been answered, or its client has

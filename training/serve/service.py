@@ -13,20 +13,18 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from fastapi import Request
 
 from engine.errors import UserError
 from engine.experience import position_ids
 from training.data.chat import render
 from training.data.tokens import padded
 from training.reporting.sample_tables import visible
-from training.serve.decoder import Decoder, Generation, Settings, Update
+from training.serve.decoder import Decoder, Generation, Settings
 from training.serve.models import ServedModel, ServedModels, ServedScorer
 
 FAILED = "the service could not compute this; its own log says why"
@@ -44,10 +42,6 @@ class RequestError(Exception):
         self.status, self.message, self.param, self.headers = status, message, param, headers
 
 
-class ClientGone(Exception):
-    """The client has closed its connection before it was answered."""
-
-
 def error_body(message: str, param: str | None = None) -> dict:
     """What an error says, cut where it repeats what a client has sent at length."""
     return {"error": {"message": message[:2000], "param": param and param[:200]}}
@@ -56,21 +50,6 @@ def error_body(message: str, param: str | None = None) -> dict:
 def log_error(where: str, status: int, message: str) -> None:
     """Write one line about a request that was not answered as asked."""
     print(f"{status} {visible(where[:200])}: {visible(message[:500])}", file=sys.stderr, flush=True)
-
-
-@dataclass(slots=True)
-class Response:
-    """A response that is asked for: whose, to which tokens, drawn how; and what there is of it.
-
-    reason: "stop" or "length" once it is whole.
-    """
-
-    model: ServedModel
-    prompt_ids: list[int]
-    settings: Settings
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    reason: str | None = None
 
 
 class Service:
@@ -84,7 +63,7 @@ class Service:
         self.models, self.scorer, self.context = models.by_name, models.scorer, models.context
         self.queue_size, self.most_tokens = queue_size, most_tokens
         self.taken = 0
-        self.open: set[Responses] = set()
+        self.open: set[Generation] = set()  # that requests wait for
         # One thread, because a TextEncoder remembers what it was asked last.
         self._texts = ThreadPoolExecutor(1, "texts")
         self._templates = ThreadPoolExecutor(1, "templates")  # of its own: a template may take seconds
@@ -102,8 +81,8 @@ class Service:
 
     def abort(self) -> None:
         """End all responses under way, and have their requests answered so."""
-        for responses in list(self.open):
-            responses.abort("the service is ending, and this was not done in time")
+        for generation in self.open:
+            generation.fail("the service is ending, and this was not done in time")
 
     def state(self) -> dict:
         """What GET /health says: which models there are, which of them have a chat template, how much is asked of them
@@ -166,86 +145,54 @@ class Responses:
     """The responses that one request asks for, as they are drawn; those that are not done when the context ends are
     drawn no further.
 
-        with Responses(service, wanted) as responses:
-            async for number, update in responses.updates(): ...
+        with Responses(service, [(model, prompt_ids, settings), ...]) as responses:
+            async for number, text, is_whole in responses.updates(): ...
 
-    whole: what there is of each, in the order that they were asked for.
+    models, generations: in the order that they were asked for.
     """
 
-    def __init__(self, service: Service, wanted: Sequence[Response]):
-        self.service, self.whole = service, list(wanted)
-        self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
-        self._generations = [
-            Generation(
-                each.prompt_ids,
-                each.settings,
-                each.model.ends,
-                each.model.tokenizer,
-                functools.partial(self._told, number),
-            )
-            for number, each in enumerate(wanted)
+    def __init__(self, service: Service, wanted: Sequence[tuple[ServedModel, list[int], Settings]]):
+        self.service, self.models = service, [model for model, _, _ in wanted]
+        self._loop, self._more = asyncio.get_running_loop(), asyncio.Event()
+        self.generations = [
+            Generation(prompt_ids, settings, model.ends, model.tokenizer, self._changed)
+            for model, prompt_ids, settings in wanted
         ]
 
     def __enter__(self) -> "Responses":
-        self.service.open.add(self)
-        for response, generation in zip(self.whole, self._generations, strict=True):
-            self.service.worker.generate(response.model.name, generation)
+        self.service.open.update(self.generations)
+        for model, generation in zip(self.models, self.generations, strict=True):
+            self.service.worker.generate(model.name, generation)
         return self
 
     def __exit__(self, *_) -> None:
-        self.service.open.discard(self)
-        for generation in self._generations:
+        self.service.open.difference_update(self.generations)
+        for generation in self.generations:
             generation.cancelled = True
 
-    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """The number of a response and what was added to it, until all are whole. Raises: RequestError where one
-        failed."""
-        left = len(self.whole)
-        while left:
-            number, update = await self._queue.get()
-            await asyncio.sleep(0)  # where many have gathered, get returns at once, and nobody else would have a turn
-            if update.error is not None:
-                raise RequestError(503 if update.error != FAILED else 500, update.error)
-            response = self.whole[number]
-            response.text += update.text
-            if update.reason is not None:
-                response.reason, response.tokens = update.reason, self._generations[number].tokens
-                left -= 1
-            yield number, update
-
-    async def all(self) -> list[Response]:
-        """The responses once all are whole."""
-        async for _ in self.updates():
-            pass
-        return self.whole
-
-    def abort(self, message: str) -> None:
-        """Have the request that waits for them end with this message."""
-        self._queue.put_nowait((0, Update(error=message)))
-
-    def _told(self, number: int, update: Update) -> None:
+    def _changed(self) -> None:
         """Called in the worker's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, with all that waited for this
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (number, update))
+            self._loop.call_soon_threadsafe(self._more.set)
 
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Found]) -> Found:
-    """What this coroutine returns; raises ClientGone, with the coroutine cancelled, once the client has gone."""
-
-    async def until_gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+    async def updates(self) -> AsyncIterator[tuple[int, str, bool]]:
+        """The number of a response, what was added to its text, and whether it is whole; until all are. Raises:
+        RequestError where one failed."""
+        said, left = [0] * len(self.generations), dict(enumerate(self.generations))
+        while left:
+            await self._more.wait()
+            self._more.clear()
+            for number, generation in list(left.items()):
+                if generation.error is not None:
+                    raise RequestError(503 if generation.error != FAILED else 500, generation.error)
+                is_whole = generation.reason is not None  # looked at before its pieces, which are then all there
+                pieces = generation.pieces[said[number] :]
+                said[number] += len(pieces)
+                for piece in pieces:
+                    yield number, piece, False
+                if is_whole:
+                    del left[number]
+                    yield number, "", True
 
 
 class Worker:

@@ -24,7 +24,7 @@ def tokenizer(models):
 
 def generation(tokenizer, prompt, **settings) -> Generation:
     given = Settings(**{"max_tokens": 20, "seed": 0} | settings)
-    return Generation(prompt, given, frozenset([EOS]), tokenizer, lambda update: None)
+    return Generation(prompt, given, frozenset([EOS]), tokenizer)
 
 
 def decoded(model, generations, rows: int, every: int = 1, decoding: str = "auto") -> list[list[int]]:

@@ -25,7 +25,7 @@ def flags(*models: str, **others) -> ServeFlags:
 
 
 def response(served, prompt: list[int]) -> list[int]:
-    one = Generation(prompt, Settings(max_tokens=12, temperature=0.0, seed=0), served.ends, served.tokenizer, print)
+    one = Generation(prompt, Settings(max_tokens=12, temperature=0.0, seed=0), served.ends, served.tokenizer)
     served.decoder.join([one])
     while served.decoder.living:
         served.decoder.step()
