@@ -55,9 +55,13 @@ def test_bodies_beyond_what_may_be_held_at_once_are_refused_and_requests_without
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
         async def ask(pieces: list[bytes], waits: bool) -> None:
+            begun = False
+
             async def receive():
-                if not pieces and waits:
+                nonlocal begun
+                if begun and not pieces:
                     await done.wait()
+                begun = True
                 return {"type": "http.request", "body": pieces.pop() if pieces else b"", "more_body": waits}
 
             async def send(message):
