@@ -239,8 +239,11 @@ class Gate:
             given = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        task = asyncio.ensure_future(self.app(scope, received, send))
-        gone = asyncio.ensure_future(receive())  # behind the whole body nothing else comes
+        async def until_gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        task, gone = asyncio.ensure_future(self.app(scope, received, send)), asyncio.ensure_future(until_gone())
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
