@@ -30,10 +30,7 @@ SLOW: dict = {"reward_seconds": 0.25, "turns": 2}  # of each response; a rank's 
 RELEASED = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 HPZ = {"zero_hpz_partition_size": RANKS_PER_HOST}
 OPTIONS: dict[str, dict] = {
-    "plain": {"by_node": "nothing"},
-    "gathers by node": {},
-    "all by node": {"by_node": "all"},
-    "overlapped gather": {"overlap_gather": True},
+    "plain": {},
     "hpZ": {"zero": HPZ},
     "bf16": {"dtype": "bf16"},
     "slow rewards": SLOW,

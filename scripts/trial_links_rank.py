@@ -98,7 +98,7 @@ def main(options: dict) -> None:
     from engine.zero.communication import init
 
     torch.set_num_threads(1)
-    init(timeout_minutes=10, what_by_node=options.get("by_node", "gathers"))
+    init(timeout_minutes=10)
     ledger = Ledger(DEVICE)
     ledger.watch()
     trainer = build(options, ledger)
@@ -187,7 +187,6 @@ def build(options: dict, ledger: Ledger):
         total_steps=10**6,
         micro_batch_size=options["micro_batch"],
         exact_sampler=exact,
-        overlap_gather=options.get("overlap_gather", False),
     )
     reward = None
     if "reward_seconds" in options:

@@ -99,19 +99,16 @@ def calibrated(report: Mapping, names: list[str], folder: Path, port: int) -> di
     found: dict = {"decoders": decoders(settings)}
     with TwoHosts(link=Link(given["bits_per_s"], given["delay_s"])) as hosts:
         alone: dict[str, list[dict]] = {}
-        turns: dict[str, list[dict]] = {}
+        turns: list[dict] = []
         for turn in range(TURNS):
             for number, dtype_name in enumerate(dict.fromkeys(dtype_of(report, name) for name in names)):
                 own = {**settings, "dtype": dtype_name}
                 alone.setdefault(dtype_name, []).append(computed(hosts, own, folder, port + 4 * number, ranks))
-            for number, what in enumerate(dict.fromkeys(map(by_node_of, names))):
-                output = folder / f"curves_{turn}_{number}.json"
-                argv = [sys.executable, str(ROOT / "scripts" / "trial_simulation_rank.py")]
-                argv.append(json.dumps({"by_node": what, "output": str(output)}))
-                run_ranks(hosts, argv, folder, port + 50 + number, ranks)
-                turns.setdefault(what, []).append(json.loads(output.read_text()))
-    curves = {what: fastest_calls(timed) for what, timed in turns.items()}
-    found["curves"] = {name: curves[by_node_of(name)] for name in names}
+            output = folder / f"curves_{turn}.json"
+            argv = [sys.executable, str(ROOT / "scripts" / "trial_simulation_rank.py")]
+            run_ranks(hosts, [*argv, json.dumps({"output": str(output)})], folder, port + 50, ranks)
+            turns.append(json.loads(output.read_text()))
+    found["curves"] = dict.fromkeys(names, fastest_calls(turns))
     found["compute"] = {key: min(computes, key=lambda phases: phases["step"]) for key, computes in alone.items()}
     return found
 
@@ -123,11 +120,6 @@ def fastest_calls(turns: list[dict]) -> dict:
         columns = zip(*(turn[call] for turn in turns), strict=True)
         merged[call] = [(column[0][0], min(seconds for _, seconds in column)) for column in columns]
     return merged
-
-
-def by_node_of(name: str) -> str:
-    """Which calls an option sends by node, all that their times depend on."""
-    return trial_links.OPTIONS[name].get("by_node", "gathers")
 
 
 def computed(hosts: TwoHosts, settings: Mapping, folder: Path, port: int, ranks: int) -> dict[str, float]:
@@ -182,22 +174,16 @@ def exchanged(report: Mapping, found: Mapping, name: str) -> dict[str, Part]:
 def predicted(report: Mapping, found: Mapping, name: str) -> dict[str, tuple[float, float, float]]:
     """By phase: seconds that a rank computes, seconds in which ranks exchange, and 10^6 bytes that a host receives."""
     parts, compute = exchanged(report, found, name), dict(found["compute"][dtype_of(report, name)])
-    crossings, around = crossings_of(report, name)
+    hosts, ranks = report["hosts"], report["ranks_per_host"]
+    crossings, around = tree_crossings(hosts, ranks), ring_crossings(hosts, ranks)
     # Alone in its world, a rank steps all numbers.
-    others = report["hosts"] * report["ranks_per_host"] - 1
+    others = hosts * ranks - 1
     compute["train"] -= others * sum(part.compute for key, part in parts.items() if key.startswith("step "))
     phases = {phase: list(chosen) for phase, chosen in PHASES.items()}
-    hidden = 0.0
-    if trial_links.OPTIONS[name].get("overlap_gather"):  # the copy is filled while the critic trains for the last time
-        phases["generate"].remove("gather actor")
-        phases["train"].append("gather actor")
-        numbers = {role: shape["parameters"] for role, shape in found["decoders"].items()}
-        share = numbers["critic"] / (numbers["critic"] + numbers["actor"]) / report["settings"]["ppo_epochs"]
-        hidden = min(parts["gather actor"].exchange, compute["train"] * share)
     rows = {}
     for phase, chosen in phases.items():
         size = sum(parts[part].gathered * crossings + parts[part].reduced * around for part in chosen) / 1e6
-        exchange = sum(parts[part].exchange for part in chosen) - (hidden if phase == "train" else 0.0)
+        exchange = sum(parts[part].exchange for part in chosen)
         rows[phase] = compute[phase], exchange, size
     rest = max(0.0, compute["step"] - sum(found["compute"][dtype_of(report, name)][phase] for phase in PHASES))
     own, exchange, size = (sum(column) for column in zip(*rows.values(), strict=True))
@@ -227,14 +213,6 @@ def compared(report: Mapping, found: Mapping, names: list[str]) -> tuple[list[st
 def dtype_of(report: Mapping, name: str) -> str:
     """That an option computes in."""
     return trial_links.OPTIONS[name].get("dtype", report["settings"]["dtype"])
-
-
-def crossings_of(report: Mapping, name: str) -> tuple[float, float]:
-    """How many times as many bytes as are gathered, and as are reduced, go to a host under an option."""
-    hosts, ranks = report["hosts"], report["ranks_per_host"]
-    what, share = by_node_of(name), (hosts - 1) / hosts
-    gathered = tree_crossings(hosts, ranks) if what == "nothing" else share  # what a node lacks, once
-    return gathered, share if what == "all" else ring_crossings(hosts, ranks)
 
 
 def link_words(found: Mapping) -> str:

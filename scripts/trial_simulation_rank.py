@@ -21,23 +21,23 @@ def main(options: dict) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     import torch
 
-    from engine import by_node, distributed
+    from engine import distributed
     from engine.zero.communication import init
 
     torch.set_num_threads(1)
-    init(timeout_minutes=10, what_by_node=options.get("by_node", "gathers"))
+    init(timeout_minutes=10)
     world = distributed.world_size()
 
     def gather(size: int) -> None:
         own = torch.zeros(max(1, size // 4 // world))
-        by_node.zero_gather(own.new_empty(world * len(own)), own)
+        distributed.gather_by_broadcasts(own.new_empty(world * len(own)), own)
 
     def reduce(size: int) -> None:
         if size <= 4_096:  # what ranks agree on and count is summed as it is
             distributed.all_reduce_sum(torch.zeros(max(1, size // 4)))
             return
         parts = torch.zeros(size // 4)
-        by_node.zero_reduce_scatter(parts.new_empty(len(parts) // world), parts)
+        distributed.scatter_by_all_reduce(parts.new_empty(len(parts) // world), parts)
 
     found = {}
     for name, call in (("gathers", gather), ("reductions", reduce)):

@@ -25,7 +25,7 @@ LAYERS = [
     ["engine.algo"],
     ["engine.algorithms", "engine.experience"],
     ["engine.trace", "engine.zero.accelerator"],
-    ["engine.beside", "engine.by_node", "engine.distributed"],
+    ["engine.distributed"],
     ["engine.optim", "engine.zero"],
     ["engine.models", "engine.packing"],
     ["engine.plain_copies", "engine.tensor_parallel_copies", "engine.whole_copies"],

@@ -45,8 +45,6 @@ class Learner:
 
     pretraining: what the actor learns from beside the experience; nothing if None.
     padded: whether padding counts among a pass's tokens, as it does where a model computes for it.
-    overlap_gather: whether in the last update of a step the actor steps before the critic's passes, beside which its
-        copy is filled for the next generation. Weights are the same bit for bit, unless dropout draws numbers.
     """
 
     def __init__(
@@ -56,10 +54,9 @@ class Learner:
         micro_batch_size: int,
         pretraining: MixedPretraining | None = None,
         padded: bool = True,
-        overlap_gather: bool = False,
     ):
         self.models, self.algorithm, self.micro_batch_size = models, algorithm, micro_batch_size
-        self.pretraining, self.padded, self.overlap_gather = pretraining, padded, overlap_gather
+        self.pretraining, self.padded = pretraining, padded
 
     def optimizer_step(
         self,
@@ -72,7 +69,6 @@ class Learner:
         lr_factor: float,
         train_actor: bool,
         train_critic: bool = True,
-        last: bool = False,
     ) -> Tensor:
         """One update of the critic and of the actor, as far as they are to learn, from the same rows (all ranks call
         this).
@@ -84,7 +80,7 @@ class Learner:
             rows: (N,) int64, of this rank's batch.
             step: the PPO step, counted from 1, for messages. optimizer_step: the run's, counted from 0, by which
                 mixed pretraining chooses its texts.
-            lr_factor: what peak learning rates are multiplied by. last: whether the actor is to generate next.
+            lr_factor: what peak learning rates are multiplied by.
 
         Returns: (3,) float64, sums of the policy's ratios and approxkl over this rank's rows, and what they are over.
         Raises: RunStopped on all ranks where a loss, or outside fp16 a gradient, is not finite on any.
@@ -94,36 +90,18 @@ class Learner:
         weights, passes = self._loss_weights(parts), distributed.largest(len(parts))
         parts = parts or [batch.select(slice(0, 1))]
         objectives = self._objectives(train_actor, train_critic, ratios)
-        for together in self._stepping_together(objectives, last):
-            losses = {}
-            for index, objective in enumerate(together):
-                padded, shares = weighted_passes(objective.loss, parts, weights[objective.name], passes, metrics)
-                if objective.model is self.models.actor and self.pretraining is not None:
-                    shares = self.pretraining.mixed(shares, optimizer_step, metrics)
-                closes = all(other.model.host is not objective.model.host for other in together[index + 1 :])
-                losses[f"{objective.name} loss"] = accumulate_gradients(objective.model, shares, closes), padded
+        losses = {}
+        for index, objective in enumerate(objectives):
+            padded, shares = weighted_passes(objective.loss, parts, weights[objective.name], passes, metrics)
+            if objective.model is self.models.actor and self.pretraining is not None:
+                shares = self.pretraining.mixed(shares, optimizer_step, metrics)
+            closes = all(other.model.host is not objective.model.host for other in objectives[index + 1 :])
+            losses[f"{objective.name} loss"] = accumulate_gradients(objective.model, shares, closes), padded
+        if objectives:
             exploded = train_actor and self._exploded(ratios, metrics)
-            overflows = [False] * len(together)
-            if not exploded:
-                overflows = self._overflows(together, losses, step, batch)
-            self._step(together, overflows, exploded, lr_factor, metrics)
-            if together is not objectives and together[0].model is self.models.actor:
-                self._fill_copy()
+            overflows = [False] * len(objectives) if exploded else self._overflows(objectives, losses, step, batch)
+            self._step(objectives, overflows, exploded, lr_factor, metrics)
         return ratios
-
-    def _stepping_together(self, objectives: list[Objective], last: bool) -> list[list[Objective]]:
-        """Those whose passes all come before their steps: all, as they may be skipped together; or the actor by itself
-        and then the critic, where its copy can be filled meanwhile."""
-        bound = self.models.actor.scales_loss or self.algorithm.dialect.ratio_limit is not None
-        hosts = {id(objective.model.host) for objective in objectives}
-        if not (last and self.overlap_gather) or bound or len(hosts) < 2:
-            return [objectives] if objectives else []
-        return [[objective] for objective in reversed(objectives)]
-
-    def _fill_copy(self) -> None:
-        host = self.models.actor.host
-        if host.copies is not None and host.stage == 3:
-            host.copies.begin(host)
 
     def _overflows(self, objectives: list[Objective], losses: dict, step: int, batch: TrainingBatch) -> list[bool]:
         """Whether each model's gradients overflowed. Raises: RunStopped for what is not finite, as `optimizer_step`."""

@@ -51,7 +51,6 @@ class PPOConfig:
     exact_sampler: whether rollouts' log-probs are the actor's own within rounding, as they are in fp32 where a backend
         `computes_as_actor`: `old_logprobs` "auto" takes them then.
     padded: whether padding counts among a pass's tokens; False where all models leave it out (`RLHFEngine.packs`).
-    overlap_gather: as in Learner.
     """
 
     total_steps: int
@@ -64,7 +63,6 @@ class PPOConfig:
     first_kl_bound: float | None = None
     exact_sampler: bool = True
     padded: bool = True
-    overlap_gather: bool = False
 
 
 CRITIC = 0xC817  # in the keys of a critic's own mini-batches, which are drawn apart from the actor's
@@ -130,9 +128,7 @@ class PPOTrainer:
         pretraining = None
         if unsupervised is not None:
             pretraining = MixedPretraining(models.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
-        self.learner = Learner(
-            models, self.algorithm, config.micro_batch_size, pretraining, config.padded, config.overlap_gather
-        )
+        self.learner = Learner(models, self.algorithm, config.micro_batch_size, pretraining, config.padded)
         self.step_metrics = metrics
         self.arithmetic = Arithmetic(models)
         self.steps_done = -config.critic_pretrain_steps
@@ -268,7 +264,6 @@ class PPOTrainer:
             lr_factor=self._lr_factor(self.optimizer_steps, dialect.updates),
             train_actor=self._trains_actor,
             train_critic=not dialect.critic_learns_apart,
-            last=(self.optimizer_steps + 1) % dialect.updates == 0,
         )
 
     @property

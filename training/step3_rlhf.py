@@ -137,7 +137,6 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
             seed=args.seed,
             exact_sampler=exact_sampler(args, rollouts),
             padded=not models.packs,
-            overlap_gather=args.overlap_gather,
         ),
     )
 

@@ -41,14 +41,10 @@ def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
     return most
 
 
-def bucket_numbers(numbers: int, largest: int, gpus: int, nodes: int) -> float:
-    """What a gather of a model's weights, so many numbers, holds at a time: what a rank sends and what it receives, and
-    on several nodes of several GPUs each what came from the ranks of its place first (`engine.by_node`).
-
-    largest: numbers of the largest weight.
-    """
-    first = 1 / gpus if nodes > 1 and gpus > 1 else 0.0
-    return min(numbers, GATHER_BUCKET + largest) * (1 + 1 / (gpus * nodes) + first)
+def bucket_numbers(numbers: int, largest: int, world: int) -> float:
+    """What a gather of a model's weights, so many numbers, holds at a time on each of `world` ranks: what it sends and
+    what it receives. largest: numbers of the largest weight."""
+    return min(numbers, GATHER_BUCKET + largest) * (1 + 1 / world)
 
 
 def _soon(unit: int, following: Sequence[int], units: Sequence[int], zero: Any) -> bool:

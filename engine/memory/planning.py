@@ -213,7 +213,7 @@ class _Planner:
         model = self.models[role]
         if self.engines[role].stage < 3:
             return Bytes()
-        gathered = bucket_numbers(numbers, model.largest, self.cluster.gpus, self.cluster.nodes)
+        gathered = bucket_numbers(numbers, model.largest, self.cluster.world)
         return Bytes().add("copies", "gathered", model.width * gathered)
 
     def _load(self) -> None:
@@ -281,8 +281,7 @@ class _Planner:
 
     def _train(self, keeps: bool = True) -> None:
         moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
-        beside = self._bucket("actor", self.models["actor"].numbers) if self.workload.overlap_gather else Bytes()
-        always, host_bytes = [self.rest, self._kept, beside], [self.host_rest, moved]
+        always, host_bytes = [self.rest, self._kept], [self.host_rest, moved]
         held = Bytes()
         trained = {role: host for role in ("critic", "actor") if (host := self._host(role)) is not None}
         for role, host in trained.items():

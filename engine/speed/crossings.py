@@ -1,4 +1,4 @@
-"""How often gloo sends bytes from host to host, where its calls are not made by node (`engine.by_node`)."""
+"""How often gloo sends bytes from host to host, when ranks gather and sum."""
 
 
 def tree_crossings(hosts: int, ranks: int) -> float:

@@ -7,18 +7,18 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from engine import by_node, distributed
+from engine import distributed
 from engine.errors import UserError
 from engine.host_memory import keep_freed_memory
 from engine.zero.accelerator import ranks_of_this_machine
 from engine.zero.shared_memory import clear_dead_buffers, without_buffers
 
 
-def init(timeout_minutes: float = 30.0, what_by_node: str = "gathers") -> torch.device:
+def init(timeout_minutes: float = 30.0) -> torch.device:
     """Join the process group (NCCL on GPUs, gloo on CPUs), once, and return the device of this rank.
 
-    timeout_minutes: how long a collective call may wait, in all groups that come to be. what_by_node: one of
-    engine.by_node.WHAT. Raises: UserError on a rank that does not see its GPU.
+    timeout_minutes: how long a collective call may wait, in all groups that come to be. Raises: UserError on a rank
+    that does not see its GPU.
     """
     if not distributed.is_initialized():
         defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -47,9 +47,8 @@ def init(timeout_minutes: float = 30.0, what_by_node: str = "gathers") -> torch.
             )
         if on_cpu:
             backend = deepspeed.comm.comm.cdb  # what ZeRO gathers weights and sums gradients with
-            backend.all_gather_function = by_node.zero_gather
-            backend.reduce_scatter_function = by_node.zero_reduce_scatter
-        by_node.begin(what_by_node)
+            backend.all_gather_function = distributed.gather_by_broadcasts
+            backend.reduce_scatter_function = distributed.scatter_by_all_reduce
     return distributed.device()
 
 

@@ -17,8 +17,5 @@ class Copies(Protocol):
     def holding(self, model: Any) -> nn.Module | None:
         """The module that holds the model's own weights as they are now, if one does."""
 
-    def begin(self, model: Any) -> None:
-        """The weights stay as they are until the model is used: a copy may be filled from now on."""
-
     def together(self, model: Any, make: Callable[[], Result]) -> Result:
         """What several passes of the model give; ranks agree on memory once."""

@@ -48,7 +48,7 @@ def look(trial: Trial) -> None:
 def between_machines(trial: Trial) -> None:
     """Nothing: one machine has no links to others."""
     raise Skipped(
-        "needs several machines: ranks that find each other, gathers by node, hpZ, time-outs over a network; "
+        "needs several machines: ranks that find each other, hpZ, time-outs over a network; "
         "docs/many_nodes.md says how such a run is started"
     )
 

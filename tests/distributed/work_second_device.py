@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engine import by_node, distributed
+from engine import distributed
 from engine.algorithms import Dialect, get_dialect
 from engine.experience import PromptBatch
 from engine.models.loading import load_policy
@@ -39,7 +39,6 @@ def as_one_of_two() -> None:
     """From now on this process is rank 0 of two; what the other one sends is what this one has."""
     distributed.shutdown()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    by_node.begin()
 
 
 def tiny(name: str) -> Dialect:

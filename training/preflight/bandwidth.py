@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine import by_node, distributed
+from engine import distributed
 from engine.distributed import RankGroup
 from engine.speed.measured import Curve
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
@@ -61,7 +61,7 @@ def measure() -> tuple[list[Measured], list[list[Measured]]]:
     everyone = RankGroup(world)
     everywhere = [
         timed(ALL_REDUCE, everyone, lambda whole, _: everyone.sum_(whole)),
-        timed(ALL_GATHER, everyone, by_node.gathers().gather_into),
+        timed(ALL_GATHER, everyone, everyone.gather_into),
     ]
     return everywhere, within
 

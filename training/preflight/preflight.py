@@ -169,7 +169,7 @@ def _with_group(args: RunFlags, nodes: Sequence[Node], planned) -> list[Finding]
 
     with watching(args.grace_seconds, STUCK) as watch:
         with phase(JOINING):
-            init(STUCK * 10, args.by_node)
+            init(STUCK * 10)
             watch.join()
         with phase("measuring bandwidth"):
             everywhere, within = bandwidth.measure()

@@ -36,7 +36,6 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
         parts=args.vllm_tensor_parallel_size,
         group=args.inference_tp_size,
         evaluated=args.num_eval_prompts,
-        overlap_gather=args.overlap_gather,
     )
 
 

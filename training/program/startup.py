@@ -108,7 +108,7 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     try:
         with phase(JOINING):
             meeting = in_short.agree(args)
-            init(COLLECTIVES, args.by_node)
+            init(COLLECTIVES)
             watch.join()
             del meeting  # which served the others until all have joined
         main(args)
