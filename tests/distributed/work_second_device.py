@@ -12,7 +12,7 @@ from engine.experience import PromptBatch
 from engine.models.loading import load_policy
 from engine.rollout import SamplingConfig
 from engine.rollout.decode import Sampler
-from engine.rollout.graphed_passes import GraphedPasses
+from engine.rollout.passes import GraphedPasses
 from tests.distributed.tiny_run import build_trainer, engine_spec
 from tests.engine.zero.second_device import DEVICE, second_device
 from tests.tiny_models import EOS, PAD, VOCABULARY, make_tokenizer

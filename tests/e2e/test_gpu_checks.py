@@ -35,7 +35,6 @@ PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "check_gpu.sh"
 # Without a GPU these do what "steps bf16" and "graphs" do, or run programs that other tests run. DRY=1 makes them all.
 BY_HAND = {
     "steps fp16",
-    "compiled",
     "benchmark 350m",
     "benchmark 1.3b",
     "memory",

@@ -38,8 +38,7 @@ class RolloutFlags(RunFlags):
     decoding: str = flag(
         "auto",
         "how single tokens go through a whole copy: by the model's own code (plain), by a recording of its "
-        "operations (recorded; auto on CPUs), by CUDA graphs of it (graphs; auto on GPUs), or by torch.compile's "
-        "code, with CUDA graphs on GPUs (compiled: after a minute at the start)",
+        "operations (recorded; auto on CPUs), or by CUDA graphs of it (graphs; auto on GPUs)",
         choices=DECODING,
     )
     replicas_between_steps: str = flag(
@@ -87,7 +86,7 @@ class RolloutFlags(RunFlags):
             )
 
     def _validate_decoding(self) -> None:
-        if self.decoding not in ("recorded", "graphs", "compiled"):
+        if self.decoding not in ("recorded", "graphs"):
             return
         if self.replicas_between_steps != "keep":
             raise UserError(

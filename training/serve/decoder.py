@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.rollout.batch import Batch
-from engine.rollout.cache import SlotCache
-from engine.rollout.decoding import passes_of
+from engine.rollout.cache import Batch, SlotCache
 from engine.rollout.families import takes_slot_masks
-from engine.rollout.schedule import rows_to_move
+from engine.rollout.passes import passes_of
+from engine.rollout.request import rows_to_move
 from training.data.tokens import padded
 from training.serve.drawing import draw
 from training.serve.generation import Generation
@@ -32,7 +31,7 @@ class Decoder:
         vocabulary_size: token ids from this on are never drawn.
         rows: how many responses are decoded side by side.
         context: the most tokens that a prompt and its response have together.
-        decoding: how single tokens go through the model, one of engine.rollout.decoding.DECODING.
+        decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING.
     """
 
     def __init__(
