@@ -13,8 +13,7 @@ from engine.memory.zero_memory import ZeroMemory
 from engine.models.attention import USUAL, Attention
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.lora import LoraSpec
-from engine.zero.config import EngineConfig, build_ds_config, zero_settings
-from engine.zero.fitting import with_fitting_sizes
+from engine.zero.config import EngineConfig, build_ds_config, with_fitting_sizes, zero_settings
 
 NONE = Bytes()
 

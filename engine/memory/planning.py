@@ -18,8 +18,7 @@ from engine.memory.zero_memory import FLOAT, ZeroMemory
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.tensor_parallel_copies import divided_bytes, group_sizes, why_no_group
-from engine.zero.config import build_ds_config, zero_settings
-from engine.zero.fitting import with_fitting_sizes
+from engine.zero.config import build_ds_config, with_fitting_sizes, zero_settings
 from engine.zero.long_batch import NOTHING_KEPT, Kept
 
 

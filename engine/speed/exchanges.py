@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from engine.memory.engine_plan import EnginePlan
 from engine.speed.decoding import Decoder, Ranks
 from engine.speed.part import Part
-from engine.zero.fitting import AHEAD, LIVE
+from engine.zero.config import AHEAD, LIVE
 from engine.zero.gathering import GATHER_BUCKET
 
 REDUCED = 50_000_000

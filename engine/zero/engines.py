@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from engine import distributed
 from engine.errors import RunStopped
 from engine.trace import traced
+from engine.zero.config import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.copies import Copies
 from engine.zero.extensions import nothing_compiled
-from engine.zero.fitting import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.gathering import fill_parameters
 from engine.zero.hpz import own_hpz_groups
 from engine.zero.long_batch import LongBatch
