@@ -29,7 +29,7 @@ LAYERS = [
     ["engine.optim", "engine.zero"],
     ["engine.models", "engine.packing"],
     ["engine.plain_copies", "engine.tensor_parallel_copies", "engine.whole_copies"],
-    ["engine.engine_spec", "engine.frozen_role", "engine.shared_trunk"],
+    ["engine.engine_spec", "engine.shared_trunk"],
     [
         "engine.ema",
         "engine.memory",
