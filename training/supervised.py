@@ -176,7 +176,7 @@ class SupervisedTrainer:
             if self.steps_done == self.total_steps:
                 self.save()
             found = self.log_step()
-        phase_memory.gauge.begin()  # the first step's passes are measured: loading and evaluation may have taken more
+        phase_memory.begin()  # the first step's passes are measured: loading and evaluation may have taken more
         with stopping.at_borders():
             while self.steps_done < self.total_steps:
                 place.step = self.steps_done + 1

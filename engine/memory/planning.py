@@ -8,7 +8,7 @@ from engine.engine_spec import EngineSpec
 from engine.memory.averages import Averages
 from engine.memory.blueprint import blueprints
 from engine.memory.bytes_by_role import Bytes
-from engine.memory.copies import Copies, CopyNeed, copies_bytes, place_copies
+from engine.memory.copies import UNPLANNED, Copies, CopyNeed, copies_bytes, place_copies
 from engine.memory.engine_plan import engine_plans
 from engine.memory.gathered import bucket_numbers
 from engine.memory.memory_plan import MemoryPlan, Moment
@@ -138,7 +138,8 @@ class _Planner:
             return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
         loaded, _ = self._at_rest(stepped=False)
         free = room - loaded.total
-        placed = place_copies(needs, self.cache.total, free, between_steps, self._divide, self.training)
+        training = self.training if self.cluster.on_gpu else UNPLANNED  # as in the run
+        placed = place_copies(needs, self.cache.total, free, between_steps, self._divide, training)
         partitioned = any(need.stage == 3 for need in needs)
         return replace(
             placed, why=placed.why + (why_no_group(self.cluster.gpus, self.workload.group) if partitioned else "")
