@@ -1,16 +1,70 @@
-"""What a run of PPO takes, by phase, role and kind, on one GPU and on its host; and whether that fits."""
+"""What a run takes by phase, role and kind, on one GPU and its host, and whether that fits; as a table and as JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from engine.memory.bytes_by_role import Bytes
-from engine.memory.copies import Copies
-from engine.memory.engine_plan import EnginePlan
+from engine.memory.copies import Copies, CopyNeed
 from engine.memory.gpus import FRAGMENTS, reserved
 from engine.memory.workload import Cluster
+from engine.memory.zero_memory import KINDS, REDUCED_AT_ONCE, Bytes, ZeroMemory
+from engine.zero.long_batch import NOTHING_KEPT, Kept
 
 PHASES = ("load", "generate", "experience", "train", "save")
+ROLES = ("model", "actor", "critic", "reference", "reward", "ema", "copies")
+WIDTH = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """One engine.
+
+    stage: of ZeRO. numbers: of all parameters; trains: of those that train; width: bytes of one. bucket: numbers of
+    gradients that are reduced at once. unmerged: numbers that a whole copy gets anew once it has had an adapter merged
+    (`Blueprint.unmerged`); 0 without adapters. hpz: ranks of a group that holds the weights a second time; 1 for none.
+    shared: whether other models fill the same copy. kept: what stays whole over the passes of an optimizer step.
+    """
+
+    stage: int
+    numbers: int
+    trains: int
+    width: int
+    bucket: int
+    unmerged: int = 0
+    hpz: int = 1
+    shared: bool = False
+    kept: Kept = NOTHING_KEPT
+
+    @classmethod
+    def of(cls, engine: ZeroMemory, shared: bool = False, kept: Kept = NOTHING_KEPT) -> "EnginePlan":
+        """That of an engine; shared, kept: what it does not decide by itself."""
+        model, partitioned = engine.model, engine.stage == 3
+        return cls(
+            stage=engine.stage,
+            numbers=model.numbers,
+            trains=model.trains,
+            width=model.width,
+            bucket=REDUCED_AT_ONCE if engine.stage == 0 else engine.zero.reduce_bucket_size,
+            unmerged=model.unmerged if model.module.adapters is not None else 0,
+            hpz=min(int(engine.zero.zero_hpz_partition_size), engine.world) if partitioned else 1,
+            shared=shared,
+            kept=kept,
+        )
+
+
+def engine_plans(
+    engines: Mapping[str, ZeroMemory], needs: Sequence[CopyNeed], copies: Copies, kept: Mapping[str, Kept]
+) -> dict[str, EnginePlan]:
+    """Those of all engines, by role. needs: of the engines, in their order."""
+    kinds = [needs[place].kind for place in (*copies.models, *copies.divided)]
+    return {
+        role: EnginePlan.of(
+            engine,
+            shared=copies.shared and kinds.count(needs[place].kind) > 1,
+            kept=kept.get(role, NOTHING_KEPT),
+        )
+        for place, (role, engine) in enumerate(engines.items())
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +167,80 @@ class MemoryPlan:
             if there is not None
         ]
         return all(known) if known else None
+
+
+def table(plan: MemoryPlan, title: str) -> str:
+    """GB (10^9 bytes) of one GPU by phase, each at its peak: of each role, of each kind; and whether it fits."""
+    names, device = plan.names, "GPU" if plan.cluster.on_gpu else "rank"
+    tops = {phase: Bytes(plan.phases[phase]) for phase in names}
+    heads = [f"{phase}{'*' if phase == plan.peak.phase else ''}" for phase in names]
+    lines = [f"memory plan: {title}; GB of one {device}, each phase at its peak, the highest marked *", _row("", heads)]
+    lines += [
+        _row(role, [gb(tops[phase].of_role(role)) for phase in names])
+        for role in ROLES
+        if any(tops[phase].of_role(role) for phase in names)
+    ]
+    lines.append(_row("in all", [gb(tops[phase].total) for phase in names]))
+    lines += [
+        _row(f"  {kind}", [gb(tops[phase].of_kind(kind)) for phase in names])
+        for kind in KINDS
+        if any(tops[phase].of_kind(kind) for phase in names)
+    ]
+    lines.append(_row("host, a node", [gb(Bytes(plan.host_phases[phase]).total) for phase in names]))
+    return "\n".join([*lines, *_last_lines(plan)])
+
+
+def _last_lines(plan: MemoryPlan) -> list[str]:
+    lines = [f"peak: {plan.peak.name}"]
+    if plan.copies:
+        lines.append(f"copies of weights: {plan.copies}")
+    if plan.cluster.on_gpu:
+        lines.append(
+            f"needed of a GPU: {gb(plan.peak.device.total)} planned + {gb(plan.fragments)} for fragments + "
+            f"{gb(reserved(plan.cluster.world))} for CUDA and NCCL = {gb(plan.needed)} GB"
+        )
+    return [*lines, verdict(plan)]
+
+
+def verdict(plan: MemoryPlan) -> str:
+    """One line: whether GPU and host have room."""
+    if plan.fits is None:
+        return "fits: not said, as it is not known what the GPU has"
+    parts = []
+    if plan.cluster.gpu is not None:
+        parts.append(f"{gb(plan.needed)} of {gb(plan.cluster.gpu)} GB")
+    if plan.cluster.host is not None:
+        parts.append(f"host {gb(plan.host_peak)} of {gb(plan.cluster.host)} GB")
+    return f"fits: {'yes' if plan.fits else 'no'}, {'; '.join(parts)}"
+
+
+def as_json(plan: MemoryPlan) -> dict:
+    """All of a plan in bytes, for other programs."""
+    return {
+        "gpus": plan.cluster.gpus,
+        "nodes": plan.cluster.nodes,
+        "gpu_bytes": plan.cluster.gpu,
+        "host_bytes": plan.cluster.host,
+        "phases": plan.phases,
+        "host_phases": plan.host_phases,
+        "moments": [
+            {"phase": moment.phase, "name": moment.name, "gpu_bytes": moment.device.total} for moment in plan.moments
+        ],
+        "peak": {"phase": plan.peak.phase, "name": plan.peak.name, "gpu_bytes": plan.peak.device.total},
+        "fragments": plan.fragments,
+        "reserved": reserved(plan.cluster.world),
+        "needed_gpu_bytes": plan.needed,
+        "needed_host_bytes": plan.host_peak,
+        "copies": plan.copies,
+        "fits": plan.fits,
+    }
+
+
+def _row(name: str, cells: list[str]) -> str:
+    return f"{name:<18}" + "".join(f"{cell:>{WIDTH}}" for cell in cells)
+
+
+def gb(size: int) -> str:
+    """With one digit behind the point; more of what is small."""
+    gb = size / 1e9
+    return "-" if not size else f"{gb:.1f}" if gb >= 9.95 else f"{gb:.2f}" if gb >= 0.1 else f"{gb:.4f}"

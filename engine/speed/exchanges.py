@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.memory.engine_plan import EnginePlan
+from engine.memory.memory_plan import EnginePlan
 from engine.speed.decoding import Decoder, Ranks
 from engine.speed.part import Part
 from engine.zero.config import AHEAD, LIVE

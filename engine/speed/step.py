@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.memory.engine_plan import EnginePlan
+from engine.memory.memory_plan import EnginePlan
 from engine.speed.decoding import Decoder, Ranks, divided_token, partitioned_token
 from engine.speed.exchanges import Exchanges, partitioned
 from engine.speed.part import Part

@@ -6,7 +6,7 @@ import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
 from engine.memory.data_sheets import data_sheet
-from engine.memory.table import gb
+from engine.memory.memory_plan import gb
 from scripts.gpu_checks.trial import Skipped, Trial
 from training.reporting.run_record import versions
 

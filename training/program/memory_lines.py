@@ -13,8 +13,8 @@ from engine.errors import UserError
 from engine.memory import Cluster, MemoryPlan, Workload
 from engine.memory.changes import Setting, what_fits
 from engine.memory.copies import UNPLANNED
-from engine.memory.one_model import OneModel, plan_one_model
-from engine.memory.table import gb, table, verdict
+from engine.memory.memory_plan import gb, table, verdict
+from engine.memory.planning import OneModel, plan_one_model
 from engine.rollout import ROLLOUT_BACKENDS
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from training.flags.arguments import RunFlags

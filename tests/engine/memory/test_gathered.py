@@ -1,6 +1,6 @@
 """What a gather of weights holds, by hand."""
 
-from engine.memory.gathered import bucket_numbers
+from engine.memory.zero_memory import bucket_numbers
 from engine.zero.gathering import GATHER_BUCKET
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from engine.memory.data_sheets import DataSheet
-from engine.memory.engine_plan import EnginePlan
+from engine.memory.memory_plan import EnginePlan
 from engine.speed.decoding import Decoder
 from engine.speed.exchanges import Exchanges, fetches
 from engine.speed.measured import UNTIMED

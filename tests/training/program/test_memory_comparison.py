@@ -5,7 +5,7 @@ import torch
 
 from engine.errors import UserError
 from engine.memory import Cluster, MemoryPlan, Moment
-from engine.memory.bytes_by_role import Bytes
+from engine.memory.zero_memory import Bytes
 from engine.rollout import ROLLOUT_BACKENDS
 from tests.training.flags.command_lines import step3
 from training.program import memory_lines
