@@ -1,70 +1,18 @@
 """What a run takes by phase, role and kind, on one GPU and its host, and whether that fits; as a table and as JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from engine.memory.copies import Copies, CopyNeed
+from engine.memory.copies import Copies
 from engine.memory.gpus import FRAGMENTS, reserved
 from engine.memory.workload import Cluster
-from engine.memory.zero_memory import KINDS, REDUCED_AT_ONCE, Bytes, ZeroMemory
-from engine.zero.long_batch import NOTHING_KEPT, Kept
+from engine.memory.zero_memory import KINDS, Bytes, ZeroMemory
+from engine.zero.long_batch import Kept
 
 PHASES = ("load", "generate", "experience", "train", "save")
 ROLES = ("model", "actor", "critic", "reference", "reward", "ema", "copies")
 WIDTH = 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePlan:
-    """One engine.
-
-    stage: of ZeRO. numbers: of all parameters; trains: of those that train; width: bytes of one. bucket: numbers of
-    gradients that are reduced at once. unmerged: numbers that a whole copy gets anew once it has had an adapter merged
-    (`Blueprint.unmerged`); 0 without adapters. hpz: ranks of a group that holds the weights a second time; 1 for none.
-    shared: whether other models fill the same copy. kept: what stays whole over the passes of an optimizer step.
-    """
-
-    stage: int
-    numbers: int
-    trains: int
-    width: int
-    bucket: int
-    unmerged: int = 0
-    hpz: int = 1
-    shared: bool = False
-    kept: Kept = NOTHING_KEPT
-
-    @classmethod
-    def of(cls, engine: ZeroMemory, shared: bool = False, kept: Kept = NOTHING_KEPT) -> "EnginePlan":
-        """That of an engine; shared, kept: what it does not decide by itself."""
-        model, partitioned = engine.model, engine.stage == 3
-        return cls(
-            stage=engine.stage,
-            numbers=model.numbers,
-            trains=model.trains,
-            width=model.width,
-            bucket=REDUCED_AT_ONCE if engine.stage == 0 else engine.zero.reduce_bucket_size,
-            unmerged=model.unmerged if model.module.adapters is not None else 0,
-            hpz=min(int(engine.zero.zero_hpz_partition_size), engine.world) if partitioned else 1,
-            shared=shared,
-            kept=kept,
-        )
-
-
-def engine_plans(
-    engines: Mapping[str, ZeroMemory], needs: Sequence[CopyNeed], copies: Copies, kept: Mapping[str, Kept]
-) -> dict[str, EnginePlan]:
-    """Those of all engines, by role. needs: of the engines, in their order."""
-    kinds = [needs[place].kind for place in (*copies.models, *copies.divided)]
-    return {
-        role: EnginePlan.of(
-            engine,
-            shared=copies.shared and kinds.count(needs[place].kind) > 1,
-            kept=kept.get(role, NOTHING_KEPT),
-        )
-        for place, (role, engine) in enumerate(engines.items())
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +33,21 @@ class Moment:
 class MemoryPlan:
     """Bytes at the moments of a step, from the second one on, when Adam has its moments; and of loading and saving.
 
-    copies: which models compute through whole copies, in words. between: bytes that stay between two steps, of a rank's
-    GPU and host. adam: bytes on the device of Adam's moments, which a run that begins does not have before it trains.
-    engines: by role, how each comes by its weights. placed: the copies themselves, by the engines' places. training:
-    bytes on the device that training takes at its peak, beyond the engines as they are loaded and beside copies, keys
-    and values.
+    copies: which models compute through whole copies, in words. adam: bytes on the device of Adam's moments, which a
+    run that begins does not have before it trains. engines: by role. placed: the copies themselves, by the engines'
+    places. own: roles whose copies no other model fills. kept: by role, what stays whole over the passes of an
+    optimizer step. training: bytes on the device that training takes at its peak, beyond the engines as they are loaded
+    and beside copies, keys and values.
     """
 
     moments: tuple[Moment, ...]
     cluster: Cluster
     copies: str
-    between: int = 0
     adam: int = 0
-    engines: Mapping[str, EnginePlan] = field(default_factory=dict)
+    engines: Mapping[str, ZeroMemory] = field(default_factory=dict)
     placed: Copies = field(default_factory=lambda: Copies((), ""))
+    own: frozenset[str] = frozenset()
+    kept: Mapping[str, Kept] = field(default_factory=dict)
     training: int = 0
 
     @property

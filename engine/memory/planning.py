@@ -10,7 +10,7 @@ from functools import cached_property
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.memory.blueprint import Blueprint, blueprints, built
 from engine.memory.copies import UNPLANNED, Copies, CopyNeed, copies_bytes, place_copies
-from engine.memory.memory_plan import EnginePlan, MemoryPlan, Moment, engine_plans
+from engine.memory.memory_plan import MemoryPlan, Moment
 from engine.memory.passes import Rows, decoding_passes, scoring_pass, training_pass
 from engine.memory.workload import Cluster, Workload
 from engine.memory.zero_memory import FLOAT, Averages, Bytes, ZeroMemory, bucket_numbers
@@ -85,19 +85,18 @@ class _Planner:
         self._experience()
         self._train()
         self._save()
-        moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
-        between = self.rest + self.host_rest + self._kept + moved
-        adam = self.rest.total - self._at_rest(stepped=False)[0].total
-        engines = engine_plans(self.engines, self._needs, self.copies, self.kept)
+        kinds = [self._needs[place].kind for place in (*self.copies.models, *self.copies.divided)]
+        shared = {need.role for need in self._needs if self.copies.shared and kinds.count(need.kind) > 1}
         return MemoryPlan(
             tuple(self.moments),
             self.cluster,
             self.copies.why,
-            between.total,
-            adam,
-            engines,
-            self.copies,
-            self.training,
+            adam=self.rest.total - self._at_rest(stepped=False)[0].total,
+            engines=self.engines,
+            placed=self.copies,
+            own=frozenset(self.engines.keys() - shared),
+            kept=self.kept,
+            training=self.training,
         )
 
     def _moment(
@@ -394,4 +393,4 @@ def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
         Moment("train", "the optimizer's step", rest + engine.held + step, host + step_host, Bytes()),
         Moment("save", "the model is written", rest + saved, host, tensor),
     )
-    return MemoryPlan(moments, cluster, "", engines={"model": EnginePlan.of(engine, kept=kept)})
+    return MemoryPlan(moments, cluster, "", engines={"model": engine}, kept={"model": kept})

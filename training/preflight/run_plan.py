@@ -24,5 +24,5 @@ def planned_or_why(args: RLHFFlags | SupervisedFlags) -> MemoryPlan | str:
 
 def written(plan: MemoryPlan) -> int:
     """Bytes of the trained models, and of one restart point: float32 weights and Adam's two moments."""
-    trained = [engine for engine in plan.engines.values() if engine.trains]
-    return sum(engine.numbers * engine.width + 12 * engine.trains for engine in trained)
+    trained = [engine.model for engine in plan.engines.values() if engine.model.trains]
+    return sum(model.numbers * model.width + 12 * model.trains for model in trained)

@@ -29,7 +29,6 @@ PLANNED = MemoryPlan(
     ),
     cluster=Cluster(),
     copies="",
-    between=3_250_000_000,
     adam=1_000_000_000,
 )
 
