@@ -9,8 +9,9 @@ import yaml
 
 from tests.e2e.programs import command_line, run_caught, run_here
 from tests.tiny_models import make_causal_lm
-from training.program import cards, model_folders
-from training.program.cards import CARD, is_edited, known_names, signed
+from training.program import model_folders
+from training.reporting import model_card
+from training.reporting.model_card import CARD, is_edited, known_names, signed
 from training.restarts.export import main as export
 
 
@@ -67,7 +68,7 @@ def test_a_card_that_fails_costs_no_model(tiny, tmp_path, capfd, monkeypatch):
     def broken(run, name):
         raise KeyError("flags")
 
-    monkeypatch.setattr(cards, "model_card", broken)
+    monkeypatch.setattr(model_card, "model_card", broken)
     result = run_here(1, tiny.flags(1, output_dir=tmp_path / "out"), capfd)
     assert (tmp_path / "out" / "model.safetensors").is_file() and not (tmp_path / "out" / CARD).exists()
     assert result.code == 1 and "README.md cannot be written" in result.stderr

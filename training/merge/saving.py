@@ -16,7 +16,7 @@ from engine.models.weight_files import weights_folder
 from engine.whole_files import PARTIAL, sync_tree
 from training.merge.same_kind import SFT
 from training.merge.weights import MergedWeights
-from training.program.cards import add_merge_card
+from training.reporting.model_card import add_merge_card
 from training.restarts.export import write_weights
 
 MODEL, NOTE = "model", "merged_from.json"

@@ -28,9 +28,9 @@ from engine.whole_files import OLD, PARTIAL, exchange, remove_folder, restored, 
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel, lent_state
 from training.program import written
-from training.program.cards import CARD, add_card, is_edited
 from training.program.unwritten import going_on, note, reason_of
 from training.program.written import MODEL_FOLDERS, Written
+from training.reporting.model_card import CARD, add_card, is_edited
 from training.reporting.run_record import RUN_FILE, record_models
 
 COMPLETE = "model.complete"

@@ -10,7 +10,6 @@ from engine.zero.engines import TrainedModel
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
 from training.program import model_folders, output_lock, stopping, written
-from training.program.cards import renew_cards
 from training.program.hub import push
 from training.program.output_folder import open_writer
 from training.program.phases import phase
@@ -19,6 +18,7 @@ from training.program.unwritten import check_all_written, going_on
 from training.reporting import views
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.reporting.model_card import renew_cards
 from training.reporting.plot import plot_curves
 from training.reporting.reward_change import comparable_scores
 from training.reporting.run_record import RUN_FILE, write_run_record
