@@ -26,9 +26,7 @@ from enum import StrEnum
 
 from engine import distributed
 from engine.errors import RunStopped
-from training.reporting.health.curves import ALARM, at_end, column
-from training.reporting.health.optimization import score_unmoved
-from training.reporting.health.policy import KL_FAR
+from training.reporting.health import ALARM, KL_FAR, at_end, column, score_unmoved
 from training.reporting.reward_change import of_one_reward, scored_otherwise
 from training.reporting.standard_errors import NOISE
 

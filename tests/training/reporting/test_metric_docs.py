@@ -57,10 +57,8 @@ READERS = {
     "measuring.py",
     "report/page.py",
     "report/runs.py",
-    *(
-        f"reporting/health/{name}.py"
-        for name in ("__init__", "optimization", "outlook", "policy", "responses", "sampler")
-    ),
+    "reporting/health.py",
+    "reporting/model_card.py",
 }
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 
