@@ -35,7 +35,7 @@ from training.program.roll_call import USER_ERROR
 from training.program.terminal import flush_all, keep_printing
 from training.program.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 from training.reporting.sample_tables import visible
-from training.reporting.wandb_sync import check_wandb
+from training.reporting.sinks import check_wandb
 
 COLLECTIVES = 7 * 24 * 60.0  # minutes, of a collective call: those that hang are ended by the watch, which knows more
 
