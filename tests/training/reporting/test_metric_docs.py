@@ -51,7 +51,6 @@ READERS = {
     "reporting/views.py",
     "reporting/plot.py",
     "reporting/summary.py",
-    "reporting/compare_runs.py",
     "reporting/reward_change.py",
     "reporting/verdict.py",
     "measuring.py",
