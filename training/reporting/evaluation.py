@@ -86,7 +86,7 @@ class Evaluator:
             self.first = responses
         if self.first is not None:
             units["new_words"] = new_words(responses, self.first, [row["prompt"] for row in rows])
-        self.before = units if step == 0 else paired(self.before, answers.score_parts)
+        self.before = units if step == 0 else paired(self.before, parts)
         metrics = with_errors(_estimates(units), self.before and _estimates(self.before))
         metrics["eval/score_std"] = statistics.pstdev(row["score"] for row in rows)
         metrics["eval/distinct_responses"] = float(len(set(responses)))
