@@ -19,8 +19,8 @@ from engine import distributed
 from engine.errors import UserError
 from engine.models.places import ADAPTER_CONFIG, is_adapter, one_line
 from training.flags.hub_flags import HubFlags
+from training.program.output_folder import WRITTEN_FILE, Written
 from training.program.phases import phase
-from training.program.written import WRITTEN_FILE, Written
 from training.reporting.model_card import is_hub_name
 
 UPLOADED = ("actor", "actor_adapter", ".", "adapter")

@@ -27,9 +27,9 @@ from engine.models.saving import save_adapter, save_model
 from engine.whole_files import OLD, PARTIAL, exchange, remove_folder, restored, sync, sync_tree
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel, lent_state
-from training.program import written
+from training.program import output_folder
+from training.program.output_folder import MODEL_FOLDERS, Written
 from training.program.unwritten import going_on, note, reason_of
-from training.program.written import MODEL_FOLDERS, Written
 from training.reporting.model_card import CARD, add_card, is_edited
 from training.reporting.run_record import RUN_FILE, record_models
 
@@ -176,7 +176,7 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
         output_dir.mkdir(parents=True, exist_ok=True)
         _written(write, partial)
         files = [path.name for path in partial.iterdir()]
-        before = written.list_model(output_dir, name, files)
+        before = output_folder.list_model(output_dir, name, files)
         if is_edited(output_dir / name / CARD):  # it is the user's by now
             before = [file for file in before if file != CARD]
     except OSError:
@@ -185,14 +185,14 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
     if name == ".":
         for file in set(files) - set(before):
             if (output_dir / file).exists():
-                (output_dir / file).rename(written.kept_place(output_dir / file))
+                (output_dir / file).rename(output_folder.kept_place(output_dir / file))
         partial.replace(output_dir / COMPLETE)
         _link_complete(output_dir)
     else:
         old = exchange(partial, output_dir / name)
         if old is not None:
             _keep_others(old, output_dir / name, before)
-    written.list_model(output_dir, name, files, only=True)
+    output_folder.list_model(output_dir, name, files, only=True)
 
 
 def _link_complete(output_dir: Path) -> None:
@@ -201,7 +201,7 @@ def _link_complete(output_dir: Path) -> None:
     (output_dir / "config.json").unlink(missing_ok=True)  # from here to the end nothing there can be loaded
     files = [path for path in complete.iterdir() if path.is_file() and not path.is_symlink()]
     others = Written.read(output_dir).model_files(["."]) - {Path(path.name) for path in files}
-    written.remove_files(output_dir, others)
+    output_folder.remove_files(output_dir, others)
     for file in sorted(files, key=lambda path: path.name == "config.json"):
         link = output_dir / f"{file.name}.tmp"
         link.unlink(missing_ok=True)
@@ -223,7 +223,7 @@ def _keep_others(old: Path, place: Path, ours: list[str]) -> None:
     for path in list(old.iterdir()):
         if path.name not in ours:
             target = place / path.name
-            path.rename(written.kept_place(target) if os.path.lexists(target) else target)
+            path.rename(output_folder.kept_place(target) if os.path.lexists(target) else target)
     shutil.rmtree(old)
 
 
@@ -238,7 +238,7 @@ def finish(output_dir: Path, saved: dict[str, Path], step: int, kept: Iterable[s
         return
     if all(place == output_dir / name for name, place in saved.items()):
         with going_on(output_dir):
-            written.remove_other_models(output_dir, {*saved, *kept})
+            output_folder.remove_other_models(output_dir, {*saved, *kept})
     with going_on(output_dir / RUN_FILE):
         record_models(output_dir, saved, step)
 

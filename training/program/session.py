@@ -9,7 +9,7 @@ from engine.host_memory import give_back_at
 from engine.zero.engines import TrainedModel
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
-from training.program import model_folders, output_lock, stopping, written
+from training.program import model_folders, output_folder, output_lock, stopping
 from training.program.hub import push
 from training.program.output_folder import open_writer
 from training.program.phases import phase
@@ -167,7 +167,7 @@ class Session:
         path = f"samples/{name}.jsonl"
         with going_on(self.output_dir / path):
             if distributed.is_main():
-                written.announce(self.output_dir, path)
+                output_folder.announce(self.output_dir, path)
                 write_rows(self.output_dir / path, rows)
 
     def show_samples(self, report: StepReport, count: int = 4) -> None:
@@ -194,7 +194,7 @@ class Session:
         if averaged is not None:
             with averaged.swapped():
                 saved |= forms(models.actor, "actor_ema")
-        kept = written.PRETRAINED if self.args.critic_pretrain_steps else ()
+        kept = output_folder.PRETRAINED if self.args.critic_pretrain_steps else ()
         model_folders.finish(self.output_dir, saved, self.trainer.steps_done, kept)
         return saved
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.restarts.tiny_points import IDENTITY, TinyRun, flip_bit, write_points
-from training.program.written import is_point
+from training.program.output_folder import is_point
 from training.restarts.conditions import Conditions
 from training.restarts.layout import points_in
 from training.restarts.resume_point import ResumePoint, set_aside_newer
