@@ -9,7 +9,7 @@ import yaml
 
 from tests.e2e.programs import command_line, run_caught, run_here
 from tests.tiny_models import make_causal_lm
-from training.program import model_folders
+from training.program import output_folder
 from training.reporting import model_card
 from training.reporting.model_card import CARD, is_edited, known_names, signed
 from training.restarts.export import main as export
@@ -72,7 +72,7 @@ def test_a_card_that_fails_costs_no_model(tiny, tmp_path, capfd, monkeypatch):
     result = run_here(1, tiny.flags(1, output_dir=tmp_path / "out"), capfd)
     assert (tmp_path / "out" / "model.safetensors").is_file() and not (tmp_path / "out" / CARD).exists()
     assert result.code == 1 and "README.md cannot be written" in result.stderr
-    assert model_folders.COMPLETE not in {path.name for path in (tmp_path / "out").iterdir()}
+    assert output_folder.COMPLETE not in {path.name for path in (tmp_path / "out").iterdir()}
 
 
 def test_an_edited_file_is_known(tmp_path):

@@ -30,7 +30,7 @@ from engine.errors import UserError
 from engine.files import read_text
 from engine.json_objects import parsed
 from engine.models.places import base_of, is_adapter
-from engine.whole_files import PARTIAL, write_whole
+from engine.whole_files import OLD, PARTIAL, remove_folder, restored, sync, write_whole
 from training.flags.arguments import RunFlags
 from training.program import output_lock
 from training.program.agreement import checked
@@ -48,6 +48,7 @@ WRITTEN_FILE = "written.json"
 POINTS = "checkpoints/step_*"
 """Restart points are known by what they hold, since they are renamed when they are set aside."""
 OWN_FILES = (WRITTEN_FILE, "run.lock")
+COMPLETE = "model.complete"  # a whole model on its way to the output folder itself; see model_folders.py
 KEPT = ".kept"  # the ending that a user's file gets which has a name that the run writes
 PRETRAINED = ("critic_pretrained", "critic_pretrained_adapter")
 MODEL_FOLDERS = (
@@ -165,8 +166,6 @@ def begin_output_dir(args: RunFlags, resumed: bool = False) -> None:
 
 
 def _begin(args: RunFlags, resumed: bool) -> None:
-    from training.program.model_folders import finish_interrupted
-
     folder, events = Path(args.output_dir), tensorboard_dir(args)
     try:
         finish_interrupted(folder)
@@ -191,6 +190,48 @@ def _begin(args: RunFlags, resumed: bool) -> None:
             f"--output_dir {folder}: {error.filename or folder} cannot be made ready ({reason_of(error)}). Run the "
             "same command again then."
         ) from None
+
+
+def finish_interrupted(output_dir: Path) -> None:
+    """Put in order what a kill within `save` has left: a whole model gets its place, the rest of others is removed.
+
+    Raises: OSError.
+    """
+    complete = output_dir / COMPLETE
+    if complete.is_symlink():
+        complete.unlink()
+    elif complete.is_dir():
+        link_complete(output_dir)
+    for name in MODEL_FOLDERS:
+        place = output_dir / ("model" if name == "." else name)
+        with contextlib.suppress(OSError):
+            restored(place)
+        for ending in (PARTIAL, OLD):
+            with contextlib.suppress(OSError):
+                remove_folder(place.with_name(place.name + ending))
+
+
+def link_complete(output_dir: Path) -> None:
+    """Make the files of model.complete the model of the output folder itself, and remove it."""
+    complete = output_dir / COMPLETE
+    (output_dir / "config.json").unlink(missing_ok=True)  # from here to the end nothing there can be loaded
+    files = [path for path in complete.iterdir() if path.is_file() and not path.is_symlink()]
+    others = Written.read(output_dir).model_files(["."]) - {Path(path.name) for path in files}
+    remove_files(output_dir, others)
+    for file in sorted(files, key=lambda path: path.name == "config.json"):
+        link = output_dir / f"{file.name}.tmp"
+        link.unlink(missing_ok=True)
+        try:
+            os.link(file, link)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(file, link)
+            sync(link)
+        link.replace(output_dir / file.name)
+    sync(output_dir)
+    rest = output_dir / f"model{PARTIAL}"  # at once: a folder that is removed is not whole any more
+    remove_folder(rest)
+    complete.replace(rest)
+    shutil.rmtree(rest)
 
 
 def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: int | None = None) -> MetricWriter:
