@@ -37,13 +37,13 @@ from training.program.agreement import checked
 from training.program.output_lock import LOCK_FILE
 from training.program.unwritten import reason_of
 from training.reporting.metrics_file import METRICS_FILE
+from training.reporting.profiling import PROFILE
 from training.reporting.run_record import RUN_FILE
 from training.reporting.sinks import MetricWriter
 from training.reporting.views import View
 from training.restarts.layout import AUTO, CHECKPOINTS, MANIFEST, points_in
 from training.restarts.manifest import files_in
 
-PROFILE = "profile"  # that of recorded steps
 WRITTEN_FILE = "written.json"
 POINTS = "checkpoints/step_*"
 """Restart points are known by what they hold, since they are renamed when they are set aside."""

@@ -130,11 +130,18 @@ def at_steps(steps: Sequence[int]) -> str:
     return f"at step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 3} more" if len(steps) > 3 else "")
 
 
-def by_ends(*metrics: str, ill: Callable[[float, float], bool], seen: str, advice: str, severity: str = LOOK) -> Rule:
+def by_ends(
+    *metrics: str,
+    ill: Callable[[float, float], bool],
+    seen: str,
+    advice: str,
+    alarm: Callable[[float], bool] = lambda last: False,
+) -> Rule:
     """A rule on a metric's means over the first and the last tenth of a run.
 
     metrics: the first of these that has several values is taken, else the last. ill: (first, last) -> whether there is
-    a finding. seen: what it says, with {first}, {last} and {times}, the last over the first.
+    a finding. alarm: last -> whether it is an ALARM. seen: what it says, with {first}, {last} and {times}, the last
+    over the first.
     """
 
     def rule(rows: Sequence[Mapping]) -> Finding | None:
@@ -143,7 +150,7 @@ def by_ends(*metrics: str, ill: Callable[[float, float], bool], seen: str, advic
         if first is None or last is None or not ill(first, last):
             return None
         times = last / first if first else math.inf
-        return Finding(severity, seen.format(first=first, last=last, times=times), advice)
+        return Finding(ALARM if alarm(last) else LOOK, seen.format(first=first, last=last, times=times), advice)
 
     return rule
 
@@ -210,7 +217,7 @@ def kl_far(rows: Sequence[Mapping]) -> Finding | None:
 kl_negative = by_ends(
     "objective/kl",
     ill=lambda first, last: last < KL_NEGATIVE,
-    severity=ALARM,
+    alarm=lambda last: True,
     seen="KL to the reference ended at {last:.3g} nats a response: a KL is not negative, so responses are sampled from "
     "something else than their log-probs say",
     advice="Look at --temperature and the dialect's temperature_in_logprobs.",
@@ -616,17 +623,14 @@ def words_invented(rows: Sequence[Mapping]) -> Finding | None:
     )
 
 
-def scores_clipped(rows: Sequence[Mapping]) -> Finding | None:
-    """Scores on a scale that the clip is not made for."""
-    share = at_end(rows, "objective/clipped")
-    if share is None or share <= MANY_CLIPPED:
-        return None
-    return Finding(
-        ALARM if share > ALL_CLIPPED else LOOK,
-        f"{share:.0%} of the scores at the end were beyond score_clip and counted as that, so that they do not differ",
-        "Have the reward function, server or model give smaller numbers, --set score_scaling=running, or --set "
-        "score_clip=none.",
-    )
+scores_clipped = by_ends(  # on a scale that the clip is not made for
+    "objective/clipped",
+    ill=lambda first, last: last > MANY_CLIPPED,
+    alarm=lambda last: last > ALL_CLIPPED,
+    seen="{last:.0%} of the scores at the end were beyond score_clip and counted as that, so that they do not differ",
+    advice="Have the reward function, server or model give smaller numbers, --set score_scaling=running, or --set "
+    "score_clip=none.",
+)
 
 
 # All rules together.
