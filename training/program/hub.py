@@ -1,8 +1,7 @@
 """The trained model on the Hugging Face Hub: what can be looked at before a run, and the upload behind its end.
 
 An upload that fails costs nothing: the model is saved by then, and the run's exit code stays 0, since the same command
-need not be run again for it, as code 1 would have `training.program.restarting` do. The command that tries again stands
-in the warning.
+need not be run again for it, as code 1 would have schedulers do. The command that tries again stands in the warning.
 """
 
 import contextlib

@@ -55,7 +55,6 @@ READERS = {
     "reporting/verdict.py",
     "measuring.py",
     "report/page.py",
-    "report/runs.py",
     "reporting/health.py",
     "reporting/model_card.py",
 }
