@@ -74,22 +74,15 @@ def _all_reduce(tensor: torch.Tensor, op) -> torch.Tensor:
     return result
 
 
-def gather_into(output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Put the tensors of a group's ranks (None: of all), of one number of elements, one behind the other."""
-    if dist.get_backend(group) == "gloo":
-        gather_by_broadcasts(output, own, group)
-        return
-    # the function's name from torch 2.13 on, or before
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    gather(output, own, group=group)
-
-
 def all_gather(tensor: torch.Tensor) -> torch.Tensor:
     """Every rank's tensor (N,), of equal sizes, as (ranks, N)."""
     if world_size() == 1:
         return tensor.unsqueeze(0)
     gathered = tensor.new_empty(world_size(), len(tensor))
-    gather_into(gathered.view(-1), tensor)
+    if dist.get_backend() == "gloo":
+        gather_by_broadcasts(gathered, tensor)
+    else:  # the function's name from torch 2.13 on, or before
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered.view(-1), tensor)
     return gathered
 
 
@@ -175,13 +168,6 @@ class RankGroup:
         if size > 1:
             groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size(), size)]
             self._group = groups[rank() // size]
-
-    def gather_into(self, output: torch.Tensor, own: torch.Tensor) -> None:
-        """Put the ranks' tensors, of one number of elements n, one behind the other into `output` (size * n,)."""
-        if self.size == 1:
-            output.copy_(own.view_as(output))
-        else:
-            gather_into(output, own, self._group)
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, in place of which the sum over the group has come."""
