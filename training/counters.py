@@ -83,5 +83,4 @@ class Counters:
     def load_state_dict(self, state: dict) -> None:
         """Go on from `state_dict`."""
         self.steps_done, self.optimizer_steps = state["steps_done"], state["optimizer_steps"]
-        self.samples = state["samples"]
-        self.prompt_batches = state.get("prompt_batches", self.steps_done)  # points from before dynamic sampling
+        self.samples, self.prompt_batches = state["samples"], state["prompt_batches"]

@@ -91,7 +91,7 @@ def main(args: RewardFlags) -> None:
             f"held-out pair accuracy {value_told(found, 'eval/accuracy')}{change_told(found, 'eval/accuracy')}; "
             f"margin {value_told(found, 'eval/margin')} before normalisation{_chance_told(found)}"
         )
-    conclude(lambda: of_reward(read_metrics(trainer.metrics_path), len(held_out)), args.output_dir)
+    conclude(lambda: of_reward(read_metrics(trainer.metrics_path)), args.output_dir)
     push(args, trainer.saved)
 
 

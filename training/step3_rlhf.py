@@ -32,8 +32,7 @@ from training.program import dry_run, stopping
 from training.program.agreement import agreed, checked
 from training.program.checks import check_files
 from training.program.first_lines import first_lines
-from training.program.memory_comparison import memory_compared
-from training.program.memory_lines import training_bytes
+from training.program.memory_lines import memory_compared, training_bytes
 from training.program.output_folder import begin_output_dir
 from training.program.phases import phase, place
 from training.program.plan import Plan, make_plan

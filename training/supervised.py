@@ -19,18 +19,17 @@ from training.data.order import EpochBatches, epoch_batches
 from training.flags.supervised_arguments import SupervisedFlags
 from training.learner import accumulate_gradients
 from training.program import model_folders, output_lock, stopping
-from training.program.cards import renew_cards
 from training.program.output_folder import begin_output_dir, open_writer
 from training.program.phases import phase, place
 from training.program.unwritten import check_all_written, going_on
 from training.reporting.arithmetic import TrainingArithmetic
 from training.reporting.guards import stop_unless_weights_finite
-from training.reporting.held_out_units import gathered
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.reporting.model_card import renew_cards
 from training.reporting.phase_memory import phase_memory
 from training.reporting.run_record import RUN_FILE, write_run_record
-from training.reporting.standard_errors import Units, metrics_told
+from training.reporting.standard_errors import Units, gathered, metrics_told
 from training.reporting.step_metrics import peak_memory_gb
 from training.reporting.views import View
 from training.reporting.wall_clock import seconds_by_part, time_lines
@@ -176,7 +175,7 @@ class SupervisedTrainer:
             if self.steps_done == self.total_steps:
                 self.save()
             found = self.log_step()
-        phase_memory.gauge.begin()  # the first step's passes are measured: loading and evaluation may have taken more
+        phase_memory.begin()  # the first step's passes are measured: loading and evaluation may have taken more
         with stopping.at_borders():
             while self.steps_done < self.total_steps:
                 place.step = self.steps_done + 1

@@ -1,7 +1,5 @@
-"""Single tokens by CUDA graphs, and by torch.compile's code, against those of the model's own code."""
+"""Single tokens by CUDA graphs against those of the model's own code."""
 
-import os
-import shutil
 import time
 from unittest import mock
 
@@ -15,7 +13,7 @@ from engine.rollout.decode import Sampler
 from scripts.gpu_checks.machine import device
 from scripts.gpu_checks.models import prompts, random_models, sampling
 from scripts.gpu_checks.token_times import token_times
-from scripts.gpu_checks.trial import Skipped, Trial
+from scripts.gpu_checks.trial import Trial
 
 GAP = {
     "fp32": 1e-3,
@@ -34,8 +32,6 @@ def against_plain(trial: Trial, decoding: str, size: str, critic: str, *dtypes: 
     """
     if not trial.needs_gpu(f"--decoding {decoding}, in whose place recorded tokens were drawn"):
         decoding = "recorded"
-    if decoding == "compiled" and not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
-        raise Skipped("torch.compile's code for GPUs is started by C code, and here is no C compiler")
     path, _ = random_models(trial, size, critic)
     for dtype in dtypes:
         dtype = sixteen_bits(trial) if dtype == "16 bits" else dtype

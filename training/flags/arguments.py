@@ -170,13 +170,6 @@ class RunFlags(TokenizerFlags):
         "attention), or padded to one length",
         choices=PACKING,
     )
-    by_node: str = flag(
-        "gathers",
-        "on several nodes with as many ranks each, what goes by node, across nodes once and then within each: gathers "
-        "of whole weights, on CPUs ZeRO's own too, by which no bit changes (gathers); on CPUs sums of gradients too, "
-        "which changes them by rounding (all); or nothing",
-        choices=("gathers", "all", "nothing"),
-    )
     enable_tensorboard: bool = flag(True, "write curves, tables and histograms for TensorBoard")
     tensorboard_path: str | None = flag(
         None,

@@ -257,7 +257,8 @@ def room_of(args: RunFlags) -> int:
         plan = setting_here(args, args.resolved_dialect()[0]).planned() if rlhf else planned_model(args)
     except UserError:
         return 0
-    return sum(engine.numbers * (engine.width + 12) for engine in plan.engines.values() if engine.trains)
+    models = [engine.model for engine in plan.engines.values()]
+    return sum(model.numbers * (model.width + 12) for model in models if model.trains)
 
 
 def nearest(folder: Path) -> Path:

@@ -18,9 +18,9 @@ from engine import distributed
 from engine.errors import UserError
 from engine.models.places import ADAPTER_CONFIG, is_adapter, one_line
 from training.flags.hub_flags import HubFlags
+from training.program.output_folder import WRITTEN_FILE, Written
 from training.program.phases import phase
-from training.program.written import WRITTEN_FILE, Written
-from training.reporting.hub_names import is_hub_name
+from training.reporting.model_card import is_hub_name
 
 UPLOADED = ("actor", "actor_adapter", ".", "adapter")
 """The folder that is uploaded: the first of these that was saved, the whole model before the adapter."""

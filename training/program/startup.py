@@ -32,7 +32,7 @@ from training.program.phases import phase
 from training.program.terminal import flush_all, keep_printing, print_line, write_error_file
 from training.program.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 from training.reporting.sample_tables import visible
-from training.reporting.wandb_sync import check_wandb
+from training.reporting.sinks import check_wandb
 
 COLLECTIVES = 7 * 24 * 60.0  # minutes, of a collective call: those that hang are ended by the watch, which knows more
 
@@ -92,7 +92,7 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     try:
         with phase(JOINING):
             exchange = preflight.agree(args)
-            init(COLLECTIVES, args.by_node)
+            init(COLLECTIVES)
             watch.join()
             del exchange  # which served the others until all have joined
         main(args)

@@ -17,11 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.algo.sampling import keyed_uniforms, sample_tokens
-from engine.rollout.batch import Batch
-from engine.rollout.cache import SlotCache
-from engine.rollout.decoding import passes_of
+from engine.rollout.cache import Batch, SlotCache
 from engine.rollout.families import takes_slot_masks
-from engine.rollout.schedule import rows_to_move
+from engine.rollout.passes import passes_of
+from engine.rollout.request import rows_to_move
 from training.data.tokens import padded
 
 GREEDY_BELOW = 1e-5  # temperatures under it: the distribution is one token, and the logits would grow without bound
@@ -117,7 +116,7 @@ class Decoder:
         vocabulary_size: token ids from this on are never drawn.
         rows: how many responses are decoded side by side.
         context: the most tokens that a prompt and its response have together.
-        decoding: how single tokens go through the model, one of engine.rollout.decoding.DECODING.
+        decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING.
     """
 
     def __init__(
