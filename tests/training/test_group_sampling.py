@@ -208,14 +208,6 @@ def test_a_dialect_that_needs_further_prompts_says_so():
         trainer.step(Feed().prompts(0))
 
 
-def test_a_restart_point_from_before_goes_on_with_the_next_batch():
-    trainer = untrained(Models(TABLE).roles(), RLOO, pad=PAD)
-    state = trainer.state_dict() | {"steps_done": 7}
-    del state["prompt_batches"]
-    trainer.load_state_dict(state)
-    assert trainer.counters.prompt_batches == 7
-
-
 def test_rollouts_are_joined_at_the_widths_of_the_longest():
     one, two = rollout_of([[5, 6]], [[7]], PAD, width=3), rollout_of([[8]], [[9, 10]], PAD, prompt_width=4)
     both = joined([one, two], PAD)
