@@ -3,11 +3,11 @@
     python scripts/trial_links.py                          # all options; a quarter of an hour on two cores
     python scripts/trial_links.py --options plain hpZ --rounds 1 --json FILE
 
-Two hosts with networks of their own on this machine (scripts/two_hosts), two ranks each, and a link of 1 Gb/s and 5 ms
-one way between them; actor, critic, reference and reward model at ZeRO-3, on CPUs. Options take turns, `--rounds`
-times, each in processes of its own; medians over all steps of an option count. Bytes are those that the busier host
-received, headers included. With --json everything that was counted is kept: of each step and phase seconds, bytes in
-both directions, and collective calls with their bytes.
+Two hosts with networks of their own on this machine (scripts/harness/hosts.py), two ranks each, and a link of 1 Gb/s
+and 5 ms one way between them; actor, critic, reference and reward model at ZeRO-3, on CPUs. Options take turns,
+`--rounds` times, each in processes of its own; medians over all steps of an option count. Bytes are those that the
+busier host received, headers included. With --json everything that was counted is kept: of each step and phase seconds,
+bytes in both directions, and collective calls with their bytes.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # before imports from this repository, when run as a script
 
-from scripts.two_hosts.hosts import Link, TwoHosts  # noqa: E402
-from scripts.two_hosts.ranks import run_ranks  # noqa: E402
+from scripts.harness.host_launches import run_ranks  # noqa: E402
+from scripts.harness.hosts import Link, TwoHosts  # noqa: E402
 
 RANKS_PER_HOST = 2
 PHASES = ("step", "generate", "make_experience", "train", "gather")

@@ -14,7 +14,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.two_hosts.link import DEVICE  # noqa: E402
+from scripts.harness.hosts import DEVICE  # noqa: E402
 
 COLLECTIVES = {  # by name: the argument whose bytes are counted, None where it is an object
     "broadcast": 0,

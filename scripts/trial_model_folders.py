@@ -3,7 +3,7 @@
     python scripts/trial_model_folders.py                       all, about a quarter of an hour on two cores
     python scripts/trial_model_folders.py llama gpt2 --only runs
 
-Folders of ten families (tests/tiny_families.py, FAMILIES), with output heads of all kinds (FORMS): tied and not,
+Folders of ten families (scripts/harness/models.py, FAMILIES), with output heads of all kinds (FORMS): tied and not,
 config.json and weight files agreeing on that and not, and adapters of peft's. Each is trained for one step at a
 learning rate of 1e-9. A line for each has the largest difference of a log-prob from transformers' own load of the
 folder: of actor and reference as their engines compute, of the saved actor, its adapter and its moving average, of what
@@ -153,8 +153,7 @@ EVERY = ("tied", "untied", "tied_two", "adapter_of_two")
 def _save(folder: Path, family: str, tie: bool, **how) -> None:
     from transformers import AutoModelForCausalLM
 
-    from tests.tiny_families import family_config
-    from tests.tiny_models import save_random
+    from scripts.harness.models import family_config, save_random
 
     config = family_config(family)
     config.tie_word_embeddings = tie
@@ -185,9 +184,9 @@ def _adapter(folder: Path, family: str, form: Callable[[Path, str], None]) -> No
 
 def try_family(family: str, folder: Path, timeout: float) -> list[bool]:
     """A line for each of a family's folders; returns whether each is right."""
+    from scripts.harness.models import make_family
     from tests.distributed.conftest import write_stage_files
     from tests.distributed.harness import run_ranks
-    from tests.tiny_families import make_family
 
     make_family(family, folder)
     write_stage_files(folder)
@@ -223,10 +222,10 @@ def try_programs(family: str, form: str, folder: Path) -> list[bool]:
     """A line for each program at the command line, tried on one folder; returns whether each is right."""
     from safetensors.torch import load_file, save_file
 
+    from scripts.harness import free_port
+    from scripts.harness.models import make_family
     from tests.distributed.work_model_folders import greedy, logprobs
-    from tests.ports import free_port
     from tests.serving import serving
-    from tests.tiny_families import make_family
 
     make_family(family, folder)
     given, verdicts = folder / "given", []

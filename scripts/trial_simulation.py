@@ -35,8 +35,8 @@ from engine.speed.part import Part
 from engine.speed.settings import ROLES
 from engine.speed.step import ADAM, Step
 from scripts import trial_links
-from scripts.two_hosts.hosts import Link, TwoHosts
-from scripts.two_hosts.ranks import run_ranks, start_alone, wait
+from scripts.harness.host_launches import run_ranks, start_alone, wait
+from scripts.harness.hosts import Link, TwoHosts
 
 PHASES = {
     "generate": ("gather actor", "agree on rollouts"),

@@ -16,7 +16,7 @@ SIZES = (8, 4_096, 65_536, 1 << 20, 1 << 23, 1 << 25, 1 << 26)
 
 def main(options: dict) -> None:
     """Time both calls at all sizes, and write the medians of the slowest rank's times."""
-    from scripts.two_hosts.link import DEVICE
+    from scripts.harness.hosts import DEVICE
 
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
     import torch

@@ -16,9 +16,9 @@ from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.lora import LoraSpec
 from engine.models.places import base_of, is_adapter
+from scripts.harness.models import UNK, VOCABULARY
 from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec
-from tests.tiny_models import UNK, VOCABULARY
 from training.program import model_folders
 from training.restarts.export import export
 from training.restarts.resume_point import ResumePoint

@@ -23,7 +23,7 @@ from scripts.comparison.runs import LINE_SCALES, Result
 from scripts.comparison.search import Search, choose
 from scripts.comparison.table import at_kls, main_table, number, ordered, search_table
 from scripts.comparison.tasks import TASKS, known_words
-from tests.e2e.programs import run_words
+from scripts.harness.programs import run_words
 from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.measuring import policy_measures

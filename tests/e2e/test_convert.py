@@ -2,7 +2,7 @@
 
 import yaml
 
-from tests.e2e.programs import run_here
+from scripts.harness.programs import run_here
 from training.convert.__main__ import main
 
 

@@ -2,14 +2,15 @@
 
 import sys
 
-from tests.e2e.faults import STEPS, Fault, FaultyRun, deepspeed
-from tests.e2e.programs import metric_lines
-from tests.ports import free_port
+from scripts.harness.faults import STEPS, FaultyRun
+from scripts.harness.programs import deepspeed, metric_lines
+from scripts.harness.watched_step3 import Fault
 
 
 def test_a_run_comes_to_its_end_though_a_rank_failed_and_a_rank_died(tiny, tmp_path):
+    run = FaultyRun(tmp_path / "run", tiny, deepspeed)
     restarting = [sys.executable, "-m", "training.program.restarting", "--max_restarts", "2"]
-    run = FaultyRun(tmp_path / "run", tiny, [*restarting, *deepspeed(free_port())])
+    run.command = [*restarting, *run.command]
     ended = run.run(Fault("train", 3, rank=1, signal="error"), Fault("generate", 4, rank=1, signal="SIGKILL"))
     assert ended.code == 0, ended.stderr
     assert ended.stderr.count("Traceback") == 1 and "rank 1: Traceback" in ended.stderr

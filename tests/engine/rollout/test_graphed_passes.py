@@ -18,8 +18,8 @@ from engine.rollout.decode import Sampler
 from engine.rollout.decoding import passes_of
 from engine.rollout.graphed_passes import GraphedPasses, _NoQuestions, _slots_of_shape
 from engine.rollout.passes import Passes, rows_of_shape
+from scripts.harness.models import make_causal_lm, make_tokenizer
 from tests.engine.rollout.test_decode import BATCH, READY, SAMPLING, answers, loaded, plainly
-from tests.tiny_models import make_causal_lm, make_tokenizer
 
 ROOM = 100  # tokens of the longest row, which has 176 slots where others wait
 

@@ -26,6 +26,7 @@ from engine.rollout.decoding import passes_of
 from engine.rollout.families import check_attention, takes_slot_masks
 from engine.rollout.passes import Passes
 from engine.rollout.recorded_passes import RecordedPasses
+from scripts.harness.models import EOS, PAD, VOCABULARY, make_causal_lm, make_tokenizer
 from tests.engine.rollout.test_decode import (
     BATCH,
     FAMILIES,
@@ -39,7 +40,6 @@ from tests.engine.rollout.test_decode import (
 )
 from tests.fake_flash import FakeFlash
 from tests.plain_sampling import plain_answer
-from tests.tiny_models import EOS, PAD, VOCABULARY, make_causal_lm, make_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from engine.errors import UserError
-from tests.e2e.programs import Tiny
+from scripts.harness.programs import Tiny
 from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.preflight import gathering, launched

@@ -1,6 +1,6 @@
 """What a node finds of what a run reads from elsewhere."""
 
-from tests.ports import free_port
+from scripts.harness import free_port
 from tests.reward_server import serving
 from training.preflight.inputs import looked_at
 

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from engine.errors import UserError
-from tests.ports import free_port
+from scripts.harness import free_port
 from training.preflight.mailbox import Mailbox, NoAnswer
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.e2e.programs import ROOT
+from scripts.harness import ROOT
 
 PRINTS = """
 import sys

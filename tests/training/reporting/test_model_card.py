@@ -11,8 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
-from tests.tiny_adapters import make_adapter
-from tests.tiny_models import EOS, make_causal_lm, make_scorer
+from scripts.harness.models import EOS, make_adapter, make_causal_lm, make_scorer
 from training.reporting.card_snippets import snippet
 from training.reporting.hub_names import is_hub_name
 from training.reporting.merge_card import merge_card

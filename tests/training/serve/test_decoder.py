@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.algo.sampling import keyed_uniforms
 from engine.models.reading import read_tokenizer
-from tests.tiny_models import BOS, EOS, POSITIONS, VOCABULARY
+from scripts.harness.models import BOS, EOS, POSITIONS, VOCABULARY
 from training.serve.decoder import Decoder
 from training.serve.drawing import draw, nucleus
 from training.serve.generation import Generation, Settings, Update

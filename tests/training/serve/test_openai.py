@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.models.reading import read_tokenizer
-from tests.tiny_models import EOS, VOCABULARY
+from scripts.harness.models import EOS, VOCABULARY
 from training.serve.decoder import Decoder
 from training.serve.generation import Generation, Settings
 

@@ -1,6 +1,6 @@
 """The process that holds a host's namespaces: it makes the host ready, says so, and waits for the end.
 
-    unshare --net --mount --uts python anchor.py '{"name": ..., "folder": ..., "binds": ..., "disks": ...}'
+    unshare --net --mount --uts python host_anchor.py '{"name": ..., "folder": ..., "binds": ..., "disks": ...}'
 
 Its end is the end of its standard input, however the program at the other side came to its own. All processes in the
 host's network namespace are then killed, and the folder of keys and settings goes. Needs none of the project's

@@ -1,29 +1,105 @@
-"""The damages that scripts/damage_models.py tries on a model's folder, by name.
+"""What can go wrong with a model's folder.
 
-Each takes the folder of a sound Llama of 2 layers and a folder with a sound model of the other kind, and changes the
-first. `WEIGHTS` and `HEADERS` are of the weight files, `CONFIGURATIONS` of config.json, generation_config.json and the
-tokenizer's files, `CODE` of what would run.
+First the changes themselves, each to a sound folder; then the damages that scripts/damage_models.py tries, by name.
+Each damage takes the folder of a sound Llama of 2 layers and a folder with a sound model of the other kind, and changes
+the first: `WEIGHTS` and `HEADERS` its weight files, `CONFIGURATIONS` config.json, generation_config.json and the
+tokenizer's files; `CODE` adds what would run.
 """
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-from tests.engine.models import damages as by
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 Damage = Callable[[Path, Path], object]
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
+def edit_config(folder: str | Path, **changes) -> None:
+    """Change config.json; None takes a key out."""
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def edit_weights(folder: str | Path, edit: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    """Replace model.safetensors by what `edit` makes of its tensors."""
+    path = Path(folder) / "model.safetensors"
+    save_file(edit(load_file(path)), path, {"format": "pt"})
+
+
+def rename(state: dict) -> dict:
+    """One layer's tensors under other names."""
+    return {name.replace("layers.1.", "blocks.1."): tensor for name, tensor in state.items()}
+
+
+def drop_layer(state: dict) -> dict:
+    """Without the last layer's tensors."""
+    return {name: tensor for name, tensor in state.items() if "layers.1." not in name}
+
+
+def integers(state: dict) -> dict:
+    """One tensor as int32."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    return state | {name: state[name].to(torch.int32)}
+
+
+def pack(state: dict) -> dict:
+    """All matrices of the layers as one byte a number, as quantized models have them."""
+    return {
+        name: tensor.to(torch.uint8) if "layers" in name and tensor.dim() == 2 else tensor
+        for name, tensor in state.items()
+    }
+
+
+def weights_of(other: str | Path) -> Callable[[str | Path], None]:
+    """The weights of another folder in place of its own."""
+    return lambda folder: shutil.copy(Path(other) / "model.safetensors", Path(folder) / "model.safetensors")
+
+
+def as_pickle(folder: str | Path) -> Path:
+    """The same weights in pytorch_model.bin."""
+    path = Path(folder) / "model.safetensors"
+    torch.save(load_file(path), Path(folder) / "pytorch_model.bin")
+    path.unlink()
+    return Path(folder) / "pytorch_model.bin"
+
+
+def in_shards(folder: str | Path) -> Path:
+    """The same weights in several files with an index; returns the index."""
+    scores = "score.weight" in load_file(Path(folder) / "model.safetensors")
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32)
+    (Path(folder) / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return Path(folder) / "model.safetensors.index.json"
+
+
+def cut(path: Path, share: float) -> None:
+    """Keep the first part of a file."""
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+
+
+def edit_header(path: Path, edit: Callable[[dict], dict]) -> None:
+    """Change the JSON header of a safetensors file, whose first 8 bytes are its length."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.dumps(edit(json.loads(content[8 : 8 + size]))).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
+
+
 def _state(edit: Callable[[dict], dict]) -> Damage:
-    return lambda folder, other: by.edit_weights(folder, edit)
+    return lambda folder, other: edit_weights(folder, edit)
 
 
 def _config(**changes) -> Damage:
-    return lambda folder, other: by.edit_config(folder, **changes)
+    return lambda folder, other: edit_config(folder, **changes)
 
 
 def _text(name: str, edit: Callable[[str], str]) -> Damage:
@@ -42,15 +118,15 @@ def _gone(name: str) -> Damage:
 
 
 def _cut(share: float) -> Damage:
-    return lambda folder, other: by.cut(folder / "model.safetensors", share)
+    return lambda folder, other: cut(folder / "model.safetensors", share)
 
 
 def _cut_pickle(share: float) -> Damage:
-    return lambda folder, other: by.cut(by.as_pickle(folder), share)
+    return lambda folder, other: cut(as_pickle(folder), share)
 
 
 def _index(edit: Callable[[Path], object]) -> Damage:
-    return lambda folder, other: edit(by.in_shards(folder))
+    return lambda folder, other: edit(in_shards(folder))
 
 
 def _spoilt(value: float) -> Damage:
@@ -64,14 +140,14 @@ def _misnamed(index: Path) -> None:
 
 
 WEIGHTS: dict[str, Damage] = {
-    "a layer's tensors under other names": _state(by.rename),
-    "the last layer missing": _state(by.drop_layer),
+    "a layer's tensors under other names": _state(rename),
+    "the last layer missing": _state(drop_layer),
     "one tensor missing": _state(lambda state: {name: tensor for name, tensor in state.items() if name != UP}),
     "a tensor too many": _state(lambda state: state | {"model.extra.weight": torch.ones(2)}),
-    "weights of the other kind of model": lambda folder, other: by.weights_of(other)(folder),
+    "weights of the other kind of model": lambda folder, other: weights_of(other)(folder),
     "a tensor of another shape": _state(lambda state: state | {UP: state[UP].T.contiguous()}),
-    "one tensor int32": _state(by.integers),
-    "matrices packed as uint8": _state(by.pack),
+    "one tensor int32": _state(integers),
+    "matrices packed as uint8": _state(pack),
     "all tensors int64": _state(lambda state: {name: tensor.long() for name, tensor in state.items()}),
     "num_hidden_layers one too many": _config(num_hidden_layers=3),
     "num_hidden_layers one too few": _config(num_hidden_layers=1),
@@ -85,19 +161,19 @@ WEIGHTS: dict[str, Damage] = {
     ".safetensors cut in the data": _cut(0.7),
     "empty .bin": _cut_pickle(0.0),
     ".bin cut": _cut_pickle(0.7),
-    ".bin of other bytes": lambda folder, other: by.as_pickle(folder).write_bytes(bytes(range(256)) * 64),
-    ".bin that holds no dict": lambda folder, other: torch.save([1, 2], by.as_pickle(folder)),
+    ".bin of other bytes": lambda folder, other: as_pickle(folder).write_bytes(bytes(range(256)) * 64),
+    ".bin that holds no dict": lambda folder, other: torch.save([1, 2], as_pickle(folder)),
     "a missing shard": _index(lambda index: max(index.parent.glob("*.safetensors")).unlink()),
     "a missing index": _index(Path.unlink),
     "an empty index": _index(lambda index: index.write_text("")),
-    "an index that is cut": _index(lambda index: by.cut(index, 0.5)),
+    "an index that is cut": _index(lambda index: cut(index, 0.5)),
     "an index without weight_map": _index(lambda index: index.write_text('{"metadata": {}}')),
     "an index that names another file": _index(_misnamed),
 }
 
 
 def _header(edit: Callable[[dict], dict]) -> Damage:
-    return lambda folder, other: by.edit_header(folder / "model.safetensors", edit)
+    return lambda folder, other: edit_header(folder / "model.safetensors", edit)
 
 
 def _field(name: str, change: Callable[[object], object]) -> Damage:
@@ -175,13 +251,13 @@ RAN = "it_ran"  # what code that should not run makes beside the model's folder
 
 
 def _bomb(folder: Path, other: Path) -> None:
-    path = by.as_pickle(folder)
+    path = as_pickle(folder)
     torch.save(torch.load(path, weights_only=True) | {"bomb": _Bomb(folder.parent / RAN)}, path)
 
 
 def _own_code(folder: Path, other: Path) -> None:
     (folder / "own.py").write_text(f"import os\nos.mkdir({str(folder.parent / RAN)!r})\n")
-    by.edit_config(folder, model_type="their_own", auto_map={"AutoConfig": "own.Config"})
+    edit_config(folder, model_type="their_own", auto_map={"AutoConfig": "own.Config"})
 
 
 def _own_tokenizer(folder: Path, other: Path) -> None:

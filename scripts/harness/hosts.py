@@ -5,9 +5,8 @@
 
 Each has a host name, a network, a loopback, file systems to mount and /dev/shm of its own; processes, users, clock and
 all other files are this machine's. The kernel's netem slows the link where there is one. Else a relay of this project's
-does (relay.py), whose packets have up to 65,000 bytes: `python -m scripts.two_hosts.measure` shows what it keeps of
-what it is told, and what it takes of a core. Its TCP begins with ten segments of 65 kB where Ethernet's has ten of
-1.5 kB, so a connection reaches the full rate sooner than on real cables.
+does (host_relay.py), whose packets have up to 65,000 bytes. Its TCP begins with ten segments of 65 kB where Ethernet's
+has ten of 1.5 kB, so a connection reaches the full rate sooner than on real cables.
 
 Needs Linux, iproute2 and util-linux, and root or user namespaces; ssh needs root. Nothing is left behind: the hosts end
 with the block, with the process that made them, and when that is killed.
@@ -23,13 +22,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from scripts.two_hosts import ssh
-from scripts.two_hosts.anchor import processes_in
-from scripts.two_hosts.link import Cable, Link, Relay, kernel_delays
+from scripts.harness.host_anchor import processes_in
 
-ANCHOR = Path(__file__).with_name("anchor.py")
+ANCHOR, RELAY = (Path(__file__).with_name(name) for name in ("host_anchor.py", "host_relay.py"))
 ADDRESSES = {"node-a": "10.77.0.1", "node-b": "10.77.0.2"}
 PROGRAMS = {
     "ip": "iproute2",
@@ -40,8 +39,24 @@ PROGRAMS = {
 }
 SHARED_MEMORY = 1 << 30  # bytes of each host's /dev/shm
 PATIENCE = 10.0  # seconds for sshd to stand
+SSH_SETTINGS = "/etc/ssh/ssh_config"
+SSH_PORT = 22  # of each host's own network
+SSH_ENVIRONMENT = {  # what deepspeed is told: a host that has not answered for 30 seconds is given up
+    "PDSH_RCMD_TYPE": "ssh",
+    "PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=10 -o ServerAliveCountMax=3",
+}
+DEVICE = "cable0"
+NOBODY = "02:00:00:00:00:fe"  # no device has this address
 USER = ["unshare", "--user", "--map-root-user"]
 NAMESPACES = ["--net", "--mount", "--uts"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a link carries in each direction: bits a second, and the seconds that a packet takes one way."""
+
+    bits_per_s: float
+    delay_s: float
 
 
 class TwoHosts:
@@ -80,7 +95,10 @@ class TwoHosts:
         """Why no sshd can stand in the hosts; None if one can."""
         if not _is_root() or Path("/proc/self/setgroups").read_text().strip() != "allow":
             return "sshd needs root to let anyone in, and not that of a user namespace"
-        return ssh.refusal()
+        for program in ("ssh", "ssh-keygen", "sshd", "pdsh"):
+            if _which(program) is None:
+                return f"there is no {program} (openssh-server, openssh-client and pdsh are needed)"
+        return None if Path(SSH_SETTINGS).is_file() else f"there is no {SSH_SETTINGS}"
 
     def __enter__(self) -> "TwoHosts":
         if reason := self.refusal():
@@ -165,7 +183,7 @@ class TwoHosts:
         binds = {"/etc/hosts": str(self._folder / "hosts")}
         with_ssh = self.ssh_refusal() is None
         if with_ssh:
-            binds |= ssh.write_files(self._folder)
+            binds |= write_ssh_files(self._folder)
         outside: list[str] = []
         if not _is_root():
             self._house = self._anchor(USER, {})
@@ -181,11 +199,11 @@ class TwoHosts:
             self._link = Relay(outside, pids, ADDRESSES, self._shape)
         self.hostfile = self._folder / "hostfile"
         self.hostfile.write_text("".join(f"{name} slots=1\n" for name in self.names))
-        self.ssh_environment = ssh.environment() if with_ssh else {}
+        self.ssh_environment = SSH_ENVIRONMENT if with_ssh else {}
         if with_ssh:
             with (self._folder / "sshd.log").open("wb") as log:
                 for name in self.names:
-                    self.start(name, ssh.server(self._folder), stdout=log)
+                    self.start(name, [_which("sshd"), "-D", "-e", "-f", str(self._folder / "sshd_config")], stdout=log)
             self._wait_for_ssh()
 
     def _anchor(self, before: list[str], settings: dict) -> subprocess.Popen:
@@ -235,3 +253,123 @@ def _name_of(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return "sshd"
+
+
+class Inside(Protocol):
+    """Gives a command as it has to be started to run in the network of a host."""
+
+    def __call__(self, name: str, argv: list[str]) -> list[str]: ...
+
+
+class Cable:
+    """A veth pair, which is as fast as memory is; with netem where it is to be slower."""
+
+    def __init__(self, inside: Inside, pids: dict[str, int], addresses: dict[str, str], link: Link | None):
+        self._inside, self._addresses = inside, addresses
+        first, second = pids
+        peer = ["peer", "name", DEVICE, "netns", str(pids[second])]
+        self._run(first, "ip", "link", "add", DEVICE, "type", "veth", *peer)
+        for name, address in addresses.items():
+            self._run(name, "ip", "address", "add", f"{address}/24", "dev", DEVICE)
+            self._run(name, "ip", "link", "set", DEVICE, "up")
+        if link is not None:
+            self.shape(link)
+
+    def shape(self, link: Link) -> None:
+        """Make both directions as slow as this. Raises subprocess.CalledProcessError where the kernel has no netem."""
+        limit = max(1000, int(link.bits_per_s * (link.delay_s + 0.5) / 8 / 1500))  # packets that may wait
+        shape = ["delay", f"{link.delay_s * 1e6:.0f}us", "rate", f"{link.bits_per_s:.0f}bit", "limit", str(limit)]
+        for name in self._addresses:
+            self._run(name, "tc", "qdisc", "replace", "dev", DEVICE, "root", "netem", *shape)
+
+    def cut(self) -> None:
+        """Send packets to a hardware address that is nobody's: they are dropped, and no one is told."""
+        self._neighbours("replace", "lladdr", NOBODY, "nud", "permanent")
+
+    def mend(self) -> None:
+        """Send packets to the other host again."""
+        self._neighbours("del")
+
+    def close(self) -> None:
+        """Nothing: the devices go with the namespaces."""
+
+    def _neighbours(self, action: str, *more: str) -> None:
+        for name in self._addresses:
+            other = next(address for host, address in self._addresses.items() if host != name)
+            self._run(name, "ip", "neighbour", action, other, "dev", DEVICE, *more)
+
+    def _run(self, name: str, *argv: str) -> None:
+        subprocess.run(self._inside(name, list(argv)), check=True)
+
+
+class Relay:
+    """The program of host_relay.py, which is told what to do by its standard input."""
+
+    def __init__(self, outside: list[str], pids: dict[str, int], addresses: dict[str, str], link: Link):
+        shape = [str(link.bits_per_s), str(link.delay_s)]
+        argv = [sys.executable, "-IS", str(RELAY), *map(str, pids.values()), *addresses.values(), *shape]
+        self.process = subprocess.Popen(
+            outside + argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self._answer()
+
+    def shape(self, link: Link) -> None:
+        """Make both directions as slow as this, for packets that come from now on."""
+        self._tell(f"shape {link.bits_per_s} {link.delay_s}")
+
+    def cut(self) -> None:
+        """Drop all packets, those on their way too."""
+        self._tell("cut")
+
+    def mend(self) -> None:
+        """Carry packets again."""
+        self._tell("mend")
+
+    def close(self) -> None:
+        """End the program, and with it both devices."""
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def _tell(self, command: str) -> None:
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        self._answer()
+
+    def _answer(self) -> None:
+        if self.process.stdout.readline() != "ok\n":
+            raise RuntimeError(f"the relay between the hosts has ended with code {self.process.wait()}")
+
+
+def kernel_delays(inside: Inside, name: str) -> bool:
+    """Whether the kernel can delay packets (netem)."""
+    argv = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "0ms"]
+    if subprocess.run(inside(name, argv), capture_output=True).returncode:
+        return False
+    subprocess.run(inside(name, ["tc", "qdisc", "del", "dev", "lo", "root"]), check=True)
+    return True
+
+
+def write_ssh_files(folder: Path) -> dict[str, str]:
+    """Write keys, and settings of ssh's server and client; what is to be seen in their place: {place: file}.
+
+    No setting of the user's is used or changed: an `ssh` in a host finds this key and asks nothing.
+    """
+    for key in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    shutil.copy(folder / "user.pub", folder / "authorized")
+    (folder / "sshd_config").write_text(
+        f"Port {SSH_PORT}\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\nPidFile none\n"
+        "StrictModes no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\nUsePAM no\nMaxStartups 100\n"
+        "UseDNS no\n"
+    )
+    (folder / "ssh_config").write_text(
+        f"Host *\n  Port {SSH_PORT}\n  IdentityFile {folder}/user\n  IdentitiesOnly yes\n  BatchMode yes\n"
+        "  LogLevel ERROR\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n"
+        "  GlobalKnownHostsFile /dev/null\n"
+    )
+    return {SSH_SETTINGS: str(folder / "ssh_config")}
+
+
+def _which(program: str) -> str | None:
+    return shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin:/usr/local/sbin")

@@ -1,10 +1,11 @@
-"""The three programs in a test: in this process, or as the launcher starts them.
+"""The three programs in a test or a trial: in this process, or as the launcher starts them.
 
     result = run_here(3, tiny.flags(3, output_dir=tmp_path / "out", actor_zero_stage=4), capfd)
     result = launch(1, tiny.flags(1, output_dir=tmp_path / "out"))
     assert result.code == 0, result.stderr
 
-`Tiny` is a world to run them in: models of tests/tiny_models.py, and files of texts that their tokenizer knows.
+`Tiny` is a world to run them in: models of scripts/harness/models.py, and files of texts that their tokenizer knows.
+`differences` says in what two runs are not the same.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -24,14 +25,15 @@ from unittest import mock
 
 import torch
 
-from tests import tiny_models
-from tests.ports import free_port
+from scripts.harness import free_port, models
 from training import step1_sft, step2_reward, step3_rlhf
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.startup import run
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 300.0  # seconds
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "backslashreplace"}
+MACHINE = ("time/", "speed/", "memory/", "checkpoint/", "rollout/tokens_per_second")
+"""Metrics that differ between two runs of the same numbers."""
 PROGRAMS = {1: (step1_sft, step1_sft.SFTFlags), 2: (step2_reward, step2_reward.RewardFlags), 3: (step3_rlhf, RLHFFlags)}
 
 
@@ -102,66 +104,69 @@ def _redirected(*files: IO) -> Iterator[None]:
 
 
 def launch(step: int, flags: dict, ranks: int = 2) -> Result:
-    """Run the program of this step by DeepSpeed's launcher, the way users do; raises TimeoutError."""
+    """Run the program of this step by DeepSpeed's launcher, as users do; raises TimeoutError."""
     return launch_words(step, command_line(flags), ranks)
 
 
 def launch_words(step: int, words: list[str], ranks: int = 2) -> Result:
     """The same, with the words as they are; raises TimeoutError."""
-    return _launched(_program(step), words, ranks)
-
-
-def launch_program(path: Path, flags: dict, ranks: int) -> Result:
-    """The same of a program of a trial's own; raises TimeoutError."""
-    return _launched(path, command_line(flags), ranks)
+    return ended(begun(deepspeed(program(step), words, ranks), ranks, **PIPES))
 
 
 def launch_module(module: str, flags: dict, ranks: int) -> Result:
     """The same of a program that is a module, `deepspeed --module training.merge`; raises TimeoutError."""
-    return _launched("--module", [module, *command_line(flags)], ranks)
-
-
-def _launched(program: Path | str, words: list[str], ranks: int) -> Result:
-    return _started(_launcher(program, words, ranks), ranks)
-
-
-def _launcher(program: Path | str, words: list[str], ranks: int) -> list[str]:
-    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
-    return [*launcher, "--master_port", str(free_port()), str(program), *words]
-
-
-def begin(step: int, flags: dict, log: Path, ranks: int = 2) -> subprocess.Popen:
-    """Begin what `launch` runs, in a process group of its own, as a shell does; all that it prints goes to the log."""
-    with log.open("wb") as file:
-        command = _launcher(_program(step), command_line(flags), ranks)
-        return _begun(command, ranks, stdout=file, stderr=subprocess.STDOUT)
+    return ended(begun(deepspeed("--module", [module, *command_line(flags)], ranks), ranks, **PIPES))
 
 
 def start_words(step: int, words: list[str]) -> Result:
     """Run the program of this step in one process of its own, without a launcher; raises TimeoutError."""
-    return _started([sys.executable, str(_program(step)), *words], 1)
+    return ended(begun([sys.executable, str(program(step)), *words], 1, **PIPES))
 
 
-def _program(step: int) -> Path:
+def begin(step: int, flags: dict, log: Path, ranks: int = 2) -> subprocess.Popen:
+    """Begin what `launch` runs; all that it prints goes to the log."""
+    with log.open("wb") as file:
+        command = deepspeed(program(step), command_line(flags), ranks)
+        return begun(command, ranks, stdout=file, stderr=subprocess.STDOUT)
+
+
+def program(step: int) -> Path:
+    """The file of the program of this step."""
     return Path(PROGRAMS[step][0].__file__)
 
 
-def _begun(command: list[str], ranks: int, **options) -> subprocess.Popen:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def deepspeed(program: Path | str, words: list[str], ranks: int = 2) -> list[str]:
+    """The command of DeepSpeed's launcher."""
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+    return [*launcher, "--master_port", str(free_port()), str(program), *words]
+
+
+def torchrun(program: Path | str, words: list[str], ranks: int = 2) -> list[str]:
+    """The command of torch's launcher."""
+    launcher = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(ranks)]
+    return [*launcher, "--master_port", str(free_port()), str(program), *words]
+
+
+def begun(command: list[str], ranks: int, environment: Mapping[str, str] | None = None, **options) -> subprocess.Popen:
+    """Begin a command that has so many ranks, in a process group of its own, as a shell does, and return at once.
+
+    environment: beside this process's own. options: subprocess.Popen's.
+    """
+    own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if torch.cuda.device_count() < ranks:
-        environment["DS_ACCELERATOR"] = "cpu"
-    return subprocess.Popen(command, env=environment, start_new_session=True, **options)
-
-
-def _started(command: list[str], ranks: int) -> Result:
-    process = _begun(
-        command, ranks, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="backslashreplace"
+        own["DS_ACCELERATOR"] = "cpu"
+    return subprocess.Popen(
+        command, env={**os.environ, **own, **(environment or {})}, start_new_session=True, **options
     )
+
+
+def ended(process: subprocess.Popen) -> Result:
+    """The end of what has begun with PIPES; raises TimeoutError, and kills it."""
     try:
         stdout, stderr = process.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
-        raise TimeoutError(f"{command} did not end") from None
+        raise TimeoutError(f"{process.args} did not end") from None
     return Result(process.returncode, stdout, stderr)
 
 
@@ -181,6 +186,25 @@ def metric_lines(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+def lasting_metrics(output_dir: Path) -> list[dict]:
+    """The same without what times and memory are: the numbers of the computation."""
+    lines = metric_lines(output_dir)
+    return [{name: value for name, value in line.items() if not name.startswith(MACHINE)} for line in lines]
+
+
+def differences(whole: Path, other: Path) -> list[str]:
+    """What of a run's results is not another's to the last bit: saved weights, held-out samples, metrics."""
+    assert (whole / "actor" / "model.safetensors").is_file()
+    files = [*whole.glob("*/*.safetensors"), *whole.glob("samples/before.jsonl"), *whole.glob("samples/after*.jsonl")]
+    names = sorted(str(file.relative_to(whole)) for file in files)
+    found = [
+        name
+        for name in names
+        if not (other / name).is_file() or (whole / name).read_bytes() != (other / name).read_bytes()
+    ]
+    return found + ["metrics.jsonl"] * (lasting_metrics(whole) != lasting_metrics(other))
+
+
 def snapshot(folder: Path) -> dict[str, bytes]:
     """Every file below the folder, with what it holds; empty folders, and one that does not exist, hold nothing.
 
@@ -198,8 +222,8 @@ class Tiny:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        tiny_models.make_causal_lm(folder / "sft", "gpt2", tied=True)
-        tiny_models.make_scorer(folder / "reward", "gpt2", offset=0.3)
+        models.make_causal_lm(folder / "sft", "gpt2", tied=True)
+        models.make_scorer(folder / "reward", "gpt2", offset=0.3)
         rng = random.Random(0)
 
         def text(words: int) -> str:

@@ -1,4 +1,5 @@
-"""A program of the project on two hosts, a rank on each, by each of the three launchers; and how it ended."""
+"""A program of the project on two hosts: a rank on each, by one of the three launchers, and how that ended; or several
+ranks on each, without a launcher."""
 
 import json
 import os
@@ -10,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.two_hosts import slurm_stand_in
-from scripts.two_hosts.hosts import TwoHosts
+from scripts.harness import ROOT, slurm_stand_in
+from scripts.harness.hosts import TwoHosts
 
-ROOT = Path(__file__).resolve().parents[2]
 PORT, JOB = 29500, 4711
 # What the ranks need of this environment, and deepspeed does not pass on by itself.
-BY_PDSH = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "TMPDIR")
+BY_PDSH = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "TMPDIR", "WATCH")
 BY_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 INTERVAL = 0.1  # seconds between looks
+PATIENCE = 900.0  # seconds of one run without a launcher
 TORCHRUN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
 
 
@@ -89,12 +90,14 @@ class Launched:
         return [f"{name}: {_command(pid)}" for name, pid in sorted(there)]  # what has just begun is in no host yet
 
 
-def launch(launcher: str, hosts: TwoHosts, program: Path, words: Sequence[str], folder: Path) -> Launched:
-    """Start a program by "deepspeed", "torchrun" or "slurm"; what it prints goes into `folder`."""
+def launch(
+    launcher: str, hosts: TwoHosts, program: Path, words: Sequence[str], folder: Path, **settings: str
+) -> Launched:
+    """Start a program by "deepspeed", "torchrun" or "slurm"; what it prints goes into `folder`. settings: variables."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("SLURM_") and name not in BY_LAUNCHERS
-    }
+    } | settings
     commands = {"deepspeed": _deepspeed, "torchrun": _torchrun, "slurm": _slurm}[launcher](
         hosts, program, list(words), folder, environment
     )
@@ -152,3 +155,46 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
     except OSError:
         return "ended"
+
+
+def run_ranks(hosts: TwoHosts, argv: Sequence[str], folder: Path, port: int, ranks: int) -> None:
+    """Run so many ranks on each host, together one group; `folder` gets what they print. Raises: RuntimeError as
+    `wait`."""
+    world, first = ranks * len(hosts.names), hosts.address(hosts.names[0])
+    processes = []
+    for rank in range(world):
+        own = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": rank % ranks}
+        where = own | {"MASTER_ADDR": first, "MASTER_PORT": port}
+        processes.append(_start(hosts, hosts.names[rank // ranks], argv, where, folder / f"log_{rank}.txt"))
+    wait(processes, folder)
+
+
+def start_alone(hosts: TwoHosts, host: str, argv: Sequence[str], folder: Path, port: int) -> subprocess.Popen:
+    """Start a rank that is a group by itself."""
+    own = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
+    where = own | {"MASTER_ADDR": hosts.address(host), "MASTER_PORT": port}
+    return _start(hosts, host, argv, where, folder / "log_0.txt")
+
+
+def _start(hosts: TwoHosts, host: str, argv: Sequence[str], where: dict, log: Path) -> subprocess.Popen:
+    settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **settings, **{name: str(value) for name, value in where.items()}}
+    with log.open("wb") as printed:
+        return hosts.start(host, list(argv), env=environment, cwd=ROOT, stdout=printed)
+
+
+def wait(processes: Sequence[subprocess.Popen], folder: Path) -> None:
+    """Wait for all ranks to end well; where one does not, end the others. Raises: RuntimeError, with what the failed
+    ones printed last."""
+    deadline = time.monotonic() + PATIENCE
+    while any(process.poll() is None for process in processes):
+        failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
+        if failed or time.monotonic() > deadline:
+            for process in processes:
+                process.kill()
+            break
+        time.sleep(0.1)
+    failed = [rank for rank, process in enumerate(processes) if process.wait() != 0]
+    if failed:
+        tails = [f"--- rank {rank}\n{(folder / f'log_{rank}.txt').read_text()[-3000:]}" for rank in failed]
+        raise RuntimeError("\n".join(tails))

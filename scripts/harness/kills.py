@@ -9,18 +9,15 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tests.e2e.announcing import WRITING
-from tests.e2e.chain import MACHINE
-from tests.e2e.programs import ROOT, TIMEOUT, Tiny, command_line, metric_lines
-from tests.ports import free_port
-from tests.tiny_adapters import make_adapter
+from scripts.harness import ROOT, watched_step3
+from scripts.harness.models import make_adapter
+from scripts.harness.programs import TIMEOUT, Tiny, begun, command_line, deepspeed, differences
+from scripts.harness.watched_step3 import WRITING, write_watch
 from training.restarts.layout import points_in
 
 PHASES = ("evaluating", WRITING, "train", "generate", "make_experience", "saving models", "loading models")
@@ -42,13 +39,13 @@ class Instant:
 @dataclass(frozen=True)
 class Outcome:
     """phase: what rank 0 was in when it was killed, and what was written beside. seconds: after the start. resumed: the
-    restart point that was gone on from. different: what is not as in the uninterrupted run."""
+    restart point that was gone on from. different: what is not as in the uninterrupted run, to the last bit."""
 
     instant: Instant
     phase: str
     seconds: float
     resumed: str
-    different: tuple[str, ...]
+    different: list[str]
 
 
 def random_instants(count: int, steps: int, seed: int) -> list[Instant]:
@@ -112,8 +109,7 @@ class KillTrial:
     @cached_property
     def seconds(self) -> dict[tuple[str, int], float]:
         """How long each phase of rank 0 took, by name and step."""
-        assert self.whole
-        lines = [line for line in read_phases(self.folder / "whole.phases") if line["rank"] == 0]
+        lines = [line for line in Run.phases_of(self.whole) if line["rank"] == 0]
         found: dict[tuple[str, int], float] = {}
         for group in (
             [line for line in lines if line["phase"].startswith(WRITING)],
@@ -138,32 +134,25 @@ class KillTrial:
 
 
 class Run:
-    """One launch of the announcing program on two ranks."""
+    """One launch of step 3 on two ranks that say which phase they are in."""
 
     def __init__(self, trial: KillTrial, output_dir: Path, **flags):
-        self.output_dir, self.phases = output_dir, Path(f"{output_dir}.phases")
+        self.output_dir, self.log = output_dir, Path(f"{output_dir}.log")
         self.stdout = ""
-        self.phases.unlink(missing_ok=True)
-        self.log = Path(f"{output_dir}.log")
+        watched = write_watch(Path(f"{output_dir}.watch"), phases=True)
+        Path(f"{output_dir}.watch/phases").unlink(missing_ok=True)
+        words = command_line({**trial.flags, "output_dir": output_dir, **flags})
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", "--master_port", str(free_port())]
-                + [str(ROOT / "tests" / "e2e" / "announcing.py")]
-                + command_line({**trial.flags, "output_dir": output_dir, **flags}),
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "HF_HUB_OFFLINE": "1",
-                    "DS_ACCELERATOR": "cpu",
-                    "PYTHONPATH": str(ROOT),
-                    "PHASES": str(self.phases),
-                },
-                cwd=ROOT,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            command = deepspeed(watched_step3.__file__, words)
+            self.process = begun(command, 2, watched, cwd=ROOT, stdout=log, stderr=log)
         self.started = time.time()
+
+    @staticmethod
+    def phases_of(output_dir: Path) -> list[dict]:
+        """What was announced so far; not the line that is being written."""
+        path = Path(f"{output_dir}.watch/phases")
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def ended(self) -> None:
         """Wait for its end; raises AssertionError where that is not a good one."""
@@ -182,18 +171,18 @@ class Run:
             assert self.process.poll() is None and time.time() < deadline, self.log.read_text()[-4000:]
             time.sleep(0.001)
             wanted = (instant.phase, instant.step, 0)
-            lines = read_phases(self.phases)
+            lines = self.phases_of(self.output_dir)
             entered = next((at["time"] for at in lines if (at["phase"], at["step"], at["rank"]) == wanted), None)
         time.sleep(max(0.0, entered + wait - time.time()))
         self._kill()
-        lines = [line for line in read_phases(self.phases) if line["rank"] == 0]
+        lines = [line for line in self.phases_of(self.output_dir) if line["rank"] == 0]
         main = [line for line in lines if not line["phase"].startswith(WRITING)]
         beside = [line["phase"] for line in lines if line["phase"].startswith(WRITING)][-1:]
         place = f"{main[-1]['phase']}, step {main[-1]['step']}"
         return time.time() - self.started, place + f"; {WRITING}" * (beside == [WRITING])
 
     def _kill(self) -> None:
-        pids = {line["pid"] for line in read_phases(self.phases)}
+        pids = {line["pid"] for line in self.phases_of(self.output_dir)}
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -207,26 +196,3 @@ class Run:
         for pid in pids:
             while Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
                 time.sleep(0.01)
-
-
-def read_phases(path: Path) -> list[dict]:
-    """What was announced so far; not the line that is being written."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def differences(whole: Path, other: Path) -> tuple[str, ...]:
-    """What of another run's results is not the uninterrupted one's to the last bit, time and memory aside."""
-    assert (whole / "actor" / "model.safetensors").is_file()
-    names = sorted(str(file.relative_to(whole)) for file in whole.glob("*/*.safetensors"))  # adapters' as well
-    names += ["samples/before.jsonl", "samples/after.jsonl", "samples/after_ema.jsonl"]
-    found = [
-        name
-        for name in names
-        if not (other / name).is_file() or (whole / name).read_bytes() != (other / name).read_bytes()
-    ]
-    lines, others = (
-        [{name: value for name, value in line.items() if not name.startswith(MACHINE)} for line in metric_lines(folder)]
-        for folder in (whole, other)
-    )
-    return tuple(found + ["metrics.jsonl"] * (lines != others))

@@ -15,7 +15,7 @@ import pyarrow
 from pyarrow import parquet
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.programs import Tiny
+from scripts.harness.programs import Tiny
 
 ROW = {"prompt": "w04", "response": "w05", "chosen": "w06", "rejected": "w07"}
 LINE = json.dumps(ROW) + "\n"

@@ -1,6 +1,8 @@
 """A link in user space, for kernels without netem: it carries packets between two hosts, late and no faster than told.
 
-    python relay.py PID_A PID_B ADDRESS_A ADDRESS_B BITS_PER_S DELAY_S      in a user namespace that owns both networks
+    python host_relay.py PID_A PID_B ADDRESS_A ADDRESS_B BITS_PER_S DELAY_S
+
+It runs in a user namespace that owns both networks.
 
 A TUN device in each network namespace hands over its packets (of up to 65,000 bytes, so that a gigabit is 2,000 of
 them a second). Each direction is a line of its own: a packet leaves when those before it have, takes its bytes over the
@@ -8,7 +10,7 @@ rate, and arrives the delay later. Where more than BUFFER bytes wait, the newest
 that is cut takes packets and delivers none. Commands are lines on the standard input, each answered by "ok"; its end
 ends the relay: "shape BITS_PER_S DELAY_S", "cut", "mend".
 
-Measured by measure.py on 2 cores of a server, others at work on both: at 1 Gb/s and 5 ms one way 10.3 ms there and back
+Measured on 2 cores of a server, others at work on both: at 1 Gb/s and 5 ms one way 10.3 ms there and back
 and 0.97 Gb/s for one TCP connection, 0.15 of a core while it sends; at 100 Mb/s and 50 ms 100.4 ms, 0.095 Gb/s, 0.03.
 """
 

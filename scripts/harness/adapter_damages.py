@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.engine.models import damages as by
-from tests.tiny_models import make_causal_lm
+from scripts.harness import model_damages as by
+from scripts.harness.models import make_causal_lm
 
 Damage = Callable[[Path, Path], object]
 PREFIX = "base_model.model.model.layers.0.mlp.up_proj.lora_"
