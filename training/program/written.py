@@ -206,7 +206,7 @@ def only_begun(folder: Path) -> bool:
     point; logs aside."""
     listed = Written.read(folder)
     present = set(listed.present())
-    if any((path / MANIFEST).is_file() for path in present):
+    if any((path / MANIFEST).is_file() for path in present if path.suffix != PARTIAL):
         return False
     for path in folder.rglob("*"):
         own = path.suffix == ".log" or path.name.startswith(OWN_FILES) or path.suffix == PARTIAL

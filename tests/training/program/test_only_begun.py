@@ -23,6 +23,12 @@ def test_a_folder_of_a_run_that_came_to_nothing(tmp_path):
     assert written.only_begun(tmp_path)
 
 
+def test_a_first_point_that_only_lacks_its_name_is_none_yet(tmp_path):
+    begun(tmp_path)
+    (tmp_path / "checkpoints" / "step_000001.partial" / "manifest.json").write_text("{}")
+    assert written.only_begun(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "samples/mine.jsonl", "actor/config.json", "checkpoints/step_000001/x"])
 def test_anything_else_is_somebodys(tmp_path, name):
     begun(tmp_path)
