@@ -25,8 +25,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds the project
 
 from scripts.harness import ROOT, watched_step3
-from scripts.harness.kills import ALWAYS_PARTITIONED
-from scripts.harness.programs import PIPES, Tiny, begun, command_line, deepspeed, ended, metric_lines
+from scripts.harness.programs import PIPES, Tiny, begun, command_line, deepspeed, ended, metric_lines, write_partitioned
 from scripts.harness.watched_step3 import write_watch
 from training.restarts.layout import point_folder
 from training.restarts.shard_files import ShardFiles
@@ -129,10 +128,9 @@ class RelayoutTrial:
     def _run(self, number: int, layout: Layout, first: int) -> Path:
         """Train two steps, or three in the first run, from the restart point `first` of the run before."""
         output_dir = self.folder / f"run_{number}"
-        shipped = json.loads((ROOT / "configs" / "ds" / f"zero{layout.stage}.json").read_text())
-        config = self.folder / f"zero{layout.stage}.json"
-        zero = shipped["zero_optimization"] | (ALWAYS_PARTITIONED if layout.stage == 3 else {})
-        config.write_text(json.dumps(shipped | {"zero_optimization": zero}))
+        config = ROOT / "configs" / "ds" / f"zero{layout.stage}.json"
+        if layout.stage == 3:
+            config = write_partitioned(self.folder / "zero3.json")
         flags = self.flags | {
             "output_dir": output_dir,
             "resume": point_folder(self.folder / f"run_{number - 1}", first) if first else None,

@@ -16,15 +16,11 @@ from pathlib import Path
 
 from scripts.harness import ROOT, watched_step3
 from scripts.harness.models import make_adapter
-from scripts.harness.programs import TIMEOUT, Tiny, begun, command_line, deepspeed, differences
+from scripts.harness.programs import TIMEOUT, Tiny, begun, command_line, deepspeed, differences, write_partitioned
 from scripts.harness.watched_step3 import WRITING, write_watch
 from training.restarts.layout import points_in
 
 PHASES = ("evaluating", WRITING, "train", "generate", "make_experience", "saving models", "loading models")
-ALWAYS_PARTITIONED = {
-    "stage3_param_persistence_threshold": 0,
-    "stage3_model_persistence_threshold": 0,
-}
 
 
 @dataclass(frozen=True)
@@ -80,10 +76,7 @@ class KillTrial:
     def __init__(self, tiny: Tiny, folder: Path, steps: int = 4, **flags):
         self.folder, self.steps = folder, steps
         folder.mkdir(parents=True, exist_ok=True)
-        shipped = json.loads((ROOT / "configs" / "ds" / "zero3.json").read_text())
-        config = folder / "zero3.json"
-        zero = shipped["zero_optimization"] | ALWAYS_PARTITIONED
-        config.write_text(json.dumps(shipped | {"zero_optimization": zero}))
+        config = write_partitioned(folder / "zero3.json")
         own = {
             "max_steps": steps,
             "save_steps": 1,

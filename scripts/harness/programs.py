@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 
-from scripts.harness import free_port, models
+from scripts.harness import ROOT, free_port, models
 from training import step1_sft, step2_reward, step3_rlhf
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.startup import run
@@ -160,10 +160,10 @@ def begun(command: list[str], ranks: int, environment: Mapping[str, str] | None 
     )
 
 
-def ended(process: subprocess.Popen) -> Result:
-    """The end of what has begun with PIPES; raises TimeoutError, and kills it."""
+def ended(process: subprocess.Popen, timeout: float = TIMEOUT) -> Result:
+    """The end of what has begun with PIPES; after so many seconds it is killed, and TimeoutError raised."""
     try:
-        stdout, stderr = process.communicate(timeout=TIMEOUT)
+        stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
         raise TimeoutError(f"{process.args} did not end") from None
@@ -215,6 +215,14 @@ def snapshot(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.parent.name != "__pycache__"
     }
+
+
+def write_partitioned(path: Path) -> Path:
+    """Write the shipped JSON of ZeRO-3, in which small parameters, too, are partitioned; returns the path."""
+    shipped = json.loads((ROOT / "configs" / "ds" / "zero3.json").read_text())
+    limits = {"stage3_param_persistence_threshold": 0, "stage3_model_persistence_threshold": 0}
+    path.write_text(json.dumps(shipped | {"zero_optimization": shipped["zero_optimization"] | limits}))
+    return path
 
 
 class Tiny:
