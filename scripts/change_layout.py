@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds the project
 
-from scripts.harness import ROOT, watched_step3
+from scripts.harness import ROOT, step3_rlhf
 from scripts.harness.programs import PIPES, Tiny, begun, command_line, deepspeed, ended, metric_lines, write_partitioned
-from scripts.harness.watched_step3 import write_watch
+from scripts.harness.step3_rlhf import write_watch
 from training.restarts.layout import point_folder
 from training.restarts.shard_files import ShardFiles
 
@@ -142,7 +142,7 @@ class RelayoutTrial:
             "critic_ds_config": config,
         }
         watched = write_watch(Path(f"{output_dir}.watch"), records=True)
-        command = deepspeed(watched_step3.__file__, command_line(flags), layout.ranks)
+        command = deepspeed(step3_rlhf.__file__, command_line(flags), layout.ranks)
         result = ended(begun(command, layout.ranks, watched, **PIPES))
         if result.code:
             raise subprocess.CalledProcessError(result.code, "deepspeed", result.stdout, result.stderr)

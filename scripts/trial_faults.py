@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script,
 from scripts.harness import free_port
 from scripts.harness.faults import Ended, FaultyRun
 from scripts.harness.programs import Tiny, deepspeed, differences, torchrun
-from scripts.harness.watched_step3 import Fault
+from scripts.harness.step3_rlhf import Fault
 
 PLACES = {
     "generation": ("generate", 3),

@@ -29,12 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script,
 
 from safetensors.torch import load_file
 
-from scripts.harness import ROOT, watched_step3
+from scripts.harness import ROOT, step3_rlhf
 from scripts.harness.faults import STEPS
 from scripts.harness.host_launches import Ended, Launched, launch
 from scripts.harness.hosts import TwoHosts
 from scripts.harness.programs import Tiny, begun, command_line, differences, torchrun
-from scripts.harness.watched_step3 import write_watch
 
 LAUNCHERS = ("deepspeed", "torchrun", "slurm")
 HEALTHY, SEPARATE = "healthy", "separate disks"
@@ -44,7 +43,7 @@ PROGRAM = ROOT / "training" / "step3_rlhf.py"
 LIMIT = 900.0  # seconds of a whole run, on a machine that may be slow
 REFUSED_WITHIN = 400.0  # seconds, 35 of them a rank looks for rank 0's file
 POINT = f"step_{STEPS:06d}"
-WATCHED = Path(watched_step3.__file__)
+WATCHED = Path(step3_rlhf.__file__)
 FAULTY = "node-b"
 WITHIN = 60.0  # seconds until all has ended
 OTHER = "0.16.1"  # no version of deepspeed that is admitted
@@ -303,8 +302,8 @@ FAULTS = {
 def tried(fault: Fault, launcher: str, case: Case, start_seconds: float) -> tuple[Ended, list[str]]:
     """How a run with this fault ended, and what is wrong with that. start_seconds: what a run needs here to begin."""
     case.folder.mkdir(parents=True)
-    midway = (watched_step3.Fault("train", 3, rank=1, signal=None),) if fault.midway else ()
-    watched = write_watch(case.folder, midway, extension=fault.extension)
+    midway = (step3_rlhf.Fault("train", 3, rank=1, signal=None),) if fault.midway else ()
+    watched = step3_rlhf.write_watch(case.folder, midway, extension=fault.extension)
     with contextlib.ExitStack() as stack:
         if not fault.midway:
             stack.enter_context(fault.made(case))

@@ -2,7 +2,7 @@
 
 models          tiny models, adapters and a tokenizer, saved as Hugging Face folders
 programs        the three programs, in this process or by a launcher, and files for them; what differs between runs
-watched_step3   step 3 that writes down what it does, and that something happens to at a given place
+step3_rlhf      step 3 that writes down what it does, and that something happens to at a given place
 kills, faults   runs that are killed at any instant, and those of which a process gets a signal
 hosts           two network hosts on this machine; host_launches starts programs on them
 mistakes        command lines that a user may get wrong, with the files of bad_world

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from scripts.harness import ROOT, watched_step3
+from scripts.harness import ROOT, step3_rlhf
 from scripts.harness.programs import Tiny, begun, command_line
-from scripts.harness.watched_step3 import Fault, write_watch
+from scripts.harness.step3_rlhf import Fault, write_watch
 
 STEPS = 4
 
@@ -43,7 +43,7 @@ class FaultyRun:
         values = tiny.flags(
             3, output_dir=self.out, max_steps=STEPS, actor_zero_stage=3, critic_zero_stage=3, save_steps=2
         )
-        self.command = launcher(watched_step3.__file__, command_line(values))
+        self.command = launcher(step3_rlhf.__file__, command_line(values))
 
     def run(self, *faults: Fault, more: Sequence[str] = ()) -> Ended:
         """Run it, with more flags, until no process of it is left; raises TimeoutError."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from scripts.harness import ROOT, watched_step3
+from scripts.harness import ROOT, step3_rlhf
 from scripts.harness.models import make_adapter
 from scripts.harness.programs import TIMEOUT, Tiny, begun, command_line, deepspeed, differences, write_partitioned
-from scripts.harness.watched_step3 import WRITING, write_watch
+from scripts.harness.step3_rlhf import WRITING, write_watch
 from training.restarts.layout import points_in
 
 PHASES = ("evaluating", WRITING, "train", "generate", "make_experience", "saving models", "loading models")
@@ -136,7 +136,7 @@ class Run:
         Path(f"{output_dir}.watch/phases").unlink(missing_ok=True)
         words = command_line({**trial.flags, "output_dir": output_dir, **flags})
         with self.log.open("w") as log:
-            command = deepspeed(watched_step3.__file__, words)
+            command = deepspeed(step3_rlhf.__file__, words)
             self.process = begun(command, 2, watched, cwd=ROOT, stdout=log, stderr=log)
         self.started = time.time()
 

@@ -4,7 +4,7 @@ import sys
 
 from scripts.harness.faults import STEPS, FaultyRun
 from scripts.harness.programs import deepspeed, metric_lines
-from scripts.harness.watched_step3 import Fault
+from scripts.harness.step3_rlhf import Fault
 
 
 def test_a_run_comes_to_its_end_though_a_rank_failed_and_a_rank_died(tiny, tmp_path):

@@ -1,6 +1,6 @@
 """Step 3 under observation: it writes down what it does, and something happens to it at a given place.
 
-    WATCH=folder/watch.json deepspeed ... scripts/harness/watched_step3.py FLAGS
+    WATCH=folder/watch.json deepspeed ... scripts/harness/step3_rlhf.py FLAGS
 
 WATCH names a JSON file, of which each key may be left out; what is written stands beside it:
 
