@@ -25,7 +25,16 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds the project
 
 from scripts.harness import ROOT, step3_rlhf
-from scripts.harness.programs import PIPES, Tiny, begun, command_line, deepspeed, ended, metric_lines, write_partitioned
+from scripts.harness.programs import (
+    PIPES,
+    Tiny,
+    begun,
+    by_deepspeed,
+    command_line,
+    ended,
+    metric_lines,
+    write_partitioned,
+)
 from scripts.harness.step3_rlhf import write_watch
 from training.restarts.layout import point_folder
 from training.restarts.shard_files import ShardFiles
@@ -142,7 +151,7 @@ class RelayoutTrial:
             "critic_ds_config": config,
         }
         watched = write_watch(Path(f"{output_dir}.watch"), records=True)
-        command = deepspeed(step3_rlhf.__file__, command_line(flags), layout.ranks)
+        command = by_deepspeed(step3_rlhf.__file__, command_line(flags), layout.ranks)
         result = ended(begun(command, layout.ranks, watched, **PIPES))
         if result.code:
             raise subprocess.CalledProcessError(result.code, "deepspeed", result.stdout, result.stderr)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script,
 
 from scripts.harness import free_port
 from scripts.harness.faults import Ended, FaultyRun
-from scripts.harness.programs import Tiny, deepspeed, differences, torchrun
+from scripts.harness.programs import Tiny, by_deepspeed, by_torchrun, differences
 from scripts.harness.step3_rlhf import Fault
 
 PLACES = {
@@ -44,7 +44,7 @@ class Trial:
         self.folder, self.failed = folder, []
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         self.tiny = Tiny(folder / "tiny")
-        self.whole = self.run("whole", deepspeed)
+        self.whole = self.run("whole", by_deepspeed)
         assert self.whole.run().code == 0, (self.whole.folder / "stderr").read_text()
 
     def run(self, name: str, launcher: Callable[[str, list[str]], list[str]]) -> FaultyRun:
@@ -92,7 +92,7 @@ def killed(trial: Trial) -> None:
         ("SIGSTOP", 1, "generate", 90),
         ("SIGSTOP", 0, "train", 90),
     ):
-        run = trial.run(f"{signal} {rank} {phase}", deepspeed)
+        run = trial.run(f"{signal} {rank} {phase}", by_deepspeed)
         shared = shared_memory()
         ended = run.run(Fault(phase, 3, rank, signal))
         wrong = judged(ended, limit, f"rank {rank} ", f"in phase {phase} of step 3")
@@ -150,13 +150,13 @@ def _cut(trial: Trial, names: list[str]) -> None:
     wrong = judged(ended, 60, "rank 1 ", "is cut off", "in phase train of step 3")
     codes = f"{ended.code} and {other}"
     trial.row(["link down", "rank 1", "train", codes, seconds(ended), said(ended)], wrong + ["code 0"] * (other == 0))
-    trial.failed += trial.gone_on(trial.run("cut", deepspeed), shared)
+    trial.failed += trial.gone_on(trial.run("cut", by_deepspeed), shared)
 
 
 def restarted(trial: Trial) -> None:
     """A rank killed, with restarts."""
     restarting = [sys.executable, "-m", "training.program.restarting", "--max_restarts", "1"]
-    for name, launcher in (("deepspeed", deepspeed), ("torchrun", torchrun)):
+    for name, launcher in (("deepspeed", by_deepspeed), ("torchrun", by_torchrun)):
         run = trial.run(f"restarted {name}", launcher)
         run.command = [*restarting, *run.command]
         ended = run.run(Fault("train", 3, 1, "SIGKILL"))
@@ -172,11 +172,11 @@ def asked(trial: Trial) -> None:
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     some = ("training", "last evaluation")
     ways = {
-        "deepspeed": (deepspeed, "SIGTERM", 2, PLACES),
-        "torchrun": (torchrun, "SIGTERM", 1, PLACES),
-        "deepspeed's launcher of the node": (deepspeed, "SIGTERM", 1, some),
-        "rank 0 (USR1) under deepspeed": (deepspeed, "SIGUSR1", 0, some),
-        "rank 0 (USR1) under torchrun": (torchrun, "SIGUSR1", 0, some),
+        "deepspeed": (by_deepspeed, "SIGTERM", 2, PLACES),
+        "torchrun": (by_torchrun, "SIGTERM", 1, PLACES),
+        "deepspeed's launcher of the node": (by_deepspeed, "SIGTERM", 1, some),
+        "rank 0 (USR1) under deepspeed": (by_deepspeed, "SIGUSR1", 0, some),
+        "rank 0 (USR1) under torchrun": (by_torchrun, "SIGUSR1", 0, some),
     }
     for way, (launcher, signal, up, places) in ways.items():
         for place in places:

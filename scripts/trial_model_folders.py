@@ -44,11 +44,11 @@ from scripts.harness.models import UNK, VOCABULARY, family_config, make_family, 
 from scripts.harness.programs import (
     PIPES,
     begun,
+    by_torchrun,
     command_line,
     ended,
     launch_words,
     run_caught,
-    torchrun,
     write_partitioned,
 )
 from training import step3_rlhf
@@ -284,8 +284,8 @@ def run_on_ranks(jobs: dict[str, dict], folder: Path) -> dict[str, tuple[int, st
     """
     words = {job: command_line(flags) for job, flags in jobs.items()}
     (folder / "jobs.json").write_text(json.dumps(words))
-    process = begun(torchrun(__file__, [str(folder / "jobs.json")]), 2, **PIPES)
-    result = ended(process, timeout=60.0 * len(jobs))
+    process = begun(by_torchrun(__file__, [str(folder / "jobs.json")]), 2, **PIPES)
+    result = ended(process, timeout=300.0 + 60.0 * len(jobs))
     if result.code:
         raise RuntimeError(result.stdout + result.stderr)
     return json.loads((folder / "ended.json").read_text())

@@ -33,7 +33,7 @@ from scripts.harness import ROOT, step3_rlhf
 from scripts.harness.faults import STEPS
 from scripts.harness.host_launches import Ended, Launched, launch
 from scripts.harness.hosts import TwoHosts
-from scripts.harness.programs import Tiny, begun, command_line, differences, torchrun
+from scripts.harness.programs import Tiny, begun, by_torchrun, command_line, differences
 
 LAUNCHERS = ("deepspeed", "torchrun", "slurm")
 HEALTHY, SEPARATE = "healthy", "separate disks"
@@ -112,7 +112,7 @@ def words(tiny: Tiny, out: Path, **changes) -> list[str]:
 def on_one_host(tiny: Tiny, out: Path) -> None:
     """The same run with both ranks on this machine; raises RuntimeError where it does not come to its end."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = begun(torchrun(PROGRAM, words(tiny, out)), 2, cwd=ROOT, **pipes)
+    process = begun(by_torchrun(PROGRAM, words(tiny, out)), 2, cwd=ROOT, **pipes)
     printed = process.communicate()[0]
     if process.returncode:
         raise RuntimeError(f"the run on one host has failed:\n{printed}")

@@ -1,6 +1,6 @@
 """Runs of step 3 in which something happens to a process at a given place.
 
-    run = FaultyRun(folder, tiny, torchrun)
+    run = FaultyRun(folder, tiny, by_torchrun)
     ended = run.run(Fault(phase="train", step=2, rank=1, signal="SIGKILL"))
 
 `Fault` says what may happen; what then becomes of the run is `Ended`.
@@ -34,7 +34,7 @@ class Ended:
 class FaultyRun:
     """One output folder, and the command that runs in it.
 
-    launcher: programs.deepspeed or programs.torchrun, or what else makes a command of a program and its words.
+    launcher: programs.by_deepspeed or programs.by_torchrun, or what else makes a command of a program and its words.
     """
 
     def __init__(self, folder: Path, tiny: Tiny, launcher: Callable[[str, list[str]], list[str]]):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from scripts.harness import ROOT, step3_rlhf
 from scripts.harness.models import make_adapter
-from scripts.harness.programs import TIMEOUT, Tiny, begun, command_line, deepspeed, differences, write_partitioned
+from scripts.harness.programs import TIMEOUT, Tiny, begun, by_deepspeed, command_line, differences, write_partitioned
 from scripts.harness.step3_rlhf import WRITING, write_watch
 from training.restarts.layout import points_in
 
@@ -136,7 +136,7 @@ class Run:
         Path(f"{output_dir}.watch/phases").unlink(missing_ok=True)
         words = command_line({**trial.flags, "output_dir": output_dir, **flags})
         with self.log.open("w") as log:
-            command = deepspeed(step3_rlhf.__file__, words)
+            command = by_deepspeed(step3_rlhf.__file__, words)
             self.process = begun(command, 2, watched, cwd=ROOT, stdout=log, stderr=log)
         self.started = time.time()
 

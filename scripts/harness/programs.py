@@ -110,12 +110,12 @@ def launch(step: int, flags: dict, ranks: int = 2) -> Result:
 
 def launch_words(step: int, words: list[str], ranks: int = 2) -> Result:
     """The same, with the words as they are; raises TimeoutError."""
-    return ended(begun(deepspeed(program(step), words, ranks), ranks, **PIPES))
+    return ended(begun(by_deepspeed(program(step), words, ranks), ranks, **PIPES))
 
 
 def launch_module(module: str, flags: dict, ranks: int) -> Result:
     """The same of a program that is a module, `deepspeed --module training.merge`; raises TimeoutError."""
-    return ended(begun(deepspeed("--module", [module, *command_line(flags)], ranks), ranks, **PIPES))
+    return ended(begun(by_deepspeed("--module", [module, *command_line(flags)], ranks), ranks, **PIPES))
 
 
 def start_words(step: int, words: list[str]) -> Result:
@@ -126,7 +126,7 @@ def start_words(step: int, words: list[str]) -> Result:
 def begin(step: int, flags: dict, log: Path, ranks: int = 2) -> subprocess.Popen:
     """Begin what `launch` runs; all that it prints goes to the log."""
     with log.open("wb") as file:
-        command = deepspeed(program(step), command_line(flags), ranks)
+        command = by_deepspeed(program(step), command_line(flags), ranks)
         return begun(command, ranks, stdout=file, stderr=subprocess.STDOUT)
 
 
@@ -135,13 +135,13 @@ def program(step: int) -> Path:
     return Path(PROGRAMS[step][0].__file__)
 
 
-def deepspeed(program: Path | str, words: list[str], ranks: int = 2) -> list[str]:
+def by_deepspeed(program: Path | str, words: list[str], ranks: int = 2) -> list[str]:
     """The command of DeepSpeed's launcher."""
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
     return [*launcher, "--master_port", str(free_port()), str(program), *words]
 
 
-def torchrun(program: Path | str, words: list[str], ranks: int = 2) -> list[str]:
+def by_torchrun(program: Path | str, words: list[str], ranks: int = 2) -> list[str]:
     """The command of torch's launcher."""
     launcher = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(ranks)]
     return [*launcher, "--master_port", str(free_port()), str(program), *words]

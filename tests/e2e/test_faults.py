@@ -3,12 +3,12 @@
 import sys
 
 from scripts.harness.faults import STEPS, FaultyRun
-from scripts.harness.programs import deepspeed, metric_lines
+from scripts.harness.programs import by_deepspeed, metric_lines
 from scripts.harness.step3_rlhf import Fault
 
 
 def test_a_run_comes_to_its_end_though_a_rank_failed_and_a_rank_died(tiny, tmp_path):
-    run = FaultyRun(tmp_path / "run", tiny, deepspeed)
+    run = FaultyRun(tmp_path / "run", tiny, by_deepspeed)
     restarting = [sys.executable, "-m", "training.program.restarting", "--max_restarts", "2"]
     run.command = [*restarting, *run.command]
     ended = run.run(Fault("train", 3, rank=1, signal="error"), Fault("generate", 4, rank=1, signal="SIGKILL"))
