@@ -37,7 +37,6 @@ LAYERS = [
         "engine.reward",
         "engine.rlhf_engine",
         "engine.rollout",
-        "engine.speed",
     ],
     ["engine.experience_maker"],
     ["training"],
@@ -206,7 +205,7 @@ def test_tests_and_scripts_look_into_deepspeed_by_the_tests_of_engine_zero_alone
     assert breaches == {}
 
 
-PRODUCT = ("harness", "benchmark_", "comparison", "compare_dialects", "gpu_checks")
+PRODUCT = ("harness", "benchmark_", "comparison", "compare_dialects", "gpu_checks", "simulation")
 
 
 def test_no_script_imports_a_test_and_no_test_a_script_that_is_only_a_trial():
