@@ -56,7 +56,6 @@ READERS = {
     "reporting/verdict.py",
     "measuring.py",
     "report/page.py",
-    "report/runs.py",
     *(
         f"reporting/health/{name}.py"
         for name in ("__init__", "optimization", "outlook", "policy", "responses", "sampler")

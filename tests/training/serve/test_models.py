@@ -12,8 +12,8 @@ from engine.models.loading import load_policy
 from engine.zero.shards import Shard
 from scripts.harness.models import EOS, make_adapter, make_causal_lm, make_scorer
 from tests.training.restarts.tiny_points import TinyRun, flip_bit
+from training.serve.decoder import Generation, Settings
 from training.serve.flags import ServeFlags
-from training.serve.generation import Generation, Settings
 from training.serve.models import load_models
 
 
@@ -24,7 +24,7 @@ def flags(*models: str, **others) -> ServeFlags:
 
 
 def response(served, prompt: list[int]) -> list[int]:
-    one = Generation(prompt, Settings(max_tokens=12, temperature=0.0, seed=0), served.ends, served.tokenizer, print)
+    one = Generation(prompt, Settings(max_tokens=12, temperature=0.0, seed=0), served.ends, served.tokenizer)
     served.decoder.join([one])
     while served.decoder.living:
         served.decoder.step()
