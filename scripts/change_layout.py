@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -154,7 +153,7 @@ class RelayoutTrial:
         command = by_deepspeed(step3_rlhf.__file__, command_line(flags), layout.ranks)
         result = ended(begun(command, layout.ranks, watched, **PIPES))
         if result.code:
-            raise subprocess.CalledProcessError(result.code, "deepspeed", result.stdout, result.stderr)
+            raise RuntimeError(f"exit code {result.code}:\n{result.stdout[-3000:]}{result.stderr[-3000:]}")
         return output_dir
 
     @staticmethod

@@ -119,8 +119,8 @@ def record(folder: Path) -> None:
         write_state(folder, trainer.models)
         step = trainer.step
 
-        def step_and_note(prompts) -> StepReport:
-            report = step(prompts)
+        def step_and_note(*given) -> StepReport:
+            report = step(*given)
             note_responses(folder / f"responses.{distributed.rank()}.jsonl", report)
             return report
 
