@@ -297,6 +297,6 @@ class PPOTrainer:
         """Go on from `state_dict`."""
         self.steps_done, self.optimizer_steps = state["steps_done"], state["optimizer_steps"]
         self.samples = state["samples"]
-        self.prompt_batches = state.get("prompt_batches", self.steps_done)  # points from before dynamic sampling
+        self.prompt_batches = state["prompt_batches"]
         self.kl_controller.load_state_dict(state["kl"])
         self.algorithm.score_scale.load_state_dict(state["score_scale"])

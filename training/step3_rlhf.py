@@ -31,7 +31,6 @@ from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import dry_run, stopping
 from training.program.agreement import agreed, checked
 from training.program.checks import check_files
-from training.program.ending import models_told
 from training.program.first_lines import first_lines
 from training.program.memory_comparison import memory_compared
 from training.program.memory_lines import training_bytes
@@ -43,6 +42,7 @@ from training.program.reward_server import check_server
 from training.program.session import Session
 from training.program.shared_folder import check_shared
 from training.program.startup import leave, run
+from training.program.stopping import models_told
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
 from training.reporting.first_kl import rounding_bound

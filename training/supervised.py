@@ -19,19 +19,18 @@ from training.dropout import seed_dropout
 from training.flags.supervised_arguments import SupervisedFlags
 from training.gradients import accumulate_gradients
 from training.program import model_folders, output_lock, stopping
-from training.program.cards import renew_cards
 from training.program.output_folder import begin_output_dir, open_writer
 from training.program.phases import phase, place
 from training.program.unwritten import check_all_written, going_on
 from training.reporting.arithmetic import TrainingArithmetic
 from training.reporting.guards import stop_unless_weights_finite
-from training.reporting.held_out_units import gathered
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.reporting.model_card import renew_cards
 from training.reporting.phase_clock import peak_memory_gb
 from training.reporting.phase_memory import phase_memory
 from training.reporting.run_record import RUN_FILE, write_run_record
-from training.reporting.standard_errors import Units, metrics_told
+from training.reporting.standard_errors import Units, gathered, metrics_told
 from training.reporting.views import View
 from training.reporting.wall_clock import seconds_by_part, time_lines
 from training.restarts.checkpoints import Checkpoints

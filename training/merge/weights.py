@@ -34,7 +34,7 @@ from engine.models.saving import save_tokenizer
 from engine.models.weight_files import headers, stored_name, weight_files, weights_folder
 from engine.safetensors_files import file_order
 from engine.whole_files import PARTIAL, sync_tree
-from training.program.cards import add_merge_card
+from training.reporting.model_card import add_merge_card
 from training.restarts.export import write_weights
 
 SFT, TRAINED = "--sft_model_name_or_path", "--trained_model_name_or_path"

@@ -18,8 +18,9 @@ from torch.profiler import ProfilerActivity
 
 from engine import distributed
 from engine.zero.accelerator import on_gpu
-from training.program.output_folder import PROFILE
 from training.program.unwritten import going_on
+
+PROFILE = "profile"  # the folder in the output folder
 
 
 class Profiler:

@@ -10,7 +10,6 @@ from engine import distributed
 from engine.errors import SharedError, UserError
 from training.data.handover import Found, KnownRows, handed_over
 from training.program.agreement import agreed, checked
-from training.program.hosts import on_several_hosts
 
 
 @pytest.fixture
@@ -31,22 +30,6 @@ def launched(monkeypatch) -> Callable:
 
 def missing():
     raise UserError("there is no folder X")
-
-
-@pytest.mark.parametrize(
-    "environment, several",
-    [
-        ({}, False),
-        ({"RANK": "3", "WORLD_SIZE": "8"}, False),
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_SIZE": "8"}, False),
-        ({"RANK": "3", "WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, True),  # deepspeed's, and what srun's tasks are given
-        ({"RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, True),  # torchrun's
-        ({"WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, False),  # a dry run's
-    ],
-)
-def test_a_process_knows_whether_there_are_other_hosts(environment, several, launched):
-    launched(**environment)
-    assert on_several_hosts() == several
 
 
 @pytest.mark.parametrize(
