@@ -1,4 +1,5 @@
-"""The least that a step of PPO can cost: its floating-point operations, at rates measured on this machine.
+"""The least that a step of PPO can cost: its floating-point operations, at rates measured on this machine; and how
+seconds and bytes are measured.
 
 work = Work(actor=Shape.of(model), critic=Shape.of(model), rows=32, prompt=32, response=64)
 rates = Rates(work, rows_per_rank=16, tokens=16 * 96, dtype=torch.float32)
@@ -6,9 +7,12 @@ rates.measure()
 seconds = floor(work, rates, ranks=2)["step"]
 """
 
+import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -16,7 +20,7 @@ from torch import nn
 from transformers import AutoModel, PretrainedConfig
 
 from engine import distributed
-from scripts.benchmark_clock import now
+from engine.zero.accelerator import on_gpu
 
 SECONDS, TRIALS = 0.05, 5  # of one trial of a rate, and how many there are each time it is measured
 COPIED = 1 << 28  # bytes copied at a time, more than any cache holds
@@ -208,3 +212,40 @@ def floor(work: Work, rates: Rates, ranks: int) -> dict[str, float]:
     }
     seconds = {phase: each / ranks for phase, each in seconds.items()}
     return seconds | {"step": sum(seconds.values())}
+
+
+def now() -> float:
+    """Seconds of wall-clock time, with the device's queue emptied."""
+    if on_gpu():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(call: Callable) -> tuple[float, object]:
+    """Seconds that a call takes from when all ranks are there to when the last has done it, and its result."""
+    distributed.barrier()
+    started = now()
+    result = call()
+    return slowest(now() - started), result
+
+
+def slowest(value: float) -> float:
+    """The largest value of all ranks."""
+    return distributed.all_reduce_max(torch.tensor(value, dtype=torch.float64, device=distributed.device())).item()
+
+
+def reset_peak_memory() -> None:
+    """Begin to look for the most memory anew."""
+    if on_gpu():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        with contextlib.suppress(OSError):  # some containers forbid it: the peak is then that since the process began
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5)
+
+
+def peak_memory() -> int:
+    """The most bytes held since: of the GPU if there is one, else of the process."""
+    if on_gpu():
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

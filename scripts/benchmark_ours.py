@@ -13,8 +13,7 @@ from engine.experience import PromptBatch
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
-from scripts.benchmark_clock import timed
-from scripts.benchmark_floor import Shape, Work
+from scripts.benchmark_floor import Shape, Work, timed
 from scripts.benchmark_report import PHASES
 from training.ppo_trainer import PPOConfig, PPOTrainer
 

@@ -17,7 +17,15 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds the project
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
+
+from transformers.utils import logging
+
+from engine.zero.communication import init
+from scripts.harness.bad_world import BadWorld
+from scripts.harness.mistakes import Case, cases
+from scripts.harness.programs import Result, Tiny, launch_words, run_caught, snapshot, start_words
 
 SECONDS = 60.0  # for one case in the process that is kept
 
@@ -30,13 +38,6 @@ def main() -> int:
     parser.add_argument("--started", type=int, default=3, help="of them in a process of their own (default: 3)")
     parser.add_argument("--launched", type=int, default=2, help="of them by DeepSpeed's launcher (default: 2)")
     options = parser.parse_args()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
-    from transformers.utils import logging
-
-    from tests.e2e.bad_input import cases
-    from tests.e2e.bad_world import BadWorld
-    from tests.e2e.programs import Tiny, snapshot
-
     logging.disable_progress_bar()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -69,10 +70,8 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def try_case(case, output_dir: Path, way: str, worker: "Worker") -> str | None:
+def try_case(case: Case, output_dir: Path, way: str, worker: "Worker") -> str | None:
     """Run the case; returns what is wrong with how it ended, or None."""
-    from tests.e2e.programs import launch_words, start_words
-
     words = case.words(output_dir)
     try:
         result = {"launched": launch_words, "started": start_words}.get(way, worker.run)(case.step, words)
@@ -110,7 +109,7 @@ class Worker:
             self.process.join(10)
             self.process.kill()
 
-    def run(self, step: int, words: list[str]):
+    def run(self, step: int, words: list[str]) -> Result:
         """The Result of the program with these words; raises TimeoutError."""
         if self.process is None:
             self.pipe, other = self.context.Pipe()
@@ -131,9 +130,6 @@ class Worker:
 
 def _serve(pipe) -> None:
     """Run what comes through the pipe, with stdout and stderr caught, whoever writes to them."""
-    from engine.zero.communication import init
-    from tests.e2e.programs import run_caught
-
     init()
     pipe.send("ready")
     while True:

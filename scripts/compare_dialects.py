@@ -25,11 +25,10 @@ import torch
 
 from engine.algorithms import DIALECTS
 from engine.errors import UserError
-from scripts.comparison import page, processes
+from scripts.comparison import page
 from scripts.comparison.entries import TRL, Entry, program
-from scripts.comparison.results import FILE, Compared, Results
-from scripts.comparison.runs import Run, complete
-from scripts.comparison.search import SEED, searched
+from scripts.comparison.results import FILE, SEED, Compared, Results, searched
+from scripts.comparison.runs import Run, complete, ended_with_us
 from scripts.comparison.tasks import ROOT, TASKS, Task
 
 
@@ -151,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         entries, tasks, results = chosen_entries(options.entries), chosen_tasks(options), Results(options.output / FILE)
         options.output.mkdir(parents=True, exist_ok=True)
-        with processes.ended_with_us():
+        with ended_with_us():
             wrong = compare(options, tasks, entries, results)
         shown = list((TASKS | {task.name: task for task in tasks}).values())  # also what an earlier command compared
         made = page.make(results, shown, options.output)

@@ -17,7 +17,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds the project
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
+
+from transformers.utils import logging
+
+from engine.zero.communication import init
+from scripts.harness import adapter_damages, model_damages
+from scripts.harness.models import make_adapter, make_causal_lm, make_scorer
+from scripts.harness.programs import Result, Tiny, command_line, launch_words, run_caught
+from training.program.startup import quiet_libraries
 
 WIDTH = 150  # of a message in the table
 GOES_ON = {"actor_lora_dim": 4, "critic_lora_dim": 4, "only_optimize_lora": True}
@@ -29,15 +38,6 @@ def main() -> int:
     parser.add_argument("--only", default="", help="kinds of damages whose name has this text (default: all)")
     parser.add_argument("--run", type=int, default=0, help="so many of them by DeepSpeed's launcher (default: 0)")
     options = parser.parse_args()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
-    from transformers.utils import logging
-
-    from engine.zero.communication import init
-    from tests.e2e.programs import Tiny, launch_words, run_caught
-    from tests.engine.models import model_damages
-    from tests.engine.models.adapter_damages import ADAPTERS, OF_SCORERS
-    from training.program.startup import quiet_libraries
-
     quiet_libraries()
     logging.disable_progress_bar()
     init()
@@ -47,13 +47,14 @@ def main() -> int:
         os.environ["XDG_CACHE_HOME"] = str(root / "cache")
         tiny = Tiny(root / "tiny")
         whole, adapters = sound_models(root / "sound"), sound_adapters(root / "sound_adapters")
+        of_adapters = adapter_damages.ADAPTERS | adapter_damages.OF_SCORERS
         kinds = [
             ("weights", model_damages.WEIGHTS, whole, {}),
             ("safetensors headers", model_damages.HEADERS, whole, {}),
             ("configuration, tokenizer", model_damages.CONFIGURATIONS, whole, {}),
             ("code", model_damages.CODE, whole, {}),
-            ("adapters that are merged", ADAPTERS | OF_SCORERS, adapters, {}),
-            ("adapters that training goes on with", ADAPTERS | OF_SCORERS, adapters, GOES_ON),
+            ("adapters that are merged", of_adapters, adapters, {}),
+            ("adapters that training goes on with", of_adapters, adapters, GOES_ON),
         ]
         for kind, damages, sound, flags in kinds:
             if options.only not in kind:
@@ -74,8 +75,6 @@ def main() -> int:
 
 def sound_models(root: Path) -> dict[str, Path]:
     """An SFT model and a reward model, by role."""
-    from tests.tiny_models import make_causal_lm, make_scorer
-
     return {
         "actor": Path(make_causal_lm(root / "actor")),
         "critic": Path(make_scorer(root / "critic", offset=0.3)),
@@ -85,30 +84,22 @@ def sound_models(root: Path) -> dict[str, Path]:
 def sound_adapters(root: Path) -> dict[str, Path]:
     """An adapter of an SFT model and one of a reward model, by role; beside them base/, which their configurations name
     from where they stand."""
-    from tests.engine.models.adapter_damages import edit_json
-    from tests.tiny_adapters import make_adapter
-    from tests.tiny_models import make_causal_lm
-
     base, found = make_causal_lm(root / "base_of_both"), {}
     for role in ("actor", "critic"):
         found[role] = Path(make_adapter(root / role, base, scorer=role == "critic"))
-        edit_json(found[role] / "adapter_config.json", base_model_name_or_path="../base_of_both")
+        adapter_damages.edit_json(found[role] / "adapter_config.json", base_model_name_or_path="../base_of_both")
     return found
 
 
 def roles(damage: str) -> tuple[str, ...]:
     """The roles whose models have what is damaged."""
-    from tests.engine.models import adapter_damages, model_damages
-
     if damage in model_damages.OF_ACTORS:
         return ("actor",)
     return ("critic",) if damage in adapter_damages.OF_SCORERS else ("actor", "critic")
 
 
-def try_damage(damage, role: str, root: Path, sound: dict[str, Path], tiny, run, flags: dict):
+def try_damage(damage, role: str, root: Path, sound: dict[str, Path], tiny: Tiny, run, flags: dict) -> Result:
     """The Result of a run of step 3, with further flags, whose model of this role is damaged."""
-    from tests.e2e.programs import command_line
-
     damaged, other = root / "damaged" / "model", sound["critic" if role == "actor" else "actor"]
     shutil.rmtree(root / "damaged", ignore_errors=True)
     shutil.copytree(sound[role], damaged)
@@ -121,14 +112,14 @@ def try_damage(damage, role: str, root: Path, sound: dict[str, Path], tiny, run,
     return run(3, command_line(run_flags))
 
 
-def is_one_message(result) -> bool:
+def is_one_message(result: Result) -> bool:
     """Whether it ended as a user's mistake does. A launcher writes lines of its own and gives its own exit code."""
     lines = [line for line in result.stderr.splitlines() if line.startswith(("error: ", "stopped: "))]
     trace = "Traceback" in result.stdout + result.stderr
     return result.code != 0 and len(lines) == 1 and lines[0].startswith("error: ") and not trace
 
 
-def shown(result, root: Path) -> str:
+def shown(result: Result, root: Path) -> str:
     """The message as the table has it."""
     lines = [line for line in result.stderr.splitlines() if line.startswith(("error: ", "stopped: "))]
     text = lines[0] if lines else (result.stderr.strip().splitlines() or ["no message"])[-1]

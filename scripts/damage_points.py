@@ -1,4 +1,4 @@
-"""Damages restart points in every way of tests/e2e/damages.py, and shows what --resume makes of each.
+"""Damages restart points in every way of scripts/harness/point_damages.py, and shows what --resume makes of each.
 
     python scripts/damage_points.py                     # of a small run on two ranks, which is made first
     python scripts/damage_points.py --output_dir out    # on copies of the two newest points of a run
@@ -16,7 +16,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds the project
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
+
+from scripts.harness.point_damages import DAMAGES, tried
+from scripts.harness.programs import Tiny, launch
+from training.restarts.layout import point_folder, points_in, step_of
 
 WHOLE_PROGRAM = ("flipped bit: actor/rank_00000.safetensors, at 60%", "missing: trainer_state.json", "manifest: null")
 
@@ -26,11 +31,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", type=Path, help="of a run with two restart points (default: made here)")
     options = parser.parse_args()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
-
-    from tests.e2e.damages import DAMAGES, tried
-    from tests.e2e.programs import Tiny
-    from training.restarts.layout import point_folder, points_in, step_of
 
     failed = []
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def flags(tiny, output_dir: Path) -> dict:
+def flags(tiny: Tiny, output_dir: Path) -> dict:
     """Of a run of four steps on two ranks at stage 3."""
     return tiny.flags(
         3,
@@ -74,19 +74,15 @@ def flags(tiny, output_dir: Path) -> dict:
     )
 
 
-def small_run(tiny, output_dir: Path) -> Path:
+def small_run(tiny: Tiny, output_dir: Path) -> Path:
     """A run with two restart points."""
-    from tests.e2e.programs import launch
-
     result = launch(3, flags(tiny, output_dir))
     assert result.code == 0, result.stdout + result.stderr
     return output_dir
 
 
-def by_the_program(tiny, output_dir: Path, points: list[Path]) -> str | None:
+def by_the_program(tiny: Tiny, output_dir: Path, points: list[Path]) -> str | None:
     """What is wrong with how the program goes on from a damaged point, by its name and by its run's folder."""
-    from tests.e2e.programs import launch
-
     newest, older = points
     result = launch(3, {**flags(tiny, output_dir), "resume": newest})
     message = result.stderr.replace("\n", " ")

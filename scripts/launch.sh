@@ -1,4 +1,4 @@
-# What the launchers share, one for each model size, and are told from outside. They source it.
+# What the launchers share, one for each model size: flags, and what they are told from outside. They source it.
 #
 #   HARDWARE=1xv100-32g how many GPUs of which kind, as the launcher's first lines list them; by default the first there
 #   HOSTFILE=hosts      lines `name slots=8`, one for each node; without it, this machine alone
@@ -6,7 +6,7 @@
 #   NUM_GPUS            how many GPUs of each node; by default as HARDWARE has them, 8 where there are more
 #   MASTER_ADDR, MASTER_PORT where the nodes meet, if not at the first one's first address and at 29500
 #   DTYPE=fp16          by default fp16 on V100, and bf16, which A100 and newer have, on others
-#   OUT=out/opt-1.3b    where the three steps write, and step 3 finds what steps 1 and 2 made
+#   OUT=out/opt-1.3b    where the three steps write, and step 3 finds what steps 1 and 2 made; by default by the size
 #   DATA=...            data sets, separated by spaces; by default DeepSpeed-Chat's, from the Hub
 #   LAUNCHER=srun       this process is a rank that srun has started; slurm.sh says so, and sbatch how many there are
 #
@@ -17,6 +17,8 @@ if ! command -v deepspeed >/dev/null && [ -x "$root/.venv/bin/deepspeed" ]; then
     export PATH="$root/.venv/bin:$PATH"
 fi
 read -ra data <<< "${DATA:-Dahoas/rm-static}"
+name="${0##*/}" name="${name%.sh}"
+out="${OUT:-out/${name//_/-}}"
 
 fail() {
     echo "error: $1" >&2
@@ -39,11 +41,15 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     fail "this is what the launchers share: start one of them (scripts/opt_1.3b.sh, scripts/llama2_7b.sh, ...)"
 fi
 
-# What differs between kinds of hardware, for each step; and adapters in steps 1 and 2, of the actor, and of both.
-sft=() reward=() ppo=()
+# The adapters that launchers speak of: those of steps 1 and 2; of the actor; of actor and critic.
 lora=(--lora_dim 64 --only_optimize_lora)
 actor_lora=(--actor_lora_dim 64 --only_optimize_lora)
 both_lora=(--critic_lora_dim 64 "${actor_lora[@]}")
+
+# models SFT REWARD: what steps 1 and 2 start from.
+models() {
+    sft_model="$1" reward_model="$2"
+}
 
 # hardware NAMES...: what HARDWARE may be; without it, the first. Settles NUM_NODES, NUM_GPUS and DTYPE.
 hardware() {
@@ -101,6 +107,23 @@ launch() {
     [ "${taken:-1}" -eq 1 ] || command -v pdsh >/dev/null ||
         fail "there is no pdsh here, by which deepspeed reaches other nodes (Debian, Ubuntu: apt install pdsh). Or start by torchrun or SLURM (docs/many_nodes.md)."
     exec "${command[@]}" --log_level critical "$program" "$@"  # or it repeats the whole command after a message
+}
+
+# start FLAGS...: the step, with what all sizes have, then the launcher's own flags for it (sft, reward, ppo), then FLAGS.
+start() {
+    local common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "$DTYPE" --seed 1234 --save_steps 50 --keep_checkpoints 2)
+    case "$step" in
+    1) launch step1_sft.py "${common[@]}" --output_dir "$out/sft" --model_name_or_path "$sft_model" \
+        --max_seq_len 512 --num_train_epochs 4 --learning_rate 9.65e-6 --lr_scheduler_type cosine \
+        --gradient_checkpointing "${sft[@]}" "$@" ;;
+    2) launch step2_reward.py "${common[@]}" --output_dir "$out/reward" --model_name_or_path "$reward_model" \
+        --sft_model_name_or_path "$out/sft" --max_seq_len 512 --num_train_epochs 1 --weight_decay 0.1 \
+        "${reward[@]}" "$@" ;;
+    3) launch step3_rlhf.py "${common[@]}" --output_dir "$out/ppo" \
+        --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \
+        --max_prompt_seq_len 256 --max_answer_seq_len 256 --actor_learning_rate 9.65e-6 --critic_learning_rate 5e-6 \
+        --actor_gradient_checkpointing --eval_steps 50 "${ppo[@]}" "$@" ;;
+    esac
 }
 
 step="${1:-}"

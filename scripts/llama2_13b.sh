@@ -7,54 +7,39 @@
 #   8xa100-40g   adapters                             38 GB (train), 3 GB
 #   8xv100-32g   adapters                             31 GB (experience), 3 GB
 #
-#   scripts/llama2_13b.sh 1        supervised fine-tuning
-#   scripts/llama2_13b.sh 2        reward model
-#   scripts/llama2_13b.sh 3        PPO, from what 1 and 2 wrote
-#   HARDWARE=16xa100-40g scripts/llama2_13b.sh 3 --dry_run     another row; any flag overrides; --dry_run only looks
+#   scripts/llama2_13b.sh 1      supervised fine-tuning; then 2, the reward model; then 3, PPO
+#   HARDWARE=16xa100-40g scripts/llama2_13b.sh 3 --dry_run      another row; --dry_run only looks
 #
-# Settings from outside (hardware, hosts, data, folders): launch.sh.
+# Any flag of the step overrides. Settings from outside (hardware, hosts, data, folders), shared flags: launch.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 hardware 8xa100-80g 16xa100-40g 8xa100-40g 8xv100-32g
-out="${OUT:-out/llama2-13b}"
-common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "$DTYPE" --seed 1234 --save_steps 50 --keep_checkpoints 2)
+models meta-llama/Llama-2-13b-hf meta-llama/Llama-2-7b-hf
+sft=(--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 1 --zero_stage 3)
+reward=(--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 1
+    --learning_rate 9.65e-6 --zero_stage 3 --gradient_checkpointing)
+ppo=(--per_device_generation_batch_size 8 --generation_batches 2 --per_device_training_batch_size 4
+    --actor_zero_stage 3 --critic_zero_stage 3 --critic_gradient_checkpointing)
 
-case "$HARDWARE" in  # what differs from the flags below
+case "$HARDWARE" in  # what differs there
 8xa100-80g)
-    ppo=(--offload_reference_model --offload_reward_model)
+    ppo+=(--offload_reference_model --offload_reward_model)
     ;;
 16xa100-40g)
-    sft=(--offload)
-    reward=(--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 1 --offload)
-    ppo=(--generation_batches 1 --offload --offload_reference_model --offload_reward_model)
+    sft+=(--offload)
+    reward+=(--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 1 --offload)
+    ppo+=(--generation_batches 1 --offload --offload_reference_model --offload_reward_model)
     ;;
 8xa100-40g)
-    sft=("${lora[@]}")
-    reward=("${lora[@]}")
-    ppo=("${both_lora[@]}")
+    sft+=("${lora[@]}")
+    reward+=("${lora[@]}")
+    ppo+=("${both_lora[@]}")
     ;;
 8xv100-32g)
-    sft=(--per_device_train_batch_size 2 --per_device_eval_batch_size 2 --gradient_accumulation_steps 2 "${lora[@]}")
-    reward=(--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 2
+    sft+=(--per_device_train_batch_size 2 --per_device_eval_batch_size 2 --gradient_accumulation_steps 2 "${lora[@]}")
+    reward+=(--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 2
         "${lora[@]}")
-    ppo=("${both_lora[@]}")
+    ppo+=("${both_lora[@]}")
     ;;
 esac
 
-case "$step" in
-1) launch step1_sft.py "${common[@]}" --output_dir "$out/sft" \
-    --model_name_or_path meta-llama/Llama-2-13b-hf --max_seq_len 512 --num_train_epochs 4 \
-    --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 1 \
-    --learning_rate 9.65e-6 --lr_scheduler_type cosine --zero_stage 3 --gradient_checkpointing "${sft[@]}" "$@" ;;
-2) launch step2_reward.py "${common[@]}" --output_dir "$out/reward" \
-    --model_name_or_path meta-llama/Llama-2-7b-hf --sft_model_name_or_path "$out/sft" \
-    --max_seq_len 512 --num_train_epochs 1 \
-    --per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 1 \
-    --learning_rate 9.65e-6 --weight_decay 0.1 --zero_stage 3 --gradient_checkpointing "${reward[@]}" "$@" ;;
-3) launch step3_rlhf.py "${common[@]}" --output_dir "$out/ppo" \
-    --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \
-    --max_prompt_seq_len 256 --max_answer_seq_len 256 \
-    --per_device_generation_batch_size 8 --generation_batches 2 --per_device_training_batch_size 4 \
-    --actor_learning_rate 9.65e-6 --critic_learning_rate 5e-6 \
-    --actor_zero_stage 3 --critic_zero_stage 3 --actor_gradient_checkpointing --critic_gradient_checkpointing \
-    --eval_steps 50 "${ppo[@]}" "$@" ;;
-esac
+start "$@"

@@ -6,40 +6,25 @@
 #   8xa100-40g   all weights                          16 GB (train), 21 GB
 #   1xa100-80g   all weights                          47 GB (train), 3 GB
 #
-#   scripts/opt_1.3b.sh 1        supervised fine-tuning
-#   scripts/opt_1.3b.sh 2        reward model
-#   scripts/opt_1.3b.sh 3        PPO, from what 1 and 2 wrote
-#   HARDWARE=8xa100-40g scripts/opt_1.3b.sh 3 --dry_run     another row; any flag overrides; --dry_run only looks
+#   scripts/opt_1.3b.sh 1      supervised fine-tuning; then 2, the reward model; then 3, PPO
+#   HARDWARE=8xa100-40g scripts/opt_1.3b.sh 3 --dry_run      another row; --dry_run only looks
 #
-# Settings from outside (hardware, hosts, data, folders): launch.sh.
+# Any flag of the step overrides. Settings from outside (hardware, hosts, data, folders), shared flags: launch.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 hardware 8xv100-32g 8xa100-40g 1xa100-80g
-out="${OUT:-out/opt-1.3b}"
-common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "$DTYPE" --seed 1234 --save_steps 50 --keep_checkpoints 2)
+models facebook/opt-1.3b facebook/opt-350m
+sft=(--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 2 --zero_stage 2)
+reward=(--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 1
+    --learning_rate 5e-5 --zero_stage 0)
+ppo=(--per_device_generation_batch_size 16 --generation_batches 1 --per_device_training_batch_size 8
+    --actor_zero_stage 2 --critic_zero_stage 2 --enable_ema)
 
-case "$HARDWARE" in  # what differs from the flags below
+case "$HARDWARE" in  # what differs there
 1xa100-80g)
-    sft=(--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 16)
-    reward=(--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 8)
-    ppo=(--generation_batches 8)
+    sft+=(--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 16)
+    reward+=(--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 8)
+    ppo+=(--generation_batches 8)
     ;;
 esac
 
-case "$step" in
-1) launch step1_sft.py "${common[@]}" --output_dir "$out/sft" \
-    --model_name_or_path facebook/opt-1.3b --max_seq_len 512 --num_train_epochs 4 \
-    --per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 2 \
-    --learning_rate 9.65e-6 --lr_scheduler_type cosine --zero_stage 2 --gradient_checkpointing "${sft[@]}" "$@" ;;
-2) launch step2_reward.py "${common[@]}" --output_dir "$out/reward" \
-    --model_name_or_path facebook/opt-350m --sft_model_name_or_path "$out/sft" \
-    --max_seq_len 512 --num_train_epochs 1 \
-    --per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 1 \
-    --learning_rate 5e-5 --weight_decay 0.1 --zero_stage 0 "${reward[@]}" "$@" ;;
-3) launch step3_rlhf.py "${common[@]}" --output_dir "$out/ppo" \
-    --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \
-    --max_prompt_seq_len 256 --max_answer_seq_len 256 \
-    --per_device_generation_batch_size 16 --generation_batches 1 --per_device_training_batch_size 8 \
-    --actor_learning_rate 9.65e-6 --critic_learning_rate 5e-6 \
-    --actor_zero_stage 2 --critic_zero_stage 2 --actor_gradient_checkpointing --enable_ema \
-    --eval_steps 50 "${ppo[@]}" "$@" ;;
-esac
+start "$@"

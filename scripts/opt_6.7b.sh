@@ -7,50 +7,35 @@
 #   1xa100-80g   adapters                             28 GB (train), 14 GB
 #   1xv100-32g   adapters, states on the host         21 GB (train), 16 GB
 #
-#   scripts/opt_6.7b.sh 1        supervised fine-tuning
-#   scripts/opt_6.7b.sh 2        reward model
-#   scripts/opt_6.7b.sh 3        PPO, from what 1 and 2 wrote
-#   HARDWARE=8xa100-80g scripts/opt_6.7b.sh 3 --dry_run     another row; any flag overrides; --dry_run only looks
+#   scripts/opt_6.7b.sh 1      supervised fine-tuning; then 2, the reward model; then 3, PPO
+#   HARDWARE=8xa100-80g scripts/opt_6.7b.sh 3 --dry_run      another row; --dry_run only looks
 #
-# Settings from outside (hardware, hosts, data, folders): launch.sh.
+# Any flag of the step overrides. Settings from outside (hardware, hosts, data, folders), shared flags: launch.sh.
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 hardware 8xv100-32g 8xa100-80g 1xa100-80g 1xv100-32g
-out="${OUT:-out/opt-6.7b}"
-common=(--data_path "${data[@]}" --data_split 2,4,4 --dtype "$DTYPE" --seed 1234 --save_steps 50 --keep_checkpoints 2)
+models facebook/opt-6.7b facebook/opt-350m
+sft=(--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 4 --zero_stage 3)
+reward=(--per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 1
+    --learning_rate 5e-5 --zero_stage 0)
+ppo=(--per_device_generation_batch_size 8 --generation_batches 2 --per_device_training_batch_size 4
+    --actor_zero_stage 3 --critic_zero_stage 2 --offload_reference_model)
 
-case "$HARDWARE" in  # what differs from the flags below
+case "$HARDWARE" in  # what differs there
 8xv100-32g)
-    ppo=(--offload)
+    ppo+=(--offload)
     ;;
 1xa100-80g)
-    sft=(--gradient_accumulation_steps 16 --zero_stage 0 "${lora[@]}")
-    reward=(--gradient_accumulation_steps 8)
-    ppo=(--generation_batches 8 --actor_zero_stage 0 --critic_zero_stage 0 --offload_reference_model false
+    sft+=(--gradient_accumulation_steps 16 --zero_stage 0 "${lora[@]}")
+    reward+=(--gradient_accumulation_steps 8)
+    ppo+=(--generation_batches 8 --actor_zero_stage 0 --critic_zero_stage 0 --offload_reference_model false
         "${actor_lora[@]}")
     ;;
 1xv100-32g)
-    sft=(--gradient_accumulation_steps 16 --zero_stage 0 "${lora[@]}")
-    reward=(--gradient_accumulation_steps 8)
-    ppo=(--generation_batches 8 --per_device_training_batch_size 2 --actor_zero_stage 2 --offload
+    sft+=(--gradient_accumulation_steps 16 --zero_stage 0 "${lora[@]}")
+    reward+=(--gradient_accumulation_steps 8)
+    ppo+=(--generation_batches 8 --per_device_training_batch_size 2 --actor_zero_stage 2 --offload
         --offload_reference_model false "${actor_lora[@]}")
     ;;
 esac
 
-case "$step" in
-1) launch step1_sft.py "${common[@]}" --output_dir "$out/sft" \
-    --model_name_or_path facebook/opt-6.7b --max_seq_len 512 --num_train_epochs 4 \
-    --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 4 \
-    --learning_rate 9.65e-6 --lr_scheduler_type cosine --zero_stage 3 --gradient_checkpointing "${sft[@]}" "$@" ;;
-2) launch step2_reward.py "${common[@]}" --output_dir "$out/reward" \
-    --model_name_or_path facebook/opt-350m --sft_model_name_or_path "$out/sft" \
-    --max_seq_len 512 --num_train_epochs 1 \
-    --per_device_train_batch_size 8 --per_device_eval_batch_size 8 --gradient_accumulation_steps 1 \
-    --learning_rate 5e-5 --weight_decay 0.1 --zero_stage 0 "${reward[@]}" "$@" ;;
-3) launch step3_rlhf.py "${common[@]}" --output_dir "$out/ppo" \
-    --actor_model_name_or_path "$out/sft" --critic_model_name_or_path "$out/reward" \
-    --max_prompt_seq_len 256 --max_answer_seq_len 256 \
-    --per_device_generation_batch_size 8 --generation_batches 2 --per_device_training_batch_size 4 \
-    --actor_learning_rate 9.65e-6 --critic_learning_rate 5e-6 \
-    --actor_zero_stage 3 --critic_zero_stage 2 --actor_gradient_checkpointing --offload_reference_model \
-    --eval_steps 50 "${ppo[@]}" "$@" ;;
-esac
+start "$@"

@@ -16,14 +16,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds the project
 
-from tests.e2e.faults import Ended, Fault, FaultyRun, deepspeed, differences, torchrun
-from tests.e2e.programs import Tiny
+from scripts.harness import free_port
+from scripts.harness.faults import Ended, FaultyRun
+from scripts.harness.programs import Tiny, by_deepspeed, by_torchrun, differences
+from scripts.harness.step3_rlhf import Fault
 
-PORT = 29650
 PLACES = {
     "generation": ("generate", 3),
     "experience": ("make_experience", 3),
@@ -37,14 +39,14 @@ HOSTS = ("10.213.7.1", "10.213.7.2")
 class Trial:
     """A folder for all runs, the run that nothing happened to, and the lines of the tables."""
 
-    def __init__(self, folder: Path, port: int):
-        self.folder, self.port, self.failed = folder, port, []
+    def __init__(self, folder: Path):
+        self.folder, self.failed = folder, []
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         self.tiny = Tiny(folder / "tiny")
-        self.whole = self.run("whole", deepspeed(port))
+        self.whole = self.run("whole", by_deepspeed)
         assert self.whole.run().code == 0, (self.whole.folder / "stderr").read_text()
 
-    def run(self, name: str, launcher: list[str]) -> FaultyRun:
+    def run(self, name: str, launcher: Callable[[str, list[str]], list[str]]) -> FaultyRun:
         """A run in a folder of its own."""
         return FaultyRun(self.folder / name.replace(" ", "_"), self.tiny, launcher)
 
@@ -66,11 +68,10 @@ def main() -> int:
     """Run the trials; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("killed", "cut", "asked"), nargs="+", help="some of the trials")
-    parser.add_argument("--port", type=int, default=PORT, help="of the ranks (default: %(default)s)")
     options = parser.parse_args()
     chosen = options.only or ["killed", "cut", "asked"]
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(Path(folder), options.port)
+        trial = Trial(Path(folder))
         if {"killed", "cut"} & set(chosen):
             print("| what happens | to | in | code | all gone after | it said | as it should be |")
             print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
@@ -90,7 +91,7 @@ def killed(trial: Trial) -> None:
         ("SIGSTOP", 1, "generate", 90),
         ("SIGSTOP", 0, "train", 90),
     ):
-        run = trial.run(f"{signal} {rank} {phase}", deepspeed(trial.port))
+        run = trial.run(f"{signal} {rank} {phase}", by_deepspeed)
         shared = shared_memory()
         ended = run.run(Fault(phase, 3, rank, signal))
         wrong = judged(ended, limit, f"rank {rank} ", f"in phase {phase} of step 3")
@@ -121,9 +122,9 @@ def cut(trial: Trial) -> None:
 
 
 def _cut(trial: Trial, names: list[str]) -> None:
-    run = trial.run("cut", [sys.executable])
+    run = trial.run("cut", lambda program, words: [sys.executable, program, *words])
     shared = shared_memory()
-    fault = Fault("train", 3, 1, signal=None)
+    fault, port = Fault("train", 3, 1, signal=None), str(free_port())
     ranks = [
         run.start(
             fault,
@@ -133,7 +134,7 @@ def _cut(trial: Trial, names: list[str]) -> None:
             WORLD_SIZE="2",
             LOCAL_SIZE="1",
             MASTER_ADDR=HOSTS[0],
-            MASTER_PORT=str(trial.port),
+            MASTER_PORT=port,
             GLOO_SOCKET_IFNAME="veth0",
         )
         for rank, name in enumerate(names)
@@ -148,10 +149,7 @@ def _cut(trial: Trial, names: list[str]) -> None:
     wrong = judged(ended, 60, "rank 1 ", "is cut off", "in phase train of step 3")
     codes = f"{ended.code} and {other}"
     trial.row(["link down", "rank 1", "train", codes, seconds(ended), said(ended)], wrong + ["code 0"] * (other == 0))
-    resumed = FaultyRun.__new__(FaultyRun)
-    resumed.folder, resumed.out = run.folder, run.out
-    resumed.command = [*deepspeed(trial.port), *run.command[1:]]
-    trial.failed += trial.gone_on(resumed, shared)
+    trial.failed += trial.gone_on(trial.run("cut", by_deepspeed), shared)
 
 
 def asked(trial: Trial) -> None:
@@ -160,16 +158,16 @@ def asked(trial: Trial) -> None:
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     some = ("training", "last evaluation")
     ways = {
-        "deepspeed": (deepspeed, "SIGTERM", 2, PLACES),
-        "torchrun": (torchrun, "SIGTERM", 1, PLACES),
-        "deepspeed's launcher of the node": (deepspeed, "SIGTERM", 1, some),
-        "rank 0 (USR1) under deepspeed": (deepspeed, "SIGUSR1", 0, some),
-        "rank 0 (USR1) under torchrun": (torchrun, "SIGUSR1", 0, some),
+        "deepspeed": (by_deepspeed, "SIGTERM", 2, PLACES),
+        "torchrun": (by_torchrun, "SIGTERM", 1, PLACES),
+        "deepspeed's launcher of the node": (by_deepspeed, "SIGTERM", 1, some),
+        "rank 0 (USR1) under deepspeed": (by_deepspeed, "SIGUSR1", 0, some),
+        "rank 0 (USR1) under torchrun": (by_torchrun, "SIGUSR1", 0, some),
     }
     for way, (launcher, signal, up, places) in ways.items():
         for place in places:
             phase, step = PLACES[place]
-            run = trial.run(f"{way} {place}", launcher(trial.port))
+            run = trial.run(f"{way} {place}", launcher)
             shared = shared_memory()
             ended = run.run(Fault(phase, step, 0, signal, up))
             points = run.points()

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.e2e.programs import Tiny, command_line  # noqa: E402
+from scripts.harness.programs import Tiny, command_line  # noqa: E402
 
 SIZE = "6m"  # of a file system that is filled on the way; a run of the tiny models writes 2 MB
 REWARD = """

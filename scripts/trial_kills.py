@@ -1,7 +1,7 @@
 """Kills a run on two ranks at ZeRO-3 at random instants, goes on with --resume auto, and compares the ends.
 
-    scripts/trial_kills.sh --kills 20 --seed 0
-    scripts/trial_kills.sh --kills 7 --lora trunk           # one trunk for all four models
+    python scripts/trial_kills.py --kills 20 --seed 0
+    python scripts/trial_kills.py --kills 7 --lora trunk    # one trunk for all four models
 
 Weights, held-out samples and metrics (time and memory aside) have to be to the last bit those of a run that nothing
 happened to. Exit code 1 if any are not.
@@ -13,7 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds the project
+
+from scripts.harness.kills import KillTrial, flags_of_lora, random_instants
+from scripts.harness.programs import Tiny
 
 
 def main() -> int:
@@ -29,11 +32,6 @@ def main() -> int:
         help="whole models, LoRA in actor and critic, or in one trunk for all four (default: none)",
     )
     options = parser.parse_args()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}  # before torch is imported
-
-    from tests.e2e.kills import KillTrial, flags_of_lora, random_instants
-    from tests.e2e.programs import Tiny
-
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # tokenised data

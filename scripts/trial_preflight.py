@@ -4,7 +4,7 @@
     python scripts/trial_preflight.py --only "no ninja"      some
 
 Prints what --preflight printed, and ends with code 0 only if each fault is named with its host, and nothing is found of
-healthy hosts. Needs what scripts/two_hosts/hosts.py needs, and root.
+healthy hosts. Needs what scripts/harness/hosts.py needs, and root.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests/, which is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, it finds the project
 
-from scripts.two_hosts.hosts import TwoHosts
-from scripts.two_hosts.launches import PORT, ROOT
-from tests.e2e.programs import Tiny, command_line
+from scripts.harness.host_launches import PORT, ROOT
+from scripts.harness.hosts import TwoHosts
+from scripts.harness.programs import Tiny, command_line
 
 PROGRAM = ROOT / "training" / "step3_rlhf.py"
 A, B = TwoHosts.names

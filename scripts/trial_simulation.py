@@ -33,10 +33,9 @@ sys.path.insert(0, str(ROOT))
 from engine.memory.blueprint import built
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from scripts.benchmark_models import make_models
+from scripts.harness.host_launches import run_ranks, start_alone, wait
+from scripts.harness.hosts import DEVICE, Link, TwoHosts
 from scripts.simulation.step import ADAM, NO_ARITHMETIC, Decoder, MeasuredRanks, Step
-from scripts.two_hosts.hosts import Link, TwoHosts
-from scripts.two_hosts.link import DEVICE
-from scripts.two_hosts.ranks import run_ranks, start_alone, wait
 
 RANKS_PER_HOST, HOSTS = 2, 2
 WORLD = RANKS_PER_HOST * HOSTS

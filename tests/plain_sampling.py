@@ -6,7 +6,7 @@ tokens, ended = plain_answer(model, [5, 9, 33], index=12, sample=0, how=sampling
 import torch
 
 from engine.rollout.base import SamplingConfig
-from tests.tiny_models import make_tokenizer
+from scripts.harness.models import make_tokenizer
 
 
 def plain_answer(model, prompt: list[int], index: int, sample: int, how: SamplingConfig) -> tuple[list[int], bool]:

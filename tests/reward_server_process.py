@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.ports import free_port
+from scripts.harness import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.ports import free_port
-from tests.tiny_models import EOS, make_causal_lm, make_scorer
+from scripts.harness import free_port
+from scripts.harness.models import EOS, make_causal_lm, make_scorer
 
 ROOT = Path(__file__).parents[1]
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}w60{% endif %}"

@@ -16,9 +16,10 @@ from engine.errors import UserError
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import ROLLOUT_BACKENDS, SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
-from tests import extending, tiny_models
-from tests.e2e.programs import Tiny, command_line, metric_lines
-from tests.tiny_models import EOS, PAD
+from scripts.harness import models as tiny_models
+from scripts.harness.models import EOS, PAD
+from scripts.harness.programs import Tiny, command_line, metric_lines
+from tests import extending
 from training.data.prompts import prompt_batch
 from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags

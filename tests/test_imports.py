@@ -205,6 +205,23 @@ def test_tests_and_scripts_look_into_deepspeed_by_the_tests_of_engine_zero_alone
     assert breaches == {}
 
 
+PRODUCT = ("harness", "benchmark_", "comparison", "compare_dialects", "gpu_checks", "simulation")
+
+
+def test_no_script_imports_a_test_and_no_test_a_script_that_is_only_a_trial():
+    breaches = {}
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
+        names = imported_names(ast.parse(path.read_text(encoding="utf-8")))
+        if path.is_relative_to(ROOT / "scripts"):
+            wrong = [name for name in names if within(name, "tests")]
+        else:
+            scripts = [name.removeprefix("scripts.") for name in names if within(name, "scripts")]
+            wrong = [name for name in scripts if not name.startswith(PRODUCT)]
+        if wrong:
+            breaches[str(path.relative_to(ROOT))] = wrong
+    assert breaches == {}
+
+
 @pytest.mark.parametrize(
     "module, source, breach",
     [

@@ -68,8 +68,7 @@ def check_heads(config: PretrainedConfig, name: str, tensor_parallel: int, on_cp
     if on_cpu and width not in HEADS_ON_CPU:
         raise UserError(
             f"--rollout_backend vllm: {name} has attention heads of {width} numbers; on CPUs vLLM has them of "
-            f"{', '.join(map(str, HEADS_ON_CPU))}. Take --rollout_backend auto, or a GPU; scripts/widen_heads.py "
-            "writes a tiny Llama with wider heads."
+            f"{', '.join(map(str, HEADS_ON_CPU))}. Take --rollout_backend auto, or a GPU."
         )
 
 

@@ -8,24 +8,87 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.errors import UserError
-from scripts.comparison import processes
 from scripts.comparison.entries import TRL, Entry, program, step3_words
 from scripts.comparison.frontier import Point
-from scripts.comparison.tasks import HELD_OUT, Task
+from scripts.comparison.tasks import HELD_OUT, ROOT, Task
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
 from training.restarts.export import export
 from training.restarts.layout import CHECKPOINTS
+
+OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that each process does without: two with one port could not run side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Its exit code, the CPU seconds of it and of what it started, and the seconds of the clock."""
+
+    code: int
+    cpu_seconds: float
+    seconds: float
+
+
+_running: set[subprocess.Popen] = set()
+
+
+@contextlib.contextmanager
+def ended_with_us() -> Iterator[None]:
+    """At TERM, programs that run are killed: a later comparison would meet them in its folders."""
+
+    def end(number: int, _: object) -> None:
+        for process in list(_running):
+            process.kill()
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run_program(command: Sequence[str], log: Path) -> Ended:
+    """Run a command in the repository, where it finds the project's packages; what it prints goes into `log`."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {name: value for name, value in os.environ.items() if name not in OF_LAUNCHERS}
+    began = time.perf_counter()
+    with log.open("w") as printed:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+        )
+        _running.add(process)
+        try:
+            _, status, used = os.wait4(process.pid, 0)
+        finally:
+            _running.discard(process)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return Ended(process.returncode, used.ru_utime + used.ru_stime, time.perf_counter() - began)
+
+
+def reason(log: Path) -> str:
+    """Why a program broke off: the line that says so, or else the last one."""
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("stopped: ")), lines[-1] if lines else "")
+
 
 POLICIES = "policies"
 LINE_SCALES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)
@@ -128,11 +191,11 @@ def train(run: Run) -> None:
     folder.mkdir(parents=True)
     log = folder / "log.txt"
     print(f"{run.task.name}, {run.entry.label}, rate {run.rate:g}, seed {run.seed}: {run.task.steps} steps", flush=True)
-    ended = processes.run_program([*command, "--output_dir", str(folder / "out")], log)
+    ended = run_program([*command, "--output_dir", str(folder / "out")], log)
     if ended.code not in (0, STOPPED) or not (folder / "out").is_dir():
         raise UserError(f"{shlex.join(command)} ended with exit code {ended.code}; {log} has what it printed.")
     whole = ended.code == 0
-    kept = {"command": shlex.join(command), "ended": whole, "why": "" if whole else processes.reason(log)}
+    kept = {"command": shlex.join(command), "ended": whole, "why": "" if whole else reason(log)}
     write_json(folder / "trained.json", kept | {"cpu_seconds": ended.cpu_seconds, "seconds": ended.seconds})
 
 
@@ -160,7 +223,7 @@ def judge(runs: Sequence[Run]) -> None:
         words = ["-m", "scripts.comparison.judge", str(job), *task.words(models), "--output_dir", temporary]
         words += ["--num_eval_prompts", str(HELD_OUT), "--dtype", "fp32"]
         log = runs[0].folder / "judge.log"
-        ended = processes.run_program([sys.executable, *words], log)
+        ended = run_program([sys.executable, *words], log)
         if ended.code:
             raise UserError(f"the judge ended with exit code {ended.code}; {log} has what it printed.")
         measures = json.loads(written.read_text(encoding="utf-8"))

@@ -13,13 +13,69 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from scripts.gpu_checks.catalogue import CHECKS
+from scripts.benchmark_report import markdown
 from scripts.gpu_checks.check import FAIL, NOT_RUN, ROOT, SKIPPED, Check, Outcome, isolated
-from scripts.gpu_checks.table import table
+
+
+def _of(module: str, function: str) -> str:
+    return f"scripts.gpu_checks.{module}:{function}"
+
+
+CHECKS = [
+    Check("machine", _of("machine", "look"), limit=45),
+    Check("graphs", _of("decoding", "against_plain"), ("graphs", "gqa", "gqa", "fp32", "16 bits"), limit=60),
+    Check("graphs 1.3b", _of("decoding", "against_plain"), ("graphs", "opt-1.3b", "opt-350m", "16 bits"), limit=75),
+    Check("steps bf16", _of("steps", "at_all_stages"), ("bf16",), limit=90),
+    Check("benchmark 1.3b", _of("benchmark", "shares"), ("opt-1.3b", "opt-350m"), least=40, limit=120),
+    Check("memory", _of("copies", "planned"), least=30, limit=90),
+    Check("attention", _of("attention", "against_math"), limit=60),
+    Check("auto", _of("copies", "under_limits"), limit=60),
+    Check("between steps", _of("copies", "between_steps"), limit=60),
+    Check("offload", _of("steps", "offloaded"), least=60, limit=120),
+    Check("restart", _of("restarts", "resumed"), limit=60),
+    Check("adapters", _of("steps", "learn"), limit=60),
+    Check("steps fp16", _of("steps", "at_all_stages"), ("fp16",), limit=90),
+    Check("quickstart", _of("quickstart", "learned"), least=60, limit=150),
+    Check("vllm", _of("vllm", "alike"), least=30, limit=150),
+    Check("benchmark 350m", _of("benchmark", "shares"), ("350m", "350m"), least=30, limit=60),
+    Check(
+        "ranks",
+        _of("ranks", "side_by_side"),
+        least=40,
+        limit=180,
+        ranks=2,
+        unseen="NCCL, partitions and their gathers, copies that ranks hold together, time-outs of groups",
+    ),
+    Check("machines", _of("machine", "between_machines"), least=0),
+]
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """A row for each check, and a last line that counts them."""
+    rows = [("check", "result", "s", "figures, and why")]
+    rows += [(found.name, found.status, f"{found.seconds:.0f}", "; ".join(_words(found))) for found in outcomes]
+    counted = Counter(found.status for found in outcomes)
+    return [*markdown(rows), "", ", ".join(f"{number} {status}" for status, number in counted.items())]
+
+
+def _words(found: Outcome) -> list[str]:
+    words = [found.why.replace("|", "/").replace("\n", " ")] if found.why else []
+    words += [f"{name} {_figure(value)}" for name, value in found.figures.items()]
+    if found.left_out:
+        words.append(f"needs CUDA and was left out: {', '.join(found.left_out)}")
+    return words
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
 
 SLOWER = 3.0  # limits are so many times as long in a dry run, where two ranks may share a core
 BUDGET = 520.0  # seconds: nine minutes, less what it takes to begin and to print

@@ -10,10 +10,10 @@ from engine.models.attention import Attention
 from engine.models.classes import LANGUAGE_MODEL
 from engine.models.loading import DTYPES, load_policy
 from engine.models.policy import Policy
+from scripts.gpu_checks.check import Trial
 from scripts.gpu_checks.decoding import GAP, sixteen_bits
 from scripts.gpu_checks.machine import device
 from scripts.gpu_checks.models import prompts, random_models
-from scripts.gpu_checks.trial import Trial
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,

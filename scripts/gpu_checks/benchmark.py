@@ -10,9 +10,9 @@ from engine.memory.data_sheets import DataSheet, data_sheet
 from engine.zero.communication import init
 from scripts.benchmark_step3 import main, parse_arguments
 from scripts.gpu_checks import decoding
-from scripts.gpu_checks.memory import has_much_memory
+from scripts.gpu_checks.check import Skipped, Trial
+from scripts.gpu_checks.copies import has_much_memory
 from scripts.gpu_checks.models import random_models
-from scripts.gpu_checks.trial import Skipped, Trial
 
 MFU, BANDWIDTH = 0.4, 0.5  # aims: of the FLOP/s in training, of the memory bandwidth in decoding
 

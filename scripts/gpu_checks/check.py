@@ -1,4 +1,7 @@
-"""A check, what came of it, and the process in which it runs alone."""
+"""A check, what it is given and fills, what came of it, and the process in which it runs alone.
+
+A check is a name, a time limit and a function of a `Trial`, to which it says what it found.
+"""
 
 import contextlib
 import importlib
@@ -8,14 +11,93 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-from scripts.gpu_checks.peaks import peaks
-from scripts.gpu_checks.trial import SO_FAR, Figure, Skipped, Trial
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 PASS, FAIL, SKIPPED, NOT_RUN = "pass", "FAIL", "skipped", "not run"
+Figure = float | int | str | bool
+SO_FAR = "so_far.json"
+
+
+class Skipped(Exception):
+    """A check that this machine cannot make, and why; no failure."""
+
+
+@dataclass
+class Trial:
+    """What a check is given, and what it fills.
+
+    dry: there is no GPU, and models are tiny: the check goes through its logic and tells what it leaves out.
+    folder: its own. models: a folder of models with random weights, which all checks share.
+    figures: what it measured, by name. left_out: what needs CUDA and was not done. failures: what is wrong, in words.
+    """
+
+    dry: bool
+    folder: Path
+    models: Path
+    figures: dict[str, Figure] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def expect(self, condition: bool, otherwise: str) -> None:
+        """Note a failure unless the condition holds; the check goes on."""
+        if not condition:
+            self.failures.append(otherwise)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What is raised within is a failure of this part alone; the check goes on behind it.
+
+        What was found so far is written to the folder's SO_FAR, for a check that does not live to tell.
+        """
+        try:
+            yield
+        except Skipped:
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            self.failures.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        finally:
+            so_far = {"figures": self.figures, "left_out": self.left_out, "failures": self.failures}
+            (self.folder / SO_FAR).write_text(json.dumps(so_far))
+
+    def needs_gpu(self, what: str) -> bool:
+        """Whether there is a GPU to do `what` with; where there is none, that is told."""
+        if self.dry:
+            self.left_out.append(what)
+        return not self.dry
+
+
+@contextlib.contextmanager
+def peaks(trial: Trial) -> Iterator[None]:
+    """Note the most bytes that tensors held, and that torch reserved for them, whoever begins torch's counts anew."""
+    if trial.dry:
+        yield
+        return
+    import torch  # takes seconds
+
+    allocated = reserved = 0
+
+    def look() -> None:
+        nonlocal allocated, reserved
+        allocated = max(allocated, torch.cuda.max_memory_allocated())
+        reserved = max(reserved, torch.cuda.max_memory_reserved())
+
+    begin_anew = torch.cuda.reset_peak_memory_stats
+
+    def looked_at_first(*args) -> None:
+        look()
+        begin_anew(*args)
+
+    with mock.patch("torch.cuda.reset_peak_memory_stats", looked_at_first):
+        yield
+    look()
+    if reserved:
+        trial.figures["most GB, allocated / reserved"] = f"{allocated / 1e9:.2f} / {reserved / 1e9:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +216,6 @@ def main(job: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    from scripts.gpu_checks import check  # the module that checks import, too, so that their exceptions are known here
+
+    check.main(json.loads(sys.argv[1]))

@@ -1,7 +1,9 @@
 """Whole copies of partitioned models: what `--rollout_backend auto` chooses under real limits, and their memory between
-steps."""
+steps; and whether a run's phases take the memory that is planned for them.
+"""
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
@@ -10,11 +12,11 @@ from engine.experience import Rollout
 from engine.rollout import build_rollouts
 from engine.zero.accelerator import free_memory
 from engine.zero.gathering import full_numel
-from scripts.gpu_checks.decoding import told
+from scripts.gpu_checks.check import Skipped, Trial
+from scripts.gpu_checks.decoding import sixteen_bits, told
 from scripts.gpu_checks.machine import device
-from scripts.gpu_checks.models import new_trainer, prompts, rows
+from scripts.gpu_checks.models import metrics_of, new_trainer, program, prompts, random_models, rows, write_prompts
 from scripts.gpu_checks.steps import give_back
-from scripts.gpu_checks.trial import Trial
 from training.ppo_trainer import PPOTrainer
 
 # Free memory, in sizes of all four models together, and what auto makes of it (engine/memory/copies.py). A model takes
@@ -23,6 +25,8 @@ from training.ppo_trainer import PPOTrainer
 # four if they are given back. With 1.9 there is no room even for the actor's 1.75.
 LEVELS = {"own": 15.0, "shared": 7.0, "shared, given back": 3.5, "partitions": 1.9}
 TOKENS = 64
+WITHIN = 0.1
+LARGE = 60e9  # bytes of a GPU that an actor of 1.3 billion numbers trains on, with a critic of 350 million
 
 
 def under_limits(trial: Trial) -> None:
@@ -133,3 +137,50 @@ def between_steps(trial: Trial) -> None:
 def allocated() -> int:
     """Bytes that tensors hold on the GPU; 0 on a CPU."""
     return torch.cuda.memory_allocated() if device().type == "cuda" else 0
+
+
+def planned(trial: Trial) -> None:
+    """One step of step 3: its own line of planned and measured bytes is right within a tenth."""
+    counts = trial.needs_gpu("peaks of phases (a CPU's are not counted)")
+    sizes = ("opt-1.3b", "opt-350m") if trial.dry or has_much_memory() else ("350m", "350m")
+    actor, critic = random_models(trial, *sizes)
+    rows, length = (4, 16) if trial.dry else (16, 256)
+    trial.figures["models"] = "tiny OPTs" if trial.dry else " and ".join(sizes)
+    printed = program(
+        3,
+        actor_model_name_or_path=actor,
+        critic_model_name_or_path=critic,
+        data_path=write_prompts(trial.folder / "prompts.jsonl", 4 * rows, length, vocabulary=500),
+        data_output_path=trial.folder / "cache",
+        output_dir=trial.folder / "out",
+        max_prompt_seq_len=length,
+        max_answer_seq_len=length,
+        per_device_generation_batch_size=rows,
+        per_device_training_batch_size=rows // 2,
+        num_eval_prompts=0,
+        max_steps=1,
+        ppo_epochs=1,
+        dtype=sixteen_bits(trial),
+        print_answers_interval=0,
+    )
+    metrics_of(trial, trial.folder / "out")
+    pairs = figures_of(printed)
+    trial.expect(bool(pairs) == counts, "step 3 printed no line of planned and measured bytes, or a CPU's did")
+    for phase, (plan, measured) in pairs.items():
+        trial.figures |= {f"{phase}, GB planned": plan, f"{phase}, GB measured": measured}
+        off = plan / measured - 1
+        trial.expect(abs(off) <= WITHIN, f"{phase}: planned {plan} GB, measured {measured}, {off:+.0%}")
+
+
+def has_much_memory() -> bool:
+    """Whether the larger model has room on this GPU."""
+    return torch.cuda.mem_get_info()[1] >= LARGE
+
+
+def figures_of(printed: str) -> dict[str, tuple[float, float]]:
+    """(planned, measured) GB by phase, of the line that step 3 prints after its first step."""
+    line = next((line for line in printed.splitlines() if line.startswith("memory, ")), "")
+    if "not planned" in line:
+        raise Skipped(line)
+    found = re.findall(r"([a-z]+) (\d[\d.]*) / (\d[\d.]*)", line.rpartition(": ")[2].partition(";")[0])
+    return {phase: (float(plan), float(measured)) for phase, plan, measured in found}

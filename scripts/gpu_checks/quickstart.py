@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from scripts.gpu_checks.programs import metrics_of, program
-from scripts.gpu_checks.trial import Trial
+from scripts.gpu_checks.check import Trial
+from scripts.gpu_checks.models import metrics_of, program
 from training.toy import model, reviews
 
 LEAST_RISE = 1.0  # of the held-out score, in its standard deviations over the SFT model's responses

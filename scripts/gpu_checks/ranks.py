@@ -2,18 +2,16 @@
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
-from scripts.gpu_checks.check import ROOT
+from scripts.gpu_checks.check import ROOT, Skipped, Trial
 from scripts.gpu_checks.decoding import sixteen_bits
-from scripts.gpu_checks.models import random_models
-from scripts.gpu_checks.programs import metrics_of, words_of, write_prompts
-from scripts.gpu_checks.trial import Skipped, Trial
+from scripts.gpu_checks.models import metrics_of, random_models, words_of, write_prompts
+from scripts.harness import free_port
 
 STEPS = 3
 
@@ -75,10 +73,3 @@ def launched(trial: Trial, ranks: int, output: Path, further: dict[str, object])
     launcher += ["--master_port", str(free_port()), str(ROOT / "training" / "step3_rlhf.py")]
     subprocess.run([*launcher, *words_of(flags)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return metrics_of(trial, output)[STEPS]
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]

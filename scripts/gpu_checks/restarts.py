@@ -5,9 +5,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from scripts.gpu_checks.models import TINY, random_models
-from scripts.gpu_checks.programs import metrics_of, program, write_prompts
-from scripts.gpu_checks.trial import Trial
+from scripts.gpu_checks.check import Trial
+from scripts.gpu_checks.models import TINY, metrics_of, program, random_models, write_prompts
 
 STEPS, SAVED = 4, 2
 

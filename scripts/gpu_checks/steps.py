@@ -1,20 +1,28 @@
-"""PPO steps at each ZeRO stage, in 16 bits, with and without optimizer states in host memory."""
+"""PPO steps at each ZeRO stage, in 16 bits: of all weights, with and without optimizer states in host memory; with
+adapters; and with one trunk for all four models.
+"""
 
 import gc
 import importlib.util
 import math
 import shutil
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 
+from engine.models.loading import new_scorer
+from engine.models.lora import LoraSpec, adapt
+from engine.models.reading import read_tokenizer
 from engine.zero.accelerator import why_not
 from engine.zero.extensions import load_extension
-from scripts.gpu_checks.decoding import told
-from scripts.gpu_checks.models import new_trainer, prompts, rows
-from scripts.gpu_checks.trial import Skipped, Trial
+from scripts.gpu_checks.check import Skipped, Trial
+from scripts.gpu_checks.decoding import sixteen_bits, told
+from scripts.gpu_checks.models import new_trainer, prompts, random_models, rows
 from training.ppo_trainer import PPOTrainer
+from training.program import model_folders
 
 SEARCHED = 20  # fp16: steps in which the loss scale has to have been found
 
@@ -121,3 +129,38 @@ def give_back() -> None:
     """Let go of engines, which hold circles."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+LORA = LoraSpec(dim=8, alpha=16.0, lr=1e-3, only=True)
+
+
+def learn(trial: Trial) -> None:
+    """Steps with adapters of actor and critic, whose frozen partners they are, too, then with one trunk for all."""
+    actor, _ = random_models(trial, "34m")
+    judge = reward_adapter(actor, trial.folder)
+    for stage in (0,) if trial.dry else (0, 3):
+        for name, engines, spec in (("shared", 2, {}), ("one trunk", 1, {"share_trunk": True, "critic_path": judge})):
+            with trial.part(f"{name}, stage {stage}"):
+                trainer = new_trainer(
+                    trial, size="34m", stage=stage, dtype=sixteen_bits(trial), actor_lora=LORA, critic_lora=LORA, **spec
+                )
+                found = len(trainer.models.engines)
+                trial.expect(found == engines, f"{name}: {found} engines, not {engines}")
+                steps(trial, f"{name}, stage {stage}", trainer)
+            trainer = None
+            give_back()
+
+
+def reward_adapter(base: str, folder: Path) -> str:
+    """Save a reward model that is an adapter, with a head, of the language model at `base`; returns its folder."""
+    scorer = new_scorer(base, torch.float32, 0, seed=1)
+    scorer.model.config.score_offset = 0.0
+    adapt(scorer, LORA, "reward")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, b in scorer.adapters.factors().values():
+            b.copy_(0.01 * torch.randn(b.shape, generator=generator))
+    model_folders.save_forms(
+        SimpleNamespace(module=scorer), read_tokenizer(base, "actor"), folder, "judge", merged=False
+    )
+    return str(folder / model_folders.adapter_name("judge"))

@@ -4,11 +4,10 @@ import importlib.util
 
 import torch
 
+from scripts.gpu_checks.check import Skipped, Trial
 from scripts.gpu_checks.copies import only_free
 from scripts.gpu_checks.decoding import sixteen_bits
-from scripts.gpu_checks.models import random_models
-from scripts.gpu_checks.programs import metrics_of, program, write_prompts
-from scripts.gpu_checks.trial import Skipped, Trial
+from scripts.gpu_checks.models import metrics_of, program, random_models, write_prompts
 
 STEPS = 2
 FREE = {"vllm": 0.4, "auto": None}  # of the GPU's memory: the rest is taken before, as by engines that are loaded
@@ -19,7 +18,7 @@ def alike(trial: Trial) -> None:
     whose log-probs agree."""
     if importlib.util.find_spec("vllm") is None:
         raise Skipped("vllm is not installed (scripts/vllm_environment.sh makes an environment with it)")
-    if not trial.needs_gpu("vLLM (a real one is tried on CPUs by a script of its own)"):
+    if not trial.needs_gpu("vLLM"):
         return
     actor, critic = random_models(trial, "34m")
     prompts = write_prompts(trial.folder / "prompts.jsonl", 64, 16, vocabulary=8000)

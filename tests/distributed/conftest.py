@@ -7,9 +7,9 @@ import torch
 
 from engine.experience import Rollout, TrainingBatch
 from engine.zero.config import CONFIG_DIR
+from scripts.harness.models import PAD, VOCABULARY, make_causal_lm, make_scorer
 from tests.distributed import plain
 from tests.distributed.work_gradients import TEMPERATURE
-from tests.tiny_models import PAD, VOCABULARY, make_causal_lm, make_scorer
 
 ALWAYS_PARTITIONED = {
     "stage3_param_persistence_threshold": 0,

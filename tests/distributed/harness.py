@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from tests.ports import free_port
+from scripts.harness import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 300.0  # seconds

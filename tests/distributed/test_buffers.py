@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from scripts.harness.models import make_family
 from tests.distributed.harness import run_ranks
-from tests.tiny_families import make_family
 
 FAMILIES = ("llama", "gemma3_text", "gptj")  # frequencies, scales, tables of positions
 

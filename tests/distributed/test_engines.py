@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from scripts.harness.models import make_causal_lm
 from tests.distributed.harness import run_ranks
-from tests.tiny_models import make_causal_lm
 
 STAGES = (0, 3)
 TIED = ("opt", "gpt2", "bloom")

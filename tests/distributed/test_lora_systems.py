@@ -1,7 +1,4 @@
-"""Dialects with adapters alone on two ranks at stage 3: one trunk learns what a trunk for each trained model does.
-
-scripts/trial_lora_dialects.py compares all of them.
-"""
+"""Dialects with adapters alone on two ranks at stage 3: one trunk learns what a trunk for each trained model does."""
 
 import json
 import math
@@ -11,20 +8,14 @@ import pytest
 
 from engine.algorithms import DIALECTS
 from engine.zero.config import CONFIG_DIR
+from scripts.harness.models import make_adapter, make_causal_lm
 from tests.distributed.conftest import ALWAYS_PARTITIONED
 from tests.distributed.harness import run_ranks
-from tests.tiny_adapters import make_adapter
-from tests.tiny_models import make_causal_lm
 
 TESTED = ("openai", "trl_rloo")  # a critic with a new head, and Adam's other form; no critic
 WAYS = ("two trunks", "one trunk")
 MOST_OFF = 1e-3
-SETTINGS = {
-    "trlx": ["hydra_layers=0", "mini_batches=2"],
-    "openai": ["truncate_token=eos"],  # "." is no word here
-    "grpo": ["samples_per_prompt=4"],
-    "reinforce_pp": ["mini_batches=2"],
-}
+SETTINGS = {"openai": ["truncate_token=eos"]}  # "." is no word here
 
 
 def make_models(folder: Path) -> None:

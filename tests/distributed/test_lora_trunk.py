@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import load_file
 
 from engine.models.loading import load_policy, load_scorer
+from scripts.harness.models import make_adapter
 from tests.distributed.harness import run_ranks
-from tests.tiny_adapters import make_adapter
 
 RUNS = {
     "two": {"stage": 0, "share": False},

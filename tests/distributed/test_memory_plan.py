@@ -1,14 +1,11 @@
-"""The plan of memory against the tensors of whole steps: bytes of storages, counted at every operation.
-
-scripts/measure_memory.py compares all of CASES.
-"""
+"""The plan of memory against the tensors of whole steps: bytes of storages, counted at every operation."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.memory_cases import CASES, TESTED
+from tests.distributed.memory_cases import CASES
 
 PHASES = ("load", "generate", "experience", "train", "save")
 MOST_OFF = 0.1
@@ -19,7 +16,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in TESTED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_plan_says_what_tensors_take(case, folder):
     actor, critic = case.models(folder)
     counted = run_ranks(

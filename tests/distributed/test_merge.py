@@ -6,10 +6,10 @@ from statistics import fmean
 import pytest
 import torch
 
+from scripts.harness.models import make_causal_lm
 from tests.distributed import plain
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_merge import reward, write_prompts
-from tests.tiny_models import make_causal_lm
 
 SCALES, RUNS, TEMPERATURE = [0.0, 0.5, 1.5], ["run1", "run2"], 0.8
 KNOWN = {f"w{4 + (7 * row + word) % 30:02d}" for row in range(12) for word in range(2 + row % 5)}  # of the prompts

@@ -2,8 +2,8 @@
 
 import re
 
+from scripts.harness.programs import Tiny, command_line
 from tests.distributed.harness import run_ranks
-from tests.e2e.programs import Tiny, command_line
 
 
 def test_two_hosts_are_compared_and_measured(tmp_path):

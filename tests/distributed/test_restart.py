@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.harness.programs import snapshot
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_restart import SAVED_AFTER, STEPS
-from tests.e2e.programs import snapshot
 from training.restarts import adapter_point
 from training.restarts.export import export
 from training.restarts.shard_files import ShardFiles

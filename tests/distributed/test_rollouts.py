@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from engine.rollout.base import SamplingConfig
+from scripts.harness.models import EOS, PAD
 from tests.distributed import plain
 from tests.distributed.harness import run_ranks
 from tests.distributed.tiny_run import prompt_tokens
 from tests.distributed.work_rollouts import CASES, UNEVEN_STOPS
 from tests.plain_sampling import plain_answer
-from tests.tiny_models import EOS, PAD
 
 STAGE3 = {"stage": 3, "config": "stage3.json"}
 SAMPLINGS = {

@@ -10,8 +10,8 @@ import pytest
 from engine.algorithms import DIALECTS
 from engine.models.attention import Attention
 from engine.models.lora import LoraSpec
+from scripts.harness.models import make_adapter
 from tests.distributed.harness import run_ranks
-from tests.tiny_adapters import make_adapter
 
 LORA = LoraSpec(dim=4, alpha=8, lr=2e-3, only=True)
 

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from scripts.harness.programs import Tiny, lasting_metrics, metric_lines, run_here
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_supervised_restart import flags_of
-from tests.e2e.programs import Tiny, metric_lines, run_here
 
 STAGES = (0, 3)
-MACHINE = ("time/", "speed/", "memory/", "checkpoint/")
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +23,6 @@ def runs(tiny, output):
     return ended[0]
 
 
-def numbers(folder) -> list[dict]:
-    return [
-        {name: value for name, value in line.items() if not name.startswith(MACHINE)} for line in metric_lines(folder)
-    ]
-
-
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("step", (1, 2))
 def test_weights_and_metrics_are_those_of_the_uninterrupted_run(runs, output, step, stage):
@@ -38,7 +31,7 @@ def test_weights_and_metrics_are_those_of_the_uninterrupted_run(runs, output, st
     assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert (resumed / "config.json").read_text() == (whole / "config.json").read_text()  # step 2's score_offset, too
     assert [line["step"] for line in metric_lines(resumed)] == list(range(9))
-    assert numbers(resumed) == numbers(whole)
+    assert lasting_metrics(resumed) == lasting_metrics(whole)
 
 
 @pytest.mark.parametrize("step", (1, 2))
@@ -50,8 +43,8 @@ def test_another_number_of_ranks_and_another_stage_see_the_same_examples(runs, t
     assert result.code == 0, result.stderr
     assert "changed since the restart point: ranks 2 -> 1" in result.stdout
     assert "changed since the restart point: --zero_stage 0 -> 3" in result.stdout
-    expected = numbers(Path(output) / f"{step}_0_whole")
-    got = numbers(half)
+    expected = lasting_metrics(Path(output) / f"{step}_0_whole")
+    got = lasting_metrics(half)
     assert got[:4] == expected[:4]
     for line, other in zip(got[4:], expected[4:], strict=True):
         assert line == pytest.approx(other, rel=1e-3, abs=1e-4)

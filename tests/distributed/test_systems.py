@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engine.experience import Rollout
+from scripts.harness.models import PAD
 from tests.distributed import plain
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_systems import MICRO_BATCH, MINI_BATCHES, SCORE_WEIGHT, moved
 from tests.engine.algorithms.test_systems import CLIP, EOS, STOPS, SYSTEMS, dialect_of, gae, row_of, whitened
-from tests.tiny_models import PAD
 
 T = 7
 PROMPTS = [[11, 12, 13], [14], [15, 16], [15, 16], [17, 18, 19, 20], [21, 22], [23], [24, 25, 26]]

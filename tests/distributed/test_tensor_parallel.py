@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from engine.rollout.base import SamplingConfig
+from scripts.harness.models import EOS, PAD, make_causal_lm, make_config, make_scorer, save_random
 from tests.distributed.harness import run_ranks
-from tests.tiny_models import EOS, PAD, make_causal_lm, make_config, make_scorer, save_random
 
 RANKS, LAYERS = 2, 20
 SAMPLING = SamplingConfig(

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from scripts.harness.models import VOCABULARY
 from tests.distributed import plain, test_gradients
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_gradients import CLOSE, losses
 from tests.distributed.work_unsup import BLOCKS, COEFFICIENT
-from tests.tiny_models import VOCABULARY
 
 STAGES = {name: test_gradients.STAGES[name] for name in ("0", "1", "2", "3")}
 

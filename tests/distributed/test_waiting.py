@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from subprocess import PIPE, Popen
 
-from tests.ports import free_port
+from scripts.harness import free_port
 
 RANK = """
 import sys, time

@@ -11,7 +11,7 @@ from engine.reward.base import RewardSource
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
-from tests.tiny_models import PAD, VOCABULARY
+from scripts.harness.models import PAD, VOCABULARY
 from training.data.prompts import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
 

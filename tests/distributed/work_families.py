@@ -11,7 +11,7 @@ from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from engine.zero.gathering import full_state
-from tests.tiny_models import EOS, PAD
+from scripts.harness.models import EOS, PAD
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
 PROMPTS = ([5, 9, 33], [17], [40, 41, 42, 43, 44], [6, 60])

@@ -9,9 +9,9 @@ from engine.algorithms import Algorithm
 from engine.experience import TrainingBatch
 from engine.models.attention import Attention
 from engine.zero.engines import TrainedModel
+from scripts.harness.models import PAD
 from tests.distributed.tiny_run import DIALECT, build_trainer, engine_spec
 from tests.engine.zero.inspecting import gradients, weights
-from tests.tiny_models import PAD
 from training.learner import Learner
 from training.ppo_trainer import PPOTrainer
 from training.reporting.metrics import Accumulator

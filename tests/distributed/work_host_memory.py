@@ -14,8 +14,8 @@ from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
+from scripts.harness.models import BOS, EOS, PAD, save_random
 from tests.host_memory import HostMemory
-from tests.tiny_models import BOS, EOS, PAD, save_random
 from training.program import model_folders
 
 

@@ -1,4 +1,4 @@
-"""Run by ranks: two steps of every dialect with adapters alone, on two trunks and on one."""
+"""Run by ranks: two steps of dialects with adapters alone, on two trunks and on one."""
 
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts

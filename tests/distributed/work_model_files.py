@@ -12,7 +12,7 @@ from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from engine.zero.gathering import full_state
-from tests.tiny_models import PAD, make_tokenizer
+from scripts.harness.models import PAD, make_tokenizer
 from training.program import model_folders
 
 HEAD_SEED = 5

@@ -16,9 +16,9 @@ from engine.rlhf_engine import EngineSpec, OptimizerSpec, trained_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel
 from engine.zero.shards import Shard
+from scripts.harness.models import VOCABULARY
 from tests.engine.zero.inspecting import masters, moments, pretend_cpus_have_fp16, weights
 from tests.engine.zero.shard_memory import InMemory, whole
-from tests.tiny_models import VOCABULARY
 
 LR, ROWS, LENGTH = 1e-3, 6, 9
 

@@ -13,9 +13,9 @@ from engine.models.loading import load_policy
 from engine.rollout import SamplingConfig
 from engine.rollout.decode import Sampler
 from engine.rollout.passes import GraphedPasses
+from scripts.harness.models import EOS, PAD, VOCABULARY, make_tokenizer
 from tests.distributed.tiny_run import build_trainer, engine_spec
 from tests.engine.zero.second_device import DEVICE, second_device
-from tests.tiny_models import EOS, PAD, VOCABULARY, make_tokenizer
 from training.data.prompts import collate_prompts
 from training.reporting.evaluation import Evaluator
 

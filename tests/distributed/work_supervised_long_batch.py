@@ -4,8 +4,8 @@ from pathlib import Path
 from unittest import mock
 
 from engine.zero.long_batch import LongBatch
+from scripts.harness.programs import Tiny
 from tests.distributed.work_supervised_restart import run
-from tests.e2e.programs import Tiny
 from tests.engine.zero.work_long_batch import WAYS, counted
 
 PASSES, STEPS = 3, 2

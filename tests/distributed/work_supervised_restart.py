@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 from engine import distributed
-from tests.e2e.programs import PROGRAMS, Tiny, command_line
+from scripts.harness.programs import PROGRAMS, Tiny, command_line
 from training.flags.parsing import parse_flags
 from training.program import output_lock
 from training.supervised import SupervisedTrainer

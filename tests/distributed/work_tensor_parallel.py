@@ -17,9 +17,9 @@ from engine.rollout import ReplicaRollouts, build_rollouts
 from engine.rollout.base import SamplingConfig
 from engine.tensor_parallel_copies import TensorParallelCopies
 from engine.zero.gathering import full_numel, whole_weights
+from scripts.harness.models import make_tokenizer
 from tests.distributed.tiny_run import DIALECT, engine_spec, prompt_batch
 from tests.distributed.work_rollouts import _by_key
-from tests.tiny_models import make_tokenizer
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.gpu_checks.trial import Skipped, Trial
+from scripts.gpu_checks.check import Skipped, Trial
 
 
 def passes(trial: Trial) -> None:

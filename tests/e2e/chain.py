@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e.programs import Result, Tiny, launch
+from scripts.harness.programs import Result, Tiny, launch
 from training.reporting.standard_errors import ENDINGS
 
 STEPS, EVALUATED = 4, 8
@@ -32,8 +32,6 @@ EVALUATION = {
 } | {f"eval/{name}" for name in ("compressed_bytes", "new_words")}
 EVALUATION |= {f"eval/{name}{ending}" for name in ("score", "kl", "response_length", "new_words") for ending in ENDINGS}
 AVERAGED = {name.replace("eval/", "eval/ema_") for name in EVALUATION}
-MACHINE = ("time/", "speed/", "memory/", "checkpoint/", "rollout/tokens_per_second")
-"""What differs between two runs of the same numbers."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from engine.zero.communication import init
-from tests.e2e.bad_world import BadWorld
+from scripts.harness.bad_world import BadWorld
+from scripts.harness.programs import Tiny
 from tests.e2e.chain import Chain, run_chain
 from tests.e2e.launching import stand_in
-from tests.e2e.programs import Tiny
 
 
 @pytest.fixture(scope="session", autouse=True)

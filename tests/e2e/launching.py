@@ -4,7 +4,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.e2e.programs import ROOT
+from scripts.harness import ROOT
 
 
 def stand_in(program: Path, prints: str) -> None:

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from tests.e2e.programs import assert_one_message, run_here
+from scripts.harness.programs import assert_one_message, run_here
 
 
 @pytest.mark.parametrize(

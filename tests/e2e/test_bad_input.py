@@ -6,8 +6,8 @@ import os
 import pytest
 
 from engine.zero.accelerator import device, why_not
-from tests.e2e.bad_input import cases
-from tests.e2e.programs import Result, assert_one_message, launch, run_here, run_words, snapshot
+from scripts.harness.mistakes import cases
+from scripts.harness.programs import Result, assert_one_message, launch, run_here, run_words, snapshot
 
 # (steps, changed flags, what the message holds). {bad} is the folder of `bad`, {tiny} that of `tiny`.
 FILES = [

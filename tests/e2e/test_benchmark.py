@@ -15,15 +15,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from scripts.benchmark_floor import Shape, Work
 from scripts.benchmark_plain import Plain
 from scripts.benchmark_report import Report
-from tests import tiny_models
+from scripts.harness import models as tiny_models
+from scripts.harness.models import VOCABULARY, WIDTH
 from tests.distributed import plain as by_one_process
-from tests.tiny_models import VOCABULARY, WIDTH
 from training.data.prompts import collate_prompts
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "benchmark_step3.py"
 LAYERS, ROWS, PROMPT, RESPONSE = 2, 3, 10, 14
 LENGTH = PROMPT + RESPONSE
-# Of tests/tiny_models.py's Llama, a layer: queries and output 32 x 32, keys and values 16 x 32, three of 32 x 48.
+# Of scripts/harness/models.py's Llama, a layer: queries and output 32 x 32, keys and values 16 x 32, three of 32 x 48.
 TRUNK = LAYERS * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
 
 

@@ -7,8 +7,8 @@ import shutil
 import pytest
 import yaml
 
-from tests.e2e.programs import command_line, run_caught, run_here
-from tests.tiny_models import make_causal_lm
+from scripts.harness.models import make_causal_lm
+from scripts.harness.programs import command_line, run_caught, run_here
 from training.program import output_folder
 from training.reporting import model_card
 from training.reporting.model_card import CARD, is_edited, known_names, signed

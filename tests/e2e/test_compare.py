@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from engine.experience_maker import ExperienceMaker
+from scripts.harness.models import make_adapter, make_causal_lm
+from scripts.harness.programs import Result, assert_one_message, command_line, launch_module, run_here, snapshot
 from tests.distributed import plain
-from tests.e2e.programs import Result, assert_one_message, command_line, launch_module, run_here, snapshot
-from tests.tiny_adapters import make_adapter
-from tests.tiny_models import make_causal_lm
 from training.compare import __main__ as compare
 from training.program.startup import run
 

@@ -14,16 +14,25 @@ import torch
 from engine.algorithms import DIALECTS, get_dialect
 from engine.errors import UserError
 from scripts import compare_dialects
-from scripts.comparison import judge, processes
+from scripts.comparison import judge, runs
 from scripts.comparison.entries import Entry, program, settings, step3_words
-from scripts.comparison.page import BEGIN, END, PAGE, between_marks, budget_words, section
-from scripts.comparison.processes import Ended
-from scripts.comparison.results import Compared, Results
-from scripts.comparison.runs import LINE_SCALES, Result
-from scripts.comparison.search import Search, choose
-from scripts.comparison.table import at_kls, main_table, number, ordered, search_table
+from scripts.comparison.page import (
+    BEGIN,
+    END,
+    PAGE,
+    at_kls,
+    between_marks,
+    budget_words,
+    main_table,
+    number,
+    ordered,
+    search_table,
+    section,
+)
+from scripts.comparison.results import Compared, Results, Search, choose
+from scripts.comparison.runs import LINE_SCALES, Ended, Result
 from scripts.comparison.tasks import TASKS, known_words
-from tests.e2e.programs import run_words
+from scripts.harness.programs import run_words
 from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.measuring import policy_measures
@@ -111,7 +120,7 @@ def test_trls_ppo_leaves_a_policy_at_each_evaluation(tiny_task, tmp_path):
     task = TASK.sized(2, 4, None)
     entry = Entry.parsed("trl")
     words = step3_words(entry, task, tiny_task, rate=1e-3, seed=1, steps=2)
-    ended = processes.run_program([*program(entry), *words, "--output_dir", str(tmp_path / "out")], tmp_path / "log")
+    ended = runs.run_program([*program(entry), *words, "--output_dir", str(tmp_path / "out")], tmp_path / "log")
     assert ended.code == 0, (tmp_path / "log").read_text()
     assert {path.name for path in (tmp_path / "policies").iterdir()} == {"step_000001", "step_000002"}
     assert all((path / "model.safetensors").is_file() for path in (tmp_path / "policies").iterdir())
@@ -229,10 +238,10 @@ def test_a_policy_on_the_line_is_between_the_sft_model_and_the_last(monkeypatch)
 def test_programs_side_by_side_share_no_port(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29500")
     words = "import os, sys; print(os.environ.get('MASTER_PORT'), sys.path[1]); print('stopped: so'); sys.exit(3)"
-    ended = processes.run_program([sys.executable, "-c", words], tmp_path / "log")
+    ended = runs.run_program([sys.executable, "-c", words], tmp_path / "log")
     assert (ended.code, ended.cpu_seconds > 0) == (3, True)
-    assert (tmp_path / "log").read_text() == f"None {processes.ROOT}\nstopped: so\n"
-    assert processes.reason(tmp_path / "log") == "stopped: so"
+    assert (tmp_path / "log").read_text() == f"None {runs.ROOT}\nstopped: so\n"
+    assert runs.reason(tmp_path / "log") == "stopped: so"
 
 
 @pytest.fixture
@@ -262,7 +271,7 @@ def in_this_process(monkeypatch, capfd):
             return Ended(0, 1.0, 1.0)
         return Ended(run_words(3, command[2:]), 1.0, 1.0)
 
-    monkeypatch.setattr(processes, "run_program", run_program)
+    monkeypatch.setattr(runs, "run_program", run_program)
     monkeypatch.setattr("engine.distributed.shutdown", lambda: None)
     return started
 

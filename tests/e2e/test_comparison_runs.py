@@ -22,9 +22,9 @@ def test_what_a_cut_off_comparison_left_of_a_policy_is_none(tmp_path):
 COMPARISON = """
 import sys
 from pathlib import Path
-from scripts.comparison import processes
-with processes.ended_with_us():
-    processes.run_program([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"],
+from scripts.comparison import runs
+with runs.ended_with_us():
+    runs.run_program([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"],
                           Path(sys.argv[1]))
 """
 

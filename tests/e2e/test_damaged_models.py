@@ -9,10 +9,9 @@ import torch
 
 from engine.errors import UserError
 from engine.models.loading import load_policy, load_scorer
-from tests.engine.models import adapter_damages, model_damages
-from tests.engine.models.model_damages import CONFIGURATIONS, HEADERS, OF_ACTORS, RAN
-from tests.tiny_adapters import make_adapter
-from tests.tiny_models import make_causal_lm, make_scorer
+from scripts.harness import adapter_damages, model_damages
+from scripts.harness.model_damages import CONFIGURATIONS, HEADERS, OF_ACTORS, RAN
+from scripts.harness.models import make_adapter, make_causal_lm, make_scorer
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.checks import check_models
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.e2e.damages import DAMAGES, tried
+from scripts.harness.point_damages import DAMAGES, tried
 from training.restarts.layout import points_in
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import PROGRAMS, Result, metric_lines, run_words, snapshot
+from scripts.harness.programs import PROGRAMS, Result, metric_lines, run_words, snapshot
 
 STEP_1 = """--data_path local/jsonfile --data_split 2,4,4 --model_name_or_path {sft} --per_device_train_batch_size 4
     --per_device_eval_batch_size 4 --max_seq_len 24 --gradient_accumulation_steps 1 --lr_scheduler_type cosine

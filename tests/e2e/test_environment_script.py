@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import ROOT
+from scripts.harness import ROOT
 
 PYTHON = """#!/bin/sh
 case "$1 $2" in

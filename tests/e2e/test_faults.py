@@ -4,16 +4,19 @@ docs/faults.md runs the command again."""
 import re
 import subprocess
 
-from tests.e2e.faults import ROOT, STEPS, Fault, FaultyRun, deepspeed
-from tests.e2e.programs import metric_lines
-from tests.ports import free_port
+from scripts.harness import ROOT
+from scripts.harness.faults import STEPS, FaultyRun
+from scripts.harness.programs import by_deepspeed, metric_lines
+from scripts.harness.step3_rlhf import Fault
 
 LOOP = re.search(r"```bash\n(for try .*?)```", (ROOT / "docs" / "faults.md").read_text(encoding="utf-8"), re.DOTALL)[1]
 
 
 def test_a_run_comes_to_its_end_though_a_rank_failed_and_a_rank_died(tiny, tmp_path):
     loop = re.sub(r"deepspeed .* --resume auto", '"$@" --resume auto', LOOP).replace("sleep 60", "sleep 5")
-    run = FaultyRun(tmp_path / "run", tiny, ["bash", "-c", loop, "bash", *deepspeed(free_port())])
+    run = FaultyRun(
+        tmp_path / "run", tiny, lambda program, words: ["bash", "-c", loop, "bash", *by_deepspeed(program, words)]
+    )
     ended = run.run(Fault("train", 3, rank=1, signal="error"), Fault("generate", 4, rank=1, signal="SIGKILL"))
     assert ended.code == 0, ended.stderr
     assert ended.stderr.count("Traceback") == 1 and "rank 1: Traceback" in ended.stderr

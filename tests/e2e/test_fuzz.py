@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.e2e.programs import ROOT
+from scripts.harness import ROOT
 
 
 @pytest.mark.slow

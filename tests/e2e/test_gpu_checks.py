@@ -17,17 +17,12 @@ from transformers import AutoModelForCausalLM
 from engine.memory.copies import CopyNeed, place_copies
 from engine.memory.data_sheets import DataSheet, Link, data_sheet
 from scripts.gpu_checks import __main__ as front
+from scripts.gpu_checks.__main__ import CHECKS
 from scripts.gpu_checks.benchmark import aims, rates
-from scripts.gpu_checks.catalogue import CHECKS
-from scripts.gpu_checks.check import Check, outcome_of
-from scripts.gpu_checks.copies import LEVELS
-from scripts.gpu_checks.decoding import in_dtype
-from scripts.gpu_checks.memory import figures_of
-from scripts.gpu_checks.models import prompts, random_models
-from scripts.gpu_checks.peaks import peaks
-from scripts.gpu_checks.programs import metrics_of
-from scripts.gpu_checks.token_times import TokenTimes
-from scripts.gpu_checks.trial import Skipped, Trial
+from scripts.gpu_checks.check import Check, Skipped, Trial, outcome_of, peaks
+from scripts.gpu_checks.copies import LEVELS, figures_of
+from scripts.gpu_checks.decoding import TokenTimes, in_dtype
+from scripts.gpu_checks.models import metrics_of, prompts, random_models
 from tests.e2e.bad_checks import is_running
 from training.program.memory_lines import comparison
 

@@ -9,8 +9,8 @@ import threading
 import huggingface_hub
 import pytest
 
-from tests.e2e.programs import assert_one_message, run_here
-from tests.ports import free_port
+from scripts.harness import free_port
+from scripts.harness.programs import assert_one_message, run_here
 from training.program import hub
 
 ID = "someone/tiny"

@@ -1,9 +1,9 @@
 """Runs killed inside a save and an update go on as if nothing had happened, to the last bit.
 
-scripts/trial_kills.sh kills in all phases, and often.
+scripts/trial_kills.py kills in all phases, and often.
 """
 
-from tests.e2e.kills import KillTrial, random_instants
+from scripts.harness.kills import KillTrial, random_instants
 
 STEPS = 3
 
@@ -12,4 +12,4 @@ def test_killed_runs_go_on_bit_by_bit(tiny, tmp_path):
     trial = KillTrial(tiny, tmp_path / "runs", STEPS)
     instants = random_instants(3, STEPS, seed=1)[1:]
     outcomes = [trial.kill(instant, f"run_{number}") for number, instant in enumerate(instants)]
-    assert [outcome.different for outcome in outcomes] == [()] * 2, outcomes
+    assert [outcome.different for outcome in outcomes] == [[]] * 2, outcomes

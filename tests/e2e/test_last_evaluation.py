@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.e2e.programs import Result, Tiny, launch, metric_lines, run_here
+from scripts.harness.programs import Result, Tiny, launch, metric_lines, run_here
 
 # The 8 held-out prompts are scored by fours before the first step and after the last, and 4 responses in both steps.
 REWARD = """

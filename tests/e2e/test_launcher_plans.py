@@ -9,8 +9,8 @@ import pytest
 
 from engine.memory import Cluster, MemoryPlan, plan
 from engine.memory.gpus import gpu_bytes
+from scripts.harness import ROOT
 from scripts.simulation.scaling import configuration
-from tests.e2e.programs import ROOT
 from training import memory_plan
 from training.flags.memory_flags import MemoryFlags
 from training.flags.parsing import parse_flags

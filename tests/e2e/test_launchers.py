@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.harness import ROOT
 from tests.e2e.launching import flag_of, launched, words_of, write_hostfile
-from tests.e2e.programs import ROOT
 from training.program import dry_run
 
 STEPS = {1: "step1_sft.py", 2: "step2_reward.py", 3: "step3_rlhf.py"}

@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
+from scripts.harness import ROOT
 from tests.e2e.launching import flag_of, launched, stand_in, words_of, write_hostfile
-from tests.e2e.programs import ROOT
 
 
 @pytest.mark.parametrize("nodes, options", [(1, "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"), (0, "")])

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.programs import Result, assert_one_message, command_line, snapshot
+from scripts.harness.programs import Result, assert_one_message, command_line, snapshot
 from training.merge import __main__ as merge
 from training.merge.frontier import Point, best_within
 from training.program.startup import run

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.e2e.programs import launch, metric_lines, run_here, snapshot
+from scripts.harness.programs import launch, metric_lines, run_here, snapshot
 
 WHAT_TO_LOOK_AT = ("reward model's score", "learning rates", "gradient norms", "restart point")
 

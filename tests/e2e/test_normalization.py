@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.e2e.programs import command_line, metric_lines, run_here, run_words
+from scripts.harness.programs import command_line, metric_lines, run_here, run_words
 from training import score_normalization, step2_reward
 
 SAMPLES, RATE = 24, 1e-3

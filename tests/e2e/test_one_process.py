@@ -2,8 +2,8 @@
 
 import json
 
+from scripts.harness.programs import metric_lines, run_here
 from tests.e2e.chain import EVALUATION, EVERY_STEP, assert_finite
-from tests.e2e.programs import metric_lines, run_here
 from training.reporting.phase_memory import phase_memory
 from training.supervised import SupervisedTrainer
 

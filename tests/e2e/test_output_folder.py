@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import assert_one_message, metric_lines, run_here, snapshot
+from scripts.harness.programs import assert_one_message, metric_lines, run_here, snapshot
 from training.program import output_lock
 from training.program.processes import start_of
 

@@ -8,8 +8,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.e2e.chain import AVERAGED, EVALUATION, EVERY_STEP, MACHINE, STEPS, assert_finite
-from tests.e2e.programs import metric_lines
+from scripts.harness.programs import MACHINE, metric_lines
+from tests.e2e.chain import AVERAGED, EVALUATION, EVERY_STEP, STEPS, assert_finite
 from training.reporting.standard_errors import ENDINGS
 from training.restarts.layout import rank_file
 

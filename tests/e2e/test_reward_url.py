@@ -4,9 +4,8 @@ import statistics
 
 import pytest
 
-from tests.e2e.faults import differences
-from tests.e2e.programs import Tiny, assert_one_message, launch, metric_lines, run_here
-from tests.ports import free_port
+from scripts.harness import free_port
+from scripts.harness.programs import Tiny, assert_one_message, differences, launch, metric_lines, run_here
 from tests.reward_server import score, serving
 from tests.reward_server_process import process_serving
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
+from scripts.harness.programs import metric_lines
 from tests.e2e.chain import EVALUATED, sample_rows
-from tests.e2e.programs import metric_lines
 
 
 def test_samples_before_and_after(chain):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.e2e.chain import MACHINE
-from tests.e2e.programs import metric_lines, run_here, snapshot
+from scripts.harness.programs import lasting_metrics, metric_lines, run_here, snapshot
 
 RAISING = """
 from pathlib import Path
@@ -59,11 +58,8 @@ def runs(tiny, tmp_path, judge, capfd):
 def assert_equal_ends(whole, other) -> None:
     for name in ("actor", "critic", "samples"):
         assert snapshot(whole / name) == snapshot(other / name)
-    lines = [
-        [{name: value for name, value in line.items() if not name.startswith(MACHINE)} for line in metric_lines(folder)]
-        for folder in (whole, other)
-    ]
-    assert lines[0] == lines[1] and [line["step"] for line in lines[0]] == list(range(STEPS + 1))
+    lines = lasting_metrics(whole)
+    assert lines == lasting_metrics(other) and [line["step"] for line in lines] == list(range(STEPS + 1))
 
 
 def test_what_a_reward_function_stops_is_gone_on_with_bit_by_bit(runs, tmp_path):

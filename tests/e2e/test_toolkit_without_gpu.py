@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import launch
+from scripts.harness.programs import launch
 from training.program.startup import quiet_libraries
 
 TORCH_FOR_CUDA = """

@@ -1,5 +1,5 @@
-"""Two network hosts on this machine (scripts/two_hosts): their link carries, is silent when cut, and nothing stays; and
-step 3 on both has the numbers of one host. scripts/trial_two_hosts.sh tries more.
+"""Two network hosts on this machine (scripts/harness/hosts.py): their link carries, is silent when cut, and nothing
+stays; and step 3 on both has the numbers of one host. scripts/trial_two_hosts.py tries more.
 """
 
 import signal
@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.two_hosts.healthy import PROGRAM
-from scripts.two_hosts.hosts import Link, TwoHosts
-from scripts.two_hosts.launches import launch
+from scripts.harness import ROOT
+from scripts.harness.host_launches import launch
+from scripts.harness.hosts import Link, TwoHosts
+from scripts.harness.programs import command_line, differences, program
 from tests.distributed.harness import ENVIRONMENT, run_ranks
-from tests.e2e.faults import differences
-from tests.e2e.programs import command_line
 
-ROOT = Path(__file__).resolve().parents[2]
 REFUSAL = TwoHosts.refusal()
 pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=f"no two hosts on this machine: {REFUSAL}")
 
@@ -45,7 +43,7 @@ for line in sys.stdin:
 """
 KEEPER = """
 import subprocess, sys
-from scripts.two_hosts.hosts import TwoHosts
+from scripts.harness.hosts import TwoHosts
 with TwoHosts() as hosts:
     sleeper = hosts.start("node-b", ["sleep", "1000"], stdout=subprocess.DEVNULL)
     print(sleeper.pid, hosts.hostfile.parent, flush=True)
@@ -98,8 +96,8 @@ def test_two_hosts_give_the_numbers_and_models_of_one(tiny, tmp_path, monkeypatc
         monkeypatch.setenv(name, value)
     short = {"max_steps": 1, "actor_zero_stage": 3, "critic_zero_stage": 3}
     words = {name: command_line(tiny.flags(3, output_dir=tmp_path / name, **short)) for name in ("one", "two")}
-    assert run_ranks("tests.e2e.programs:run_words", step=3, words=words["one"]) == [0, 0]
+    assert run_ranks("scripts.harness.programs:run_words", step=3, words=words["one"]) == [0, 0]
     with TwoHosts() as hosts:
-        ended = launch("torchrun", hosts, PROGRAM, words["two"], tmp_path / "printed").end(within=600.0)
+        ended = launch("torchrun", hosts, program(3), words["two"], tmp_path / "printed").end(within=600.0)
     assert (ended.code, ended.left) == (0, ()), ended.text
     assert differences(tmp_path / "one", tmp_path / "two") == []

@@ -2,7 +2,7 @@
 
 import json
 
-from tests.e2e.programs import Tiny, launch, metric_lines, run_here
+from scripts.harness.programs import Tiny, launch, metric_lines, run_here
 
 
 def ended(result, code: int, *parts: str) -> None:

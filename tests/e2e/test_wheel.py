@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.programs import ROOT, command_line
+from scripts.harness import ROOT
+from scripts.harness.programs import command_line
 
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
 CACHES = shutil.ignore_patterns("__pycache__")

@@ -14,8 +14,8 @@ from engine.models.lora import LoraSpec, adapt
 from engine.rollout.backends import ReplicaRollouts
 from engine.whole_copies import WholeCopies
 from engine.zero.gathering import copy_weights
+from scripts.harness.models import make_causal_lm, make_scorer, make_tokenizer
 from tests.engine.rollout.test_decode import BATCH, SAMPLING, answers
-from tests.tiny_models import make_causal_lm, make_scorer, make_tokenizer
 
 TOKENS = torch.arange(4, 20).view(2, 8)
 MASK = torch.ones_like(TOKENS)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.optim import build_optimizer, lr_factor
 from engine.zero.gathering import full_shape
+from scripts.harness.models import make_config
 from tests.engine.zero.inspecting import partition_away
-from tests.tiny_models import make_config
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from engine.rollout import Zero3Rollouts, build_rollouts
 from engine.rollout.decode import Draws, Sampler
 from engine.tensor_parallel_copies import TensorParallelCopies
 from engine.whole_copies import WholeCopies
+from scripts.harness.models import make_causal_lm, make_tokenizer
 from tests.engine.rollout.test_decode import BATCH, PROMPTS, SAMPLING, answers
-from tests.tiny_models import make_causal_lm, make_tokenizer
 
 ROWS = 8
 TOKENS = torch.arange(4, 20).view(2, 8)

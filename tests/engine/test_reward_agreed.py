@@ -11,8 +11,8 @@ from engine import distributed
 from engine.errors import RunStopped
 from engine.reward.agreed import AgreedReward
 from engine.reward.base import TAKEN, RewardSource
+from scripts.harness.models import EOS, PAD, make_tokenizer
 from tests.engine.fake_models import rollout_of
-from tests.tiny_models import EOS, PAD, make_tokenizer
 from training.reporting.evaluation import sample_rows
 
 ROLLOUT = rollout_of([[5], [6], [7]], [[20, EOS], [21, 22, 23], [EOS]], PAD)

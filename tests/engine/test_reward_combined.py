@@ -10,8 +10,8 @@ from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
 from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward
+from scripts.harness.models import EOS, PAD
 from tests.engine.fake_models import Row, TableModels, rollout_of
-from tests.tiny_models import EOS, PAD
 from tests.training.given_rollouts import next_step, untrained
 
 

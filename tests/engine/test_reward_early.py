@@ -10,9 +10,9 @@ from engine.reward.base import RewardSource
 from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from engine.rollout.decode import Sampler
+from scripts.harness.models import BOS, EOS, PAD, make_causal_lm, make_tokenizer
 from tests.engine.fake_models import rollout_of
 from tests.engine.rollout.test_decode import BATCH, SAMPLING, answers, loaded, plainly
-from tests.tiny_models import BOS, EOS, PAD, make_causal_lm, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 ROLLOUT = rollout_of([[BOS, 5], [6, 7, 8], [9]], [[20, EOS], [EOS], [21, 22, 23]], PAD, width=5, prompt_width=4)

@@ -10,8 +10,8 @@ import torch
 from engine.errors import RunStopped
 from engine.reward.function import FunctionReward
 from engine.reward.texts import decoded
+from scripts.harness.models import BOS, EOS, PAD, make_tokenizer
 from tests.engine.fake_models import rollout_of
-from tests.tiny_models import BOS, EOS, PAD, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 ROLLOUT = rollout_of([[BOS, 5], [6, 7, 8], [9]], [[20, EOS], [EOS], [21, 22, 23]], PAD, width=5, prompt_width=4)

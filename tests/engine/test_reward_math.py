@@ -11,8 +11,8 @@ from engine.errors import RunStopped, UserError
 from engine.reward.function import FunctionReward
 from engine.reward.math_answers import MathVerify
 from engine.reward.math_worker import answers_in
+from scripts.harness.models import EOS, PAD, make_tokenizer
 from tests.engine.fake_models import rollout_of
-from tests.tiny_models import EOS, PAD, make_tokenizer
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: pip install .[math]"

@@ -14,10 +14,10 @@ from engine.errors import RunStopped, UserError
 from engine.reward.combined import CombinedReward
 from engine.reward.server import ServerReward, ServerSettings, probe
 from engine.reward.server_forms import Item, decoded, encoded
+from scripts.harness import free_port
+from scripts.harness.models import BOS, EOS, PAD, make_tokenizer
 from tests.engine.fake_models import rollout_of
-from tests.ports import free_port
 from tests.reward_server import serving
-from tests.tiny_models import BOS, EOS, PAD, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 ROLLOUT = rollout_of([[BOS, 5], [6, 7, 8], [9]], [[20, EOS], [EOS], [21, 22, 23]], PAD, width=5, prompt_width=4)

@@ -8,7 +8,7 @@ import pytest
 from engine.reward.http_exchange import is_this_machine, retry_after
 from engine.reward.server_forms import Item
 from engine.reward.servers import ServerError, Servers, delay
-from tests.ports import free_port
+from scripts.harness import free_port
 from tests.reward_server import serving
 
 ITEMS = [Item(f"{number}.0", f"p{number}", f" w{number}0", {}) for number in range(1, 4)]

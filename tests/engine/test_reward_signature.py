@@ -5,8 +5,8 @@ import pytest
 from engine.errors import RunStopped
 from engine.reward.function import FunctionReward
 from engine.reward.signature import Signature
+from scripts.harness.models import EOS, PAD, make_tokenizer
 from tests.engine.fake_models import rollout_of
-from tests.tiny_models import EOS, PAD, make_tokenizer
 
 ROWS = [{"prompt": "a", "answer": "1", "level": 3}, {"prompt": "b", "answer": "2", "source": "s"}]
 P, R = ["p", "q"], ["r", "s"]

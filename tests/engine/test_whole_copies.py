@@ -8,7 +8,7 @@ from engine.models.hydra import load_hydra
 from engine.models.loading import empty_like, load_policy, load_scorer
 from engine.whole_copies import architecture
 from engine.zero.gathering import copy_weights
-from tests.tiny_models import make_causal_lm, make_scorer
+from scripts.harness.models import make_causal_lm, make_scorer
 
 TOKENS = torch.arange(4, 20).view(2, 8)
 MASK = torch.ones_like(TOKENS)

@@ -11,8 +11,8 @@ from engine.experience import Rollout, TrainingBatch
 from engine.models.loading import load_policy, load_scorer
 from engine.reference import EngineReference
 from engine.reward.model import RewardModel
+from scripts.harness.models import EOS, PAD, make_causal_lm, make_scorer
 from tests.engine.fake_models import PrefixModels, Resident, rollout_of
-from tests.tiny_models import EOS, PAD, make_causal_lm, make_scorer
 from tests.training.given_rollouts import batch_of
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13, 14], [15, 16, 17]]

@@ -13,8 +13,8 @@ from engine.algo.rewards import positions_after_tokens
 from engine.algorithms import Algorithm, get_dialect
 from engine.errors import UserError
 from engine.models.loading import load_policy, load_scorer
+from scripts.harness.models import EOS, PAD, make_causal_lm, make_scorer
 from tests.engine.fake_models import rollout_of
-from tests.tiny_models import EOS, PAD, make_causal_lm, make_scorer
 
 PROMPTS = [[EOS, 11, 12], [EOS, 13, 14, 15], [16, 17]]  # OPT begins each text with a token that is EOS, too
 RESPONSES = [[5, PAD, 6, 9], [7, EOS, 8, 8], [EOS, 21, PAD, 22]]

@@ -10,7 +10,7 @@ from engine.algorithms import Algorithm, get_dialect
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
 from engine.rollout import SamplingConfig
-from tests.tiny_models import EOS, PAD, make_scorer
+from scripts.harness.models import EOS, PAD, make_scorer
 
 OPENAI = get_dialect("openai")
 

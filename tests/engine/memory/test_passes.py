@@ -6,9 +6,8 @@ from engine.memory import passes
 from engine.memory.blueprint import Blueprint, blueprints
 from engine.memory.passes import Rows, decoding_passes, scoring_pass, training_pass
 from engine.models.lora import LoraSpec
+from scripts.harness.models import family_config, make_config
 from tests.engine.memory.configurations import VOCABULARY, llama, spec_of
-from tests.tiny_families import family_config
-from tests.tiny_models import make_config
 
 ROWS = Rows(4, 24, 24)
 

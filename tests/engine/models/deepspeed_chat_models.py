@@ -5,7 +5,7 @@ import json
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from tests.tiny_models import make_causal_lm
+from scripts.harness.models import make_causal_lm
 
 
 def deepspeed_chat_reward(folder, family, pad_is_eos=False, **config):

@@ -15,8 +15,7 @@ from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.lora import LoraSpec, adapt
 from engine.models.saving import adapter_files, save_adapter
 from engine.models.trunk import make_trunk
-from tests.tiny_adapters import make_adapter
-from tests.tiny_models import make_causal_lm, make_tokenizer
+from scripts.harness.models import make_adapter, make_causal_lm, make_tokenizer
 
 SPEC = LoraSpec(dim=2, only=True)
 

@@ -18,7 +18,7 @@ from engine.models.fingerprint import fingerprint
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.lora import LoraSpec, adapt
 from engine.models.reading import read_tokenizer
-from tests.tiny_models import make_causal_lm, make_tokenizer
+from scripts.harness.models import make_causal_lm, make_tokenizer
 
 SEQUENCES = torch.arange(4, 20).view(2, 8)
 MASK = torch.ones_like(SEQUENCES)

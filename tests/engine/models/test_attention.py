@@ -11,7 +11,7 @@ from engine.models.attention import IMPLEMENTATIONS, Attention
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.hydra import load_hydra
 from engine.models.loading import empty_like, load_policy, load_scorer, new_scorer
-from tests.tiny_models import PAD, make_causal_lm, make_scorer
+from scripts.harness.models import PAD, make_causal_lm, make_scorer
 
 EAGER = Attention("eager")
 

@@ -11,8 +11,8 @@ from engine.errors import UserError
 from engine.models.checking import check_policy, check_scorer, check_vocabularies
 from engine.models.loading import load_policy, load_scorer
 from engine.models.reading import read_tokenizer
+from scripts.harness.models import make_causal_lm, make_config, make_scorer, make_tokenizer, save_random
 from tests.engine.models.deepspeed_chat_models import deepspeed_chat_reward
-from tests.tiny_models import make_causal_lm, make_config, make_scorer, make_tokenizer, save_random
 
 FLAG = "--critic_model_name_or_path"
 

@@ -25,20 +25,20 @@ from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.policy import Policy
 from engine.models.saving import save_model
 from engine.zero.gathering import full_state
-from tests.distributed.harness import run_ranks
-from tests.distributed.work_families import INDICES, LEARNING_RATE, PROMPTS, SEED, one_step
-from tests.tiny_families import family_config
-from tests.tiny_models import (
+from scripts.harness.models import (
     BOS,
     EOS,
     PAD,
     POSITIONS,
     VOCABULARY,
+    family_config,
     make_causal_lm,
     make_config,
     make_scorer,
     save_random,
 )
+from tests.distributed.harness import run_ranks
+from tests.distributed.work_families import INDICES, LEARNING_RATE, PROMPTS, SEED, one_step
 
 FAMILIES = ("llama", "opt", "gpt2", "gpt_neox", "bloom", "mistral", "qwen2")
 OFFSET = -0.7

@@ -8,8 +8,8 @@ import huggingface_hub
 import pytest
 
 from engine.models.fingerprint import BLOCK, BLOCKS, block_starts, fingerprint
-from tests.engine.models import damages
-from tests.tiny_models import make_causal_lm
+from scripts.harness import model_damages as damages
+from scripts.harness.models import make_causal_lm
 
 FLAG = "--actor_model_name_or_path"
 

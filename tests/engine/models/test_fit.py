@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, GPTJConfig, GPTNeoConfig
 from engine.errors import UserError
 from engine.models.checking import check_policy, check_scorer, check_trunk
 from engine.models.loading import load_policy, load_scorer, new_scorer
+from scripts.harness import model_damages as damages
+from scripts.harness.model_damages import edit_config, edit_weights
+from scripts.harness.models import make_causal_lm, make_scorer, save_random
 from tests.distributed.harness import run_ranks
-from tests.engine.models import damages
-from tests.engine.models.damages import edit_config, edit_weights
 from tests.engine.models.deepspeed_chat_models import deepspeed_chat_actor, deepspeed_chat_reward
 from tests.engine.models.test_families import FAMILIES, odd_config
-from tests.tiny_models import make_causal_lm, make_scorer, save_random
 
 FLAG = "--actor_model_name_or_path"
 A_LAYER = 9  # tensors of one layer of a Llama: 4 of attention, 3 of the MLP, 2 norms

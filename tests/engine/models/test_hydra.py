@@ -8,7 +8,7 @@ from engine.errors import UserError
 from engine.experience import position_ids
 from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loading import load_policy
-from tests.tiny_models import EOS, VOCABULARY, make_causal_lm, save_random
+from scripts.harness.models import EOS, VOCABULARY, make_causal_lm, save_random
 
 LAYERS = 3
 SEQUENCES = torch.randint(4, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(1))

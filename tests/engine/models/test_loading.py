@@ -6,8 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from engine.experience import position_ids
 from engine.models.loading import load_policy, load_scorer, new_scorer
+from scripts.harness.models import BOS, EOS, PAD, VOCABULARY, make_causal_lm, make_config, save_random
 from tests.engine.models.scored_rows import ROWS, batch, pooled, saved, scores
-from tests.tiny_models import BOS, EOS, PAD, VOCABULARY, make_causal_lm, make_config, save_random
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama"])

@@ -13,7 +13,7 @@ from engine.experience import position_ids
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec, adapt, target_names
 from engine.models.policy import Policy
-from tests.tiny_models import make_causal_lm
+from scripts.harness.models import make_causal_lm
 
 SEQUENCES = torch.arange(3, 19).view(2, 8)
 MASK = torch.ones_like(SEQUENCES)

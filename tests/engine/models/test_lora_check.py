@@ -8,7 +8,7 @@ from engine.errors import UserError
 from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec, adapt
 from engine.models.lora_check import AdaptedModel
-from tests.tiny_models import make_causal_lm, make_config, make_scorer
+from scripts.harness.models import make_causal_lm, make_config, make_scorer
 
 # The tiny Llama, 32 wide: queries and output 32 x 32, keys and values 16 x 32, three matrices of 32 x 48.
 MATRICES = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from engine.experience import position_ids
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec, adapt
-from tests.tiny_models import VOCABULARY, make_causal_lm
+from scripts.harness.models import VOCABULARY, make_causal_lm
 
 DIM, CLOSE = 4, 5e-6  # rounding, of processors that sum in another order, too
 MODULE_NAMES = {"llama": "layers.", "opt": "decoder.layers."}

@@ -14,7 +14,7 @@ from engine.models.checking import check_policy, check_scorer
 from engine.models.loading import load_scorer, new_scorer
 from engine.models.saving import save_model
 from engine.zero.gathering import full_state
-from tests.tiny_models import EOS, PAD, make_scorer
+from scripts.harness.models import EOS, PAD, make_scorer
 
 SEQUENCES = torch.tensor([[5, 9, 33, 17, 40, EOS], [41, 7, 63, 22, 4, EOS]])
 MEAN, STD = 2.5, 4.0

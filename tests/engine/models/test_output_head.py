@@ -14,9 +14,9 @@ from engine.models.loading import empty_like, load_policy
 from engine.models.reading import read_config, read_tokenizer
 from engine.models.saving import save_model
 from engine.zero.gathering import full_state
+from scripts.harness.models import make_causal_lm
 from tests.distributed.conftest import write_stage_files
 from tests.distributed.harness import run_ranks
-from tests.tiny_models import make_causal_lm
 
 
 def make_folder(parent: Path, family: str = "llama", **settings) -> Path:

@@ -23,8 +23,8 @@ from engine.models.packed_rows import BY_ROW, PackedRows
 from engine.models.row_check import check_rows
 from engine.models.trunk import ScoringRole, make_trunk
 from engine.rollout.families import takes_slot_masks
+from scripts.harness.models import VOCABULARY, make_causal_lm, make_config, make_scorer, save_random
 from tests.fake_flash import FakeFlash
-from tests.tiny_models import VOCABULARY, make_causal_lm, make_config, make_scorer, save_random
 
 PADDED, PACKED = Attention("sdpa"), Attention("sdpa", "packed")
 LENGTHS = [8, 96, 40, 17, 64, 9, 81, 30]  # tokens of each row, half of them the response's

@@ -12,7 +12,7 @@ from engine.models.checking import check_vocabularies
 from engine.models.pad_tokens import pad_token_line
 from engine.models.reading import read_tokenizer
 from engine.rlhf_engine import RLHFEngine
-from tests.tiny_models import (
+from scripts.harness.models import (
     EOS,
     PAD,
     VOCABULARY,

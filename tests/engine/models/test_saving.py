@@ -19,9 +19,9 @@ from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.reading import read_tokenizer
 from engine.models.saving import save_model
 from engine.zero.gathering import lent_state
+from scripts.harness.models import EOS, PAD, make_causal_lm, make_tokenizer, save_random
 from tests.engine.meters import LiveBytes
 from tests.engine.models.scored_rows import ROWS, batch, pooled, saved, scores
-from tests.tiny_models import EOS, PAD, make_causal_lm, make_tokenizer, save_random
 
 KINDS = [
     ("llama", False),

@@ -13,8 +13,7 @@ from engine.models.lora import LoraSpec
 from engine.models.trunk import Trunk, make_trunk, owner
 from engine.shared_trunk import scoring_roles
 from engine.zero.gathering import copy_weights
-from tests.tiny_adapters import make_adapter
-from tests.tiny_models import make_causal_lm, make_scorer
+from scripts.harness.models import make_adapter, make_causal_lm, make_scorer
 
 SEQUENCES = torch.arange(4, 20).view(2, 8)
 MASK = torch.ones_like(SEQUENCES)

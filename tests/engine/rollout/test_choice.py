@@ -10,7 +10,7 @@ from engine.memory.copies import CopyNeed
 from engine.models.policy import Policy
 from engine.models.scorer import Scorer
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
-from tests.tiny_models import make_tokenizer
+from scripts.harness.models import make_tokenizer
 
 ROLES = ("actor", "critic", "reference", "reward model")
 WIDTH, VOCABULARY, LAYERS, HEADS, KEPT_HEADS = 16, 100, 2, 4, 2

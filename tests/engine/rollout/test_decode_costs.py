@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from engine.rollout import decode, draws
 from engine.rollout.base import SamplingConfig
 from engine.rollout.decode import Sampler
+from scripts.harness.models import BOS, EOS, PAD, VOCABULARY, make_causal_lm, make_tokenizer
 from tests.engine.meters import HostQuestions
-from tests.tiny_models import BOS, EOS, PAD, VOCABULARY, make_causal_lm, make_tokenizer
 from training.data.prompts import collate_prompts
 
 LAST = VOCABULARY - 1  # the token that a number just below 1 falls on

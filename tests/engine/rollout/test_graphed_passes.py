@@ -16,8 +16,8 @@ from engine.experience import PromptBatch
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
 from engine.rollout.passes import GraphedPasses, Passes, _NoQuestions, _slots_of_shape, passes_of, rows_of_shape
+from scripts.harness.models import make_causal_lm, make_tokenizer
 from tests.engine.rollout.test_decode import BATCH, READY, SAMPLING, answers, loaded, plainly
-from tests.tiny_models import make_causal_lm, make_tokenizer
 
 ROOM = 100  # tokens of the longest row, which has 176 slots where others wait
 

@@ -20,6 +20,7 @@ from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
 from engine.rollout.families import check_attention, takes_slot_masks
 from engine.rollout.passes import Passes, RecordedPasses, passes_of
+from scripts.harness.models import EOS, make_causal_lm, make_tokenizer
 from tests.engine.rollout.test_decode import (
     BATCH,
     FAMILIES,
@@ -33,7 +34,6 @@ from tests.engine.rollout.test_decode import (
 )
 from tests.fake_flash import FakeFlash
 from tests.plain_sampling import plain_answer
-from tests.tiny_models import EOS, make_causal_lm, make_tokenizer
 
 
 @pytest.fixture(scope="module")

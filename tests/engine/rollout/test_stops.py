@@ -16,7 +16,7 @@ from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.rollout import ReplicaRollouts, SamplingConfig
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
-from tests.tiny_models import EOS, PAD, make_causal_lm, make_tokenizer
+from scripts.harness.models import EOS, PAD, make_causal_lm, make_tokenizer
 from training.program.model_files import generation_stops
 
 PROMPTS = ([5, 9, 33], [17], [40, 41, 42, 43], [6, 60])

@@ -7,8 +7,8 @@ from engine.models.loading import load_policy
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, trained_model
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, read_ds_file
+from scripts.harness.models import make_causal_lm
 from tests.engine.meters import LiveBytes
-from tests.tiny_models import make_causal_lm
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

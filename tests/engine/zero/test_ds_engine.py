@@ -7,8 +7,8 @@ from engine.models.loading import load_policy
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, trained_model
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
+from scripts.harness.models import make_causal_lm
 from tests.engine.zero.shard_memory import InMemory, whole
-from tests.tiny_models import make_causal_lm
 
 LR = 1e-2
 

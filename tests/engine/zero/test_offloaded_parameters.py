@@ -7,7 +7,7 @@ from engine.models.loading import load_policy, load_scorer
 from engine.rlhf_engine import EngineSpec, frozen_model
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
-from tests.tiny_models import make_causal_lm, make_scorer
+from scripts.harness.models import make_causal_lm, make_scorer
 
 
 @pytest.mark.parametrize("offload", [True, False])

@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from engine.models.reading import read_tokenizer
-from tests.tiny_models import make_causal_lm
+from scripts.harness.models import make_causal_lm
 from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import CHATML, chat_tokenizer
 from training.data.forms import PAIRS, PROMPTS, SFT

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import UserError
-from tests.tiny_models import make_causal_lm
+from scripts.harness.models import make_causal_lm
 from tests.training.flags.command_lines import REQUIRED_FLAGS, parse, refusal
 from training.compare.flags import CompareFlags
 from training.flags.arguments import TokenizerFlags

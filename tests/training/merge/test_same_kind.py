@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from engine.errors import UserError
-from tests.tiny_models import make_causal_lm
+from scripts.harness.models import make_causal_lm
 from training.measuring import check_same_tokens
 from training.merge.weights import SFT, TRAINED, check_change, check_paths, check_weights, stored_weights
 

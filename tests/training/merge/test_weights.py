@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.algo.weight_changes import mean_change, slerp, spherical_change
 from engine.errors import UserError
-from tests.tiny_adapters import make_adapter
-from tests.tiny_models import make_causal_lm
+from scripts.harness.models import make_adapter, make_causal_lm
 from training.merge.weights import NOTE, MergedWeights, save_merged, stored_weights
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from engine.errors import UserError
-from tests.ports import free_port
+from scripts.harness import free_port
 from tests.training.preflight.nodes import healthy
 from training.preflight import exchange
 from training.preflight.exchange import Exchange, hosts_by_rank, nodes_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.errors import UserError
-from tests.e2e.programs import Tiny
-from tests.ports import free_port
+from scripts.harness import free_port
+from scripts.harness.programs import Tiny
 from tests.reward_server import serving
 from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from engine.errors import UserError
+from scripts.harness.models import make_causal_lm, make_tokenizer
 from tests.engine.models.test_adapter_folders import write_adapter
-from tests.tiny_models import make_causal_lm, make_tokenizer
 from tests.training.flags.command_lines import parse
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import SFTFlags

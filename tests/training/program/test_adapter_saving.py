@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from engine.experience import position_ids
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.lora import LoraSpec, adapt
+from scripts.harness.models import PAD, make_causal_lm, make_scorer, make_tokenizer
 from tests.engine.meters import LiveBytes
-from tests.tiny_models import PAD, make_causal_lm, make_scorer, make_tokenizer
 from training.program import model_folders
 
 SEQUENCES = torch.arange(4, 20).view(2, 8)

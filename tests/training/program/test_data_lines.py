@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.tiny_models import POSITIONS, make_causal_lm
+from scripts.harness.models import POSITIONS, make_causal_lm
 from tests.training.data.tiny_tokenizers import word_tokenizer
 from training.data.pair_examples import PairExamples
 from training.data.prompts import Prompts

@@ -10,7 +10,7 @@ import torch
 
 from engine import distributed
 from engine.errors import UserError
-from tests.ports import free_port
+from scripts.harness import free_port
 from training.program.environment import (
     AGENTS_STORE,
     check_port,

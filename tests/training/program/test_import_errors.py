@@ -13,7 +13,7 @@ import pytest
 
 import training
 from engine import distributed
-from tests.ports import free_port
+from scripts.harness import free_port
 from training.program import import_errors, joining
 from training.program.joining import MeetingPoint
 

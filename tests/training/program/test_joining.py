@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine import distributed
-from tests.ports import free_port
+from scripts.harness import free_port
 from training.program import joining, watch
 from training.program.joining import MeetingPoint
 from training.program.phases import phase

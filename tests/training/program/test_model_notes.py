@@ -3,7 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from tests.tiny_models import make_config
+from scripts.harness.models import make_config
 from training.program.model_files import model_notes
 
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from engine import distributed
 from engine.errors import SharedError
-from tests.e2e.programs import Tiny, command_line
-from tests.ports import free_port
+from scripts.harness import free_port
+from scripts.harness.programs import Tiny, command_line
 from training import step3_rlhf
 from training.flags.rlhf_arguments import RLHFFlags
 from training.preflight import preflight

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from engine.errors import SharedError
-from tests.e2e.programs import ROOT
+from scripts.harness import ROOT
 from training.program import watch
 from training.program.heartbeats import Reporter, Verdict
 from training.program.startup import _told

@@ -12,7 +12,7 @@ from engine.experience import position_ids
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec, adapt
-from tests.tiny_models import make_causal_lm, make_scorer
+from scripts.harness.models import make_causal_lm, make_scorer
 from training.reporting.arithmetic import Arithmetic, Cost, TrainingArithmetic
 from training.reporting.metrics import Accumulator
 

@@ -11,8 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
-from tests.tiny_adapters import make_adapter
-from tests.tiny_models import EOS, make_causal_lm, make_scorer
+from scripts.harness.models import EOS, make_adapter, make_causal_lm, make_scorer
 from training.reporting.model_card import RunFacts, is_hub_name, loading, merge_card, model_card
 
 PRIVATE = ("/home", "lovelace", "acme", "node7", "my_rules")

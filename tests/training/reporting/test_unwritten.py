@@ -6,7 +6,7 @@ import resource
 import pytest
 
 from engine.errors import RunStopped
-from tests.e2e.programs import metric_lines
+from scripts.harness.programs import metric_lines
 from training.program import unwritten
 from training.program.unwritten import check_all_written
 from training.reporting import sinks

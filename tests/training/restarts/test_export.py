@@ -13,7 +13,7 @@ from engine.models.merging import merged_state
 from engine.models.saving import adapter_files
 from engine.optim import is_factor
 from engine.zero.shards import Shard
-from tests.tiny_models import make_causal_lm
+from scripts.harness.models import make_causal_lm
 from tests.training.restarts.tiny_points import TinyRun, flip_bit
 from training.restarts import adapter_point
 from training.restarts.export import INDEX, main

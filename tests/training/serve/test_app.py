@@ -12,7 +12,7 @@ from engine.experience import position_ids
 from engine.models.loading import load_scorer
 from engine.reward.server import ServerSettings, probe
 from engine.reward.servers import Servers
-from tests.tiny_models import BOS, EOS, PAD
+from scripts.harness.models import BOS, EOS, PAD
 
 pytestmark = pytest.mark.slow
 PROMPT = "w05 w09 w33"

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.algo.sampling import keyed_uniforms
 from engine.models.reading import read_tokenizer
-from tests.tiny_models import BOS, EOS, POSITIONS, VOCABULARY
+from scripts.harness.models import BOS, EOS, POSITIONS, VOCABULARY
 from training.serve.decoder import Decoder, Generation, Settings, draw, nucleus
 
 PROMPTS = [[5, 9, 33], [60, 7], [8, 8, 8, 21, 40, 11, 30, 4, 5, 6], [12], [44, 10, 9, 9, 17], [30, 31]]

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from scripts.harness.models import make_causal_lm, make_scorer
 from tests.serving import make_endless, serving, until
-from tests.tiny_models import make_causal_lm, make_scorer
 from training.serve.__main__ import main
 
 pytest.importorskip("fastapi", reason="the service needs fastapi: pip install .[serve]")

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from scripts.harness.models import make_causal_lm
 from tests.serving import make_endless, serving, until
-from tests.tiny_models import make_causal_lm
 
 pytestmark = pytest.mark.slow
 LONG = {"prompt": "w05 w09", "temperature": 0, "max_tokens": 3000}

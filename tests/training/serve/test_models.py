@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 from engine.errors import UserError
 from engine.models.loading import load_policy
 from engine.zero.shards import Shard
-from tests.tiny_adapters import make_adapter
-from tests.tiny_models import EOS, make_causal_lm, make_scorer
+from scripts.harness.models import EOS, make_adapter, make_causal_lm, make_scorer
 from tests.training.restarts.tiny_points import TinyRun, flip_bit
 from training.serve.decoder import Generation, Settings
 from training.serve.flags import ServeFlags

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.tiny_models import make_tokenizer
+from scripts.harness.models import make_tokenizer
 from training.serve.decoder import ResponseText
 
 

@@ -1,1 +1,0 @@
-"""What scripts/trial_zero_features.py tries, and how it starts ranks."""
