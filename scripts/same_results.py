@@ -24,7 +24,6 @@ the message: what their libraries print depends on which rank ends first.
 import argparse
 import itertools
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -35,7 +34,7 @@ sys.path.insert(
 )  # for scripts/ and what they share, which are not installed
 
 from engine.algorithms import DIALECTS, get_dialect
-from scripts.same_results_answers import ANSWERS, PROGRAMS, command_line, inside, launched, recorded
+from scripts.same_results_answers import ANSWERS, PROGRAMS, command_line, inside, launched, recorded, working_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = {
@@ -224,7 +223,8 @@ def record_runs(tree: Path, models: Path, out: Path, points: Path, only: list[st
     }
     for restarts in (False, True):  # which go on from what another has written
         some = {name: job for name, job in jobs.items() if name.startswith("resumed") == restarts}
-        ended = inside(tree, "programs", {name: job for name, job in some.items() if job["ranks"] == 1}, out / "work")
+        with working_folder() as folder:
+            ended = inside(tree, "programs", {name: job for name, job in some.items() if job["ranks"] == 1}, folder)
         for name, job in some.items():
             result = ended.get(name) or launched(tree, job["ranks"], job["words"])
             printed = result["stdout"] + result["stderr"]
@@ -279,20 +279,18 @@ def record(tree: Path, models: Path, out: Path, points: Path, data: Path | None,
     out.mkdir(parents=True, exist_ok=True)
     if data is None:
         print("no --data: only the toy data are read")
-    work = out / "work"
     for answer in ANSWERS:
         path = out / f"{answer}.json"
         if chosen(answer, only) and not path.is_file():
-            found = recorded(answer, work, tree)
+            found = recorded(answer, tree)
             path.write_text(json.dumps(found, indent=1))
             print(f"{answer}: {len(found)} command lines", flush=True)
-    work.mkdir(exist_ok=True)
     if chosen("data", only) and not (out / "data.json").is_file():
-        found = inside(tree, "data", data_jobs(models, data, work), work)
-        (out / "data.json").write_text(json.dumps(found, indent=1).replace(str(work), "FOLDER"))
+        with working_folder() as folder:
+            found = inside(tree, "data", data_jobs(models, data, folder), folder)
+        (out / "data.json").write_text(json.dumps(found, indent=1).replace(str(folder), "FOLDER"))
         print(f"data: {len(found)} data sets", flush=True)
     record_runs(tree, models, out, points, only)
-    shutil.rmtree(work)
 
 
 def chosen(name: str, only: list[str]) -> bool:

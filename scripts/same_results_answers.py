@@ -4,6 +4,7 @@ Each function of ANSWERS makes what the command lines need in a folder, and give
 listed in this repository; the programs are those of the version that is recorded.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,8 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,8 +82,9 @@ def bad_input(folder: Path, tree: Path) -> dict[str, dict]:
             settings = folder / f"{number}.yaml"
             settings.write_bytes(mistake.yaml if isinstance(mistake.yaml, bytes) else mistake.yaml.encode())
             words += ["--config", str(settings)]
-        wrong = [repr(word)[1:-1] for word in (*command_line(mistake.changes), *mistake.words)]
-        name = f"{mistake.kind}, step {mistake.step}: {(' '.join(wrong) or repr(mistake.yaml))[:120]}"
+        wrong = " ".join(repr(word)[1:-1] for word in (*command_line(mistake.changes), *mistake.words))
+        told = (wrong or repr(mistake.yaml)).replace(str(folder), "FOLDER")
+        name = f"{mistake.kind}, step {mistake.step}: {told[:120]}"
         while name in jobs:
             name += " again"
         jobs[name] = {"words": [PROGRAMS[mistake.step], *words]}
@@ -188,20 +192,25 @@ def launchers(folder: Path, tree: Path) -> dict[str, dict]:
 ANSWERS = {answer.__name__: answer for answer in (bad_input, damaged_models, damaged_points, faults, launchers)}
 
 
-def recorded(answer: str, folder: Path, tree: Path) -> dict[str, dict]:
-    """What the command lines of ANSWERS[answer] end with, in a folder that is made for it and removed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    jobs = ANSWERS[answer](folder, tree)
-    found = inside(tree, "programs", {name: job for name, job in jobs.items() if job.get("ranks", 1) == 1}, folder)
-    for name, job in jobs.items():
-        if job.get("ranks", 1) > 1:
-            ended = launched(tree, job["ranks"], job["words"])
-            lines = sorted({line for line in ended["stderr"].splitlines() if SAID.search(line)})
-            found[name] = {"code": ended["code"], "stderr": lines}  # what else is printed depends on who is faster
-    text = json.dumps(found, indent=1).replace(str(folder), "FOLDER").replace(str(tree), "TREE")
-    shutil.rmtree(folder)
-    return json.loads(MEASURED.sub("N", text))
+def recorded(answer: str, tree: Path) -> dict[str, dict]:
+    """What the command lines of ANSWERS[answer] end with."""
+    with working_folder() as folder:
+        jobs = ANSWERS[answer](folder, tree)
+        found = inside(tree, "programs", {name: job for name, job in jobs.items() if job.get("ranks", 1) == 1}, folder)
+        for name, job in jobs.items():
+            if job.get("ranks", 1) > 1:
+                ended = launched(tree, job["ranks"], job["words"])
+                told = sorted({line for line in ended["stderr"].splitlines() if SAID.search(line)})
+                found[name] = {"code": ended["code"], "stderr": told}
+        text = json.dumps({name: found[name] for name in jobs}).replace(str(folder), "FOLDER")
+        return json.loads(MEASURED.sub("N", text.replace(str(tree), "TREE")))
+
+
+@contextlib.contextmanager
+def working_folder() -> Iterator[Path]:
+    """A folder that is removed; its path is always as long, as messages cut what is too long for them."""
+    with tempfile.TemporaryDirectory(prefix="records_", ignore_cleanup_errors=True) as name:
+        yield Path(name)
 
 
 def inside(tree: Path, what: str, jobs: dict[str, dict], folder: Path) -> dict[str, dict]:
