@@ -132,14 +132,16 @@ def step3(models: Path, out: Path, **flags) -> dict:
 def variants(models: Path, out: Path, points: Path) -> dict[str, tuple[int, int, dict]]:
     """(step, ranks, flags) by name, of what no dialect has by itself."""
     lora = {"actor_lora_dim": 4, "critic_lora_dim": 4, "only_optimize_lora": True}
+    trunk = lora | {"share_trunk": True, "critic_model_name_or_path": out / "reward_lora" / "adapter"}
+    own_files = [f"{role}_ds_config" for role in ("critic", "reference", "reward")]  # which one engine has none of
     rules = {"reward_function": out / "rules.py:odd"}
     point = {"enable_ema": True, "resume": points / "whole" / "checkpoints" / "step_000001"}
     found = {
         "lora": (1, 0, lora),
-        "lora_stage3": (2, 3, lora),
+        "lora_stage3": (2, 3, lora | {"reference_ds_config": None}),
         "lora_and_weights": (1, 0, {"actor_lora_dim": 4, "lora_alpha": 8}),
-        "trunk": (1, 0, lora | {"share_trunk": True}),
-        "trunk_stage3": (2, 3, lora | {"share_trunk": True}),
+        "trunk": (1, 0, trunk),
+        "trunk_stage3": (2, 3, trunk | dict.fromkeys(own_files)),
         "hydra": (1, 0, {"set": ["hydra_layers=1"]}),
         "reference_ema": (1, 0, {"reference": "ema", "ema_decay": 0.5}),
         "reference_refreshed": (1, 0, {"reference_refresh_steps": 1, "reference_mixup_alpha": 0.5}),
@@ -176,6 +178,7 @@ def variants(models: Path, out: Path, points: Path) -> dict[str, tuple[int, int,
         ("sft_lora", 1, 1, {"lora_dim": 4, "lora_dropout": 0.1}),
         ("sft_stage3", 1, 2, {"dropout": 0.1, **stage3}),
         ("reward", 2, 1, {"dropout": 0.1, "normalize_before": True}),
+        ("reward_lora", 2, 1, {"lora_dim": 4, "only_optimize_lora": True}),
         ("reward_from_difference", 2, 1, {"pairwise_loss": "from_difference"}),
         ("reward_stage3", 2, 2, {"dropout": 0.1, **stage3}),
     ):
@@ -200,7 +203,7 @@ def variants(models: Path, out: Path, points: Path) -> dict[str, tuple[int, int,
 
 
 def record_runs(tree: Path, models: Path, out: Path, points: Path, only: list[str]) -> None:
-    """Train everything with the version at `tree`."""
+    """Train everything with the version at `tree`; ends the program where a run failed."""
     config = json.loads((ROOT / "configs" / "ds" / "zero3.json").read_text())
     config["zero_optimization"] |= dict.fromkeys(THRESHOLDS, 0)
     (out / "zero3.json").write_text(json.dumps(config, indent=2))
@@ -221,17 +224,22 @@ def record_runs(tree: Path, models: Path, out: Path, points: Path, only: list[st
         for name, (step, ranks, flags) in runs.items()
         if chosen(name, only) and not (out / f"{name}.log").is_file()
     }
-    for restarts in (False, True):  # which go on from what another has written
-        some = {name: job for name, job in jobs.items() if name.startswith("resumed") == restarts}
+    failed = []
+    for later in (False, True):  # what goes on from what others have written
+        some = {name: job for name, job in jobs.items() if name.startswith(("resumed", "trunk")) == later}
         with working_folder() as folder:
             ended = inside(tree, "programs", {name: job for name, job in some.items() if job["ranks"] == 1}, folder)
         for name, job in some.items():
             result = ended.get(name) or launched(tree, job["ranks"], job["words"])
             printed = result["stdout"] + result["stderr"]
             if result["code"]:
-                sys.exit(f"{name} ended with code {result['code']}:\n{printed[-3000:]}")
-            (out / f"{name}.log").write_text(printed)
-            print(name, flush=True)
+                failed.append(name)
+                print(f"{name} FAILED with code {result['code']}:\n{printed[-3000:]}", flush=True)
+            else:
+                (out / f"{name}.log").write_text(printed)
+                print(name, flush=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def write_texts(models: Path, path: Path) -> list[str]:
@@ -254,7 +262,7 @@ def data_jobs(models: Path, data: Path | None, folder: Path) -> dict[str, dict]:
         jobs[name] = {"model": str(models / "sft"), "form": form, "template": template, "rows": rows}
         jobs[name]["examples"] = lengths[form]
 
-    for where, source in {"toy": models / "data", "data": data}.items():
+    for where, source in {"quickstart": models / "data", "data": data}.items():
         files = {"text": "sft", "pair": "pairs", "prompt": "prompts"} if source is not None else {}
         for form, file in files.items():
             ask(f"{where} {form}", form, source / f"{file}.jsonl", held_out=64)
@@ -278,7 +286,7 @@ def record(tree: Path, models: Path, out: Path, points: Path, data: Path | None,
     """Write into `out` all that is chosen and not there yet."""
     out.mkdir(parents=True, exist_ok=True)
     if data is None:
-        print("no --data: only the toy data are read")
+        print("no --data: only the quickstart's are read")
     for answer in ANSWERS:
         path = out / f"{answer}.json"
         if chosen(answer, only) and not path.is_file():
@@ -315,13 +323,16 @@ def differences(before: Path, after: Path, last: int = 0) -> list[str]:
     for file in sorted(before.rglob("*.safetensors")):
         if "checkpoints" in file.parts:
             continue
-        a, b = load_file(file), load_file(after / file.relative_to(before))
+        if not (other := after / file.relative_to(before)).is_file():
+            found.append(f"{file.relative_to(before)}: missing")
+            continue
+        a, b = load_file(file), load_file(other)
         for key in sorted(a.keys() | b.keys()):
             if key not in a or key not in b or a[key].dtype != b[key].dtype or not a[key].equal(b[key]):
                 found.append(f"{file.relative_to(before)}: {key}")
         for config in file.parent.glob("*config.json"):
             if (other := after / config.relative_to(before)).read_text() != config.read_text():
-                found.append(f"{config.relative_to(before)} and {other}")
+                found.append(f"{config} and {other}")
     return found
 
 

@@ -175,7 +175,7 @@ def launchers(folder: Path, tree: Path) -> dict[str, dict]:
                 environment = {
                     "PATH": f"{stand_ins}:/usr/bin:/bin",
                     "HARDWARE": hardware,
-                    "OUT": str(models),
+                    "OUT": str(out),  # where no models are
                     **several,
                 }
                 command = ["bash", str(script), str(step), "--dry_run"]
