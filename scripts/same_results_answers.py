@@ -29,6 +29,7 @@ from tests.engine.models.adapter_damages import ADAPTERS, OF_SCORERS
 
 PROGRAMS = {1: "training/step1_sft.py", 2: "training/step2_reward.py", 3: "training/step3_rlhf.py"}
 MEASURED = re.compile(r"(?<![\w.])\d+(\.\d+)?(?= (s|ms|seconds?)\b)|0x[0-9a-f]{6,}|(?<=pid )\d+|(?<=port )\d+")
+NUMBERED = re.compile(r"(?<=FOLDER/)((?:out/?)?)\d+")  # how many command lines there are may change
 SAID = re.compile(r"^(error|stopped): |the run ends\.$")
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Reward functions to which something happens in the second step, in the last rank.
@@ -164,11 +165,10 @@ def launchers(folder: Path, tree: Path) -> dict[str, dict]:
         config(models / "reward", configuration("opt-350m" if family == "opt" else "llama-2-7b"))
         adapter = {"base_model_name_or_path": str(models / "sft"), "peft_type": "LORA", "task_type": "SEQ_CLS"}
         config(models / "reward" / "adapter", adapter | {"r": 64, "target_modules": LINEAR}, "adapter_config.json")
-        hosts = models / "hosts"
         told = subprocess.run(["bash", script, "--help"], check=True, capture_output=True, text=True).stdout
         for hardware in re.findall(r"^  (\d+x[\w-]+) ", told, re.MULTILINE):
             count, _, gpu = hardware.partition("x")
-            nodes = max(1, int(count) // 8)
+            nodes, hosts = max(1, int(count) // 8), models / f"hosts_{hardware}"
             hosts.write_text("".join(f"node{number} slots=8\n" for number in range(nodes)))
             several = {"HOSTFILE": str(hosts)} if nodes > 1 else {}
             for step in PROGRAMS:
@@ -203,7 +203,7 @@ def recorded(answer: str, tree: Path) -> dict[str, dict]:
                 told = sorted({line for line in ended["stderr"].splitlines() if SAID.search(line)})
                 found[name] = {"code": ended["code"], "stderr": told}
         text = json.dumps({name: found[name] for name in jobs}).replace(str(folder), "FOLDER")
-        return json.loads(MEASURED.sub("N", text.replace(str(tree), "TREE")))
+        return json.loads(NUMBERED.sub(r"\1N", MEASURED.sub("N", text.replace(str(tree), "TREE"))))
 
 
 @contextlib.contextmanager
