@@ -133,15 +133,15 @@ def variants(models: Path, out: Path, points: Path) -> dict[str, tuple[int, int,
     """(step, ranks, flags) by name, of what no dialect has by itself."""
     lora = {"actor_lora_dim": 4, "critic_lora_dim": 4, "only_optimize_lora": True}
     trunk = lora | {"share_trunk": True, "critic_model_name_or_path": out / "reward_lora" / "adapter"}
-    own_files = [f"{role}_ds_config" for role in ("critic", "reference", "reward")]  # which one engine has none of
+    shared = [f"{role}_ds_config" for role in ("critic", "reference", "reward")]  # of models without their own engine
     rules = {"reward_function": out / "rules.py:odd"}
     point = {"enable_ema": True, "resume": points / "whole" / "checkpoints" / "step_000001"}
     found = {
         "lora": (1, 0, lora),
-        "lora_stage3": (2, 3, lora | {"reference_ds_config": None}),
+        "lora_stage3": (2, 3, lora | dict.fromkeys(shared[1:])),
         "lora_and_weights": (1, 0, {"actor_lora_dim": 4, "lora_alpha": 8}),
         "trunk": (1, 0, trunk),
-        "trunk_stage3": (2, 3, trunk | dict.fromkeys(own_files)),
+        "trunk_stage3": (2, 3, trunk | dict.fromkeys(shared)),
         "hydra": (1, 0, {"set": ["hydra_layers=1"]}),
         "reference_ema": (1, 0, {"reference": "ema", "ema_decay": 0.5}),
         "reference_refreshed": (1, 0, {"reference_refresh_steps": 1, "reference_mixup_alpha": 0.5}),

@@ -215,6 +215,8 @@ def working_folder() -> Iterator[Path]:
 
 def inside(tree: Path, what: str, jobs: dict[str, dict], folder: Path) -> dict[str, dict]:
     """What scripts/same_results_inside.py finds of these jobs in the version at `tree`."""
+    if not jobs:
+        return {}
     files = [folder / "jobs.json", folder / "results.json"]
     files[0].write_text(json.dumps(jobs))
     program = Path(__file__).with_name("same_results_inside.py")
