@@ -252,15 +252,15 @@ def write_texts(models: Path, path: Path) -> list[str]:
 def data_jobs(models: Path, data: Path | None, folder: Path) -> dict[str, dict]:
     """What is asked of data sets: by name, a job of scripts/same_results_inside.py."""
     texts = write_texts(models, folder / "texts.jsonl")
-    lengths = {"text": {"max_length": 48}, "pair": {"max_length": 48}, "prompt": {"max_prompt_length": 12}}
-    lengths |= {"pretraining text": {"block_length": 36}}
+    lengths = {"text": "max_length", "pair": "max_length", "prompt": "max_prompt_length"}
+    lengths |= {"pretraining text": "block_length"}
     phases = {"text": 1, "pair": 2, "prompt": 3, "pretraining text": 3}
     jobs = {}
 
     def ask(name: str, form: str, path: Path, template: str | None = None, **rows) -> None:
         rows = {"data_path": str(path), "phase": phases[form], **rows}
         jobs[name] = {"model": str(models / "sft"), "form": form, "template": template, "rows": rows}
-        jobs[name]["examples"] = lengths[form]
+        jobs[name]["examples"] = {lengths[form]: 48}  # which cuts some of the dialogues
 
     for where, source in {"quickstart": models / "data", "data": data}.items():
         files = {"text": "sft", "pair": "pairs", "prompt": "prompts"} if source is not None else {}
