@@ -197,11 +197,16 @@ def recorded(answer: str, tree: Path) -> dict[str, dict]:
     with working_folder() as folder:
         jobs = ANSWERS[answer](folder, tree)
         found = inside(tree, "programs", {name: job for name, job in jobs.items() if job.get("ranks", 1) == 1}, folder)
+        found |= {name: launched(tree, job["ranks"], job["words"]) for name, job in jobs.items() if name not in found}
         for name, job in jobs.items():
+            told = found[name]["stderr"].splitlines()
             if job.get("ranks", 1) > 1:
-                ended = launched(tree, job["ranks"], job["words"])
-                told = sorted({line for line in ended["stderr"].splitlines() if SAID.search(line)})
-                found[name] = {"code": ended["code"], "stderr": told}
+                told = sorted({line for line in told if SAID.search(line)})
+            elif any(line.startswith("Traceback") for line in told):
+                told = [line for line in told if not line.startswith(" ")]  # without the code's places
+            found[name]["stderr"] = told
+            if not {"--dry_run", "--json"} & set(job["words"]):
+                del found[name]["stdout"]  # times of what was trained
         text = json.dumps({name: found[name] for name in jobs}).replace(str(folder), "FOLDER")
         return json.loads(NUMBERED.sub(r"\1N", MEASURED.sub("N", text.replace(str(tree), "TREE"))))
 
