@@ -1,4 +1,4 @@
-"""What pages say of flags is there: ours in the programs, fields in the dialects, other systems' in the tables."""
+"""What pages say of flags is there: ours in the programs, fields in the dialects."""
 
 import dataclasses
 import re
@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from engine.algorithms import Dialect
+from tests.training.flags.command_lines import REQUIRED_FLAGS
 from training.compare.flags import CompareFlags
-from training.convert.openrlhf_table import RENAMED
-from training.convert.openrlhf_table import TABLE as OPENRLHF
-from training.convert.trl_table import TABLE as TRL
 from training.flags import deepspeed_chat
 from training.flags.memory_flags import MemoryFlags
 from training.flags.other_steps import STEPS
 from training.flags.other_systems import HEADINGS, rows
+from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import RewardFlags, SFTFlags
 from training.merge.flags import MergeFlags
@@ -25,8 +24,8 @@ PAGES = (
     *("guide", "sharing", "compare", "serve", "reward_server"),
     *("from_deepspeed_chat", "from_trl", "from_trlx", "from_openrlhf"),
 )
-OTHERS = {  # of launchers, and of the programs of training/convert, restarts/export and engine/speed/scaling
-    *("num_gpus", "log_level", "module", "hostfile", "master_port", "output", "ranks", "skip_unknown", "max_restarts"),
+OTHERS = {  # of launchers, and of the programs of restarts/export and the simulation
+    *("num_gpus", "log_level", "module", "hostfile", "master_port", "output", "max_restarts"),
     *("algo.kl.init_coef", "init_kl_coef", "remote_rm_url"),  # OpenRLHF's own, as examples
     "local",  # hf download --local-dir
 }
@@ -48,13 +47,19 @@ def test_flags_and_fields_are_there(page):
     assert fields <= {spec.name for spec in dataclasses.fields(Dialect)}
 
 
-def test_names_of_other_systems_are_in_the_converters_tables():
-    named = {system: set() for system in ("TRL", "OpenRLHF", "trlX")}
-    for row in rows():
-        named[row.system] |= set(row.names) if "steps" not in row.heading else set()
-    assert named["TRL"] - TRL.keys() == set()
-    named["OpenRLHF"] = {re.sub(r"^critic\.(?=adam|lr|max)", "actor.", name) for name in named["OpenRLHF"]}
-    assert named["OpenRLHF"] - OPENRLHF.keys() - RENAMED.keys() == {"algo.advantage.is_correction_threshold"}  # a pair
+def test_openrlhfs_estimators_are_command_lines_that_step_3_takes():
+    text = (DOCS / "from_openrlhf.md").read_text(encoding="utf-8")
+    table = text.partition("## Which dialect")[2].partition("\n\nThe dialects")[0]
+    lines = {row: re.findall(r"`(--[^`]+)`", row) for row in table.splitlines() if "--dialect" in row}
+    assert len(lines) == 6
+    for row, (command, *own) in lines.items():
+        given = [*REQUIRED_FLAGS[RLHFFlags], *f"{command} {' '.join(own)}".split()]
+        dialect = parse_flags(RLHFFlags, given, "").resolved_dialect()[0]
+        baseline = dialect.advantage_estimator not in ("gae", "reinforce")
+        assert dialect.kl_coef == 0.01 and dialect.kl_in == "reward" and dialect.kl_estimator == "k1", row
+        assert dialect.ratio == "token" and dialect.loss_scope == "optimizer_step", row
+        assert dialect.score_clip == (None if baseline else 10) and dialect.missing_end == "none", row
+        assert dialect.min_response_tokens == 0 and dialect.old_logprobs == "forward", row
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.system}-{row.names[:1]}-{row.heading}")

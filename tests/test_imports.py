@@ -37,7 +37,6 @@ LAYERS = [
         "engine.reward",
         "engine.rlhf_engine",
         "engine.rollout",
-        "engine.speed",
     ],
     ["engine.experience_maker"],
     ["training"],

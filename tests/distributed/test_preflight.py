@@ -40,8 +40,5 @@ def test_two_hosts_are_compared_and_measured(tmp_path):
         r"between 2 nodes, 2 ranks: all-reduce \S+ GB/s \(1 KiB .* ms, 64 KiB .* ms\)$", said, re.MULTILINE
     )
     assert re.search(r"between 2 nodes, 2 ranks: all-gather \S+ GB/s", said)
-    assert re.search(r"communication of a step, by planned volumes and measured bandwidth: \S+ s\n", said)
-    assert re.search(r"  \S+ s: gather actor, 118 kB gathered\n", said)
-    assert re.search(r"  \S+ s: agree on rollouts\n", said)
     assert said.endswith("preflight: all 2 nodes are healthy\n")
     assert second["healthy"][1] == ""

@@ -9,7 +9,7 @@ import pytest
 
 from engine.memory import Cluster, MemoryPlan, plan
 from engine.memory.gpus import gpu_bytes
-from engine.speed.shapes import configuration
+from scripts.simulation.scaling import configuration
 from tests.e2e.programs import ROOT
 from training import memory_plan
 from training.flags.memory_flags import MemoryFlags

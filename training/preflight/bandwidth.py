@@ -8,7 +8,6 @@ import torch
 
 from engine import by_node, distributed
 from engine.distributed import RankGroup
-from engine.speed.measured import Curve
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 
 ALL_GATHER, ALL_REDUCE = "all-gather", "all-reduce"
@@ -36,13 +35,6 @@ class Measured:
         size = max(self.seconds)
         rounds = 2 if self.kind == ALL_REDUCE else 1
         return rounds * (self.ranks - 1) / self.ranks * size / self.seconds[size]
-
-    @property
-    def curve(self) -> Curve:
-        """A start, and so much a byte, by the smallest and the largest size: between them a busy link is noise."""
-        least, most = min(self.seconds), max(self.seconds)
-        first = (least, self.seconds[least]) if least < most else (0, 0.0)
-        return [first, (most, max(first[1], self.seconds[most]))]
 
 
 def measure() -> tuple[list[Measured], list[list[Measured]]]:

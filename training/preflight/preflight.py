@@ -15,7 +15,7 @@ from pathlib import Path
 from engine import distributed
 from engine.errors import UserError
 from training.flags.arguments import RunFlags
-from training.preflight import bandwidth, communication, comparison, gathering, promised, run_plan
+from training.preflight import bandwidth, comparison, gathering, promised, run_plan
 from training.preflight.comparison import Finding, Weight
 from training.preflight.launched import hosts_by_rank
 from training.preflight.letters import answer_all, collect, letter, linger, nodes_of
@@ -70,7 +70,7 @@ def _lead(args: RunFlags) -> int:
     if box:
         answer_all(box, letters, {"measure": measured, "code": code})
     if measured:
-        found = [*found, *_with_group(args, nodes, planned)]
+        found = [*found, *_with_group(args, nodes)]
     elif world > 1:
         print("bandwidth: not measured, since a node is at fault", flush=True)
         linger(box, len(letters) - 1)
@@ -130,7 +130,7 @@ def _follow(args: RunFlags) -> int:
             box.post({"sees": _sees(Path(answer["look"]))})
         box.post({"heard": True})
     if answer["measure"]:
-        _with_group(args, [], "")
+        _with_group(args, [])
     return answer["code"]
 
 
@@ -160,7 +160,7 @@ def _sees(file: Path) -> bool:
 # All, where nothing is at fault
 
 
-def _with_group(args: RunFlags, nodes: Sequence[Node], planned) -> list[Finding]:
+def _with_group(args: RunFlags, nodes: Sequence[Node]) -> list[Finding]:
     """Join the process group and measure; rank 0 prints, and gets the nodes that are slow (all ranks call this).
 
     A host that is cut off meanwhile is named by the watch, which then ends this process with code 1.
@@ -176,11 +176,6 @@ def _with_group(args: RunFlags, nodes: Sequence[Node], planned) -> list[Finding]
         found = []
         if distributed.is_main():
             said = promised.lines(nodes, everywhere, within)
-            if isinstance(planned, str):
-                said.append(f"communication of a step: not known. {planned}")
-            else:
-                ranks = communication.ranks_as_measured(everywhere, within)
-                said += communication.lines(communication.parts(args, planned, ranks))
             found = [
                 Finding(
                     (host,), "bandwidth", "its ranks exchange at less than half of the others' rate", Weight.WARNING

@@ -27,7 +27,7 @@ from training.flags.supervised_arguments import RewardFlags, SFTFlags
         (RLHFFlags, "--eps_clip", "OpenRLHF's actor.eps_clip: in step 3 --clip_range."),
         (RLHFFlags, "--use_dora", "TRL's use_dora: no counterpart; instead LoRA as docs/lora.md has it."),
         (SFTFlags, "--lora_r", "TRL's lora_r: in steps 1 and 2 --lora_dim."),
-        (RewardFlags, "--adam.lr", "OpenRLHF's adam.lr: in steps 1 and 2 --learning_rate."),
+        (RewardFlags, "--adam.lr", "OpenRLHF's adam.lr: in steps 1 and 2 --learning_rate (1e-5 here"),
         (RewardFlags, "--cliprange", "TRL's cliprange: in step 3 --clip_range."),
     ],
 )
