@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-from engine.speed.shapes import configuration
 from scripts.damage_models import GOES_ON, roles, sound_adapters, sound_models
 from scripts.damage_points import flags as flags_of_points
+from scripts.simulation.scaling import configuration
 from tests.e2e.bad_input import every_mistake
 from tests.e2e.bad_world import BadWorld
 from tests.e2e.damages import DAMAGES
