@@ -28,7 +28,10 @@ from tests.engine.models import model_damages
 from tests.engine.models.adapter_damages import ADAPTERS, OF_SCORERS
 
 PROGRAMS = {1: "training/step1_sft.py", 2: "training/step2_reward.py", 3: "training/step3_rlhf.py"}
-MEASURED = re.compile(r"(?<![\w.])\d+(\.\d+)?(?= (s|ms|seconds?)\b)|0x[0-9a-f]{6,}|(?<=pid )\d+|(?<=port )\d+")
+MEASURED = re.compile(
+    r"(?<![\w.])\d+(\.\d+)?(?= (s|ms|seconds?)\b)|0x[0-9a-f]{6,}|(?<=pid )\d+|(?<=port )\d+"
+    r"|\d+(?= bytes, and was written)|(?<=written with )\d+"  # a checkpoint's state holds times
+)
 NUMBERED = re.compile(r"(?<=FOLDER/)((?:out/?)?)\d+")  # how many command lines there are may change
 SAID = re.compile(r"^(error|stopped): |the run ends\.$")
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
