@@ -34,6 +34,7 @@ MEASURED = re.compile(
 )
 NUMBERED = re.compile(r"(?<=FOLDER/)((?:out/?)?)\d+")  # how many command lines there are may change
 SAID = re.compile(r"^(error|stopped): |the run ends\.$")
+RUNNING = re.compile(r"step \d+/\d+ |memory, planned|restart point .* waited")  # what a run says that goes well
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Reward functions to which something happens in the second step, in the last rank.
 FAULTS = """
@@ -207,7 +208,7 @@ def recorded(answer: str, tree: Path) -> dict[str, dict]:
                 told = sorted({line for line in told if SAID.search(line)})
             elif any(line.startswith("Traceback") for line in told):
                 told = [line for line in told if not line.startswith(" ")]  # without the code's places
-            found[name]["stderr"] = told
+            found[name]["stderr"] = [line for line in told if not RUNNING.match(line)]
             if not {"--dry_run", "--json"} & set(job["words"]):
                 del found[name]["stdout"]  # times of what was trained
         text = json.dumps({name: found[name] for name in jobs}).replace(str(folder), "FOLDER")
