@@ -29,7 +29,7 @@ from tests.engine.models.adapter_damages import ADAPTERS, OF_SCORERS
 
 PROGRAMS = {1: "training/step1_sft.py", 2: "training/step2_reward.py", 3: "training/step3_rlhf.py"}
 MEASURED = re.compile(
-    r"(?<![\w.])\d+(\.\d+)?(?= (s|ms|seconds?)\b)|0x[0-9a-f]{6,}|(?<=pid )\d+|(?<=port )\d+"
+    r"(?<![\w.])\d+(\.\d+)?(?= (s|ms|seconds?)\b)|0x[0-9a-f]{6,}|(?<=pid |ess )\d+|(?<=port )\d+|(?<=since )[\d:]+"
     r"|\d+(?= bytes, and was written)|(?<=written with )\d+"  # a checkpoint's state holds times
 )
 NUMBERED = re.compile(r"(?<=FOLDER/)((?:out/?)?)\d+")  # how many command lines there are may change
