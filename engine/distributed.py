@@ -8,7 +8,6 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -75,27 +74,16 @@ def _all_reduce(tensor: torch.Tensor, op) -> torch.Tensor:
     return result
 
 
-class Work(Protocol):
-    """A collective call under way."""
-
-    def wait(self) -> object:
-        """Wait for it; the same calls in the same order on all ranks."""
-
-
-def gather_into(
-    output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
-) -> Work | None:
-    """Put the tensors of a group's ranks (None: of all), of one number of elements, one behind the other."""
-    if dist.get_backend(group) == "gloo":
-        return gather_by_broadcasts(output, own, group, async_op)
-    # the function's name from torch 2.13 on, or before
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    return gather(output, own, group=group, async_op=async_op)
-
-
-def is_world(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group, None for the default one, has all ranks."""
-    return group is None or dist.get_world_size(group) == dist.get_world_size()
+def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Every rank's tensor (N,), of equal sizes, as (ranks, N)."""
+    if world_size() == 1:
+        return tensor.unsqueeze(0)
+    gathered = tensor.new_empty(world_size(), len(tensor))
+    if dist.get_backend() == "gloo":
+        gather_by_broadcasts(gathered, tensor)
+    else:  # the function's name from torch 2.13 on, or before
+        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered.view(-1), tensor)
+    return gathered
 
 
 class _Works(list):
@@ -170,36 +158,16 @@ class RankGroup:
     place: this rank's number within the group.
 
     Args:
-        size: divides the number of ranks. All ranks make their groups together.
-        stride: from one rank of a group to the next; 1 has neighbours be together. size * stride divides, too.
+        size: divides the number of ranks; neighbours are together. All ranks make their groups together.
     """
 
-    def __init__(self, size: int, stride: int = 1):
-        block = size * stride
-        assert world_size() % block == 0, f"{world_size()} ranks cannot be divided into groups of {size} by {stride}"
-        self.size, self.place = size, rank() % block // stride
+    def __init__(self, size: int):
+        assert world_size() % size == 0, f"{world_size()} ranks cannot be divided into groups of {size}"
+        self.size, self.place = size, rank() % size
         self._group = None
         if size > 1:
-            starts = [start + offset for start in range(0, world_size(), block) for offset in range(stride)]
-            groups = [dist.new_group(list(range(start, start + block, stride))) for start in starts]
-            self._group = groups[rank() // block * stride + rank() % stride]
-
-    def gather_into(self, output: torch.Tensor, own: torch.Tensor, async_op: bool = False) -> "Work | None":
-        """Put the ranks' tensors, of one number of elements n, one behind the other into `output` (size * n,)."""
-        if self.size == 1:
-            output.copy_(own.view_as(output))
-            return _Works() if async_op else None
-        return gather_into(output, own, self._group, async_op)
-
-    def sum_scattered(self, output: torch.Tensor, parts: torch.Tensor) -> None:
-        """Fill `output` (n,) with the sum of what all ranks have for this one: rank r is given the r-th row of `parts`
-        (size, n). Sums are taken in the ranks' order."""
-        arrived = torch.empty_like(parts)
-        if self.size == 1:
-            arrived = parts
-        else:
-            dist.all_to_all_single(arrived, parts, group=self._group)
-        torch.sum(arrived, 0, out=output)
+            groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size(), size)]
+            self._group = groups[rank() // size]
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, in place of which the sum over the group has come."""

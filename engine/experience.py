@@ -62,7 +62,7 @@ class PromptBatch:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Prompts with sampled responses: P prompt slots (left-padded), T response slots (right-padded), S = P + T.
+    """Prompts with sampled responses: P prompt positions (left-padded), T response positions (right-padded), S = P + T.
 
     sequences (B, S) int64; attention_mask (B, S) int64, 1 on real prompt tokens and on sampled tokens;
     response_mask (B, T) bool, 1 on every sampled token, EOS included; ended (B,) bool, whether a stop was reached;
@@ -83,7 +83,7 @@ class Rollout:
         _check("sequences", self.sequences, (rows, width), torch.int64)
         _check("attention_mask", self.attention_mask, (rows, width), torch.int64)
         _check("response_mask", self.response_mask, (rows, self.response_length), torch.bool)
-        assert 0 < self.response_length < width, f"{self.response_length} response slots in a width of {width}"
+        assert 0 < self.response_length < width, f"{self.response_length} response positions in a width of {width}"
         for name in ("ended", "indices", "samples"):
             _check(name, getattr(self, name), (rows,), torch.bool if name == "ended" else torch.int64)
         for name in ("logprobs", "entropy"):
@@ -95,12 +95,12 @@ class Rollout:
 
     @property
     def response_length(self) -> int:
-        """T, the number of response slots."""
+        """T, the number of response positions."""
         return self.response_mask.shape[1]
 
     @property
     def prompt_length(self) -> int:
-        """P, the number of prompt slots."""
+        """P, the number of prompt positions."""
         return self.sequences.shape[1] - self.response_length
 
     @property
@@ -119,7 +119,7 @@ class Rollout:
         return self.sequences[:, self.prompt_length :]
 
     def cut(self, kept: Tensor, ended: Tensor, pad_token_id: int) -> "Rollout":
-        """The same rows, whose responses are only the tokens in `kept` (B, T) bool; other slots become padding."""
+        """The same rows, whose responses are only the tokens in `kept` (B, T) bool; other positions become padding."""
         prompt = self.prompt_length
         real = torch.cat([self.attention_mask[:, :prompt], self.attention_mask[:, prompt:] * kept], 1)
         responses = torch.where(kept, self.responses, pad_token_id)
@@ -137,13 +137,13 @@ class Rollout:
         return replace(self, attention_mask=self.attention_mask * (self.sequences != token))
 
     def from_second_token(self) -> "Rollout":
-        """The same rows with all slots but the first as their responses: log-probs of prompts can then be asked for."""
+        """The same rows with all positions but the first as their responses, to ask for log-probs of prompts too."""
         return replace(self, response_mask=self.attention_mask[:, 1:].bool(), logprobs=None, entropy=None)
 
-    def select(self, rows: Tensor | slice, slots_after: int | None = 0) -> "Rollout":
-        """The given rows, without the slots that are padding in all of them.
+    def select(self, rows: Tensor | slice, positions_after: int | None = 0) -> "Rollout":
+        """The given rows, without the positions that are padding in all of them.
 
-        slots_after: how many are kept behind the longest response; None for all.
+        positions_after: how many are kept behind the longest response; None for all.
         """
         picked = {
             field.name: getattr(self, field.name)[rows]
@@ -154,8 +154,8 @@ class Rollout:
         response, empty = self.response_length, mask[:, :prompt].any(0).cumsum(0) == 0
         left, longest = torch.stack([empty.sum(), response_mask.any(0).sum()]).tolist()  # the host waits once
         left = min(left, prompt - 1)
-        if slots_after is not None:
-            response = min(max(longest + slots_after, 1), response)
+        if positions_after is not None:
+            response = min(max(longest + positions_after, 1), response)
         cuts = {"sequences": slice(left, prompt + response), "attention_mask": slice(left, prompt + response)}
         cuts |= {name: slice(response) for name in ("response_mask", "logprobs", "entropy")}
         return Rollout(**{name: tensor[:, cuts[name]] if name in cuts else tensor for name, tensor in picked.items()})
@@ -163,7 +163,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """What the models say of a rollout, which is all that a step's forward passes give. Slot t belongs to token t.
+    """What the models say of a rollout, which is all that a step's forward passes give. Position t belongs to token t.
 
     rollout: its response mask holds the tokens that are learned; what follows a dialect's end is padding.
     logprobs, entropy: (B, T) float32, of the policy that sampled. ref_logprobs: (B, T) float32, of the reference.
@@ -206,7 +206,7 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """(B, T) bool each: the slots of the policy's loss, those of the critic's, and those whose values are kept."""
+    """(B, T) bool each: the positions of the policy's loss, those of the critic's, and those whose values are kept."""
 
     policy: Tensor
     value: Tensor
@@ -214,25 +214,29 @@ class Masks:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
-    """Which slots count for what: lengths (B,) int64, L; score_slot (B,) int64; kl_mask (B, T) bool; masks."""
+class Positions:
+    """Which positions of responses count for what.
+
+    lengths: (B,) int64, L, the tokens of each response that count. score: (B,) int64, where its score stands.
+    kl_mask: (B, T) bool, where the KL penalty counts. masks: of losses and values.
+    """
 
     lengths: Tensor
-    score_slot: Tensor
+    score: Tensor
     kl_mask: Tensor
     masks: Masks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """Rows of an experience with all that the optimizer steps learn from. Slot t belongs to response token t.
+    """Rows of an experience with all that the optimizer steps learn from. Position t belongs to response token t.
 
     rollout, logprobs, entropy, ref_logprobs, scores: as in Experience; the log-probs are the old policy's.
     values: (B, T) float32, the old critic's with what the dialect has after the end; zeros without a critic.
     kl: (B, T) float32, as in Experience; measured_kl (B,) float32, nats, what the coefficient kl_coef is steered by.
     processed_scores: (B,) float32, as they stand in the rewards; rewards: (B, T) float32, before any whitening.
     advantages, returns: (B, T) float32; estimated anew where the dialect does so in each mini-batch.
-    policy_mask, value_mask: (B, T) bool, the slots that each loss is summed over; state_mask, where values count.
+    policy_mask, value_mask: (B, T) bool, the positions that each loss is summed over; state_mask, where values count.
     correction, cut: (B, T) float32, what the policy's loss is multiplied by, and (B, T) bool, where the ratio was cut
         for it, as `Algorithm.correction` has them; None where it has none.
     """
@@ -256,13 +260,6 @@ class TrainingBatch:
     correction: Tensor | None = None
     cut: Tensor | None = None
 
-    @classmethod
-    def of(cls, experience: Experience, masks: Masks, **made) -> "TrainingBatch":
-        """The experience's rows with what was `made` of them: the fields that an experience lacks, and `values`."""
-        kept = ("rollout", "logprobs", "entropy", "ref_logprobs", "scores", "kl")
-        made |= {"policy_mask": masks.policy, "value_mask": masks.value, "state_mask": masks.state}
-        return cls(**{name: getattr(experience, name) for name in kept}, **made)
-
     @property
     def masks(self) -> Masks:
         """The three masks."""
@@ -283,9 +280,9 @@ class TrainingBatch:
     def __len__(self) -> int:
         return len(self.rollout)
 
-    def select(self, rows: Tensor | slice, slots_after: int | None = 0) -> "TrainingBatch":
-        """The given rows, without the slots that are padding in all of them, as `Rollout.select` has it."""
-        rollout = self.rollout.select(rows, slots_after)
+    def select(self, rows: Tensor | slice, positions_after: int | None = 0) -> "TrainingBatch":
+        """The given rows, without the positions that are padding in all of them, as `Rollout.select` has it."""
+        rollout = self.rollout.select(rows, positions_after)
         picked = {
             field.name: getattr(self, field.name)[rows]
             for field in fields(self)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.algo.kl import measured_kl
 from engine.algorithms import Algorithm
 from engine.experience import Experience, Rollout
 from engine.packing import micro_batches
@@ -85,9 +86,9 @@ class ExperienceMaker:
         policies: whether actor and reference are asked at all; if not, log-probs and entropies are zeros: where the two
         are one model their KL is 0, and nothing else is to be known of them.
 
-        Where a dialect counts slots past a response, the rows should be as wide as the system's own: they end with the
-        longest response of what was generated together, which is all that this rank generated in the step, or after a
-        fixed length.
+        Where a dialect counts positions past a response, the rows should be as wide as the system's own: they end with
+        the longest response of what was generated together, which is all that this rank generated in the step, or
+        after a fixed length.
 
         scores: of these rows, from `score`, where they have been asked for before.
         """
@@ -95,7 +96,7 @@ class ExperienceMaker:
         if scores is None:
             self.reward.prepare(scored)
         rows = self._micro_batches(learned)
-        pieces = [learned.select(part, self.algorithm.dialect.slots_past_response) for part in rows]
+        pieces = [learned.select(part, self.algorithm.dialect.positions_past_response) for part in rows]
         joined = partial(_joined, rows=rows, width=rollout.response_length)
         by_policies = self._by_policies(learned, pieces, joined) if policies else _unasked(learned)
         values = self._values(pieces, joined)
@@ -125,11 +126,11 @@ class ExperienceMaker:
 
     def _by_policies(self, learned: Rollout, pieces: list[Rollout], joined: Join) -> dict[str, Any]:
         """What actor and reference say, by the names of Experience's fields."""
-        algorithm = self.algorithm
-        assert learned.logprobs is not None or not algorithm.needs_sampled_logprobs, (
+        dialect = self.algorithm.dialect
+        assert learned.logprobs is not None or dialect.old_logprobs != "sampler", (
             "the rollout has no log-probs of the sampler"
         )
-        asked = pieces if algorithm.kl_of_prompts is None else [piece.from_second_token() for piece in pieces]
+        asked = [piece.from_second_token() for piece in pieces] if dialect.measures_prompts else pieces
 
         def of_responses(columns: Sequence[Tensor]) -> Tensor:
             pairs = zip(columns, pieces, strict=True)
@@ -149,7 +150,7 @@ class ExperienceMaker:
                 lambda: [self.reference.ref_logprobs(piece, self.temperature) for piece in asked],
             )
         prompt_kl = torch.zeros(len(learned), device=logprobs.device)
-        if algorithm.kl_of_prompts is not None:
+        if dialect.measures_prompts:
             prompt_kl = joined([self._prompt_kl(*part) for part in zip(pieces, by_piece, references, strict=True)])
         return {
             "logprobs": logprobs,
@@ -171,10 +172,9 @@ class ExperienceMaker:
 
     def _prompt_kl(self, piece: Rollout, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """(N,) float32; log-probs (N, S - 1) of all tokens but the first. What precedes a token must be real, too."""
-        assert self.algorithm.kl_of_prompts is not None
         prompt = piece.prompt_length - 1
         real = piece.attention_mask[:, :prompt].bool()
-        return self.algorithm.kl_of_prompts(logprobs[:, :prompt], ref_logprobs[:, :prompt], real)
+        return measured_kl(logprobs[:, :prompt], ref_logprobs[:, :prompt], real, self.algorithm.dialect.kl_measure)
 
     def _values(self, pieces: list[Rollout], joined: Join) -> Tensor | None:
         """The value of the state before each response token."""

@@ -1,8 +1,5 @@
 """Which rows go through a model together, and what makes all ranks pass equally often."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-
 import torch
 
 from engine import distributed
@@ -48,27 +45,3 @@ def pack(prompt_lengths: list[int], response_lengths: list[int], tokens: int, pa
             longest = prompt_lengths[row], response_lengths[row]
             real = sum(longest)
     return pieces
-
-
-def weighted_passes(
-    loss: Callable[..., torch.Tensor],
-    parts: Sequence,
-    weights: Sequence[float],
-    passes: int,
-    metrics,
-) -> tuple[list, list[Callable[[], torch.Tensor]]]:
-    """The parts, and for each a forward pass that gives its weighted loss; `passes` in all, as on every rank.
-
-    ZeRO-3 gathers weights in each pass, so no rank may make fewer: behind the parts stand dummies, which are the first
-    part at weight 0 and add nothing to the metrics. A rank without any rows gives one part and no weight.
-    """
-
-    def one(part, weight: float, its_metrics) -> torch.Tensor:
-        return loss(part, its_metrics) * weight
-
-    dummies = passes - len(weights)
-    padded = [*parts[: len(weights)], *[parts[0]] * dummies]
-    own: list[Callable[[], torch.Tensor]] = [
-        partial(one, part, weight, metrics) for part, weight in zip(padded, weights, strict=False)
-    ]
-    return padded, own + [partial(one, parts[0], 0.0, None)] * dummies

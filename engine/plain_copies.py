@@ -67,11 +67,6 @@ class PlainCopies(ABC):
         does; nothing is gathered, and all ranks are told the same."""
 
     @abstractmethod
-    def begin(self, model: Model) -> None:
-        """The model's weights stay as they are until it is used: begin to fill its copy beside what is computed
-        meanwhile, where that is possible (all ranks call this)."""
-
-    @abstractmethod
     def free(self) -> None:
         """Let go of all modules."""
 

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from engine.ema import EMA
 from engine.experience import Rollout
-from engine.frozen_role import FrozenRole
 from engine.trace import traced
-from engine.zero.engines import FrozenModel, TrainedModel
+from engine.zero.engines import FrozenModel, FrozenRole, TrainedModel
 from engine.zero.roles import TrainedRole
 
 

@@ -14,7 +14,6 @@ import torch
 from engine import distributed
 from engine.ema import EMA
 from engine.engine_spec import EngineSpec, OptimizerSpec
-from engine.frozen_role import FrozenRole
 from engine.host_memory import freed_memory_given_back
 from engine.models.hydra import check_hydra, load_hydra
 from engine.models.loaded_check import check_results
@@ -30,7 +29,7 @@ from engine.reward.model import RewardModel
 from engine.shared_trunk import shared_trunk
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, build_ds_config
-from engine.zero.engines import FrozenModel, TrainedModel
+from engine.zero.engines import FrozenModel, FrozenRole, TrainedModel
 from engine.zero.roles import TrainedRole
 
 

@@ -11,8 +11,7 @@ from engine.models.places import base_of, same_model
 from engine.models.reading import read_config, read_tokenizer
 from engine.models.trunk import ScoringRole, make_trunk, owner
 from engine.optim import optimizer_groups, optimizer_of
-from engine.zero.config import build_ds_config
-from engine.zero.limits import refuse_offload_of_roles
+from engine.zero.config import build_ds_config, refuse_offload_of_roles
 from engine.zero.roles import SharedModel
 
 

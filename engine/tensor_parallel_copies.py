@@ -72,9 +72,6 @@ class TensorParallelCopies(PlainCopies):
     def holding(self, model: Model) -> None:
         """As in PlainCopies: no rank holds all of a model."""
 
-    def begin(self, model: Model) -> None:
-        """As in PlainCopies: it is not possible, as a part is filled from weights that are made one by one."""
-
     def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
         """As in PlainCopies. The ranks of a group exchange what they compute."""
         if model.stage < 3:

@@ -2,13 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 
 from engine import distributed
-from engine.beside import Beside
-from engine.by_node import Gathers
 from engine.distributed import RankGroup
 from engine.models.backbone import Backbone
 from engine.models.loading import empty_like
@@ -20,7 +17,7 @@ from engine.plain_copies import (
     unless_out_of_memory,
     warn_of,
 )
-from engine.zero.gathering import can_gather_beside, copy_weights, full_shape, try_bucket
+from engine.zero.gathering import copy_weights, full_shape, try_bucket
 
 
 class WholeCopies(PlainCopies):
@@ -58,8 +55,6 @@ class WholeCopies(PlainCopies):
         self._modules: dict[object, Backbone] = {}
         self._held: dict[object, _Held] = {}
         self._instead: dict[int, PlainCopies | None] = {}  # by models that have no whole copy any more
-        self._begun: _Begun | None = None
-        self._apart: Gathers | None = None
 
     def of(self, model: Model, merged: bool = False) -> Backbone | None:
         """As in PlainCopies."""
@@ -92,7 +87,6 @@ class WholeCopies(PlainCopies):
 
     def release_memory(self) -> None:
         """Nothing is computed with the modules for a while."""
-        self._end()
         super().release_memory()
         for copies in self._instead.values():
             if copies is not None:
@@ -100,7 +94,6 @@ class WholeCopies(PlainCopies):
 
     def free(self) -> None:
         """Let go of all modules."""
-        self._end()
         self._modules.clear()
         self._held.clear()
         self._away = False
@@ -110,7 +103,6 @@ class WholeCopies(PlainCopies):
 
     def _copy(self, model: Model, merged: bool) -> Backbone | None:
         """A module that holds the model's weights as they are now; None where it does not fit."""
-        self._end()
         if id(model) not in self._keys:
             self._keys[id(model)] = architecture(model.module) if self.shared else id(model)
         key = self._keys[id(model)]
@@ -139,36 +131,9 @@ class WholeCopies(PlainCopies):
             self._held[key] = wanted
         return module
 
-    def begin(self, model: Model) -> None:
-        """As in PlainCopies: where a module stands on the device, and nothing of the model's is merged into it."""
-        self._end()
-        key = self._keys.get(id(model))
-        module = None if id(model) in self._instead or self._away else self._modules.get(key)
-        wanted = _Held(id(model), model.version, merged=False)
-        held = self._held.get(key)
-        if module is None or self.between_steps != "keep" or module.adapters is not None or held == wanted:
-            return
-        if not can_gather_beside(model.module) or unless_out_of_memory(lambda: try_bucket(model.module))[1]:
-            return
-        self._apart = self._apart or Gathers(apart=True)
-        fill = partial(copy_weights, model.module, module, gathers=self._apart)
-        if held is None or held.model != wanted.model:
-            module.take_settings_of(model.module)
-        self._held.pop(key, None)
-        self._begun = _Begun(key, wanted, Beside(fill))
-
-    def _end(self) -> None:
-        """Wait for what was begun."""
-        if self._begun is not None:
-            begun, self._begun = self._begun, None
-            begun.fill.wait()
-            self._held[begun.key] = begun.held
-
     def holding(self, model: Model) -> Backbone | None:
         """As in PlainCopies."""
         key = self._keys.get(id(model))
-        if self._begun is not None and self._begun.key == key:
-            self._end()
         held = self._held.get(key) == _Held(id(model), model.version, merged=False)
         return self._modules[key] if held and not self._away else None
 
@@ -193,15 +158,6 @@ class _Held:
     model: int
     version: int
     merged: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A module that is being filled: which, with what, and how to wait for it."""
-
-    key: object
-    held: _Held
-    fill: Beside
 
 
 def _missing(module: Backbone, source: Backbone, held: _Held | None, wanted: _Held) -> frozenset[str] | None:

@@ -65,7 +65,7 @@ def measured(case, folder: Path) -> tuple[dict[str, int], dict[str, int], int]:
     counted = run_ranks(
         "tests.distributed.work_memory:counted", world=case.world, timeout=1200, case=case, actor=actor, critic=critic
     )[0]
-    return {phase: planned.of_main_rank(phase) for phase in PHASES}, counted, counted["after_walk"]
+    return {phase: planned.of_main_rank(phase) for phase in PHASES}, counted, counted["between"]
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@
     python scripts/trial_faults.py --only cut
 
 The first table: a rank is killed, stopped, or cut off (its network namespace loses its link; this needs root and `ip`).
-All processes have to be gone, and the rank and its phase named, within 60 s, or 90 s where it is stopped; with
-`training.program.restarting --max_restarts 1` before the command the run has to come to its end. The second: TERM in
-each phase, under deepspeed and torchrun. In both, what goes on has to be the same to the last bit as a run that nothing
-happened to, and nothing may be left in /dev/shm. Exit code 1 if anything is otherwise.
+All processes have to be gone, and the rank and its phase named, within 60 s, or 90 s where it is stopped. The second:
+TERM in each phase, under deepspeed and torchrun. In both, what goes on has to be the same to the last bit as a run that
+nothing happened to, and nothing may be left in /dev/shm. Exit code 1 if anything is otherwise.
 """
 
 import argparse
@@ -66,16 +65,16 @@ class Trial:
 def main() -> int:
     """Run the trials; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("killed", "cut", "restarted", "asked"), nargs="+", help="some of the trials")
+    parser.add_argument("--only", choices=("killed", "cut", "asked"), nargs="+", help="some of the trials")
     parser.add_argument("--port", type=int, default=PORT, help="of the ranks (default: %(default)s)")
     options = parser.parse_args()
-    chosen = options.only or ["killed", "cut", "restarted", "asked"]
+    chosen = options.only or ["killed", "cut", "asked"]
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(Path(folder), options.port)
-        if {"killed", "cut", "restarted"} & set(chosen):
+        if {"killed", "cut"} & set(chosen):
             print("| what happens | to | in | code | all gone after | it said | as it should be |")
             print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-        for name, trials in (("killed", killed), ("cut", cut), ("restarted", restarted), ("asked", asked)):
+        for name, trials in (("killed", killed), ("cut", cut), ("asked", asked)):
             if name in chosen:
                 trials(trial)
         print(f"\n{len(trial.failed)} wrong" if trial.failed else "\nall as it should be")
@@ -153,18 +152,6 @@ def _cut(trial: Trial, names: list[str]) -> None:
     resumed.folder, resumed.out = run.folder, run.out
     resumed.command = [*deepspeed(trial.port), *run.command[1:]]
     trial.failed += trial.gone_on(resumed, shared)
-
-
-def restarted(trial: Trial) -> None:
-    """A rank killed, with restarts."""
-    restarting = [sys.executable, "-m", "training.program.restarting", "--max_restarts", "1"]
-    for name, launcher in (("deepspeed", deepspeed(trial.port)), ("torchrun", torchrun(trial.port))):
-        run = trial.run(f"restarted {name}", [*restarting, *launcher])
-        ended = run.run(Fault("train", 3, 1, "SIGKILL"))
-        wrong = ["does not come to its end"] * (ended.code != 0)
-        wrong += [f"{what} differs" for what in differences(trial.whole.out, run.out)]
-        line = next((line for line in ended.stderr.splitlines() if line.startswith("restarting: ")), "")
-        trial.row(["SIGKILL, --max_restarts 1", f"rank 1 under {name}", "train", ended.code, "-", line], wrong)
 
 
 def asked(trial: Trial) -> None:

@@ -135,7 +135,7 @@ def run_rank(job: dict) -> None:
     from engine.zero.communication import init
 
     torch.set_num_threads(1)
-    init(timeout_minutes=10, what_by_node="nothing")
+    init(timeout_minutes=10)
     found = time_steps(job) if job["what"] == "steps" else time_calls()
     if job["what"] == "steps" or distributed.is_main():
         (Path(job["output"]) / f"rank_{distributed.rank()}.json").write_text(json.dumps(found))

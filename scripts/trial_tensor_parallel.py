@@ -92,7 +92,7 @@ def run_rank(families: list[str]) -> int:
 def tried(family: str, folder: Path) -> dict:
     """A family's row of the table, the same on all ranks."""
     from engine import distributed
-    from engine.memory.live_bytes import LiveBytes
+    from engine.memory.passes import LiveBytes
     from engine.models.loading import load_policy
     from engine.models.tensor_parallel import bare_model
     from engine.rlhf_engine import EngineSpec, frozen_model

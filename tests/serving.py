@@ -63,10 +63,10 @@ class Running:
         finally:
             connection.close()
 
-    def open_stream(self, path: str, body: dict, method: str = "POST") -> http.client.HTTPConnection:
+    def open_stream(self, path: str, body: dict) -> http.client.HTTPConnection:
         """A connection whose answer has begun; to be closed."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("PUT", path, json.dumps(body), {"Content-Type": "application/json"})
         return connection
 
     def end(self, sig: int = signal.SIGTERM) -> int:

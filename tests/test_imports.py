@@ -25,11 +25,11 @@ LAYERS = [
     ["engine.algo"],
     ["engine.algorithms", "engine.experience"],
     ["engine.trace", "engine.zero.accelerator"],
-    ["engine.beside", "engine.by_node", "engine.distributed"],
+    ["engine.distributed"],
     ["engine.optim", "engine.zero"],
     ["engine.models", "engine.packing"],
     ["engine.plain_copies", "engine.tensor_parallel_copies", "engine.whole_copies"],
-    ["engine.engine_spec", "engine.frozen_role", "engine.shared_trunk"],
+    ["engine.engine_spec", "engine.shared_trunk"],
     [
         "engine.ema",
         "engine.memory",

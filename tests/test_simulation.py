@@ -183,7 +183,7 @@ def planned(monkeypatch):
             asked.append((load.generated, load.micro_batch, offloaded))
             placed = Copies((0, 2) if copies(offloaded) else (), "", between_steps="free", divided=(1,), ranks=4)
             placed = placed if copies(offloaded) else Copies((), "")
-            return SimpleNamespace(fits=fits(*asked[-1]), placed=placed, engines={})
+            return SimpleNamespace(fits=fits(*asked[-1]), placed=placed, own=frozenset(), kept={})
 
         monkeypatch.setattr(scaling, "plan", plan)
         return asked

@@ -17,15 +17,12 @@ Source: Yuan et al. 2025, "What's behind PPO's collapse in long-CoT? Value optim
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
-
 from engine import distributed
-from engine.algorithms import Algorithm, end_token_id
+from engine.algorithms import Algorithm
 from engine.experience import PromptBatch, TrainingBatch
-from engine.optim import lr_factor
+from training.counters import Counters
 from training.group_sampling import PromptFeed
-from training.learner import Learner
-from training.mini_batches import mini_batch_rows
+from training.learner import Learner, mini_batch_rows
 from training.ppo_trainer import PPOTrainer, StepReport
 from training.reporting.guards import stop_unless_finite, stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
@@ -43,27 +40,35 @@ class CriticPretraining:
     """
 
     def __init__(self, trainer: PPOTrainer, lr: float | None = None):
-        dialect = trainer.algorithm.dialect
-        self.trainer, self.steps = trainer, trainer.config.critic_pretrain_steps
+        given, config = trainer.algorithm, trainer.config
+        dialect, (epochs, mini_batches) = given.dialect, given.dialect.critic_passes
         own = dialect.replaced(
+            ppo_epochs=epochs,
+            mini_batches=mini_batches,
+            critic_epochs=None,
+            critic_mini_batches=None,
             value_lam=1.0,
             length_adaptive_alpha=None,
             value_clip_range=None,
             whiten_advantages=False,
+            correction="none",
             ratio_limit=None,
             critic_lr=dialect.critic_lr if lr is None else lr,
         )
+        self.trainer, self.steps = trainer, config.critic_pretrain_steps
         self.algorithm = Algorithm(
             own,
-            pad_token_id=trainer.sampling.pad_token_id,
-            end_token_id=end_token_id(trainer.models.tokenizer, own),
-            reduce=distributed.all_reduce_sum,
-            ranks=distributed.world_size(),
-            response_slots=trainer.sampling.max_new_tokens,
+            pad_token_id=given.pad_token_id,
+            end_token_id=given.end_token_id,
+            reduce=given.reduce,
+            ranks=given.ranks,
+            max_response_length=given.max_response_length,
         )
-        self.algorithm.score_scale = trainer.algorithm.score_scale  # scores are scaled as they will be
-        size, padded = trainer.config.micro_batch_size, trainer.config.padded
-        self.learner = Learner(trainer.models, self.algorithm, size, padded=padded)
+        self.algorithm.score_scale = given.score_scale  # scores are scaled as they will be
+        self.counters = Counters(own, config.seed ^ SEED, self.steps, first_step=-self.steps)
+        self.learner = Learner(
+            trainer.models, self.algorithm, self.counters, config.micro_batch_size, padded=config.padded
+        )
         self.sampling = replace(trainer.sampling, seed=trainer.sampling.seed ^ SEED)
 
     @property
@@ -79,21 +84,20 @@ class CriticPretraining:
     def step(self, prompts: PromptBatch) -> StepReport:
         """Answer these prompts, and have the critic learn what the answers were worth (all ranks call this together,
         with equally many prompts each)."""
-        trainer, metrics = self.trainer, Accumulator()
-        prompts = prompts.to(distributed.device()).repeat(self.algorithm.dialect.samples_per_prompt)
-        batch = self._batch(prompts)
-        trainer.weights_are_whole = False
+        trainer, counters, metrics = self.trainer, self.counters, Accumulator()
+        counters.steps_done = trainer.steps_done  # which a restart may have put elsewhere
+        batch = self._batch(prompts.to(distributed.device()).repeat(self.algorithm.dialect.samples_per_prompt))
+        trainer.counters.begin_updates()
         self._train(batch, metrics)
-        trainer.steps_done += 1
-        if trainer.steps_done == 0:
+        if counters.step == 0:
             trainer.models.critic.forget_moments()
-        trainer.weights_are_whole = True
+        trainer.counters.end_step(samples=0, prompt_batches=0)
         add_advantages(metrics, batch, self.algorithm)
         metrics.add("scores", batch.scores.sum(), len(batch))
         metrics.add("response_length", batch.rollout.response_mask.sum(), len(batch))
         found = {name.removeprefix("value/"): value for name, value in metrics.reduce().items()}
         found = {f"critic_pretrain/{name}": found[name] for name in (*OF_RESPONSES, *OF_VALUES) if name in found}
-        return StepReport(trainer.steps_done, 0, found, batch)
+        return StepReport(counters.step, 0, found, batch)
 
     def _batch(self, prompts: PromptBatch) -> TrainingBatch:
         """Responses with their scores, the critic's values, and what followed each token."""
@@ -101,43 +105,21 @@ class CriticPretraining:
         rollout = trainer.rollouts.generate(prompts, self.sampling)
         experience = trainer.experience_maker.make_experience(rollout, policies=False)
         trainer.rollouts.release_memory()
-        stop_unless_finite(trainer.steps_done, experience, trainer.models.tokenizer)
+        stop_unless_finite(self.counters.step, experience, trainer.models.tokenizer)
         rollout = experience.rollout
-        slots = algorithm.slots(rollout.responses, rollout.response_mask)
+        positions = algorithm.positions(rollout.responses, rollout.response_mask)
         scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
-        rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, slots, kl_coef=0.0)
-        values = algorithm.kept_values(experience.values, slots)
-        advantages, returns = algorithm.compute_advantages(rewards, values, slots.masks)
-        return TrainingBatch.of(
-            experience,
-            algorithm.learned(slots.masks, rollout.ended),
-            processed_scores=scores,
-            rewards=rewards,
-            values=values,
-            advantages=advantages,
-            returns=returns,
-            kl_coef=0.0,
-            measured_kl=torch.zeros_like(scores),
-        )
+        rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, positions, 0.0)
+        values = algorithm.kept_values(experience.values, positions)
+        advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
+        return algorithm.training_batch(experience, positions, scores, rewards, values, advantages, returns, 0.0)
 
     def _train(self, batch: TrainingBatch, metrics: Accumulator) -> None:
         """The critic's optimizer steps, as many as it has after a rollout of PPO's."""
-        trainer, dialect, done = self.trainer, self.algorithm.dialect, self.steps_done
-        epochs, mini_batches = dialect.critic_passes
-        updates = epochs * mini_batches
-        for epoch in range(epochs):
-            key = trainer.config.seed ^ SEED, done, epoch
-            for index, rows in enumerate(mini_batch_rows(len(batch), mini_batches, key)):
-                made = done * updates + epoch * mini_batches + index
-                position = self.algorithm.schedule_position(done, made, self.steps, updates)
-                schedule = dialect.warmup_steps, dialect.lr_schedule, dialect.warmup_from_zero
-                self.learner.optimizer_step(
-                    batch,
-                    rows,
-                    metrics,
-                    step=trainer.steps_done,
-                    optimizer_step=made,
-                    lr_factor=lr_factor(*position, *schedule),
-                    train_actor=False,
-                )
-        stop_unless_weights_finite(trainer.steps_done, {"critic": trainer.models.critic})
+        counters, dialect = self.counters, self.algorithm.dialect
+        counters.optimizer_steps = self.steps_done * dialect.updates
+        for epoch in range(dialect.ppo_epochs):
+            for rows in mini_batch_rows(len(batch), dialect.mini_batches, counters.key(epoch)):
+                self.learner.update(batch, rows, metrics, actor=False, critic=True)
+                counters.optimizer_steps += 1
+        stop_unless_weights_finite(counters.step, {"critic": self.trainer.models.critic})

@@ -1,6 +1,6 @@
 """The responses that a step learns from: all that were drawn, or by dynamic sampling groups whose scores differ.
 
-    sampled = GroupSampler(experience_maker, dialect, sampling).sample(rollouts, prompts, clock, feed, first=1)
+    sampled = GroupSampler(experience_maker, dialect, sampling).sample(rollouts, prompts, log, feed, first=1)
     experience = experience_maker.make_experience(sampled.rollout, sampled.scores)
 
 A group are the responses to one prompt. One in which all score the same teaches nothing where responses are compared
@@ -31,7 +31,7 @@ from engine.experience_maker import ExperienceMaker, Scores
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.joined import copied, joined
 from training.reporting.metrics import Accumulator
-from training.reporting.phase_clock import PhaseClock
+from training.reporting.step_metrics import StepLog
 
 
 class PromptFeed(Protocol):
@@ -119,7 +119,7 @@ class GroupSampler:
         self.group_size, self.most_batches = dialect.samples_per_prompt, dialect.dynamic_sampling
 
     def sample(
-        self, rollouts: RolloutBackend, prompts: PromptBatch, clock: PhaseClock, feed: PromptFeed | None, first: int
+        self, rollouts: RolloutBackend, prompts: PromptBatch, log: StepLog, feed: PromptFeed | None, first: int
     ) -> Sampled:
         """The responses to these prompts; with dynamic sampling to as many of these and of further ones (all ranks call
         this together, with equally many prompts each).
@@ -130,29 +130,29 @@ class GroupSampler:
         feed: gives further prompts, as its batch number `first` and those after it; needed for dynamic sampling alone.
         """
         if self.most_batches == 1:
-            rollout = self._responses(rollouts, prompts, clock)
+            rollout = self._responses(rollouts, prompts, log)
             return Sampled(rollout, None, [rollout])
         assert feed is not None, "dynamic sampling draws further prompts, and no feed was given"
         wanted = len(prompts) * distributed.world_size()
-        batches = [self._scored(rollouts, prompts, clock)]
+        batches = [self._scored(rollouts, prompts, log)]
         differing, alike = self._groups(batches)
         while len(differing) < wanted and len(batches) < self.most_batches:
-            batches.append(self._scored(rollouts, feed.prompts(first + len(batches) - 1), clock))
+            batches.append(self._scored(rollouts, feed.prompts(first + len(batches) - 1), log))
             more = self._groups(batches)
             differing, alike = differing + more[0], alike + more[1]
-        with clock("make_experience"):
+        with log.phase("make_experience"):
             own = self._exchanged(batches, (differing + alike)[:wanted])
         drawn_scores = Scores.joined([batch.scores for batch in batches])
         return Sampled(own.rollout, own.scores, [batch.rollout for batch in batches], drawn_scores)
 
-    def _responses(self, rollouts: RolloutBackend, prompts: PromptBatch, clock: PhaseClock) -> Rollout:
+    def _responses(self, rollouts: RolloutBackend, prompts: PromptBatch, log: StepLog) -> Rollout:
         asked = prompts.to(distributed.device()).repeat(self.group_size)
-        with clock("generate"):
+        with log.phase("generate"):
             return rollouts.generate(asked, self.sampling)
 
-    def _scored(self, rollouts: RolloutBackend, prompts: PromptBatch, clock: PhaseClock) -> _Scored:
-        rollout = self._responses(rollouts, prompts, clock)
-        with clock("make_experience"):
+    def _scored(self, rollouts: RolloutBackend, prompts: PromptBatch, log: StepLog) -> _Scored:
+        rollout = self._responses(rollouts, prompts, log)
+        with log.phase("make_experience"):
             return _Scored(rollout, self.experience_maker.score(rollout))
 
     def _groups(self, batches: Sequence[_Scored]) -> tuple[list[_Group], list[_Group]]:

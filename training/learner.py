@@ -1,176 +1,114 @@
 """One optimizer step: from rows of a batch to new weights of actor and critic.
 
+    learner = Learner(models, algorithm, counters, micro_batch_size=8)
+    for rows in mini_batch_rows(len(batch), mini_batches, counters.key(epoch)):
+        learner.update(batch, rows, metrics, actor=True, critic=True)
+
 How a loss is normalised. A micro-batch's loss is a sum over its tokens (or responses). It is multiplied by the weight
-that `Algorithm.loss_weights` gives it, mostly 1 / N with N the count of the whole optimizer step over all ranks,
-counted and reduced once before the first backward pass. Gradients are then sums over micro-batches and ranks, and no
-layout changes them: `TrainedModel.backward` undoes the mean that DeepSpeed takes over ranks.
+that `Losses.weights` gives it, mostly 1 / N with N the count of the whole optimizer step over all ranks, counted and
+reduced once before the first backward pass. Gradients are then sums over micro-batches and ranks, and no layout changes
+them: `TrainedModel.backward` undoes the mean that DeepSpeed takes over ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine import distributed
-from engine.algo.guards import ratio_exploded
+from engine.algo.losses import ratio_exploded
 from engine.algorithms import Algorithm
-from engine.experience import TrainingBatch
-from engine.packing import micro_batches, weighted_passes
+from engine.experience import TrainingBatch, position_ids
+from engine.packing import micro_batches
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.engines import TrainedModel
 from engine.zero.roles import TrainedRole
-from training.gradients import accumulate_gradients
-from training.mixed_pretraining import MixedPretraining
+from training.counters import Counters
 from training.reporting.guards import stop_for_gradients, stop_unless_losses_finite
 from training.reporting.metrics import Accumulator
 
-# The sum of a micro-batch's losses, which has a gradient; with its metrics, where it is no dummy.
-Loss = Callable[[TrainingBatch, Accumulator | None], Tensor]
+Trained = TrainedModel | TrainedRole
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
-    """What one model learns in an optimizer step: its name in metrics, the model, its loss, its peak learning rate."""
+class Pass:
+    """A micro-batch that goes through a model: what its sums of losses are multiplied by, and where its metrics go.
 
-    name: str
-    model: TrainedModel | TrainedRole
-    loss: Loss
-    peak_lr: float
+    All ranks make equally many passes, since ZeRO-3 gathers weights in each. A rank with fewer micro-batches makes
+    dummies, which have weight 0 and no metrics.
+    """
+
+    rows: TrainingBatch
+    policy_weight: float = 0.0
+    value_weight: float = 0.0
+    metrics: Accumulator | None = None
 
 
 class Learner:
-    """Trains the actor, and the critic if there is one, of an RLHFEngine.
+    """Trains the actor, and the critic if there is one, of an RLHFEngine, at the learning rates of `counters`.
 
     pretraining: what the actor learns from beside the experience; nothing if None.
     padded: whether padding counts among a pass's tokens, as it does where a model computes for it.
-    overlap_gather: whether in the last update of a step the actor steps before the critic's passes, beside which its
-        copy is filled for the next generation. Weights are the same bit for bit, unless dropout draws numbers.
     """
 
     def __init__(
         self,
         models: RLHFEngine,
         algorithm: Algorithm,
+        counters: Counters,
         micro_batch_size: int,
-        pretraining: MixedPretraining | None = None,
+        pretraining: "MixedPretraining | None" = None,
         padded: bool = True,
-        overlap_gather: bool = False,
     ):
-        self.models, self.algorithm, self.micro_batch_size = models, algorithm, micro_batch_size
-        self.pretraining, self.padded, self.overlap_gather = pretraining, padded, overlap_gather
+        self.models, self.algorithm, self.counters = models, algorithm, counters
+        self.micro_batch_size, self.pretraining, self.padded = micro_batch_size, pretraining, padded
 
-    def optimizer_step(
-        self,
-        batch: TrainingBatch,
-        rows: Tensor,
-        metrics: Accumulator,
-        *,
-        step: int,
-        optimizer_step: int,
-        lr_factor: float,
-        train_actor: bool,
-        train_critic: bool = True,
-        last: bool = False,
-    ) -> Tensor:
-        """One update of the critic and of the actor, as far as they are to learn, from the same rows (all ranks call
-        this).
+    def update(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator, *, actor: bool, critic: bool) -> Tensor:
+        """One optimizer step of the models that are to learn, from the same rows (all ranks call this).
 
         Both are skipped together when either overflows in fp16, or the mean ratio is over the dialect's limit: or they
         would drift apart.
 
         Args:
             rows: (N,) int64, of this rank's batch.
-            step: the PPO step, counted from 1, for messages. optimizer_step: the run's, counted from 0, by which
-                mixed pretraining chooses its texts.
-            lr_factor: what peak learning rates are multiplied by. last: whether the actor is to generate next.
+            actor, critic: whether they learn; a critic only where there is one.
 
         Returns: (3,) float64, sums of the policy's ratios and approxkl over this rank's rows, and what they are over.
         Raises: RunStopped on all ranks where a loss, or outside fp16 a gradient, is not finite on any.
         """
+        learning: dict[str, Trained] = {}
+        if critic and self.models.critic is not None:
+            learning["value"] = self.models.critic
+        if actor:
+            learning["policy"] = self.models.actor
         ratios = torch.zeros(3, dtype=torch.float64, device=distributed.device())
-        parts = self._micro_batches(batch, rows)
-        weights, passes = self._loss_weights(parts), distributed.largest(len(parts))
-        parts = parts or [batch.select(slice(0, 1))]
-        objectives = self._objectives(train_actor, train_critic, ratios)
-        for together in self._stepping_together(objectives, last):
-            losses = {}
-            for index, objective in enumerate(together):
-                padded, shares = weighted_passes(objective.loss, parts, weights[objective.name], passes, metrics)
-                if objective.model is self.models.actor and self.pretraining is not None:
-                    shares = self.pretraining.mixed(shares, optimizer_step, metrics)
-                closes = all(other.model.host is not objective.model.host for other in together[index + 1 :])
-                losses[f"{objective.name} loss"] = accumulate_gradients(objective.model, shares, closes), padded
-            exploded = train_actor and self._exploded(ratios, metrics)
-            overflows = [False] * len(together)
-            if not exploded:
-                overflows = self._overflows(together, losses, step, batch)
-            self._step(together, overflows, exploded, lr_factor, metrics)
-            if together is not objectives and together[0].model is self.models.actor:
-                self._fill_copy()
+        if not learning:
+            return ratios
+        passes, losses = self._passes(batch, rows, metrics), {}
+        if "value" in learning:
+            more_follows = actor and learning["value"].host is self.models.actor.host
+            losses["value"] = self._value_gradients(passes, last=not more_follows)
+        if "policy" in learning:
+            losses["policy"] = self._policy_gradients(passes, ratios, metrics)
+        exploded = actor and self._exploded(ratios, metrics)
+        overflowed = dict.fromkeys(learning, False)
+        if not exploded:
+            stop_unless_losses_finite(self.counters.step, losses, [one.rows for one in passes], self.models.tokenizer)
+            overflowed = self._overflowed(learning, batch)
+        self._step(learning, overflowed, exploded, metrics)
         return ratios
 
-    def _stepping_together(self, objectives: list[Objective], last: bool) -> list[list[Objective]]:
-        """Those whose passes all come before their steps: all, as they may be skipped together; or the actor by itself
-        and then the critic, where its copy can be filled meanwhile."""
-        bound = self.models.actor.scales_loss or self.algorithm.dialect.ratio_limit is not None
-        hosts = {id(objective.model.host) for objective in objectives}
-        if not (last and self.overlap_gather) or bound or len(hosts) < 2:
-            return [objectives] if objectives else []
-        return [[objective] for objective in reversed(objectives)]
-
-    def _fill_copy(self) -> None:
-        host = self.models.actor.host
-        if host.copies is not None and host.stage == 3:
-            host.copies.begin(host)
-
-    def _overflows(self, objectives: list[Objective], losses: dict, step: int, batch: TrainingBatch) -> list[bool]:
-        """Whether each model's gradients overflowed. Raises: RunStopped for what is not finite, as `optimizer_step`."""
-        models = self.models
-        stop_unless_losses_finite(step, losses, models.tokenizer)
-        overflows = [objective.model.overflowed() for objective in objectives]
-        bad = [f"{objective.name} gradient" for objective, over in zip(objectives, overflows, strict=True) if over]
-        if bad and not models.actor.scales_loss:
-            stop_for_gradients(step, bad, batch, models.tokenizer)
-        return overflows
-
-    def _step(
-        self,
-        objectives: list[Objective],
-        overflows: list[bool],
-        exploded: bool,
-        lr_factor: float,
-        metrics: Accumulator,
-    ) -> None:
-        """Have each engine step, with all models that it trains, or none of them."""
-        lrs = {objective.model.role: objective.peak_lr * lr_factor for objective in objectives}
-        for host in dict.fromkeys(objective.model.host for objective in objectives):
-            parts = [pair for pair in zip(objectives, overflows, strict=True) if pair[0].model.host is host]
-            stepped = host.step_roles(
-                {objective.model.role: lrs[objective.model.role] for objective, _ in parts},
-                overflow=any(overflow for _, overflow in parts),
-                skip=exploded or any(overflows),
-            )
-            for objective, overflow in parts:
-                name, model = objective.name, objective.model
-                if stepped:
-                    metrics.add(f"{name}/grad_norm", model.grad_norm, 1)
-                if model.scales_loss:
-                    metrics.add(f"{name}/skipped", float(overflow), 1)
-                    metrics.add_max(f"{name}/loss_scale", model.loss_scale)
-                metrics.add_max(f"{name}/lr", lrs[model.role])
-                if stepped and model is self.models.actor and self.models.ema is not None:
-                    self.models.ema.update()
-
-    def _objectives(self, train_actor: bool, train_critic: bool, ratios: Tensor) -> list[Objective]:
-        """Who learns in this update; the policy's loss adds its ratios, approxkl and count to `ratios`."""
-        models, dialect, objectives = self.models, self.algorithm.dialect, []
-        if models.critic is not None and train_critic:
-            objectives.append(Objective("value", models.critic, self._value_loss, dialect.critic_lr))
-        if train_actor:
-            objectives.append(Objective("policy", models.actor, partial(self._policy_loss, ratios), dialect.actor_lr))
-        return objectives
+    def _passes(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator) -> list[Pass]:
+        """The micro-batches of these rows with their weights, as many on all ranks."""
+        parts = self._micro_batches(batch, rows)
+        policy_weights, value_weights = self._loss_weights(parts)
+        dummies = distributed.largest(len(parts)) - len(parts)
+        passes = [Pass(*one, metrics) for one in zip(parts, policy_weights, value_weights, strict=True)]
+        return passes + [Pass(parts[0] if parts else batch.select(slice(0, 1)))] * dummies
 
     def _micro_batches(self, batch: TrainingBatch, rows: Tensor) -> list[TrainingBatch]:
         """The rows of an update by passes, each of at most `micro_batch_size` rows' worth of tokens.
@@ -181,30 +119,58 @@ class Learner:
         if not len(rows):
             return []
         algorithm, size = self.algorithm, self.micro_batch_size
-        slots_after = algorithm.dialect.slots_past_response
-        chosen = algorithm.for_mini_batch(batch.select(rows, slots_after))
-        if algorithm.sums_by_length:
-            pieces = micro_batches(chosen.rollout, size * batch.rollout.sequences.shape[1], padded=self.padded)
+        kept = algorithm.dialect.positions_past_response
+        chosen = algorithm.for_mini_batch(batch.select(rows, kept))
+        if algorithm.dialect.micro_batches_matter:
+            pieces = list(torch.arange(len(rows), device=rows.device).split(size))
         else:
-            pieces = torch.arange(len(rows), device=rows.device).split(size)
-        return [algorithm.for_micro_batch(chosen.select(piece, slots_after)) for piece in pieces]
+            pieces = micro_batches(chosen.rollout, size * batch.rollout.sequences.shape[1], padded=self.padded)
+        return [algorithm.for_micro_batch(chosen.select(piece, kept)) for piece in pieces]
 
-    def _loss_weights(self, parts: list[TrainingBatch]) -> dict[str, list[float]]:
-        """What each micro-batch's loss sum is multiplied by (all ranks call this)."""
+    def _loss_weights(self, parts: list[TrainingBatch]) -> list[list[float]]:
+        """What each micro-batch's sums are multiplied by: of the policy's losses, of the critic's (all ranks call
+        this)."""
+        losses = self.algorithm.losses
         counts = torch.ones(len(parts), 3, dtype=torch.float64, device=distributed.device())  # the last: of parts
         for row, part in zip(counts, parts):
-            row[0], row[1] = self.algorithm.policy_objective.count(part.policy_mask), part.value_mask.sum()
+            row[0], row[1] = losses.policy_count(part.policy_mask), part.value_mask.sum()
         totals = distributed.all_reduce_sum(counts.sum(0, keepdim=True))
-        *own, (*all_counts, everywhere) = torch.cat([counts, totals]).tolist()  # the host waits once
-        return {
-            name: self.algorithm.loss_weights(
-                [row[column] for row in own], all_counts[column], int(everywhere), distributed.world_size()
-            )
-            for column, name in enumerate(("policy", "value"))
-        }
+        *own, (*everywhere, all_parts) = torch.cat([counts, totals]).tolist()  # the host waits once
+        return [
+            losses.weights([row[column] for row in own], total, int(all_parts), distributed.world_size())
+            for column, total in enumerate(everywhere)
+        ]
 
-    def _policy_loss(self, ratios: Tensor, part: TrainingBatch, metrics: Accumulator | None) -> Tensor:
-        rollout = part.rollout
+    def _value_gradients(self, passes: list[Pass], last: bool) -> Tensor:
+        """The critic's forward and backward passes; returns their losses, (N,). last: as of `accumulate_gradients`."""
+        losses = (self._value_loss(one.rows, one.metrics) * one.value_weight for one in passes)
+        return accumulate_gradients(self.models.critic, losses, len(passes), last)
+
+    def _value_loss(self, rows: TrainingBatch, metrics: Accumulator | None) -> Tensor:
+        rollout = rows.rollout
+        values = self.models.critic(rollout.sequences, rollout.attention_mask, rollout.position_ids)
+        values = values[:, rollout.prompt_length - 1 : -1]
+        sums = self.algorithm.losses.value_loss(values, rows.values, rows.returns, rows.value_mask)
+        if metrics is not None:
+            metrics.add("value/loss", sums.loss, sums.count)
+            metrics.add("value/clipfrac", sums.clipped, sums.count)
+            metrics.add("value/mean", sums.value, sums.count)
+        return sums.loss
+
+    def _policy_gradients(self, passes: list[Pass], ratios: Tensor, metrics: Accumulator) -> Tensor:
+        """The actor's forward and backward passes; returns their losses, (N,), those of texts behind the others.
+
+        Adds ratios, approxkl and what they are over to `ratios`.
+        """
+        losses = (self._policy_loss(one.rows, one.metrics, ratios) * one.policy_weight for one in passes)
+        if self.pretraining is None:
+            return accumulate_gradients(self.models.actor, losses, len(passes))
+        texts, more = self.pretraining.losses(self.counters.optimizer_steps, metrics)
+        halves = (0.5 * loss for loss in chain(losses, texts))
+        return accumulate_gradients(self.models.actor, halves, len(passes) + more)
+
+    def _policy_loss(self, rows: TrainingBatch, metrics: Accumulator | None, ratios: Tensor) -> Tensor:
+        rollout, losses = rows.rollout, self.algorithm.losses
         logprobs, _ = self.models.actor(
             rollout.sequences,
             rollout.attention_mask,
@@ -212,34 +178,22 @@ class Learner:
             response_length=rollout.response_length,
             temperature=self.algorithm.dialect.logprob_temperature,
         )
-        sums = self.algorithm.policy_objective(
+        sums = losses.policy_loss(
             logprobs,
-            part.logprobs,
-            part.ref_logprobs,
-            part.advantages,
-            part.policy_mask,
-            part.kl_coef,
-            part.correction,
+            rows.logprobs,
+            rows.ref_logprobs,
+            rows.advantages,
+            rows.policy_mask,
+            rows.kl_coef,
+            rows.correction,
         )
         if metrics is not None:
             ratios += torch.stack([sums.ratio.double(), sums.approxkl.double(), sums.count.double()])
-            metrics.add("policy/loss", sums.loss, self.algorithm.policy_objective.count(part.policy_mask))
+            metrics.add("policy/loss", sums.loss, losses.policy_count(rows.policy_mask))
             metrics.add("policy/clipfrac", sums.clipped, sums.count)
             metrics.add("policy/approxkl", sums.approxkl, sums.count)
             metrics.add("policy/ratio_mean", sums.ratio, sums.count)
             metrics.add_max("policy/ratio_max", sums.ratio_max)
-        return sums.loss
-
-    def _value_loss(self, part: TrainingBatch, metrics: Accumulator | None) -> Tensor:
-        rollout = part.rollout
-        values = self.models.critic(rollout.sequences, rollout.attention_mask, rollout.position_ids)
-        sums = self.algorithm.value_objective(
-            values[:, rollout.prompt_length - 1 : -1], part.values, part.returns, part.value_mask
-        )
-        if metrics is not None:
-            metrics.add("value/loss", sums.loss, sums.count)
-            metrics.add("value/clipfrac", sums.clipped, sums.count)
-            metrics.add("value/mean", sums.value, sums.count)
         return sums.loss
 
     def _exploded(self, ratios: Tensor, metrics: Accumulator) -> bool:
@@ -251,3 +205,114 @@ class Learner:
         exploded = ratio_exploded(ratio, count, limit)
         metrics.add("policy/left_out", float(exploded), 1)
         return exploded
+
+    def _overflowed(self, learning: dict[str, Trained], batch: TrainingBatch) -> dict[str, bool]:
+        """Whether each model's gradients overflowed. Raises: RunStopped for those outside fp16, as `update`."""
+        overflowed = {name: model.overflowed() for name, model in learning.items()}
+        bad = [f"{name} gradient" for name, over in overflowed.items() if over]
+        if bad and not self.models.actor.scales_loss:
+            stop_for_gradients(self.counters.step, bad, batch, self.models.tokenizer)
+        return overflowed
+
+    def _step(
+        self, learning: dict[str, Trained], overflowed: dict[str, bool], exploded: bool, metrics: Accumulator
+    ) -> None:
+        """Have each engine step, with all models that it trains, or none of them."""
+        lrs = {"value": self.counters.critic_lr, "policy": self.counters.actor_lr}
+        for host in dict.fromkeys(model.host for model in learning.values()):
+            models = {name: model for name, model in learning.items() if model.host is host}
+            stepped = host.step_roles(
+                {model.role: lrs[name] for name, model in models.items()},
+                overflow=any(overflowed[name] for name in models),
+                skip=exploded or any(overflowed.values()),
+            )
+            for name, model in models.items():
+                if stepped:
+                    metrics.add(f"{name}/grad_norm", model.grad_norm, 1)
+                if model.scales_loss:
+                    metrics.add(f"{name}/skipped", float(overflowed[name]), 1)
+                    metrics.add_max(f"{name}/loss_scale", model.loss_scale)
+                metrics.add_max(f"{name}/lr", lrs[name])
+            if stepped and "policy" in models and self.models.ema is not None:
+                self.models.ema.update()
+
+
+def mini_batch_rows(rows: int, mini_batches: int, key: tuple[int, ...]) -> list[Tensor]:
+    """Which of this rank's rows go into which mini-batch: a list of (rows / mini_batches,) int64, on its device.
+
+    Of each run of `mini_batches` neighbouring rows every mini-batch gets one, drawn at random. The draw is over all
+    ranks' rows at once, from `key` alone, so each rank has equally many in each mini-batch and they do not depend on
+    how many ranks there are. `rows` is the same on all ranks and a multiple of `mini_batches`. Within a mini-batch a
+    rank's rows are shuffled, for dialects in which it matters which of them form a micro-batch.
+    """
+    assert rows % mini_batches == 0, f"{rows} rows do not divide into {mini_batches} mini-batches"
+    groups = rows // mini_batches
+    everywhere = np.tile(np.arange(mini_batches), (groups * distributed.world_size(), 1))
+    drawn = np.random.default_rng(key).permuted(everywhere, axis=1)
+    own = torch.from_numpy(drawn[distributed.rank_share(len(drawn))].reshape(-1))
+    shuffled = torch.from_numpy(np.random.default_rng((*key, distributed.rank())).permutation(rows))
+    return [shuffled[own[shuffled] == index].to(distributed.device()) for index in range(mini_batches)]
+
+
+def accumulate_gradients(model: Trained, losses: Iterable[Tensor], passes: int, last: bool = True) -> Tensor:
+    """A backward pass for each weighted loss; returns this rank's losses, (passes,).
+
+    losses: `passes` of them, as many as on all ranks. They are computed one by one, each before its backward pass.
+    last: whether the step follows, and no other model's passes within the same engine.
+    """
+    found = []
+    with model.host.accumulating(passes):
+        for number, loss in enumerate(losses, start=1):
+            found.append(loss.detach())
+            model.backward(loss, last=last and number == passes)
+    return torch.stack(found)
+
+
+class TextFeed(Protocol):
+    """This rank's plain texts."""
+
+    def texts(self, optimizer_step: int) -> Tensor:
+        """(B, L) int64, blocks of L tokens without padding for an optimizer step of the run, counted from 0.
+
+        At least one block; their number may differ between ranks.
+        """
+
+
+class MixedPretraining:
+    """The language-model half of the actor's optimizer steps: it goes on learning from plain texts, to forget less.
+
+        gradient of one optimizer step = (PPO's + coefficient * the language model's) / 2
+
+    The language-model loss is the mean over all predicted tokens of the optimizer step, over all ranks. Source: Ouyang
+    et al. 2022 (InstructGPT), eq. 2; the half is DeepSpeed-Chat's (DeepSpeedExamples 83757d9c), which takes the mean
+    over the passes of both losses.
+    """
+
+    def __init__(self, actor: Trained, feed: TextFeed, coefficient: float, micro_batch_size: int):
+        self.actor, self.feed = actor, feed
+        self.coefficient, self.micro_batch_size = coefficient, micro_batch_size
+
+    def losses(self, optimizer_step: int, metrics: Accumulator) -> tuple[Iterator[Tensor], int]:
+        """This rank's weighted losses, not yet halved, each computed when it is asked for; and how many they are, as on
+        all ranks, which call this together."""
+        parts = self.feed.texts(optimizer_step).to(distributed.device()).split(self.micro_batch_size)
+        own = torch.tensor(float(sum(map(_targets, parts))), device=distributed.device())
+        weight = self.coefficient / distributed.all_reduce_sum(own).item()
+        count = distributed.largest(len(parts))
+        losses = (self._loss(part, metrics) * weight for part in parts)
+        dummies = (self._loss(parts[0], None) * 0.0 for _ in range(count - len(parts)))
+        return chain(losses, dummies), count
+
+    def _loss(self, blocks: Tensor, metrics: Accumulator | None) -> Tensor:
+        """The sum of the negative log-probs of all tokens but each block's first, which nothing predicts."""
+        mask = torch.ones_like(blocks)
+        logprobs, _ = self.actor(blocks, mask, position_ids(mask), response_length=blocks.shape[1] - 1)
+        loss = -logprobs.sum()
+        if metrics is not None:
+            metrics.add("policy/lm_loss", loss, _targets(blocks))
+        return loss
+
+
+def _targets(blocks: Tensor) -> int:
+    """The number of tokens that are predicted."""
+    return blocks.numel() - len(blocks)

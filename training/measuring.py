@@ -1,31 +1,35 @@
 """Finished models that answer held-out prompts and are scored: what merging and comparing models have in common.
 
-held_out = read_held_out(args, tokenizer)
-rollouts = rollouts_of(args, policy, tokenizer, others=[*reference.models, *reward.models])
-evaluator = evaluator_of(args, policy, EngineReference(first), reward, held_out, "out/actor", rollouts)
+measuring = Measuring(args, args.spec_of("out/sft"), read_held_out(args, tokenizer))
+policy = measuring.loaded("out/actor", "actor")
+evaluator = measuring.evaluator_of(policy, "out/actor", reward, measuring.rollouts_of(policy))
 metrics, rows = evaluator.run(1)
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedModel
 
 from engine.algorithms import Algorithm, Dialect, end_token_id
+from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.experience_maker import ExperienceMaker
 from engine.models.checking import check_policy, check_scorer, check_vocabularies
 from engine.models.checking import check_rows as check_embedding
 from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.fit import listed
+from engine.models.loading import load_policy, load_scorer
 from engine.models.reading import read_config, read_tokenizer, vocabulary_size
 from engine.models.weight_files import stored_name
-from engine.reference import Reference
+from engine.reference import EngineReference
 from engine.reward.base import RewardSource
+from engine.rlhf_engine import frozen_model
 from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.rollout.families import check_attention
+from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
 from training.data.forms import PROMPTS, SFT
 from training.data.prompts import Prompts, prompt_fit
@@ -99,72 +103,85 @@ def read_held_out(args: MeasuringFlags, tokenizer, known_texts: Sequence[str] = 
     return HeldOut(held_out, tokenizer, rows, len(rest) if rest is not None else 0, frozenset(known))
 
 
-def rollouts_of(
-    args: MeasuringFlags, policy: FrozenModel, tokenizer, others: Sequence[FrozenModel], decoding: str = "plain"
-) -> RolloutBackend:
-    """How responses are drawn from a policy. others: the models that are asked about them; decoding: as in Sampler."""
-    return build_rollouts(
-        "auto",
-        policy,
-        tokenizer,
-        others=others,
-        rows_at_once=args.per_device_eval_batch_size,
-        row_length=args.max_prompt_seq_len + args.max_answer_seq_len,
-        decoding=decoding,
-        training=0,
-    )
+class Measuring:
+    """Finished models that answer the held-out prompts and are scored.
 
-
-def evaluator_of(
-    args: MeasuringFlags,
-    policy: FrozenModel,
-    reference: Reference,
-    reward: RewardSource,
-    held_out: HeldOut,
-    path: str,
-    rollouts: RolloutBackend,
-    *,
-    forward_passes: bool = False,
-    greedy: bool = False,
-    samples: int = 1,
-) -> Evaluator:
-    """What has a policy answer the held-out prompts and its responses scored.
-
-    path: where the policy stands, whose generation_config says what ends a response. forward_passes: whether log-probs
-    are a forward pass's though the sampler's would be the same within rounding. greedy: the most likely token is taken
-    and none drawn; log-probs are those at temperature 1. samples: responses to each prompt.
+    reference: the model at `spec.actor_path`, to which KL is measured. scorers: the reward models, in the flags' order.
     """
-    tokenizer, dialect = held_out.tokenizer, dataclasses.replace(DIALECT, temperature=args.temperature)
-    algorithm = Algorithm(dialect, pad_token_id=tokenizer.pad_token_id, end_token_id=end_token_id(tokenizer, dialect))
-    maker = ExperienceMaker(
-        actor=policy,
-        critic=None,
-        reference=reference,
-        reward=reward,
-        algorithm=algorithm,
-        micro_batch_size=args.per_device_eval_batch_size,
-        exact_sampler=not forward_passes and args.dtype == "fp32" and rollouts.computes_as_actor,
-        padded=not policy.module.packs,
-    )
-    sampling = SamplingConfig.of(
-        dialect,
-        generation_stops(path, tokenizer, args.trust_remote_code),
-        str(args.dtype),
-        max_new_tokens=args.max_answer_seq_len,
-        pad_token_id=tokenizer.pad_token_id,
-        stop_strings=tuple(args.stop),
-        seed=args.seed,
-        vocabulary_size=vocabulary_size(tokenizer),
-    )
-    return Evaluator(
-        held_out.prompts,
-        rollouts=rollouts,
-        experience_maker=maker,
-        sampling=dataclasses.replace(sampling, temperature=0.0) if greedy else sampling,
-        tokenizer=tokenizer,
-        first_index=held_out.first_index,
-        samples=samples,
-    )
+
+    def __init__(self, args: MeasuringFlags, spec: EngineSpec, held_out: HeldOut):
+        init()
+        self.args, self.spec, self.held_out = args, spec, held_out
+        self.reference = self.loaded(spec.actor_path, "reference")
+        self.scorers = [self.loaded(path, "reward", load_scorer) for path in args.reward_models]
+
+    def loaded(self, path: str, role: str, load: Callable = load_policy) -> FrozenModel:
+        """An engine of what stands at `path`, configured as the spec has this role."""
+        return frozen_model(load, path, getattr(self.spec, role), self.spec)
+
+    def rollouts_of(self, policy: FrozenModel, decoding: str = "plain") -> RolloutBackend:
+        """How responses are drawn from a policy. decoding: as in Sampler."""
+        return build_rollouts(
+            "auto",
+            policy,
+            self.held_out.tokenizer,
+            others=[one for one in (self.reference, *self.scorers) if one is not policy],
+            rows_at_once=self.args.per_device_eval_batch_size,
+            row_length=self.args.max_prompt_seq_len + self.args.max_answer_seq_len,
+            decoding=decoding,
+            training=0,
+        )
+
+    def evaluator_of(
+        self,
+        policy: FrozenModel,
+        path: str,
+        reward: RewardSource,
+        rollouts: RolloutBackend,
+        *,
+        forward_passes: bool = False,
+        greedy: bool = False,
+        samples: int = 1,
+    ) -> Evaluator:
+        """What has a policy answer the held-out prompts and its responses scored.
+
+        path: where the policy stands, whose generation_config says what ends a response. forward_passes: whether
+        log-probs are a forward pass's though the sampler's would be the same within rounding. greedy: the most likely
+        token is taken and none drawn; log-probs are those at temperature 1. samples: responses to each prompt.
+        """
+        tokenizer, dialect = self.held_out.tokenizer, dataclasses.replace(DIALECT, temperature=self.args.temperature)
+        algorithm = Algorithm(
+            dialect, pad_token_id=tokenizer.pad_token_id, end_token_id=end_token_id(tokenizer, dialect)
+        )
+        maker = ExperienceMaker(
+            actor=policy,
+            critic=None,
+            reference=EngineReference(self.reference),
+            reward=reward,
+            algorithm=algorithm,
+            micro_batch_size=self.args.per_device_eval_batch_size,
+            exact_sampler=not forward_passes and self.args.dtype == "fp32" and rollouts.computes_as_actor,
+            padded=not policy.module.packs,
+        )
+        sampling = SamplingConfig.of(
+            dialect,
+            generation_stops(path, tokenizer, self.args.trust_remote_code),
+            str(self.args.dtype),
+            max_new_tokens=self.args.max_answer_seq_len,
+            pad_token_id=tokenizer.pad_token_id,
+            stop_strings=tuple(self.args.stop),
+            seed=self.args.seed,
+            vocabulary_size=vocabulary_size(tokenizer),
+        )
+        return Evaluator(
+            self.held_out.prompts,
+            rollouts=rollouts,
+            experience_maker=maker,
+            sampling=dataclasses.replace(sampling, temperature=0.0) if greedy else sampling,
+            tokenizer=tokenizer,
+            first_index=self.held_out.first_index,
+            samples=samples,
+        )
 
 
 def stored_names(model: PreTrainedModel, weights: Collection[str]) -> dict[str, str] | None:

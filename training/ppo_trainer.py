@@ -4,35 +4,33 @@
     for report in trainer.fit(feed):
         print(report.step, report.metrics["objective/scores"])
 
-Shapes: B responses of this rank, T response slots; slot t belongs to response token t. What each line of the step
-computes is chosen by the dialect and stands in engine/algorithms/algorithm.py, the formulas in engine/algo/.
+Shapes: B responses of this rank, T response positions; position t belongs to response token t. What each line of the
+step computes is chosen by the dialect and stands in engine/algorithms/algorithm.py, the formulas in engine/algo/; an
+optimizer step is `Learner.update` in training/learner.py.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from engine import distributed
-from engine.algo.guards import went_too_far
+from engine.algo.losses import went_too_far
 from engine.algorithms import Algorithm, Dialect, end_token_id
-from engine.experience import PromptBatch, TrainingBatch
+from engine.experience import Experience, PromptBatch, TrainingBatch
 from engine.experience_maker import ExperienceMaker
-from engine.optim import lr_factor
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
-from training.group_sampling import GroupSampler, PromptFeed
-from training.learner import Learner
-from training.mini_batches import mini_batch_rows
-from training.mixed_pretraining import MixedPretraining, TextFeed
+from training.counters import Counters
+from training.group_sampling import GroupSampler, PromptFeed, Sampled
+from training.learner import Learner, MixedPretraining, TextFeed, mini_batch_rows
 from training.reporting.arithmetic import Arithmetic
-from training.reporting.first_kl import stop_unless_at_reference
-from training.reporting.guards import stop_if_too_far, stop_unless_finite, stop_unless_weights_finite
+from training.reporting.guards import Guards
 from training.reporting.metrics import Accumulator
-from training.reporting.phase_clock import PhaseClock, peak_memory_gb
-from training.reporting.step_metrics import STEP_METRICS, StepMetric, add_parts
+from training.reporting.step_metrics import STEP_METRICS, StepLog, StepMetric, add_parts
+
+CRITIC = 0xC817  # in the keys of a critic's own mini-batches, which are drawn apart from the actor's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +49,6 @@ class PPOConfig:
     exact_sampler: whether rollouts' log-probs are the actor's own within rounding, as they are in fp32 where a backend
         `computes_as_actor`: `old_logprobs` "auto" takes them then.
     padded: whether padding counts among a pass's tokens; False where all models leave it out (`RLHFEngine.packs`).
-    overlap_gather: as in Learner.
     """
 
     total_steps: int
@@ -64,10 +61,6 @@ class PPOConfig:
     first_kl_bound: float | None = None
     exact_sampler: bool = True
     padded: bool = True
-    overlap_gather: bool = False
-
-
-CRITIC = 0xC817  # in the keys of a critic's own mini-batches, which are drawn apart from the actor's
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +106,11 @@ class PPOTrainer:
             end_token_id=end_token_id(models.tokenizer, dialect),
             reduce=distributed.all_reduce_sum,
             ranks=distributed.world_size(),
-            response_slots=sampling.max_new_tokens,
+            max_response_length=sampling.max_new_tokens,
         )
         self.kl_controller = self.algorithm.kl_controller()
+        self.counters = Counters(dialect, config.seed, config.total_steps)
+        self.counters.steps_done = -config.critic_pretrain_steps
         self.experience_maker = ExperienceMaker(
             actor=models.actor,
             critic=models.critic,
@@ -131,20 +126,20 @@ class PPOTrainer:
         if unsupervised is not None:
             pretraining = MixedPretraining(models.actor, unsupervised, config.unsup_coef, config.micro_batch_size)
         self.learner = Learner(
-            models, self.algorithm, config.micro_batch_size, pretraining, config.padded, config.overlap_gather
+            models, self.algorithm, self.counters, config.micro_batch_size, pretraining, config.padded
         )
-        self.step_metrics = metrics
-        self.arithmetic = Arithmetic(models)
-        self.steps_done = -config.critic_pretrain_steps
-        self.optimizer_steps = self.samples = self.prompt_batches = 0
-        self.epochs_made = 0  # in the latest step
-        self.weights_are_whole = True
-        """Whether weights and counters are those after `steps_done` steps; not while a step changes them."""
+        self.guards = Guards(models, config.max_kl, config.first_kl_bound)
+        self.step_metrics, self.arithmetic = metrics, Arithmetic(models)
+
+    @property
+    def steps_done(self) -> int:
+        """How many PPO steps are done; below 0 before the critic's pretraining is."""
+        return self.counters.steps_done
 
     def fit(self, feed: PromptFeed) -> Iterator[StepReport]:
         """Train to the last step, reporting after each."""
         while self.steps_done < self.config.total_steps:
-            yield self.step(feed.prompts(self.prompt_batches), feed)
+            yield self.step(feed.prompts(self.counters.prompt_batches), feed)
 
     def step(self, prompts: PromptBatch, feed: PromptFeed | None = None) -> StepReport:
         """One PPO step on this rank's prompts (all ranks call this together, with equally many prompts each).
@@ -152,151 +147,99 @@ class PPOTrainer:
         feed: where a dialect with dynamic sampling takes further ones from; these are its batch `prompt_batches`.
         """
         assert self.steps_done >= 0, "the critic's pretraining comes first"
-        algorithm, kl_coef = self.algorithm, self.kl_controller.value
-        metrics, clock = Accumulator(), PhaseClock()
-        sampled = self.sampler.sample(self.rollouts, prompts, clock, feed, first=self.prompt_batches + 1)
-        with clock("make_experience"):
+        algorithm, kl_coef, log, step = self.algorithm, self.kl_controller.value, StepLog(), self.counters.step
+        sampled = self.sampler.sample(self.rollouts, prompts, log, feed, first=self.counters.prompt_batches + 1)
+        with log.phase("make_experience"):
             experience = self.experience_maker.make_experience(sampled.rollout, sampled.scores)
             self.rollouts.release_memory()
-            stop_unless_finite(self.steps_done + 1, experience, self.models.tokenizer)
-            if self.models.reference.is_actor(self.steps_done):
-                stop_unless_at_reference(self.steps_done + 1, experience, self.config.first_kl_bound)
+            self.guards.check_experience(step, experience)
             rollout = experience.rollout
-            slots = algorithm.slots(rollout.responses, rollout.response_mask)
+            positions = algorithm.positions(rollout.responses, rollout.response_mask)
             scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
-            rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, slots, kl_coef)
-            values = algorithm.kept_values(experience.values, slots)
-            advantages, returns = algorithm.compute_advantages(rewards, values, slots.masks)
-            correction, cut = algorithm.correction(experience.logprobs, rollout) or (None, None)
-            batch = TrainingBatch.of(
-                experience,
-                algorithm.learned(slots.masks, rollout.ended),
-                processed_scores=scores,
-                rewards=rewards,
-                values=values,
-                advantages=advantages,
-                returns=returns,
-                kl_coef=kl_coef,
-                measured_kl=algorithm.measured_kl(experience, slots),
-                correction=correction,
-                cut=cut,
+            rewards = algorithm.compute_rewards(
+                experience.logprobs, experience.ref_logprobs, scores, positions, kl_coef
             )
-        responses = distributed.world_size() * len(batch)
-        sums = torch.stack([batch.measured_kl.double().sum(), batch.kl.double().sum()])
-        kl, objective_kl = (distributed.all_reduce_sum(sums) / responses).tolist()
-        moves = self.models.reference.moves(self.steps_done)
-        stop_if_too_far(self.steps_done + 1, objective_kl, self.config.max_kl, moved=bool(moves))
-        self.weights_are_whole = False
-        with clock("train"):
-            self.train_actor_and_critic(batch, kl, metrics)
-        self.kl_controller.after_step(kl, responses)
-        self.models.reference.after_step(self.steps_done + 1)
+            values = algorithm.kept_values(experience.values, positions)
+            advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
+            batch = algorithm.training_batch(
+                experience, positions, scores, rewards, values, advantages, returns, kl_coef
+            )
+        steered_kl, kl = mean_kls(batch)
+        self.guards.check_kl(step, kl)
+        with log.phase("train"):
+            epochs = self.train_actor_and_critic(batch, steered_kl, log.metrics)
+        self.kl_controller.after_step(steered_kl, distributed.world_size() * len(batch))
+        self.models.reference.after_step(step)
+        self.counters.end_step(sampled.responses, len(sampled.drawn))
+        return StepReport(step, self.counters.samples, self._metrics(log, sampled, experience, batch, epochs), batch)
 
-        trains_actor = self._trains_actor
-        self.steps_done += 1
-        self.samples += sampled.responses
-        self.prompt_batches += len(sampled.drawn)
-        self.weights_are_whole = True
-        sampled.add_to(metrics, algorithm.dialect.samples_per_prompt)
-        add_parts(metrics, experience)
-        for add_to in self.step_metrics:
-            add_to(metrics, batch, algorithm)
-        clock.add_to(metrics, tokens=sampled.tokens)
-        if self.rollouts.fallback is not None:
-            metrics.add_max("speed/decoding_fallback", float(self.rollouts.fallback != ""))
-        own = algorithm.dialect.critic_passes[0] if algorithm.dialect.critic_learns_apart else self.epochs_made
-        epochs = self.epochs_made * trains_actor, own
-        self.arithmetic.add_to(metrics, clock.seconds, sampled.drawn, experience, *epochs)
-        metrics.add_max("memory/peak_gb", peak_memory_gb())
-        if moves is not None:
-            metrics.add_max("objective/reference_moves", moves)
-        return StepReport(self.steps_done, self.samples, metrics.reduce(), batch)
+    def train_actor_and_critic(self, batch: TrainingBatch, kl: float, metrics: Accumulator) -> tuple[int, int]:
+        """The optimizer steps of one rollout; returns how many epochs actor and critic have made.
 
-    def train_actor_and_critic(self, batch: TrainingBatch, kl: float, metrics: Accumulator) -> None:
-        """The optimizer steps of one rollout: ppo_epochs passes, each over mini_batches parts of it.
+        They are ppo_epochs passes over it, each in mini_batches parts. A critic that has passes of its own makes them
+        first, of all that was rolled out. The actor learns from step `critic_warmup_steps` on.
 
-        A critic that has passes of its own makes them first, of all that was rolled out.
-
-        kl: the rollout's mean over all ranks, for a coefficient that changes after each pass.
+        kl: the rollout's mean over all ranks, for a coefficient that changes after each epoch.
         """
-        dialect = self.algorithm.dialect
-        if dialect.critic_learns_apart:
-            self._train_critic(batch, metrics)
+        dialect, counters, epochs = self.algorithm.dialect, self.counters, 0
+        critic_epochs, critic_mini_batches = dialect.critic_passes
+        actor, apart = counters.steps_done >= self.config.critic_warmup_steps, dialect.critic_learns_apart
+        counters.begin_updates()
+        for epoch in range(critic_epochs if apart else 0):
+            for rows in mini_batch_rows(len(batch), critic_mini_batches, counters.key(epoch, CRITIC)):
+                self.learner.update(batch, rows, metrics, actor=False, critic=True)
+                counters.critic_optimizer_steps += 1
         for epoch in range(dialect.ppo_epochs):
-            key, ratios = (self.config.seed, self.steps_done, epoch), 0.0
-            for rows in mini_batch_rows(len(batch), dialect.mini_batches, key):
-                ratios = ratios + self.optimizer_step(batch, rows, metrics)
-                self.optimizer_steps += 1
-            self.epochs_made = epoch + 1
+            ratios = torch.zeros(3, dtype=torch.float64, device=distributed.device())
+            for rows in mini_batch_rows(len(batch), dialect.mini_batches, counters.key(epoch)):
+                ratios += self.learner.update(batch, rows, metrics, actor=actor, critic=not apart)
+                counters.optimizer_steps += 1
+            epochs = epoch + 1
             # By a mini-batch of this rank alone, as trlX has it; its source stands at AdaptiveKL.
             self.kl_controller.after_epoch(kl, len(batch) // dialect.mini_batches)
             if dialect.early_stop_kl is not None:
-                metrics.add_max("policy/epochs", epoch + 1)
+                metrics.add_max("policy/epochs", epochs)
                 _, approxkl, count = distributed.all_reduce_sum(ratios).tolist()
                 if went_too_far(approxkl, count, dialect.early_stop_kl):
                     break
-        stop_unless_weights_finite(self.steps_done + 1, self.models.trained)
-        # Passes that were left out count, so that learning rates fall as planned.
-        self.optimizer_steps = (self.steps_done + 1) * dialect.updates
+        self.guards.check_weights(counters.step)
+        counters.end_updates()
+        return epochs * actor, critic_epochs if apart else epochs
 
-    def _train_critic(self, batch: TrainingBatch, metrics: Accumulator) -> None:
-        """The optimizer steps of a critic that learns apart; its rate falls by these."""
-        epochs, mini_batches = self.algorithm.dialect.critic_passes
-        updates, done = epochs * mini_batches, self.steps_done * epochs * mini_batches
-        for epoch in range(epochs):
-            for rows in mini_batch_rows(len(batch), mini_batches, (self.config.seed, self.steps_done, epoch, CRITIC)):
-                self.learner.optimizer_step(
-                    batch,
-                    rows,
-                    metrics,
-                    step=self.steps_done + 1,
-                    optimizer_step=done,
-                    lr_factor=self._lr_factor(done, updates),
-                    train_actor=False,
-                )
-                done += 1
-
-    def optimizer_step(self, batch: TrainingBatch, rows: Tensor, metrics: Accumulator) -> Tensor:
-        """One update of a critic that does not learn apart, and of the actor once it is warm; as in `Learner`."""
-        dialect = self.algorithm.dialect
-        return self.learner.optimizer_step(
-            batch,
-            rows,
-            metrics,
-            step=self.steps_done + 1,
-            optimizer_step=self.optimizer_steps,
-            lr_factor=self._lr_factor(self.optimizer_steps, dialect.updates),
-            train_actor=self._trains_actor,
-            train_critic=not dialect.critic_learns_apart,
-            last=(self.optimizer_steps + 1) % dialect.updates == 0,
-        )
-
-    @property
-    def _trains_actor(self) -> bool:
-        """Whether the critic is warm."""
-        return self.steps_done >= self.config.critic_warmup_steps
-
-    def _lr_factor(self, optimizer_steps: int, updates: int) -> float:
-        """Of a model that has made so many optimizer steps, of so many a step."""
-        dialect, total = self.algorithm.dialect, self.config.total_steps
-        position = self.algorithm.schedule_position(self.steps_done, optimizer_steps, total, updates)
-        return lr_factor(*position, dialect.warmup_steps, dialect.lr_schedule, dialect.warmup_from_zero)
+    def _metrics(
+        self, log: StepLog, sampled: Sampled, experience: Experience, batch: TrainingBatch, epochs: tuple[int, int]
+    ) -> dict[str, float]:
+        """What the step has measured, over all ranks (all ranks call this). epochs: of actor and critic."""
+        metrics = log.metrics
+        sampled.add_to(metrics, self.algorithm.dialect.samples_per_prompt)
+        add_parts(metrics, experience)
+        for add_to in self.step_metrics:
+            add_to(metrics, batch, self.algorithm)
+        if self.rollouts.fallback is not None:
+            metrics.add_max("speed/decoding_fallback", float(self.rollouts.fallback != ""))
+        moves = self.models.reference.moves(self.steps_done - 1)  # which the experience was made with
+        if moves is not None:
+            metrics.add_max("objective/reference_moves", moves)
+        self.arithmetic.add_to(metrics, log.seconds, sampled.drawn, experience, *epochs)
+        return log.end(sampled.tokens)
 
     def state_dict(self) -> dict:
         """What a restart needs beside the models' weights and moments."""
-        return {
-            "steps_done": self.steps_done,
-            "optimizer_steps": self.optimizer_steps,
-            "samples": self.samples,
-            "prompt_batches": self.prompt_batches,
+        return self.counters.state_dict() | {
             "kl": self.kl_controller.state_dict(),
             "score_scale": self.algorithm.score_scale.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from `state_dict`."""
-        self.steps_done, self.optimizer_steps = state["steps_done"], state["optimizer_steps"]
-        self.samples = state["samples"]
-        self.prompt_batches = state.get("prompt_batches", self.steps_done)  # points from before dynamic sampling
+        self.counters.load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl"])
         self.algorithm.score_scale.load_state_dict(state["score_scale"])
+
+
+def mean_kls(batch: TrainingBatch) -> tuple[float, float]:
+    """The KL that the coefficient is steered by, and the one that is reported: means over all ranks' responses, nats
+    (all ranks call this)."""
+    sums = torch.stack([batch.measured_kl.double().sum(), batch.kl.double().sum()])
+    steered, reported = (distributed.all_reduce_sum(sums) / (distributed.world_size() * len(batch))).tolist()
+    return steered, reported

@@ -22,11 +22,11 @@ from training.program import dry_run
 from training.program.adapted_models import adapted_lines, adapted_model
 from training.program.agreement import agreed, checked
 from training.program.data_lines import supervised_lines
-from training.program.ending import models_told
 from training.program.hub import check_hub, push
 from training.program.model_files import check_positions, generation_stops
 from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
+from training.program.stopping import models_told
 from training.reporting import views
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import read_metrics

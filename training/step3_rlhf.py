@@ -31,10 +31,8 @@ from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import dry_run, stopping
 from training.program.agreement import agreed, checked
 from training.program.checks import check_files
-from training.program.ending import models_told
 from training.program.first_lines import first_lines
-from training.program.memory_comparison import memory_compared
-from training.program.memory_lines import training_bytes
+from training.program.memory_lines import memory_compared, training_bytes
 from training.program.output_folder import begin_output_dir
 from training.program.phases import phase, place
 from training.program.plan import Plan, make_plan
@@ -43,9 +41,10 @@ from training.program.reward_server import check_server
 from training.program.session import Session
 from training.program.shared_folder import check_shared
 from training.program.startup import leave, run
+from training.program.stopping import models_told
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
-from training.reporting.first_kl import rounding_bound
+from training.reporting.guards import rounding_bound
 from training.reporting.reward_change import without_scores
 from training.restarts.conditions import BEFORE, FIRST
 from training.restarts.inputs import fingerprints
@@ -137,7 +136,6 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
             seed=args.seed,
             exact_sampler=exact_sampler(args, rollouts),
             padded=not models.packs,
-            overlap_gather=args.overlap_gather,
         ),
     )
 
@@ -212,11 +210,12 @@ def prompt_feed(args: RLHFFlags, plan: Plan, seed: int) -> ShuffledPrompts:
 
 def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) -> None:
     """Every step up to the last, and what surrounds them."""
+    counters = trainer.counters
     profiler = profiling.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
     with (
         models_told(session.saved),
         contextlib.closing(session.writer),  # of a run that stops, too: its last steps are written out, its bar ends
-        last_good_named(session.checkpoints, lambda: trainer.steps_done if trainer.weights_are_whole else None),
+        last_good_named(session.checkpoints, lambda: counters.steps_done if counters.weights_are_whole else None),
     ):
         session.begin()
         if trainer.steps_done < 0:
@@ -231,7 +230,7 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
             while trainer.steps_done < plan.last_step:
                 place.step = trainer.steps_done + 1
                 with phase("between phases"), first_step, profiler.record(place.step):
-                    report = trainer.step(feed.prompts(trainer.prompt_batches), feed)
+                    report = trainer.step(feed.prompts(counters.prompt_batches), feed)
                 first_step = contextlib.nullcontext()
                 session.after_step(report)
         session.checkpoints.wait()

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 from engine import distributed
@@ -15,23 +16,21 @@ from engine.host_memory import give_back_at
 from engine.optim import lr_factor
 from engine.zero.engines import TrainedModel
 from training.data.order import EpochBatches, epoch_batches
-from training.dropout import seed_dropout
 from training.flags.supervised_arguments import SupervisedFlags
-from training.gradients import accumulate_gradients
+from training.learner import accumulate_gradients
 from training.program import model_folders, output_lock, stopping
-from training.program.cards import renew_cards
 from training.program.output_folder import begin_output_dir, open_writer
 from training.program.phases import phase, place
 from training.program.unwritten import check_all_written, going_on
 from training.reporting.arithmetic import TrainingArithmetic
 from training.reporting.guards import stop_unless_weights_finite
-from training.reporting.held_out_units import gathered
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
-from training.reporting.phase_clock import peak_memory_gb
+from training.reporting.model_card import renew_cards
 from training.reporting.phase_memory import phase_memory
 from training.reporting.run_record import RUN_FILE, write_run_record
-from training.reporting.standard_errors import Units, metrics_told
+from training.reporting.standard_errors import Units, gathered, metrics_told
+from training.reporting.step_metrics import peak_memory_gb
 from training.reporting.views import View
 from training.reporting.wall_clock import seconds_by_part, time_lines
 from training.restarts.checkpoints import Checkpoints
@@ -176,7 +175,7 @@ class SupervisedTrainer:
             if self.steps_done == self.total_steps:
                 self.save()
             found = self.log_step()
-        phase_memory.gauge.begin()  # the first step's passes are measured: loading and evaluation may have taken more
+        phase_memory.begin()  # the first step's passes are measured: loading and evaluation may have taken more
         with stopping.at_borders():
             while self.steps_done < self.total_steps:
                 place.step = self.steps_done + 1
@@ -246,12 +245,12 @@ class SupervisedTrainer:
     def optimizer_step(self, step: int, batches: list) -> dict[str, float]:
         """One optimizer step over micro-batches, normalised by the number of targets over all ranks."""
         started, metrics = time.perf_counter(), Accumulator()
-        seed_dropout(self.args.seed, step)
+        self._seed_dropout(step)
         self.model.module.train()
         own = torch.tensor(float(sum(self.count(batch) for batch in batches)), device=distributed.device())
         targets = distributed.all_reduce_sum(own)
-        shares = [(lambda batch=batch: self.loss(batch, metrics) / targets) for batch in batches]
-        total = accumulate_gradients(self.model, shares).sum()
+        losses = (self.loss(batch, metrics) / targets for batch in batches)
+        total = accumulate_gradients(self.model, losses, len(batches)).sum()
         if distributed.any_rank(~total.isfinite()):
             raise RunStopped(
                 f"step {step}: the loss is NaN or infinite, so no weight was changed. Look at the "
@@ -283,6 +282,11 @@ class SupervisedTrainer:
         self.arithmetic.add_to(metrics, seconds, [batch.attention_mask for batch in batches], own)
         metrics.add_max("memory/peak_gb", peak_memory_gb())
         return metrics.reduce()
+
+    def _seed_dropout(self, step: int) -> None:
+        """Have what dropout leaves out depend on seed, step and rank alone: a run that goes on leaves out the same."""
+        key = np.random.SeedSequence((self.args.seed, step, distributed.rank()))
+        torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> 1))
 
     @phase("evaluating")
     @torch.no_grad()

@@ -12,15 +12,15 @@ from torch import Tensor
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation over the response slots.
+    """Generalised advantage estimation over the response positions.
 
         d_t = r_t + gamma V_{t+1} - V_t,   A_t = d_t + gamma lam A_{t+1},   R_t = A_t + V_t
 
-    The value past the last slot is 0: a response that ends is a terminal state. Callers put zeros into `rewards` and
-    `values` after a row's end, so that nothing flows back from there.
+    The value past the last position is 0: a response that ends is a terminal state. Callers put zeros into `rewards`
+    and `values` after a row's end, so that nothing flows back from there.
 
     Args:
-        rewards, values: (B, T) float32; slot t holds the reward of response token t and the value before it.
+        rewards, values: (B, T) float32; position t holds the reward of response token t and the value before it.
         lam: one for all rows, or (B,) float32, each row's own.
 
     Returns: (advantages, returns), each (B, T) float32.
@@ -136,7 +136,7 @@ def _in_groups(name: str, rewards: Tensor, group_size: int, valid: Tensor | None
 
 
 def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
-    """The discounted rewards from each slot on, G_t = r_t + gamma G_{t+1}: REINFORCE without a baseline.
+    """The discounted rewards from each position on, G_t = r_t + gamma G_{t+1}: REINFORCE without a baseline.
 
     Args: rewards: (B, T) float32, zeros after a row's end. Returns: (B, T) float32.
 
@@ -151,10 +151,10 @@ def returns_to_go(rewards: Tensor, gamma: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator may look at: B responses of one rank, T slots; groups stand side by side.
+    """What an estimator may look at: B responses of one rank, T positions; groups stand side by side.
 
     rewards, values: (B, T) float32, zeros after a response's end (values: zeros everywhere without a critic).
-    policy_mask: (B, T) bool, the slots that the policy's loss is summed over.
+    policy_mask: (B, T) bool, the positions that the policy's loss is summed over.
     valid: (B,) bool, the responses that count.
     group_size: responses to each prompt. gamma, lam: discount and lambda.
     value_lam: lambda of the returns, which the critic learns; None: as the advantages'.

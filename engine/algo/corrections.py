@@ -51,7 +51,7 @@ def token_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_ratios(log_ratios: Tensor, mask: Tensor) -> Tensor:
-    """pi_old / mu of each whole response, the product over its tokens, on all slots of its row: (B, T) float32.
+    """pi_old / mu of each whole response, the product over its tokens, on all positions of its row: (B, T) float32.
 
     Without a bias, and of a variance that grows with the length. Arguments as of `token_ratios`.
     """
@@ -85,7 +85,7 @@ class Correction:
     """What the policy's loss is multiplied by.
 
     ratios: (log_ratios, mask) -> (B, T), as `token_ratios`. cut: (ratios, lowest, highest) -> (B, T), as `truncated`.
-    of_responses: whether all slots of a row have one number.
+    of_responses: whether all positions of a row have one number.
     """
 
     ratios: Callable[[Tensor, Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""PPO's two losses and the reward model's, as sums and counts.
+"""PPO's two losses and the reward model's, as sums and counts; and when an update is not to be trusted.
 
 A sum can be added up over micro-batches and ranks before it is divided; a mean cannot. So each function returns what
 it summed and the caller divides once, by the count of the whole optimizer step.
@@ -184,14 +184,16 @@ def kl_loss(
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip_range: float | None, factor: float = 1.0
 ) -> ValueLoss:
-    """factor / 2 x the sum over slots of the larger of (V - R)^2 and (clip(V, V0 - clip_range, V0 + clip_range) - R)^2.
+    """The clipped squared error: factor / 2 x the sum over positions of
+
+        max((V - R)^2, (clip(V, V0 - clip_range, V0 + clip_range) - R)^2)
 
     Without a clip_range it is the sum of (V - R)^2.
 
     Args:
         values: (B, T) float32 of the critic being trained.
         old_values, returns: (B, T) float32 of the rollout.
-        mask: (B, T) bool; some systems count the slot after the response too.
+        mask: (B, T) bool; some systems count the position after the response too.
 
     Source: openai/lm-human-preferences cbfd210b, train_policy.py, `loss`.
     """
@@ -234,6 +236,27 @@ def loss_weights(counts: list[float], total: float, micro_batches: int, ranks: i
         return [1.0 / (max(count, 1.0) * ranks) for count in counts]
     known = "optimizer_step, micro_batch, micro_batch_sum, response, fixed_length"
     raise ValueError(f"loss scope {scope!r}: known are {known}")
+
+
+def ratio_exploded(ratio_sum: float, count: float, limit: float | None) -> bool:
+    """Whether the mean ratio over all masked tokens (or responses) of a mini-batch is over `limit`: drop its losses.
+
+    Sums are those of all ranks, so that all decide alike; a mean that is not finite is over any limit. None: never.
+
+    Source: huggingface/trl v0.11.0, trl/trainer/ppo_trainer.py, `loss` (its `ratio_threshold` is 10).
+    """
+    return limit is not None and not ratio_sum <= limit * max(count, 1)
+
+
+def went_too_far(approxkl_sum: float, count: float, limit: float | None) -> bool:
+    """Whether the policy is further than `limit` from the rollout's: leave out the remaining PPO epochs.
+
+    approxkl_sum: of (log ratio)^2 / 2 over the `count` masked tokens of the latest pass, over all ranks. None: never.
+
+    Source: huggingface/trl v0.11.0, trl/trainer/ppo_trainer.py, `_early_stop` (which measures the mean of
+    minus the log ratio, and whose limit is 1.5 x `target_kl`).
+    """
+    return limit is not None and not approxkl_sum <= limit * max(count, 1)
 
 
 def pairwise_loss(chosen: Tensor, rejected: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""From the score of a response to the reward of every token: what becomes of the score, which slots count, the sum.
+"""From the score of a response to the reward of every token: what becomes of the score, which positions count, the sum.
 
-Slot t holds response token t, and the log-prob and value read where that token is predicted. The slot after the last
-token of a response therefore holds the value of the state in which the response is complete. Systems differ in whether
-they count that slot, and in what they take for the end.
+Position t holds response token t, and the log-prob and value read where that token is predicted. The position after the
+last token of a response therefore holds the value of the state in which the response is complete. Systems differ in
+whether they count that position, and in what they take for the end.
 """
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.algo.masked import mean_and_variance
 
-# How many slots past the response each rule still counts.
-SLOTS_PAST = {"response": 0, "one_past": 1, "two_past": 2}
+# How many positions past the response each rule still counts.
+POSITIONS_PAST = {"response": 0, "one_past": 1, "two_past": 2}
 SCORE_PAST = {"last": -1, "after_last": 0, "two_after": 1}
 
 
@@ -24,7 +24,7 @@ def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, 
         response_mask: (B, T) bool, set on every sampled token, or on those that a truncation leaves.
         rule: "sampled" counts those in the mask, EOS included; "before_pad" those before the first pad token, which
             leaves EOS out where it doubles as the pad token; "not_pad" all that are not the pad token, also behind one;
-            "row" every slot, whatever stands there.
+            "row" every position, whatever stands there.
 
     Source: "before_pad" huggingface/trl f2cd5771, `first_true_indices`; "not_pad" DeepSpeedExamples 83757d9c,
     DeepSpeed-Chat's `action_mask`; "row" openai/lm-human-preferences cbfd210b, whose responses all have one length.
@@ -41,55 +41,66 @@ def counted_tokens(responses: Tensor, response_mask: Tensor, pad_token_id: int, 
     raise ValueError(f"length rule {rule!r}: known are sampled, before_pad, not_pad, row")
 
 
-def score_slots(lengths: Tensor, width: int, rule: str) -> Tensor:
-    """The response slot that receives each score, (B,) int64.
+def valid_responses(policy_mask: Tensor, min_tokens: int) -> Tensor:
+    """(B,) bool, the responses that count where each has one number: those with a position in policy_mask (B, T) bool.
+
+    Where responses of any length are learned (min_tokens 0), those without a token count too: they have a score, with
+    which others are compared, and a ratio of 1.
+    """
+    return policy_mask.any(-1) | (min_tokens == 0)
+
+
+def score_positions(lengths: Tensor, width: int, rule: str) -> Tensor:
+    """The response position that receives each score, (B,) int64.
 
     Args:
         lengths: (B,) int64, L.
-        width: T, the number of response slots. The row's width is part of the rule: a slot past it becomes the last.
-        rule: "last" is slot L - 1, the last real token; "after_last" slot L; "two_after" slot L + 1.
+        width: T, the number of response positions. It is part of the rule: a position past it becomes the last.
+        rule: "last" is position L - 1, the last real token; "after_last" position L; "two_after" position L + 1.
     """
     if rule not in SCORE_PAST:
-        raise ValueError(f"score slot {rule!r}: known are {', '.join(SCORE_PAST)}")
+        raise ValueError(f"score position {rule!r}: known are {', '.join(SCORE_PAST)}")
     return (lengths + SCORE_PAST[rule]).clamp(0, width - 1)
 
 
-def first_slots(lengths: Tensor, width: int) -> Tensor:
-    """(B, T) bool, set on the first `lengths` slots of each row."""
+def first_positions(lengths: Tensor, width: int) -> Tensor:
+    """(B, T) bool, set on the first `lengths` positions of each row."""
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
 
 
-def slots_up_to(lengths: Tensor, width: int, rule: str) -> Tensor:
-    """(B, T) bool: the slots of the "response", those and "one_past" or "two_past" it, or "all" of the row."""
+def positions_up_to(lengths: Tensor, width: int, rule: str) -> Tensor:
+    """(B, T) bool: the positions of the "response", those and "one_past" or "two_past" it, or "all" of the row."""
     if rule == "all":
         return torch.ones(len(lengths), width, dtype=torch.bool, device=lengths.device)
-    if rule not in SLOTS_PAST:
-        raise ValueError(f"slots {rule!r}: known are {', '.join(SLOTS_PAST)}, all")
-    return first_slots(lengths + SLOTS_PAST[rule], width)
+    if rule not in POSITIONS_PAST:
+        raise ValueError(f"positions {rule!r}: known are {', '.join(POSITIONS_PAST)}, all")
+    return first_positions(lengths + POSITIONS_PAST[rule], width)
 
 
-def slots_after_tokens(counted: Tensor) -> Tensor:
-    """(B, T) bool: the first slot, and those behind a token that counts (B, T); a pad inside a response leaves a hole.
+def positions_after_tokens(counted: Tensor) -> Tensor:
+    """(B, T) bool: the first position, and those behind a token that counts; a pad inside a response leaves a hole.
+
+    Args: counted: (B, T) bool.
 
     Source: CarperAI/trlx 3340c2f3, accelerate_ppo_trainer.py, `make_experience`: `log_ratio * attention_mask[:, :-1]`.
     """
     return F.pad(counted[:, :-1], (1, 0), value=True)
 
 
-def compute_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor, slots: Tensor) -> Tensor:
-    """r_t = -kl_coef * KL_t where `kl_mask` is set, plus the score on one slot.
+def compute_rewards(kl: Tensor, kl_coef: float, kl_mask: Tensor, scores: Tensor, positions: Tensor) -> Tensor:
+    """r_t = -kl_coef * KL_t where `kl_mask` is set, plus the score on one position.
 
     Args:
         kl: (B, T) float32, the estimate of each token.
         kl_coef: the controller's value; 0 where the penalty stands in the loss.
         kl_mask: (B, T) bool.
         scores: (B,) float32, already clipped and scaled.
-        slots: (B,) int64, from `score_slots`.
+        positions: (B,) int64, from `score_positions`.
 
     Returns: (B, T) float32. Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences", eq. 2.
     """
     rewards = torch.where(kl_mask, -kl_coef * kl, torch.zeros_like(kl))
-    return rewards.scatter_add(1, slots.unsqueeze(-1), scores.unsqueeze(-1))
+    return rewards.scatter_add(1, positions.unsqueeze(-1), scores.unsqueeze(-1))
 
 
 def apply_missing_end(scores: Tensor, ended: Tensor, rule: str, value: float) -> Tensor:

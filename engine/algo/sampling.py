@@ -28,7 +28,7 @@ def keyed_uniforms(seed: int, indices: Tensor, samples: Tensor, positions: Tenso
         seed: the run's.
         indices: (B,) int64, each prompt's index in the data.
         samples: (B,) int64, which sample of that prompt this is.
-        positions: the response slot to be filled, 0-based: a number for all rows, or (B,) int64.
+        positions: the response position to be filled, 0-based: a number for all rows, or (B,) int64.
 
     Returns: (B,) float64, with 53 random bits.
     """

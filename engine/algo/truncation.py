@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def kept_slots(responses: Tensor, token: int, after: int = 0) -> Tensor:
-    """(B, T) bool: the slots up to and with the first `token` at or after slot `after`; all where there is none.
+def kept_positions(responses: Tensor, token: int, after: int = 0) -> Tensor:
+    """(B, T) bool: the positions up to and with the first `token` at or after `after`; all where there is none.
 
     What is scored ends there; what was sampled does not.
 
@@ -21,7 +21,7 @@ def kept_slots(responses: Tensor, token: int, after: int = 0) -> Tensor:
 
 
 def has_end(responses: Tensor, token: int, after: int = 0) -> Tensor:
-    """(B,) bool: whether `token` stands anywhere at or after slot `after`; arguments as of `kept_slots`.
+    """(B,) bool: whether `token` stands anywhere at or after position `after`; arguments as of `kept_positions`.
 
     Source: openai/lm-human-preferences cbfd210b, lm_tasks.py, `filter_fn_from_hparams`.
     """

@@ -1,18 +1,19 @@
-"""A dialect resolved, once, into the functions that a PPO step calls. After this nobody asks a dialect what it says.
+"""What a PPO step calls, in the order in which it calls it: which text counts, scores, rewards, advantages, the batch.
 
     algorithm = Algorithm(get_dialect("default"), pad_token_id=0)
-    slots = algorithm.slots(responses, response_mask)
-    scores = algorithm.process_scores(scores, ended, response_mask)
-    rewards = algorithm.compute_rewards(logprobs, ref_logprobs, scores, slots, kl_coef)
-    values = algorithm.kept_values(values, slots)
-    advantages, returns = algorithm.compute_advantages(rewards, values, slots.masks)
+    positions = algorithm.positions(rollout.responses, rollout.response_mask)
+    scores = algorithm.process_scores(experience.scores, rollout.ended, rollout.response_mask)
+    rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, positions, kl_coef)
+    values = algorithm.kept_values(experience.values, positions)
+    advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
 
-and in each micro-batch `policy_objective` and `value_objective`. The math is engine/algo's; here stands which of it.
+Each method shows which of the dialect's choices leads to which formula; the formulas are in engine/algo/, the losses of
+the optimizer steps in engine/algorithms/losses.py. Shapes: B responses of this rank, T response positions; position t
+holds response token t, and the log-prob and the value read where that token is predicted.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,46 +21,41 @@ from torch import Tensor
 from engine.algo.advantages import ESTIMATORS, AdvantageInputs, group_deviations, returns_to_go
 from engine.algo.corrections import CORRECTIONS, outside
 from engine.algo.kl import AdaptiveKL, FixedKL, kl_estimate, measured_kl
-from engine.algo.losses import loss_weights, value_loss
 from engine.algo.masked import mean_and_variance, moments, whiten
-from engine.algo.rewards import compute_rewards, first_slots
+from engine.algo.rewards import (
+    ScoreScale,
+    apply_missing_end,
+    clip_scores,
+    compute_rewards,
+    counted_tokens,
+    first_positions,
+    overlong_penalties,
+    positions_after_tokens,
+    positions_up_to,
+    score_positions,
+    valid_responses,
+)
+from engine.algo.truncation import has_end, kept_positions
 from engine.algorithms.dialect import Dialect
-from engine.algorithms.objectives import PolicyObjective
-from engine.algorithms.scores import ScoreRules
-from engine.algorithms.slots import ResponseRules
+from engine.algorithms.losses import Losses
 from engine.errors import RunStopped
-from engine.experience import Experience, Masks, Rollout, Slots, TrainingBatch
+from engine.experience import Experience, Masks, Positions, Rollout, TrainingBatch
 
 Reduce = Callable[[Tensor], Tensor]
 
 
-def _nothing_new(batch: TrainingBatch) -> TrainingBatch:
-    return batch
-
-
 class Algorithm:
-    """What a dialect computes, as functions; `score_scale` is the one part that changes during a run.
+    """A dialect's computations on the responses of a rank; `losses` are those of the optimizer steps.
 
-    slots: which slots count, as `ResponseRules.slots`. texts: what is learned and what is scored, as its `texts`.
-    learned: the masks of the responses that are learned from, as its `learned`.
-    process_scores: scores as they enter the rewards, as `ScoreRules.process`; clipped, overlong: as there.
-    measured_kl: (experience, slots) -> (B,) float32, nats, what the KL coefficient is steered by.
-    policy_objective: (logprobs, old_logprobs, ref_logprobs, advantages (B, T) float32, mask (B, T) bool, kl_coef,
-        correction (B, T) float32 or None) -> PolicyLoss, as `PolicyObjective`.
-    value_objective: (values, old_values, returns (B, T) float32, mask (B, T) bool) -> ValueLoss.
-    for_mini_batch, for_micro_batch: a TrainingBatch with advantages estimated anew where the dialect does so there
-        (all ranks call these together), else as it is.
-    schedule_position: (steps, optimizer steps, total steps, optimizer steps a step) -> (done, total), what learning
-        rates go by.
-    loss_weights: as `engine.algo.losses.loss_weights`, of the dialect's scope.
-    sums_by_length: whether micro-batches may hold rows of similar length, because the gradient does not depend on
-        which rows form one.
+    `score_scale` is the one part that changes during a run.
 
     Args:
-        pad_token_id, end_token_id: as in ResponseRules.
-        reduce: adds a float64 tensor up over all ranks; called equally often on each. None for one rank's own.
+        pad_token_id: what fills the positions after a response.
+        end_token_id: the token that `truncate_token` names; without one that of EOS, or None if there is no EOS.
+        reduce: adds a float64 tensor up over all ranks; called equally often on each. By default there is one rank.
         ranks: how many there are.
-        response_slots: how many slots a response may have; needed by loss_scope "fixed_length" and `overlong_buffer`.
+        max_response_length: how many tokens a response may have; needed by loss_scope "fixed_length" and
+            `overlong_buffer`.
     """
 
     def __init__(
@@ -68,79 +64,145 @@ class Algorithm:
         *,
         pad_token_id: int,
         end_token_id: int | None = None,
-        reduce: Reduce | None = None,
+        reduce: Reduce = lambda totals: totals,
         ranks: int = 1,
-        response_slots: int | None = None,
+        max_response_length: int | None = None,
     ):
-        self.dialect, self.reduce = dialect, reduce
-        rules = ResponseRules(dialect, pad_token_id, end_token_id)
-        self.texts, self.scored_text, self.slots = rules.texts, rules.scored_text, rules.slots
-        self.learned = rules.learned
-        # What the experience is made with.
-        self.needs_sampled_logprobs = dialect.old_logprobs == "sampler"
-        self.kl_of_prompts = partial(measured_kl, measure=dialect.kl_measure) if dialect.measures_prompts else None
-        # Scores and rewards.
-        steered_by_responses = dialect.kl_measure == "k1"
-        self.measured_kl = self._kl_of_responses if steered_by_responses else self._kl_of_prompts_and_responses
-        scores = ScoreRules(dialect, response_slots, reduce)
-        self.score_scale, self.process_scores, self.clipped = scores.scale, scores.process, scores.clipped
-        self.missing_end_penalty, self.overlong = scores.missing_end_penalty, scores.overlong
-        self._kl_in_reward = dialect.kl_in == "reward"
-        # Advantages.
+        assert not dialect.truncate_token or end_token_id is not None, (
+            f"truncate_token {dialect.truncate_token!r} without its id"
+        )
+        assert not dialect.overlong_buffer or max_response_length, "an overlong_buffer without the responses' length"
+        self.dialect, self.pad_token_id, self.end_token_id = dialect, pad_token_id, end_token_id
+        self.reduce, self.ranks, self.max_response_length = reduce, ranks, max_response_length
         self.estimator = ESTIMATORS[dialect.advantage_estimator]
-        self._pool = self._row_of_all if dialect.whiten_slots == "row" else lambda masks, mask: mask
-        self._unbiased = dialect.unbiased_variance(ranks)
-        self._whitening_reduce = reduce if dialect.whiten_over == "all_ranks" else None
-        self.for_mini_batch = self.with_advantages if dialect.advantages_at == "mini_batch" else _nothing_new
-        self.for_micro_batch = self.with_advantages if dialect.advantages_at == "micro_batch" else _nothing_new
-        # Objectives.
-        self._correction = CORRECTIONS.get(dialect.correction)
-        self.policy_objective = PolicyObjective(dialect, self.valid_responses, response_slots)
-        self.value_objective = partial(value_loss, clip_range=dialect.value_clip_range, factor=dialect.value_factor)
-        self.loss_weights = partial(loss_weights, scope=dialect.loss_scope)
-        self.sums_by_length = not dialect.micro_batches_matter
-        by_optimizer_step = dialect.lr_per == "optimizer_step"
-        self.schedule_position = self._in_optimizer_steps if by_optimizer_step else self._in_steps
+        self.score_scale = ScoreScale(dialect.score_scaling)
+        self.losses = Losses(dialect, max_response_length)
 
-    @staticmethod
-    def _in_steps(steps: int, optimizer_steps: int, total_steps: int, updates: int) -> tuple[int, int]:
-        """How far learning rates have come: (done, total), from the run's steps and optimizer steps so far."""
-        return steps, total_steps
+    # Which text is learned, which is scored, and which positions count.
 
-    @staticmethod
-    def _in_optimizer_steps(steps: int, optimizer_steps: int, total_steps: int, updates: int) -> tuple[int, int]:
-        return optimizer_steps, total_steps * updates
+    def texts(self, rollout: Rollout) -> tuple[Rollout, Rollout]:
+        """(what is learned, what is scored).
 
-    def kl_controller(self) -> FixedKL | AdaptiveKL:
-        """The controller of the KL coefficient, at its start."""
+        They are the same, unless a dialect learns all that was sampled, or reads the score before the first pad token.
+        A system whose attention mask is `ids != pad` attends to no pad token, in prompts and responses.
+        """
         dialect = self.dialect
-        if dialect.kl_controller == "fixed":
-            return FixedKL(dialect.kl_coef)
-        return AdaptiveKL(dialect.kl_coef, dialect.kl_target, dialect.kl_horizon, dialect.kl_update)
+        kept, ended = self.scored_text(rollout.responses, rollout.response_mask, rollout.ended)
+        if dialect.length_rule == "not_pad":
+            rollout = rollout.without_attention_to(self.pad_token_id)
+        if dialect.length_rule == "row":
+            learned = replace(rollout, ended=ended)
+        else:
+            learned = rollout.cut(kept, ended, self.pad_token_id)
+        if dialect.score_before_pad:
+            kept = counted_tokens(rollout.responses, kept, self.pad_token_id, "before_pad")
+        return learned, rollout.cut(kept, ended, self.pad_token_id)
 
-    @staticmethod
-    def _kl_of_responses(experience: Experience, slots: Slots) -> Tensor:
-        """The KL of each response that the coefficient is steered by, (B,) float32, in nats."""
-        return experience.kl.sum(-1)
+    def scored_text(self, responses: Tensor, mask: Tensor, ended: Tensor) -> tuple[Tensor, Tensor]:
+        """(what of each response is scored, (B, T) bool; whether it has the end it should have, (B,) bool).
 
-    def _kl_of_prompts_and_responses(self, experience: Experience, slots: Slots) -> Tensor:
-        measure = self.dialect.kl_measure
-        return experience.prompt_kl + measured_kl(experience.logprobs, experience.ref_logprobs, slots.kl_mask, measure)
+        Args:
+            responses: (B, T) int64. mask: (B, T) bool, every sampled token. ended: (B,) bool, by the sampler.
+        """
+        dialect, token = self.dialect, self.end_token_id
+        if token is None or (dialect.sampling == "until_eos" and not dialect.truncate_token):
+            return mask, ended
+        sampled = torch.where(mask, responses, -1)
+        if not dialect.truncate_token:
+            return mask, has_end(sampled, token)
+        after = dialect.truncate_after
+        return mask & kept_positions(sampled, token, after), has_end(sampled, token, after)
+
+    def positions(self, responses: Tensor, response_mask: Tensor) -> Positions:
+        """How long each response is, where its score stands, and which positions count for what.
+
+        Args:
+            responses: (B, T) int64, as wide as the system's own would be: its rows end with the longest response of
+                the batch that was generated together, or after a fixed length. Wider rows move the score of some.
+            response_mask: (B, T) bool, of what is learned.
+        """
+        dialect, width = self.dialect, responses.shape[1]
+        counted = counted_tokens(responses, response_mask, self.pad_token_id, dialect.length_rule)
+        lengths = counted.sum(-1)
+        if dialect.reward_slots == "after_tokens":
+            kl_mask = positions_up_to(lengths, width, "two_past") & positions_after_tokens(counted)
+        else:
+            kl_mask = positions_up_to(lengths, width, dialect.reward_slots)
+        value = counted if dialect.value_loss_slots == "response" else first_positions(lengths + 1, width)
+        long_enough = (lengths >= dialect.min_response_tokens).unsqueeze(-1)
+        return Positions(
+            lengths=lengths,
+            score=score_positions(lengths, width, dialect.score_slot),
+            kl_mask=kl_mask,
+            masks=Masks(
+                policy=counted & long_enough,
+                value=value & long_enough,
+                state=positions_up_to(lengths, width, dialect.value_slots),
+            ),
+        )
+
+    def valid_responses(self, policy_mask: Tensor) -> Tensor:
+        """(B,) bool, the responses that count where each has one number. policy_mask: (B, T) bool."""
+        return valid_responses(policy_mask, self.dialect.min_response_tokens)
+
+    # Scores, and the rewards of all tokens.
+
+    def process_scores(self, scores: Tensor, ended: Tensor, response_mask: Tensor | None = None) -> Tensor:
+        """The scores as they enter the rewards, (B,) float32: scaled, changed where an end is missing, clipped, and at
+        last less the penalty of a long response.
+
+        The scale takes note of these scores before they are divided by it (all ranks call this together).
+
+        Args:
+            scores: (B,) float32, as the reward source gave them. ended: (B,) bool.
+            response_mask: (B, T) bool; needed in dialects with an `overlong_buffer`.
+        """
+        dialect = self.dialect
+        if dialect.score_order == "clip_scale":
+            scores = clip_scores(scores, dialect.score_clip)
+        if dialect.score_scaling != "none":
+            self.score_scale.update(self.reduce(moments(scores, torch.ones_like(scores, dtype=torch.bool))))
+            scores = scores / self.score_scale.value
+        scores = apply_missing_end(scores, ended, dialect.missing_end, dialect.missing_end_value)
+        if dialect.score_order == "scale_clip":
+            scores = clip_scores(scores, dialect.score_clip)
+        if dialect.overlong_buffer:
+            assert response_mask is not None, "an overlong_buffer without the responses' lengths"
+            scores = scores + self.overlong_penalties(response_mask.sum(-1))
+        return scores
+
+    def overlong_penalties(self, lengths: Tensor) -> Tensor:
+        """What is added to the scores of long responses, (B,) float32, 0 or negative; in dialects with an
+        `overlong_buffer`. lengths: (B,) int64, in tokens."""
+        assert self.max_response_length is not None
+        dialect = self.dialect
+        return overlong_penalties(lengths, self.max_response_length, dialect.overlong_buffer, dialect.overlong_penalty)
+
+    def clipped(self, scores: Tensor) -> Tensor | None:
+        """Which scores, as the reward source gave them, are beyond the clip at the present scale: (B,) bool; None in a
+        dialect without a clip."""
+        if self.dialect.score_clip is None:
+            return None
+        scale = self.score_scale.value if self.dialect.score_order == "scale_clip" else 1.0
+        return (scores / scale).abs() > self.dialect.score_clip
 
     def compute_rewards(
-        self, logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, slots: Slots, kl_coef: float
+        self, logprobs: Tensor, ref_logprobs: Tensor, scores: Tensor, positions: Positions, kl_coef: float
     ) -> Tensor:
-        """The reward of every token, (B, T) float32: the KL penalty, and the score on one slot.
+        """The reward of every token, (B, T) float32: the KL penalty, and the score at one position.
 
         Args:
             logprobs, ref_logprobs: (B, T) float32 of the rollout. scores: (B,) float32, from `process_scores`.
         """
-        penalty = kl_estimate(logprobs, ref_logprobs, self.dialect.kl_estimator)
-        return compute_rewards(penalty, kl_coef if self._kl_in_reward else 0.0, slots.kl_mask, scores, slots.score_slot)
+        kl = kl_estimate(logprobs, ref_logprobs, self.dialect.kl_estimator)
+        coefficient = kl_coef if self.dialect.kl_in == "reward" else 0.0
+        return compute_rewards(kl, coefficient, positions.kl_mask, scores, positions.score)
 
-    def kept_values(self, values: Tensor | None, slots: Slots) -> Tensor:
+    # Values, advantages and returns.
+
+    def kept_values(self, values: Tensor | None, positions: Positions) -> Tensor:
         """The critic's values (B, T) float32 with what the dialect has after the end; zeros without a critic."""
-        state = slots.masks.state
+        state = positions.masks.state
         if values is None:
             return torch.zeros(state.shape, device=state.device)
         return torch.where(state, values, torch.zeros_like(values))
@@ -148,7 +210,7 @@ class Algorithm:
     def compute_advantages(self, rewards: Tensor, values: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
         """Advantages and returns of the rows given, (B, T) float32 each, whitened over them, or over all ranks'.
 
-        An estimator of one number a response has it on every slot of its row. All ranks call this together.
+        An estimator of one number a response has it at every position of its row. All ranks call this together.
 
         Args:
             rewards: (B, T) float32, from `compute_rewards`. values: (B, T) float32, from `kept_values`.
@@ -158,8 +220,8 @@ class Algorithm:
         if dialect.advantage_scale != "none":
             advantages = advantages / (self._deviations(returns, valid) + dialect.scale_eps)
         if dialect.whiten_advantages:
-            pool = valid if self.estimator.per_response else self._pool(masks, masks.policy)
-            advantages = self._white(advantages, pool, center=True)
+            pool = valid if self.estimator.per_response else self._whitened_together(masks, masks.policy)
+            advantages = self._whitened(advantages, pool, center=True)
         if self.estimator.per_response:
             advantages, returns = (one.unsqueeze(-1).expand_as(rewards).clone() for one in (advantages, returns))
         return advantages, returns
@@ -182,18 +244,13 @@ class Algorithm:
         )
 
     def outcomes(self, rewards: Tensor, masks: Masks) -> Tensor:
-        """What really follows each slot, (B, T) float32: returns without a value in them (all ranks call this)."""
+        """What really follows each position, (B, T) float32: returns without a value in them (all ranks call this)."""
         return returns_to_go(self._learned_rewards(rewards, masks), self.dialect.gamma)
 
     def _learned_rewards(self, rewards: Tensor, masks: Masks) -> Tensor:
         if not self.dialect.whiten_rewards:
             return rewards
-        return self._white(rewards, self._pool(masks, masks.value), center=False)
-
-    def with_advantages(self, batch: TrainingBatch) -> TrainingBatch:
-        """These rows with advantages and returns anew from their rewards and values (all ranks call this together)."""
-        advantages, returns = self.compute_advantages(batch.rewards, batch.values, batch.masks)
-        return replace(batch, advantages=advantages, returns=returns)
+        return self._whitened(rewards, self._whitened_together(masks, masks.value), center=False)
 
     def _deviations(self, rewards: Tensor, valid: Tensor) -> Tensor:
         """The standard deviation by which each response's advantage is divided, (B,) or a scalar: its group's, or that
@@ -201,45 +258,119 @@ class Algorithm:
         unbiased = self.dialect.scale_variance == "unbiased"
         if self.dialect.advantage_scale == "group":
             return group_deviations(rewards, self.dialect.samples_per_prompt, valid, unbiased=unbiased)
-        totals = moments(rewards, valid)
-        _, variance = mean_and_variance(self.reduce(totals) if self.reduce else totals, unbiased)
+        _, variance = mean_and_variance(self.reduce(moments(rewards, valid)), unbiased)
         return variance.sqrt().to(rewards.dtype)
 
-    def _white(self, tensor: Tensor, mask: Tensor, center: bool) -> Tensor:
+    def _whitened_together(self, masks: Masks, mask: Tensor) -> Tensor:
+        """The positions that the statistics are over: those of the mask, or all up to the end of the longest row, as
+        the system pads them."""
+        if self.dialect.whiten_slots == "response":
+            return mask
+        return first_positions(masks.state.sum(-1).amax().expand(len(mask)), mask.shape[1])
+
+    def _whitened(self, tensor: Tensor, mask: Tensor, center: bool) -> Tensor:
         totals = moments(tensor, mask)
-        totals = self._whitening_reduce(totals) if self._whitening_reduce else totals
-        return whiten(tensor, mask, center=center, statistics=mean_and_variance(totals, self._unbiased))
+        if self.dialect.whiten_over == "all_ranks":
+            totals = self.reduce(totals)
+        statistics = mean_and_variance(totals, self.dialect.unbiased_variance(self.ranks))
+        return whiten(tensor, mask, center=center, statistics=statistics)
 
-    @staticmethod
-    def _row_of_all(masks: Masks, mask: Tensor) -> Tensor:
-        """Up to the end of the longest row, as the system pads them."""
-        return first_slots(masks.state.sum(-1).amax().expand(len(mask)), mask.shape[1])
+    # What the optimizer steps learn from, and the KL coefficient of the next step.
 
-    def valid_responses(self, policy_mask: Tensor) -> Tensor:
-        """(B,) bool, the responses that count where each has one number: those with a slot in policy_mask (B, T).
+    def training_batch(
+        self,
+        experience: Experience,
+        positions: Positions,
+        scores: Tensor,
+        rewards: Tensor,
+        values: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+        kl_coef: float,
+    ) -> TrainingBatch:
+        """All of this together; the arguments are what the methods above gave.
 
-        A dialect that learns responses of any length counts those without a token too: they have a score, with which
-        others are compared, and a ratio of 1.
+        With `mask_truncated` nothing is learned from responses without an end. They leave the masks here, after the
+        advantages were made: others are compared with them all the same.
+
+        Raises: RunStopped as `correction`.
+        Source: huggingface/trl v1.16.0, trl/trainer/grpo_trainer.py, `mask_truncated_completions`, by which advantages
+        are those of all responses; Yu et al. 2025, "DAPO", section 3.4, overlong filtering.
         """
-        return policy_mask.any(-1) | (self.dialect.min_response_tokens == 0)
+        rollout, policy_mask, value_mask = experience.rollout, positions.masks.policy, positions.masks.value
+        if self.dialect.mask_truncated:
+            ended = rollout.ended.unsqueeze(-1)
+            policy_mask, value_mask = policy_mask & ended, value_mask & ended
+        correction, cut = self.correction(experience.logprobs, rollout)
+        return TrainingBatch(
+            rollout=rollout,
+            logprobs=experience.logprobs,
+            entropy=experience.entropy,
+            ref_logprobs=experience.ref_logprobs,
+            values=values,
+            scores=experience.scores,
+            processed_scores=scores,
+            kl=experience.kl,
+            measured_kl=self.measured_kl(experience, positions),
+            kl_coef=kl_coef,
+            rewards=rewards,
+            advantages=advantages,
+            returns=returns,
+            policy_mask=policy_mask,
+            value_mask=value_mask,
+            state_mask=positions.masks.state,
+            correction=correction,
+            cut=cut,
+        )
 
-    def correction(self, logprobs: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor] | None:
+    def correction(self, logprobs: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """What the policy's loss is multiplied by because another policy drew, (B, T) float32, and which ratios were
-        cut for it, (B, T) bool; None in a dialect without correction.
+        cut for it, (B, T) bool; None each in a dialect without correction.
 
         Args:
             logprobs: (B, T) float32, of the actor's forward pass.
 
         Raises: RunStopped where the rollout has no log-probs of the sampler.
         """
-        if self._correction is None:
-            return None
         dialect = self.dialect
+        if dialect.correction == "none":
+            return None, None
         if rollout.logprobs is None:
             raise RunStopped(
                 f"correction {dialect.correction!r} compares the sampler's log-probs with the actor's, and this "
                 "rollout backend notes none. Take another --rollout_backend, or --set correction=none."
             )
-        ratios = self._correction.ratios(logprobs - rollout.logprobs, rollout.response_mask)
-        bounds = dialect.correction_min, dialect.correction_max
-        return self._correction.cut(ratios, *bounds), outside(ratios, *bounds)
+        rule, bounds = CORRECTIONS[dialect.correction], (dialect.correction_min, dialect.correction_max)
+        ratios = rule.ratios(logprobs - rollout.logprobs, rollout.response_mask)
+        return rule.cut(ratios, *bounds), outside(ratios, *bounds)
+
+    def measured_kl(self, experience: Experience, positions: Positions) -> Tensor:
+        """The KL of each response that the coefficient is steered by, (B,) float32, in nats: of the response, or with
+        kl_measure "exp_delta" of all tokens."""
+        measure = self.dialect.kl_measure
+        if measure == "k1":
+            return experience.kl.sum(-1)
+        of_response = measured_kl(experience.logprobs, experience.ref_logprobs, positions.kl_mask, measure)
+        return experience.prompt_kl + of_response
+
+    def kl_controller(self) -> FixedKL | AdaptiveKL:
+        """The controller of the KL coefficient, at its start."""
+        dialect = self.dialect
+        if dialect.kl_controller == "fixed":
+            return FixedKL(dialect.kl_coef)
+        return AdaptiveKL(dialect.kl_coef, dialect.kl_target, dialect.kl_horizon, dialect.kl_update)
+
+    # Advantages that are estimated anew while training.
+
+    def for_mini_batch(self, batch: TrainingBatch) -> TrainingBatch:
+        """These rows with advantages and returns of a mini-batch, where the dialect estimates them there (all ranks
+        call this together); else as they are."""
+        return self._estimated_anew(batch) if self.dialect.advantages_at == "mini_batch" else batch
+
+    def for_micro_batch(self, batch: TrainingBatch) -> TrainingBatch:
+        """The same of a micro-batch."""
+        return self._estimated_anew(batch) if self.dialect.advantages_at == "micro_batch" else batch
+
+    def _estimated_anew(self, batch: TrainingBatch) -> TrainingBatch:
+        advantages, returns = self.compute_advantages(batch.rewards, batch.values, batch.masks)
+        return replace(batch, advantages=advantages, returns=returns)

@@ -103,7 +103,7 @@ def _without_effect(dialect: Dialect) -> list[tuple[Collection[str], bool, str]]
         (
             ("whiten_slots",),
             ESTIMATORS[dialect.advantage_estimator].per_response and not dialect.whiten_rewards,
-            f"the dialect {dialect.name} has one advantage a response, and whitens no slots. Leave it out.",
+            f"the dialect {dialect.name} has one advantage a response, and whitens no positions. Leave it out.",
         ),
         (
             CONTROLLER_FIELDS,

@@ -1,10 +1,16 @@
-"""The fields of a dialect, their defaults with reasons, and what follows from them."""
+"""The fields of a dialect, their defaults with reasons, and what follows from them; fields as words of a command line
+(`kl_coef=0.2 score_clip=none query_start=.`), and the tokens that its texts name."""
 
 import dataclasses
+import types
+import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.algorithms.values import check_values
 from engine.errors import UserError, nearest
+
+TRUTHS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +35,9 @@ class Dialect:
     temperature: float = 1.0
     temperature_offset: float = 0.0  # added to it wherever logits are divided by it
     temperature_in_logprobs: bool = True
-    old_logprobs: str = "auto"  # of a second "forward" pass, so that the first ratio is 1; or the "sampler"'s;
-    # "auto": the sampler's in fp32 where it computes as the actor does, so that
-    # both are the same within rounding, and where no other slots count than
-    # those that were drawn
+    old_logprobs: str = "auto"  # of a second "forward" pass, so that the first ratio is 1; or the "sampler"'s; "auto":
+    # the sampler's in fp32 where it computes as the actor does, so that both are the same within rounding, and where no
+    # other positions count than those that were drawn
     samples_per_prompt: int = 1
     dynamic_sampling: int = 1  # batches of prompts that may be drawn until groups whose scores differ fill a step
 
@@ -40,14 +45,14 @@ class Dialect:
     query_start: str = ""  # a query begins after the first such token
     query_end: str = ""  # and ends with the last one
     truncate_token: str = ""  # what is scored ends with the first such token
-    truncate_after: int = 0  # at or after this slot
+    truncate_after: int = 0  # at or after this position
     score_before_pad: bool = False  # and before the first pad token, where one was drawn
     pad_token: str = "tokenizer"  # which token pads, by a rule of engine/models/pad_tokens.py
 
-    # Which slots count. What was sampled is what is learned, EOS included, or the model never learns to stop.
+    # Which positions count. What was sampled is what is learned, EOS included, or the model never learns to stop.
     length_rule: str = "sampled"  # "sampled" tokens, or those "before_pad", those "not_pad", the whole "row"
-    reward_slots: str = "response"  # KL counts on the slots of the "response", also "one_past" it, of these on those
-    # "after_tokens" that count, or on "all"
+    reward_slots: str = "response"  # KL counts at the positions of the "response", also "one_past" it, of these at
+    # those "after_tokens" that count, or at "all"
     score_slot: str = "last"  # "last" token of the response, "after_last", "two_after"
     value_slots: str = "response"  # where values are kept; as reward_slots, and "two_past"; 0 elsewhere
     value_loss_slots: str = "response"  # or also "one_past" it: the value of the complete response
@@ -66,10 +71,8 @@ class Dialect:
     # Advantages. Whitening over all tokens of all ranks makes learning rates carry over between rewards of any scale.
     advantage_estimator: str = "gae"  # without a critic "rloo" or "grpo": against the other responses to the prompt or
     # their mean; "reinforce": the rewards to come; "reinforce_baseline": those less the group's mean
-    advantage_scale: str = (
-        "none"  # "grpo"'s and "rloo"'s are divided by the deviation of the rewards of the "group", or
-    )
-    # of the whole "batch"
+    advantage_scale: str = "none"  # "grpo"'s and "rloo"'s are divided by the deviation of the rewards of the "group",
+    # or of the whole "batch"
     scale_variance: str = "unbiased"  # or "biased": that deviation's
     scale_eps: float = 1e-4  # is added to it
     gamma: float = 1.0  # a response is short, and its end is what is scored: nothing to discount
@@ -79,7 +82,7 @@ class Dialect:
     advantages_at: str = "rollout"  # once a "rollout", or anew in each "mini_batch" or "micro_batch"; whitening too
     whiten_rewards: bool = False  # to variance 1, the mean kept
     whiten_advantages: bool = True
-    whiten_slots: str = "response"  # statistics over the slots of the "response", or over the padded "row"
+    whiten_slots: str = "response"  # statistics over the positions of the "response", or over the padded "row"
     whiten_over: str = "all_ranks"  # or each "rank" its own
     whiten_variance: str = "biased"  # "unbiased"; "unbiased_alone": that with one rank only
 
@@ -96,9 +99,7 @@ class Dialect:
     ratio_limit: float | None = None  # an optimizer step whose mean ratio is over this is left out
 
     # Importance sampling from a sampler that is not quite the policy: 16 bits, another engine. No dialect has it.
-    correction: str = (
-        "none"  # "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask": the policy's loss
-    )
+    correction: str = "none"  # "token_truncate", "token_mask", "sequence_truncate", "sequence_mask": the policy's loss
     # times the ratio of its old log-probs, then always a forward pass's, to the sampler's
     correction_min: float = 0.0  # a ratio under this is cut to it, or masked; IcePop has 0.5 here
     correction_max: float = 2.0  # and one over this: verl's threshold
@@ -230,14 +231,14 @@ class Dialect:
 
     @property
     def _counts_past_end(self) -> bool:
-        """Whether log-probs count in slots for which no token was drawn, or of which it was cut off."""
+        """Whether log-probs count in positions for which no token was drawn, or of which it was cut off."""
         if self.length_rule == "row":
             return self.sampling == "until_eos"
         return self.reward_slots != "response" and (self.sampling == "until_eos" or bool(self.truncate_token))
 
     @property
-    def slots_past_response(self) -> int | None:
-        """How many slots after a response's last token still carry a number that counts; None: all of the row."""
+    def positions_past_response(self) -> int | None:
+        """How many positions after a response's last token still carry a number that counts; None: all of the row."""
         if "all" in (self.reward_slots, self.value_slots):
             return None
         past = {
@@ -253,9 +254,83 @@ class Dialect:
 
     @property
     def counts_padding(self) -> bool:
-        """Whether log-probs or values count in slots where no token is real, or is attended to."""
-        return self.slots_past_response != 0 or self.length_rule == "not_pad" or self._counts_past_end
+        """Whether log-probs or values count in positions where no token is real, or is attended to."""
+        return self.positions_past_response != 0 or self.length_rule == "not_pad" or self._counts_past_end
 
     def unbiased_variance(self, ranks: int) -> bool:
         """Whether whitening divides by n - 1 in a run of so many ranks."""
         return self.whiten_variance == "unbiased" or (self.whiten_variance == "unbiased_alone" and ranks == 1)
+
+
+def parse_settings(words: Sequence[str]) -> dict[str, object]:
+    """{field: value} of words FIELD=VALUE, each value of its field's kind.
+
+    "none" stands for None where a field may be that, "true" or "false" for truth values, two numbers with a comma
+    between them for betas; nothing behind the sign is the empty text.
+
+    Raises: UserError for a word without a sign, a field that does not exist or comes twice, a value of another kind.
+    """
+    kinds, found = typing.get_type_hints(Dialect), {}
+    for word in words:
+        name, sign, text = word.partition("=")
+        if not sign:
+            raise UserError(f"{word!r}: dialect fields are set as FIELD=VALUE.")
+        Dialect.check_field(name)
+        if name in found:
+            raise UserError(f"{word!r}: {name} is set twice. Say it once.")
+        if name == "name":
+            raise UserError(f"{word!r}: a dialect's name is not set. --dialect chooses one.")
+        found[name] = _value(word, text, kinds[name])
+    return found
+
+
+def _value(word: str, text: str, kind):
+    optional = isinstance(kind, types.UnionType)
+    if optional:
+        if text.lower() == "none":
+            return None
+        kind = next(one for one in typing.get_args(kind) if one is not type(None))
+    try:
+        if kind is bool:
+            return TRUTHS[text.lower()]
+        if typing.get_origin(kind) is tuple:
+            first, second = text.split(",")
+            return float(first), float(second)
+        return kind(text)
+    except (KeyError, ValueError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "two numbers: 0.9,0.95")
+        raise UserError(f"{word!r}: give {wanted}{', or none' if optional else ''}.") from None
+
+
+def token_id(tokenizer, dialect: Dialect, field: str) -> int | None:
+    """The id of the token that the dialect's field names; None where it names none.
+
+    A text that is a token as it stands is that one; another has to be encoded as one.
+
+    Raises: UserError where it is no single token, or one that the tokenizer does not know.
+    """
+    text = getattr(dialect, field)
+    if not text:
+        return None
+    if text == "eos":
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"{field} 'eos': the tokenizer has no EOS token. Name another; an empty text is none.")
+        return tokenizer.eos_token_id
+    known = tokenizer.get_vocab().get(text)
+    ids = [known] if known is not None else tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise UserError(
+            f"{field} {text!r}: {len(ids)} tokens for this model's tokenizer; it should be one. Name "
+            "another; an empty text is none."
+        )
+    if known is None and ids[0] == tokenizer.unk_token_id:
+        raise UserError(
+            f"{field} {text!r}: this model's tokenizer does not know it. Name another; an empty text is none."
+        )
+    return ids[0]
+
+
+def end_token_id(tokenizer, dialect: Dialect) -> int | None:
+    """The token that what is scored ends with: that of `truncate_token`, or else EOS, if there is one."""
+    found = token_id(tokenizer, dialect, "truncate_token")
+    return tokenizer.eos_token_id if found is None else found

@@ -200,7 +200,7 @@ def _contradictions(dialect) -> list[tuple[bool, str, str]]:
         (
             dialect.old_logprobs == "sampler" and dialect._counts_past_end,
             "old_logprobs",
-            "the sampler knows the log-probs of what it drew, and other slots count too here. Set it to 'forward'.",
+            "the sampler knows the log-probs of what it drew, and other positions count too here. Set it to 'forward'.",
         ),
         (
             dialect.old_logprobs == "sampler" and dialect.length_rule == "not_pad",

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 # Of the free memory: for a copy of each model; for copies that models share; for what training takes and what stays
 # beside it; and for what stays where that is not known.
 OWN_SHARE, FREED_SHARE, TRAINING_SHARE, KEPT_SHARE = 0.2, 0.8, 0.9, 0.4
+UNPLANNED = "what training takes is not known"
+"""Why a run that has no plan keeps less. On CPUs none has one: models are traced for a plan, which takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def place_copies(
     free: int,
     between_steps: str,
     divide: Divide | None = None,
-    training: int | str = "what training takes is not known",
+    training: int | str = UNPLANNED,
 ) -> Copies:
     """Copies of as many models as fit: whole ones, and of what has no room for one, copies that as few ranks as
     possible hold together. The first model is the actor, which a copy helps most. What training leaves room for stays

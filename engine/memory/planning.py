@@ -1,25 +1,26 @@
-"""The plan: models on paper, their passes, and what ZeRO holds, put together moment by moment."""
+"""The plan: models on the meta device, their passes, and what ZeRO holds, put together moment by moment.
+
+`plan` is step 3's; `plan_one_model` that of steps 1 and 2, one model that trains, with no rollouts.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from engine.engine_spec import EngineSpec
-from engine.memory.averages import Averages
-from engine.memory.blueprint import blueprints
-from engine.memory.bytes_by_role import Bytes
-from engine.memory.copies import Copies, CopyNeed, copies_bytes, place_copies
-from engine.memory.engine_plan import engine_plans
-from engine.memory.gathered import bucket_numbers
+from engine.engine_spec import EngineSpec, OptimizerSpec
+from engine.memory.blueprint import Blueprint, blueprints, built
+from engine.memory.copies import UNPLANNED, Copies, CopyNeed, copies_bytes, place_copies
 from engine.memory.memory_plan import MemoryPlan, Moment
-from engine.memory.passes import decoding_passes, scoring_pass, training_pass
+from engine.memory.passes import Rows, decoding_passes, scoring_pass, training_pass
 from engine.memory.workload import Cluster, Workload
-from engine.memory.zero_memory import FLOAT, ZeroMemory
+from engine.memory.zero_memory import FLOAT, Averages, Bytes, ZeroMemory, bucket_numbers
+from engine.models.attention import USUAL, Attention
+from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
+from engine.models.lora import LoraSpec
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.tensor_parallel_copies import divided_bytes, group_sizes, why_no_group
-from engine.zero.config import build_ds_config, zero_settings
-from engine.zero.fitting import with_fitting_sizes
+from engine.zero.config import EngineConfig, build_ds_config, with_fitting_sizes, zero_settings
 from engine.zero.long_batch import NOTHING_KEPT, Kept
 
 
@@ -84,19 +85,18 @@ class _Planner:
         self._experience()
         self._train()
         self._save()
-        moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
-        between = self.rest + self.host_rest + self._kept + moved
-        adam = self.rest.total - self._at_rest(stepped=False)[0].total
-        engines = engine_plans(self.engines, self._needs, self.copies, self.kept)
+        kinds = [self._needs[place].kind for place in (*self.copies.models, *self.copies.divided)]
+        shared = {need.role for need in self._needs if self.copies.shared and kinds.count(need.kind) > 1}
         return MemoryPlan(
             tuple(self.moments),
             self.cluster,
             self.copies.why,
-            between.total,
-            adam,
-            engines,
-            self.copies,
-            self.training,
+            adam=self.rest.total - self._at_rest(stepped=False)[0].total,
+            engines=self.engines,
+            placed=self.copies,
+            own=frozenset(self.engines.keys() - shared),
+            kept=self.kept,
+            training=self.training,
         )
 
     def _moment(
@@ -139,7 +139,8 @@ class _Planner:
             return Copies(tuple(range(len(needs))), why, between_steps=between_steps)
         loaded, _ = self._at_rest(stepped=False)
         free = room - loaded.total
-        placed = place_copies(needs, self.cache.total, free, between_steps, self._divide, self.training)
+        training = self.training if self.cluster.on_gpu else UNPLANNED  # as in the run
+        placed = place_copies(needs, self.cache.total, free, between_steps, self._divide, training)
         partitioned = any(need.stage == 3 for need in needs)
         return replace(
             placed, why=placed.why + (why_no_group(self.cluster.gpus, self.workload.group) if partitioned else "")
@@ -213,7 +214,7 @@ class _Planner:
         model = self.models[role]
         if self.engines[role].stage < 3:
             return Bytes()
-        gathered = bucket_numbers(numbers, model.largest, self.cluster.gpus, self.cluster.nodes)
+        gathered = bucket_numbers(numbers, model.largest, self.cluster.world)
         return Bytes().add("copies", "gathered", model.width * gathered)
 
     def _load(self) -> None:
@@ -281,8 +282,7 @@ class _Planner:
 
     def _train(self, keeps: bool = True) -> None:
         moved = self._copy_bytes(self.engines) if self.copies.between_steps == "host" else Bytes()
-        beside = self._bucket("actor", self.models["actor"].numbers) if self.workload.overlap_gather else Bytes()
-        always, host_bytes = [self.rest, self._kept, beside], [self.host_rest, moved]
+        always, host_bytes = [self.rest, self._kept], [self.host_rest, moved]
         held = Bytes()
         trained = {role: host for role in ("critic", "actor") if (host := self._host(role)) is not None}
         for role, host in trained.items():
@@ -325,3 +325,72 @@ class _Planner:
 
 def _kinds(role: str, sizes: dict[str, int]) -> Bytes:
     return Bytes({role: sizes})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneModel:
+    """A model of step 1, or (scorer) of step 2, and how it trains.
+
+    rows: of one forward and backward pass; length: tokens of each; passes: of one optimizer step.
+    """
+
+    path: str
+    scorer: bool
+    engine: EngineConfig
+    optimizer: OptimizerSpec
+    dtype: str
+    rows: int
+    length: int
+    passes: int = 1
+    checkpointing: bool = False
+    lora: LoraSpec | None = None
+    trust_remote_code: bool = False
+    attention: Attention = USUAL
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """Of its engine; raises UserError as `engine.memory.blueprint.built` does."""
+        return built(
+            "model",
+            self.path,
+            CLASSIFIER if self.scorer else LANGUAGE_MODEL,
+            True,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+            attention=self.attention,
+            checkpointing=self.checkpointing,
+            lora=self.lora,
+        )
+
+
+def plan_one_model(one: OneModel, cluster: Cluster) -> MemoryPlan:
+    """Its plan, of loading, training and saving; raises UserError as `engine.memory.plan` does."""
+    model = one.blueprint
+    ds_config = build_ds_config(one.engine, dtype=one.dtype, micro_batch_size=one.rows)
+    zero = zero_settings(with_fitting_sizes(model.module, ds_config))
+    engine = ZeroMemory(
+        model, one.engine.stage, zero, cluster.world, one.optimizer, on_gpu=cluster.on_gpu, passes=one.passes
+    )
+    unstepped, unstepped_host = engine.at_rest(stepped=False)
+    rest, host = engine.at_rest()
+    (read, reading), (making, loading) = engine.reading, engine.loading
+    needed = Bytes({"model": training_pass(model, Rows(one.rows, 1, one.length - 1), gpu=cluster.gpu_bytes)})
+    first = needed + engine.in_backward(1) + engine.gathered(backward=True)
+    room = cluster.room
+    free = None if room is None else room - (rest if cluster.on_gpu else unstepped).total  # as of step 3's models
+    kept = engine.kept(one.passes, needed + engine.in_backward(one.passes) + engine.gathered(backward=True), free)
+    whole = engine.gathered(backward=True, kept=kept)
+    backward, reduced = engine.in_backward(one.passes, kept), engine.in_reduction(one.passes)
+    step, step_host = engine.in_step
+    tensor = engine.largest_tensor
+    saved = tensor if engine.stage == 3 else Bytes()
+    moments = (
+        Moment("load", "the model is read", read, reading, Bytes()),
+        Moment("load", "the model is loaded", unstepped + making, unstepped_host + loading, Bytes()),
+        *([Moment("train", "the first pass", rest + first, host, Bytes())] if kept.weights else []),
+        Moment("train", "the backward pass", rest + needed + backward + whole, host, Bytes()),
+        Moment("train", "gradients are reduced", rest + reduced + (whole if kept.weights else Bytes()), host, Bytes()),
+        Moment("train", "the optimizer's step", rest + engine.held + step, host + step_host, Bytes()),
+        Moment("save", "the model is written", rest + saved, host, tensor),
+    )
+    return MemoryPlan(moments, cluster, "", engines={"model": engine}, kept={"model": kept})

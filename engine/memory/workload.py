@@ -15,8 +15,7 @@ class Workload:
     each of the ppo_epochs. critic_passes: epochs and mini-batches of the critic, where it has its own. texts: whether
     the actor learns from texts too, as long as prompt and response. backend,
     between_steps: as `build_rollouts` has them. evaluated: held-out prompts, over all ranks. parts: ranks over which
-    vLLM spreads the actor. group: ranks that are to hold a copy together, as `build_rollouts` has it. overlap_gather:
-    whether the actor's copy is filled while the critic trains.
+    vLLM spreads the actor. group: ranks that are to hold a copy together, as `build_rollouts` has it.
     """
 
     prompt: int
@@ -33,7 +32,6 @@ class Workload:
     parts: int = 1
     group: int | None = None
     evaluated: int = 0
-    overlap_gather: bool = False
 
     @property
     def rows(self) -> Rows:

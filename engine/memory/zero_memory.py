@@ -11,23 +11,83 @@ P numbers in all, T of which train, N ranks, b bytes of a number in the dtype th
 
 Besides there are the buffers in which gradients are reduced, and copies of gradients while Adam steps.
 
+While stage 3 computes through partitions, layers are fetched one after the other, some ahead of time, and freed behind
+their use unless they come again soon.
+
 Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py,
-runtime/fp16/unfused_optimizer.py, runtime/engine.py.
+runtime/zero/partitioned_param_coordinator.py (fetch_sub_module, release_sub_module), runtime/fp16/unfused_optimizer.py,
+runtime/engine.py.
 """
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.engine_spec import OptimizerSpec
+from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.memory.blueprint import Blueprint
-from engine.memory.bytes_by_role import Bytes
-from engine.memory.gathered import gathered_numbers
 from engine.models.on_disk import PIECE
+from engine.zero.gathering import GATHER_BUCKET
 from engine.zero.long_batch import NOTHING_KEPT, Kept, what_to_keep
 
 FLOAT, DOUBLE = 4, 8
 REDUCED_AT_ONCE = 500_000_000  # numbers, at stage 0 (MEMORY_OPT_ALLREDUCE_SIZE)
 SUB_GROUP = 1_000_000_000
+
+KINDS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "gathered",
+    "activations",
+    "logits",
+    "keys and values",
+    "average",
+)
+"""In the order of tables. optimizer: float32 masters and Adam's moments. buffers: what communication, and a step of the
+optimizer, need beside the rest. gathered: whole weights that ZeRO-3 joins from partitions for a while. average: EMA."""
+
+
+class Bytes:
+    """{role: {kind: bytes}}, to be added up."""
+
+    def __init__(self, by_role: Mapping[str, Mapping[str, int]] | None = None):
+        self.by_role: dict[str, dict[str, int]] = {}
+        for role, kinds in (by_role or {}).items():
+            for kind, size in kinds.items():
+                self.add(role, kind, size)
+
+    def add(self, role: str, kind: str, size: float) -> "Bytes":
+        """Add so many bytes; returns itself."""
+        assert kind in KINDS, kind
+        if round(size):
+            kinds = self.by_role.setdefault(role, {})
+            kinds[kind] = kinds.get(kind, 0) + round(size)
+        return self
+
+    def __add__(self, other: "Bytes") -> "Bytes":
+        both = Bytes(self.by_role)
+        for role, kind, size in other:
+            both.add(role, kind, size)
+        return both
+
+    def __iter__(self) -> Iterator[tuple[str, str, int]]:
+        for role, kinds in self.by_role.items():
+            for kind, size in kinds.items():
+                yield role, kind, size
+
+    @property
+    def total(self) -> int:
+        """Of all roles and kinds."""
+        return sum(size for _, _, size in self)
+
+    def of_role(self, role: str) -> int:
+        """Of all kinds of one role."""
+        return sum(self.by_role.get(role, {}).values())
+
+    def of_kind(self, kind: str) -> int:
+        """Of one kind of all roles."""
+        return sum(kinds.get(kind, 0) for kinds in self.by_role.values())
 
 
 @dataclass(frozen=True)
@@ -294,3 +354,80 @@ class ZeroMemory:
         elif self.stage == 0 and self.model.trained and width < FLOAT:
             device.add(role, "optimizer", 2 * FLOAT * trains).add(role, "gradients", (width + FLOAT) * trains)
         return device, host
+
+
+@dataclass(frozen=True, slots=True)
+class Averages:
+    """Of a run of `spec`, whose actor's engine is `actor`."""
+
+    spec: EngineSpec
+    actor: ZeroMemory
+
+    @property
+    def bytes(self) -> Bytes:
+        """Of all of them; {} without any."""
+        shard = FLOAT * self.actor.trained_share
+        found = Bytes().add("ema", "average", shard if self.spec.ema_decay is not None else 0)
+        return found.add("reference", "weights", shard if self.spec.reference_refresh_steps is not None else 0)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether they are in host memory."""
+        return self.spec.ema_device == "cpu" or self.actor.offloads_optimizer
+
+    @property
+    def exchanged(self) -> tuple[Bytes, Bytes]:
+        """On the device and in host memory, while a reference takes the place of the actor's weights: one master more,
+        which is a group of parameters, or at stage 0 one of them."""
+        numbers = self.actor.model.largest if self.actor.stage == 0 else self.actor.largest_group
+        needed = Bytes().add("reference", "buffers", FLOAT * numbers)
+        return (Bytes(), needed) if self.actor.offloads_optimizer else (needed, Bytes())
+
+
+def gathered_numbers(units: Sequence[int], zero: Any, backward: bool) -> int:
+    """The most numbers that are whole at once.
+
+    units: the numbers of what is fetched in one piece, in the order of the forward pass. zero: DeepSpeed's settings.
+    backward: whether a backward pass follows, in the opposite order.
+    """
+    order = [*range(len(units)), *(reversed(range(len(units))) if backward else ())]
+    held: set[int] = set()
+    ahead, most = 0, 0  # the first place of `order` that nothing was fetched for, the most numbers
+
+    def numbers() -> int:
+        return sum(units[unit] for unit in held)
+
+    for place, unit in enumerate(order):
+        fetched = 0 if unit in held else units[unit]
+        held.add(unit)
+        ahead = max(ahead, place + 1)
+        room = min(int(zero.max_live_parameters) - numbers(), int(zero.prefetch_bucket_size))
+        prefetched = 0
+        while ahead < len(order) and prefetched < room:
+            if order[ahead] not in held:
+                held.add(order[ahead])
+                prefetched += units[order[ahead]]
+            ahead += 1
+        # What is fetched together arrives in one buffer, and is copied out of it.
+        most = max(most, numbers() + max(fetched, prefetched))
+        if unit not in order[place + 1 : ahead] and not _soon(unit, order[place + 1 :], units, zero):
+            held.discard(unit)
+    return most
+
+
+def bucket_numbers(numbers: int, largest: int, world: int) -> float:
+    """What a gather of a model's weights, so many numbers, holds at a time on each of `world` ranks: what it sends and
+    what it receives. largest: numbers of the largest weight."""
+    return min(numbers, GATHER_BUCKET + largest) * (1 + 1 / world)
+
+
+def _soon(unit: int, following: Sequence[int], units: Sequence[int], zero: Any) -> bool:
+    """Whether a unit comes again within `max_reuse_distance` numbers."""
+    distance = 0
+    for other in following:
+        if distance >= int(zero.max_reuse_distance):
+            return False
+        if other == unit:
+            return True
+        distance += units[other]
+    return False

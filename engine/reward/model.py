@@ -3,10 +3,9 @@
 from torch import Tensor
 
 from engine.experience import Rollout
-from engine.frozen_role import FrozenRole
 from engine.reward.base import RewardSource
 from engine.trace import traced
-from engine.zero.engines import FrozenModel
+from engine.zero.engines import FrozenModel, FrozenRole
 
 
 class RewardModel(RewardSource):

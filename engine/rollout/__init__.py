@@ -1,9 +1,9 @@
-"""Ways to draw responses from the actor, behind one Protocol."""
+"""Ways to draw responses from the actor, behind one base class."""
 
 from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.choice import ROLLOUT_BACKENDS, build_rollouts
-from engine.rollout.decoding import DECODING
+from engine.rollout.passes import DECODING
 from engine.rollout.vllm_backend import SAMPLERS, VLLMRollouts
 
 __all__ = [

@@ -12,53 +12,18 @@ from engine.rollout.decode import Sampler
 from engine.whole_copies import WholeCopies
 
 
-class _SampledRollouts(RolloutBackend):
-    """What both have in common.
-
-    copies: of the actor and other models, which compute with them between two calls; what becomes of them between
-    steps, becomes of keys and values too. others: more copies, of other models alone.
-    """
-
-    computes_as_actor = True
-
-    def __init__(self, actor: Model, copies: PlainCopies | None, sampler: Sampler, others: Sequence[PlainCopies] = ()):
-        self.actor, self.copies, self.sampler, self.others = actor, copies or WholeCopies(), sampler, others
-        for each in (self.copies, *others):
-            each.let_go = self._let_go
-
-    @property
-    def decoding_ran(self) -> str:  # type: ignore[override]
-        """As Sampler.decoding_ran."""
-        return self.sampler.decoding_ran
-
-    @property
-    def fallback(self) -> str | None:  # type: ignore[override]
-        """As Sampler.fallback."""
-        return self.sampler.fallback
-
-    def _responses(self, policy: Backbone, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        policy.take_role(None)  # whichever it computed as last
-        return self.sampler.responses(policy.model, prompts, sampling, self.finished)
-
-    def _let_go(self) -> None:
-        self.sampler.release_memory()
-
-    def release_memory(self) -> None:
-        """Give back the memory that is not needed until the next call, as far as `copies` are to."""
-        if self.copies.between_steps != "keep":
-            self.sampler.release_memory()
-        for copies in (self.copies, *self.others):
-            copies.release_memory()
-
-
-class ReplicaRollouts(_SampledRollouts):
+class ReplicaRollouts(RolloutBackend):
     """Generates with a module without hooks, in the actor's dtype; at ZeRO stages 0 to 2 that is the actor's own.
 
     Weights are gathered once per update, tokens cost no communication. With tensor-parallel copies a group of ranks
     holds one module, decodes the rows of all of them, and sums what its parts compute, twice in each layer.
 
-    decoding, row_length: as in Sampler. others: copies of other models, to be released with those of the actor.
+    copies: of the actor, and of other models that compute with them between two calls; what becomes of them between
+    steps, becomes of keys and values too. others: copies of other models alone, to be released with those of the actor.
+    decoding, row_length: as in Sampler.
     """
+
+    computes_as_actor = True
 
     def __init__(
         self,
@@ -70,10 +35,23 @@ class ReplicaRollouts(_SampledRollouts):
         others: Sequence[PlainCopies] = (),
         row_length: int = 0,
     ):
-        group = None if copies is None else copies.group_of(actor)
-        sampler = Sampler(tokenizer, rows_at_once, decoding=decoding, group=group, row_length=row_length)
-        super().__init__(actor, copies, sampler, others)
-        self.rows_at_once, self.copied = rows_at_once, True
+        self.actor, self.tokenizer, self.copies, self.others = actor, tokenizer, copies or WholeCopies(), others
+        self.rows_at_once, self.row_length = rows_at_once, row_length
+        self.copied = True
+        """Whether the actor generates with a copy, and not through its partitions."""
+        self._decode(decoding=decoding, group=self.copies.group_of(actor))
+        for each in (self.copies, *others):
+            each.let_go = lambda: self.sampler.release_memory()
+
+    @property
+    def decoding_ran(self) -> str:  # type: ignore[override]
+        """As Sampler.decoding_ran."""
+        return self.sampler.decoding_ran
+
+    @property
+    def fallback(self) -> str | None:  # type: ignore[override]
+        """As Sampler.fallback."""
+        return self.sampler.fallback
 
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row; ranks wait for each other at the end, and for those of their group.
@@ -101,13 +79,25 @@ class ReplicaRollouts(_SampledRollouts):
 
     def _decode(self, **how) -> None:
         """Have a new sampler decode, as many rows at once as at the beginning. how: as in Sampler."""
-        self.sampler = Sampler(self.sampler.tokenizer, self.rows_at_once, row_length=self.sampler.row_length, **how)
+        self.sampler = Sampler(self.tokenizer, self.rows_at_once, row_length=self.row_length, **how)
+
+    def _responses(self, policy: Backbone, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
+        policy.take_role(None)  # whichever it computed as last
+        return self.sampler.responses(policy.model, prompts, sampling, self.finished)
+
+    def release_memory(self) -> None:
+        """Give back the memory that is not needed until the next call, as far as `copies` are to."""
+        if self.copies.between_steps != "keep":
+            self.sampler.release_memory()
+        for copies in (self.copies, *self.others):
+            copies.release_memory()
 
 
-class Zero3Rollouts(_SampledRollouts):
+class Zero3Rollouts(ReplicaRollouts):
     """Generates with the actor's own module, under ZeRO's hooks. Slow; for actors whose weights fit no device.
 
-    No second copy of the weights, but each token gathers every layer. copies, others: of other models.
+    No second copy of the weights, but each token gathers every layer; ranks go on together until the last row of all
+    has ended. copies, others: of other models.
     """
 
     def __init__(
@@ -118,8 +108,6 @@ class Zero3Rollouts(_SampledRollouts):
         copies: PlainCopies | None = None,
         others: Sequence[PlainCopies] = (),
     ):
-        super().__init__(actor, copies, Sampler(tokenizer, rows_at_once, agree=distributed.largest), others)
-
-    def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
-        """One response for each row; ranks go on together until the last row of all has ended."""
-        return self._responses(self.actor.module, prompts, sampling)
+        super().__init__(actor, tokenizer, rows_at_once, copies, others=others)
+        self.copied = False
+        self._decode(agree=distributed.largest)

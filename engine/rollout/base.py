@@ -1,8 +1,8 @@
 """What every rollout backend offers, and how samples are to be drawn."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.algorithms import Dialect
 from engine.experience import PromptBatch, Rollout
@@ -57,7 +57,7 @@ class SamplingConfig:
         )
 
 
-class RolloutBackend(Protocol):
+class RolloutBackend(ABC):
     """Draws responses from the actor as it stands now.
 
     A class of your own inherits from this one and writes `generate`.
@@ -65,7 +65,7 @@ class RolloutBackend(Protocol):
     why: what a run says of the choice.
     computes_as_actor: whether its log-probs are computed by the actor's own code and weights, so that in fp32 they are
         a forward pass's within rounding. `old_logprobs` "auto" takes those of no other sampler for the actor's.
-    decoding_ran: which of engine.rollout.decoding.DECODING read single tokens; "" where an engine of its own does.
+    decoding_ran: which of engine.rollout.passes.DECODING read single tokens; "" where an engine of its own does.
     fallback: why single tokens went through the actor's own code, where something faster was to read them; "" where it
         did, None where nothing was to.
     finished: is called with responses that are done while others are still drawn, if a backend does so at all.
@@ -77,8 +77,10 @@ class RolloutBackend(Protocol):
     fallback: str | None = None
     finished: Callable[[Rollout], None] | None = None
 
+    @abstractmethod
     def generate(self, prompts: PromptBatch, sampling: SamplingConfig) -> Rollout:
         """One response for each row. All ranks call this together, each with its own prompts."""
 
     def release_memory(self) -> None:
         """Nothing is generated for a while: what is not needed meanwhile may be given back. By default nothing is."""
+        return

@@ -10,6 +10,7 @@ from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
+from engine.rollout.passes import resolved_decoding
 from engine.rollout.vllm_backend import VLLMRollouts
 from engine.rollout.vllm_engine import vllm_version
 from engine.tensor_parallel_copies import TensorParallelCopies, divided_bytes, group_sizes, why_no_group
@@ -86,18 +87,18 @@ def build_rollouts(
             model.copies = None  # its copy is the actor that generates, and no other role
     copies, (first, *more) = placed.of(actor), [each for each, _ in placed.parts]
     plain = _why_plain(copies)
-    rollouts: RolloutBackend
+    if plain and decoding != "plain":
+        how, reason = "plain", plain
+    else:
+        how = resolved_decoding(decoding, accelerator.on_gpu())
+        reason = "as asked" if how == decoding else f"auto on {'GPUs' if accelerator.on_gpu() else 'CPUs'}"
     if copies is None:
-        rollouts = Zero3Rollouts(actor, tokenizer, rows_at_once, first, more)
+        rollouts: RolloutBackend = Zero3Rollouts(actor, tokenizer, rows_at_once, first, more)
     else:
         others_too = [each for each in (first, *more) if each is not copies]
-        how = "plain" if plain else decoding
         rollouts = ReplicaRollouts(actor, tokenizer, rows_at_once, copies, how, others_too, row_length)
-    taken, reason = ("plain", plain) if plain and decoding != "plain" else (decoding, "as asked")
-    if taken == "auto":
-        taken, reason = ("graphs", "auto on GPUs") if accelerator.on_gpu() else ("recorded", "auto on CPUs")
     backend = "zero3" if copies is None else "replica"
-    rollouts.why = f"rollouts by {backend}: {placed.why}; decoding {taken}: {reason}"
+    rollouts.why = f"rollouts by {backend}: {placed.why}; decoding {how}: {reason}"
     return rollouts
 
 

@@ -11,16 +11,12 @@ from engine.distributed import RankGroup
 from engine.experience import PromptBatch, Rollout
 from engine.plain_copies import first_sentence
 from engine.rollout.base import SamplingConfig
-from engine.rollout.batch import Batch
-from engine.rollout.cache import SlotCache
-from engine.rollout.decoding import passes_of
+from engine.rollout.cache import Batch, SlotCache
 from engine.rollout.draws import Draws
 from engine.rollout.families import takes_slot_masks
-from engine.rollout.group import prompts_of_group
-from engine.rollout.passes import Passes
-from engine.rollout.request import Request, requests_of
-from engine.rollout.schedule import Schedule
-from engine.rollout.stops import Ends
+from engine.rollout.joined import prompts_of_group
+from engine.rollout.passes import Passes, passes_of
+from engine.rollout.request import Ends, Request, Schedule, requests_of
 
 Finished = Callable[[Rollout], None] | None
 CHECK_EVERY = 8  # tokens between two looks of the host at what was drawn
@@ -39,7 +35,7 @@ class Sampler:
             whose tensors have to stay where they are then take their memory once.
         agree: where forward passes are collective, all ranks must make as many; this is then given a number on each
             and returns the largest. None where ranks need not wait for each other.
-        decoding: how single tokens go through the model, one of engine.rollout.decoding.DECODING. All but "plain" need
+        decoding: how single tokens go through the model, one of engine.rollout.passes.DECODING. All but "plain" need
             a model without hooks, whose weights stay where they are.
         group: ranks that hold the model together: their rows are decoded side by side, and each rank keeps its own.
             None where each has a model of its own.

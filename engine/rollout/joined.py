@@ -1,4 +1,4 @@
-"""Rollouts of several calls, or of several ranks, as one."""
+"""Prompts of several ranks, and rollouts of several calls or ranks, as one."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -6,7 +6,33 @@ from dataclasses import fields, replace
 import torch
 import torch.nn.functional as F
 
-from engine.experience import Rollout
+from engine.distributed import RankGroup
+from engine.experience import PromptBatch, Rollout
+
+
+def prompts_of_group(prompts: PromptBatch, group: RankGroup) -> tuple[PromptBatch, slice]:
+    """The prompts of all ranks of the group, the same on each of them, and which rows are this rank's."""
+    if group.size == 1:
+        return prompts, slice(0, len(prompts))
+    by_rank = group.all_objects(prompts.to("cpu"))
+    first = sum(len(one) for one in by_rank[: group.place])
+    return _joined_prompts(by_rank).to(prompts.input_ids.device), slice(first, first + len(prompts))
+
+
+def _joined_prompts(batches: Sequence[PromptBatch]) -> PromptBatch:
+    """Batches one after the other, padded on the left to one width; what is padded with is masked."""
+    width = max(batch.input_ids.shape[1] for batch in batches)
+
+    def columns(name: str) -> torch.Tensor:
+        parts = [getattr(batch, name) for batch in batches]
+        return torch.cat([F.pad(part, (width - part.shape[1], 0)) for part in parts])
+
+    return PromptBatch(
+        columns("input_ids"),
+        columns("attention_mask"),
+        torch.cat([batch.indices for batch in batches]),
+        torch.cat([batch.samples for batch in batches]),
+    )
 
 
 def copied(rollout: Rollout, device: torch.device | str) -> Rollout:

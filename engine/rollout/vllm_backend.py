@@ -9,9 +9,8 @@ from engine.models.merging import merged_weights
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import CHECK_EVERY, rollout_of
 from engine.rollout.draws import Draws
-from engine.rollout.group import prompts_of_group
-from engine.rollout.request import Request, requests_of
-from engine.rollout.stops import Ends
+from engine.rollout.joined import prompts_of_group
+from engine.rollout.request import Ends, Request, requests_of
 from engine.rollout.vllm_engine import VLLMEngine
 from engine.trace import traced
 from engine.whole_copies import Model

@@ -17,7 +17,7 @@ from engine.memory.gpus import NCCL
 from engine.rollout.draws import Draws
 from engine.trace import moved
 from engine.zero.accelerator import on_gpu
-from engine.zero.shared_memory import SHARED_MEMORY, clear_dead_buffers
+from engine.zero.communication import SHARED_MEMORY, clear_dead_buffers
 
 VERSIONS = ("0.32.",)  # that this was tried with; another may have moved what is used here
 WORKSPACE = 2_000_000_000  # bytes of activations of what it reads at once, and of its CUDA graphs; assumed

@@ -1,24 +1,39 @@
-"""The process group and its hosts; started with DeepSpeed so that ZeRO and `engine.distributed` share it."""
+"""The process group and its hosts; started with DeepSpeed so that ZeRO and `engine.distributed` share it.
 
+On CPUs DeepSpeed has each rank make a file of 69 MB in /dev/shm, for the sums of its tensor-parallel layers alone, and
+never removes it. Nothing here has such layers: no buffers are made, and those of dead processes are removed.
+"""
+
+import contextlib
+import fcntl
 import os
+import signal
+import sys
+from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.comm import TorchBackend
 
-from engine import by_node, distributed
+from engine import distributed
 from engine.errors import UserError
 from engine.host_memory import keep_freed_memory
 from engine.zero.accelerator import ranks_of_this_machine
-from engine.zero.shared_memory import clear_dead_buffers, without_buffers
+
+_BACKEND = sys.modules[TorchBackend.__module__]  # `deepspeed.comm.torch`, as which that package shows torch itself
+
+SHARED_MEMORY = Path("/dev/shm")
+BUFFERS = "deepspeed_allreduce_buffer"  # the start of the files' names; the user's number, address, port, rank follow
 
 
-def init(timeout_minutes: float = 30.0, what_by_node: str = "gathers") -> torch.device:
+def init(timeout_minutes: float = 30.0) -> torch.device:
     """Join the process group (NCCL on GPUs, gloo on CPUs), once, and return the device of this rank.
 
-    timeout_minutes: how long a collective call may wait, in all groups that come to be. what_by_node: one of
-    engine.by_node.WHAT. Raises: UserError on a rank that does not see its GPU.
+    timeout_minutes: how long a collective call may wait, in all groups that come to be. Raises: UserError on a rank
+    that does not see its GPU.
     """
     if not distributed.is_initialized():
         defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -47,9 +62,8 @@ def init(timeout_minutes: float = 30.0, what_by_node: str = "gathers") -> torch.
             )
         if on_cpu:
             backend = deepspeed.comm.comm.cdb  # what ZeRO gathers weights and sums gradients with
-            backend.all_gather_function = by_node.zero_gather
-            backend.reduce_scatter_function = by_node.zero_reduce_scatter
-        by_node.begin(what_by_node)
+            backend.all_gather_function = distributed.gather_by_broadcasts
+            backend.reduce_scatter_function = distributed.scatter_by_all_reduce
     return distributed.device()
 
 
@@ -72,3 +86,47 @@ def slots_by_host(path: str) -> dict[str, int]:
     from deepspeed.launcher.runner import fetch_hostfile
 
     return dict(fetch_hostfile(path))
+
+
+@contextlib.contextmanager
+def without_buffers() -> Iterator[None]:
+    """Have `deepspeed.init_distributed` make no buffers; it then reduces through the process group alone."""
+    build = _BACKEND.build_shm_op
+    _BACKEND.build_shm_op = lambda: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        _BACKEND.build_shm_op = build  # type: ignore[attr-defined]
+
+
+def clear_dead_buffers(folder: Path = SHARED_MEMORY, pattern: str = f"{BUFFERS}_{os.getuid()}_*") -> list[str]:
+    """Remove this user's buffers that no living process has; returns their names. pattern: of their files' names.
+
+    A process has its buffer open from the instant it makes it to its end, so that one which nobody has open is a dead
+    one's, however young it is.
+    """
+    removed = []
+    for path in sorted(folder.glob(pattern)):
+        with contextlib.suppress(OSError):
+            if path.lstat().st_uid == os.getuid() and not _in_use(path):
+                path.unlink()
+                removed.append(path.name)
+    return removed
+
+
+def _in_use(path: Path) -> bool:
+    """Whether any process has the file open or mapped; true where the system cannot tell.
+
+    The kernel gives a lease for writing only on a file that nobody else has. /proc would not do: it does not show the
+    processes of another container that shares this folder.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        # Whoever opens the file meanwhile would have this process sent SIGIO, which ends it; SIGURG is ignored.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,27 +1,138 @@
-"""DeepSpeed configurations: read configs/ds/*.json, fill in what the program owns, refuse what contradicts it."""
+"""DeepSpeed configurations: a file of configs/ds/ or a user's, checked, and completed by what the program owns.
+
+What a file may set is listed in TAKEN and TAKEN_OF_ZERO. Anything else is refused, with a reason where people bring it
+from elsewhere (REASONS). What is off is taken out: files that are handed on name much of it as off.
+"""
 
 import json
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from torch import nn
 
+from engine import distributed
 from engine.errors import UserError, nearest
 from engine.files import read_text
-from engine.zero.limits import (
-    refuse_at_stage,
-    refuse_low_precision,
-    refuse_of_zero,
-    refuse_out_of_reach,
-    refuse_what_cannot_be,
-    use_own_swap_folder,
-)
-from engine.zero.sections import OWNED, TAKEN, refuse_scaled_gradients, refuse_sections
 
 # A wheel has the folder configs/ds beside this file; a checkout has it at its top level.
 _INSTALLED = Path(__file__).with_name("configs")
 CONFIG_DIR = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).resolve().parents[2] / "configs" / "ds"
+
+
+OWNED = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+"""What the program decides; a file may leave these out, say "auto", or say the same."""
+
+TAKEN = {
+    *OWNED,
+    "zero_optimization",
+    "fp16",
+    "bf16",
+    "data_types",
+    "communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "flops_profiler",
+    "aio",
+    "comment",
+}
+"""Sections and settings that a file may have."""
+
+_AT_STAGE_3 = (
+    "allgather_sequential",
+    "gather_16bit_weights_on_model_save",
+    "gather_fp16_weights_on_model_save",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "model_persistence_threshold",
+    "param_persistence_threshold",
+    "prefetch_bucket_size",
+    "use_all_reduce_for_fetch_params",
+)
+TAKEN_OF_ZERO = {
+    "stage",
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "compute_grad_norm",
+    "contiguous_gradients",
+    "ignore_unused_parameters",
+    "leaf_module",
+    "load_from_fp32_weights",
+    "log_trace_cache_warnings",
+    "memory_efficient_linear",
+    "offload_optimizer",
+    "offload_param",
+    "overlap_comm",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+    "zero_hpz_partition_size",
+    "zero_quantized_nontrainable_weights",
+    *_AT_STAGE_3,
+    *(f"stage3_{name}" for name in _AT_STAGE_3),
+}
+"""Settings of zero_optimization that a file may have, if DeepSpeed has them, too."""
+
+_ROWS = (
+    "all ranks are given rows of their own here, and each computes all of a row. Divide the model by "
+    "--actor_zero_stage 3 and its like; where long rows have no room, give --actor_gradient_checkpointing"
+)
+_OPTIMIZER = "the optimizer is the program's, with the learning rates, betas and weight decays of its flags"
+_METRICS = "metrics are written by the program: metrics.jsonl and tensorboard/ in the output folder, --wandb_project"
+_POINTS = "restart points are the program's own (--save_steps), which ranks of any number and every ZeRO stage read"
+_ROUNDED = (
+    "its numbers are rounded to 4 or 8 bits, so that a step learns another thing than old log-probs and rewards were "
+    "computed of: zero_hpz_partition_size sends less and changes no number"
+)
+_LAYERS = (
+    "decoder layers are fetched as one here already, and a leaf within a leaf is freed twice: leaf_module names others"
+)
+_MICS = "DeepSpeed itself has it no longer: zero_hpz_partition_size keeps gathers within a node, too"
+REASONS = {
+    **dict.fromkeys(("optimizer", "zero_force_ds_cpu_optimizer", "zero_allow_untested_optimizer"), _OPTIMIZER),
+    "scheduler": "the learning rates' schedule is the program's (--lr_scheduler_type, --num_warmup_steps)",
+    "activation_checkpointing": "models of transformers checkpoint by torch's own function, which it does not reach: "
+    "give --actor_gradient_checkpointing and --critic_gradient_checkpointing (steps 1 and 2: --gradient_checkpointing)",
+    **dict.fromkeys(("tensor_parallel", "sequence_parallel_size", "pipeline", "expert_parallel"), _ROWS),
+    "hybrid_engine": "responses are drawn from whole copies of the actor, by --rollout_backend",
+    "compile": "DeepCompile begins with a call of the engine's that nothing here makes, since rows have other lengths "
+    "in each pass",
+    **dict.fromkeys(("amp", "torch_autocast"), "all engines compute in one dtype: give --dtype bf16 or fp16"),
+    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), _METRICS),
+    **dict.fromkeys(("checkpoint", "zero_optimization.elastic_checkpoint"), _POINTS),
+    "zero_optimization.zenflow": "no restart point can be written of what it keeps in another optimizer",
+    "zero_optimization.zero_quantized_weights": _ROUNDED,
+    "zero_optimization.zero_quantized_gradients": _ROUNDED,
+    "zero_optimization.mics_shard_size": _MICS,
+    "zero_optimization.mics_hierarchical_params_gather": _MICS,
+    "zero_optimization.stage3_module_granularity_threshold": _LAYERS,
+    "zero_optimization.module_granularity_threshold": _LAYERS,
+    "zero_optimization.cpu_offload": 'it is an old name: write "offload_optimizer": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'it is an old name: write "offload_param": {"device": "cpu"}',
+}
+"""Why there is no such thing here, and what does its work."""
+
+_OFF = {"zero_allow_untested_optimizer": True, "sequence_parallel_size": 1, "tensor_parallel": {"autotp_size": 1}}
+"""Values that change nothing, beside false, 0, null, and sections that are empty or not enabled."""
+
+_OUT_OF_REACH: dict[str, Callable[[Any], bool]] = {
+    "offload_optimizer.device": lambda device: device == "nvme",
+    "offload_optimizer.ratio": lambda ratio: ratio < 1,
+    "offload_optimizer.super_offload": bool,
+    "offload_param.device": lambda device: device == "nvme",
+    "zero_quantized_nontrainable_weights": bool,
+}
+"""Settings of ZeRO's under which numbers of the training state are on a disk, in another optimizer or another process,
+or not what is computed with."""
+
+_DTYPES = ("fp32", "fp16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +204,7 @@ def build_ds_config(
             )
         config.pop(name, None)
     if trained:
-        refuse_low_precision(config, dtype, choice.path)
+        _refuse_low_precision(config, dtype, choice.path)
     else:
         for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
             config["bf16"].pop(name, None)
@@ -114,9 +225,9 @@ def build_ds_config(
             "the metrics. Leave it out of the file."
         )
     if trained:
-        refuse_out_of_reach(config["zero_optimization"], choice.path)
+        _refuse_out_of_reach(config["zero_optimization"], choice.path)
     else:
-        use_own_swap_folder(config["zero_optimization"], choice.role)
+        _use_own_swap_folder(config["zero_optimization"], choice.role)
     bucket = config["zero_optimization"].get("allgather_bucket_size", 0)
     if choice.stage in (1, 2) and bucket % 2:
         raise UserError(
@@ -162,9 +273,7 @@ def read_ds_file(choice: EngineConfig) -> dict:
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} is not valid JSON ({error}).") from None
     if not isinstance(config, dict):
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} holds no JSON object.")
-    refuse_sections(config, path)
-    refuse_what_cannot_be(config, str(path))
-    _refuse_unknown(config, TAKEN, path)
+    _keep_taken(config, TAKEN, path)
     sections = _sections()
     for name in sections:
         if not isinstance(config.setdefault(name, {}), dict):
@@ -175,11 +284,21 @@ def read_ds_file(choice: EngineConfig) -> dict:
             f"{path}: zero_optimization.stage is {zero['stage']!r}, but {choice.flag('zero_stage')} is "
             f"{choice.stage}. Give the same in both places."
         )
-    refuse_of_zero(zero, str(path))
+    for name in ("offload_optimizer", "offload_param"):
+        section = zero.get(name, {})
+        if section in (None, {}) or (isinstance(section, dict) and section.get("device") == "none"):
+            zero.pop(name, None)
     for name, model in sections.items():
         _check_section(config[name], model, path, name)
-    refuse_at_stage(zero, str(path))
-    refuse_scaled_gradients(config, path)
+    _refuse_dtypes(config, path)
+    _refuse_at_stage(zero, path)
+    for name, usual in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+        value = config.get(name, usual)
+        if value != usual and zero["stage"] > 0 and zero.get("reduce_scatter", True):
+            raise UserError(
+                f"{path}: {name} is {value!r}, which DeepSpeed takes at stages 1 to 3 with "
+                "zero_optimization.reduce_scatter false alone. Say so, or leave it out of the file."
+            )
     return config
 
 
@@ -194,18 +313,49 @@ def stage_of_file(path: str, role: str) -> int | None:
     return stage
 
 
-def _sections() -> dict[str, type]:
-    """DeepSpeed's own description of each section that it describes as a pydantic model."""
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+def refuse_offload_of_roles(config: Mapping) -> None:
+    """Raise UserError where the optimizer's states of an engine in which several models learn are in host memory."""
+    if config["zero_optimization"].get("offload_optimizer"):
+        raise UserError(
+            "--share_trunk with an offloaded optimizer: DeepSpeed then takes over the gradients of the last backward "
+            "pass alone, which is the actor's, and the critic's would be lost. The states are those of the adapters "
+            "alone: leave --offload (offload_optimizer) out."
+        )
 
-    return {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+
+def _keep_taken(
+    section: dict, taken: Collection[str], path: Path, prefix: str = "", harmless: Collection[str] | None = None
+) -> None:
+    """Take out of a section what is off and not `taken`; raise UserError for what else is not.
+
+    harmless: names that may be there if they are off, beside those with REASONS; None for any.
+    """
+    for name in [name for name in section if name not in taken]:
+        value, reason = section[name], REASONS.get(prefix + name)
+        known = reason is not None or harmless is None or name in harmless
+        if known and (value == _OFF.get(name, False) or _is_off(value, deep=reason is not None)):
+            del section[name]
+        elif reason is not None:
+            raise UserError(f"{path}: {prefix}{name} is {value!r}, but {reason}. Leave it out of the file.")
+        else:
+            near = nearest(name, sorted(taken))
+            hint = f" Did you mean {prefix}{near}?" if near else f" Known: {', '.join(sorted(taken))}."
+            raise UserError(f"{path}: unknown key {prefix}{name}.{hint}")
+
+
+def _is_off(value: Any, deep: bool) -> bool:
+    """deep: a section is off, too, where all that it holds is."""
+    if isinstance(value, dict):
+        empty = all(_is_off(own, deep) for own in value.values()) if deep else not value
+        return empty or value.get("enabled") is False
+    return not value or value == "none"
 
 
 def _check_section(section: dict, model: type[BaseModel], path: Path, name: str) -> None:
     """Refuse keys and values that DeepSpeed would refuse later, when the weights are loaded."""
     fields = model.model_fields
-    _refuse_unknown(section, {key for field in fields for key in (field, fields[field].alias) if key}, path, f"{name}.")
+    known = {key for field in fields for key in (field, fields[field].alias) if key}
+    _keep_taken(section, TAKEN_OF_ZERO if name == "zero_optimization" else known, path, f"{name}.", known)
     try:
         model(**section)
     except ValidationError as refusal:
@@ -214,9 +364,157 @@ def _check_section(section: dict, model: type[BaseModel], path: Path, name: str)
         raise UserError(f"{path}: {key} is {error['input']!r}: {error['msg']}.") from None
 
 
-def _refuse_unknown(section: dict, known: set[str], path: Path, prefix: str = "") -> None:
-    for key in section:
-        if key not in known:
-            near = nearest(key, sorted(known))
-            hint = f" Did you mean {prefix}{near}?" if near else f" Known: {', '.join(sorted(known))}."
-            raise UserError(f"{path}: unknown key {prefix}{key}.{hint}")
+def _refuse_dtypes(config: dict, path: Path) -> None:
+    """Raise UserError for dtypes that are --dtype's business, and for names that DeepSpeed does not know."""
+    types = config.get("data_types", {})
+    if not isinstance(types, dict):
+        raise UserError(f"{path}: data_types is {types!r}, but should be a JSON object.")
+    for name in sorted(types.keys() - {"grad_accum_dtype"}):
+        if types[name] not in (None, "auto"):
+            raise UserError(
+                f"{path}: data_types.{name} is {types[name]!r}, but weights and buffers have the dtype of --dtype, in "
+                "all engines and copies. Leave it out of the file."
+            )
+    sent = {"communication_data_type": config.get("communication_data_type")}
+    for name, value in (sent | {"data_types.grad_accum_dtype": types.get("grad_accum_dtype")}).items():
+        if value is not None and value not in _DTYPES:
+            raise UserError(f"{path}: {name} is {value!r}; DeepSpeed knows {', '.join(_DTYPES)}.")
+
+
+def _refuse_at_stage(zero: Mapping, path: Path) -> None:
+    """Raise UserError for what ZeRO has at stage 3 alone, and would ignore at another one."""
+    stage, size = zero["stage"], int(zero.get("zero_hpz_partition_size", 1))
+    asked = {
+        "zero_hpz_partition_size": size if size > 1 else None,
+        "offload_param": zero.get("offload_param"),
+        "zero_quantized_nontrainable_weights": zero.get("zero_quantized_nontrainable_weights"),
+    }
+    for name, value in asked.items():
+        if value and stage != 3:
+            raise UserError(
+                f"{path}: zero_optimization.{name} is {value!r}, but the stage is {stage}: weights are partitioned at "
+                "stage 3 alone. Change the stage, or leave it out of the file."
+            )
+    world = distributed.world_size()
+    if size > 1 and world % min(size, world):
+        raise UserError(
+            f"{path}: zero_optimization.zero_hpz_partition_size is {size}, but {distributed.ranks_in_words()} cannot "
+            f"be divided into groups of {size}. Give the number of a node's GPUs, or another that divides the ranks."
+        )
+    if size > 1 and (zero.get("offload_param") or {}).get("device") == "nvme":
+        raise UserError(
+            f"{path}: zero_optimization.zero_hpz_partition_size is {size} with offload_param.device 'nvme', but the "
+            "second copy that hpZ keeps would be in memory. Leave one of the two out of the file."
+        )
+
+
+def _refuse_out_of_reach(zero: Mapping, path: str | None) -> None:
+    """Raise UserError for a file that keeps numbers of the training state where no restart point finds them, or that
+    offloads what stage 0 does not."""
+    if zero["stage"] == 0 and zero.get("offload_optimizer"):
+        raise UserError(
+            f"{path}: zero_optimization.offload_optimizer is {zero['offload_optimizer']!r}, but the stage is 0, which "
+            "offloads nothing. Use stage 1, 2 or 3, or leave it out of the file."
+        )
+    for name, elsewhere in _OUT_OF_REACH.items():
+        section, _, key = name.partition(".")
+        value = (zero.get(section) or {}).get(key) if key else zero.get(section)
+        if value is not None and elsewhere(value):
+            raise UserError(
+                f"{path}: zero_optimization.{name} is {value!r}, under which no restart point can be written, and a "
+                "run that is asked to end writes one. Leave it out of the file."
+            )
+
+
+def _refuse_low_precision(config: Mapping, dtype: str, path: str | None) -> None:
+    """Raise UserError for 16-bit master weights that DeepSpeed would not take, or that would learn nothing."""
+    low, zero = config["bf16"], config["zero_optimization"]
+    if config["fp16"].get("fp16_master_weights_and_grads"):
+        raise UserError(
+            f"{path}: fp16.fp16_master_weights_and_grads is true, but in fp16 updates below 6e-8 are none. Leave it "
+            "out of the file; bf16.bf16_master_weights_and_grads takes as little memory."
+        )
+    given = {name: bool(low.get(name)) for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")}
+    if not any(given.values()):
+        return
+    lacking = [
+        *(f"{name} is not true" for name, is_given in given.items() if not is_given),
+        *([f"--dtype is {dtype}"] if dtype != "bf16" else []),
+        *(["the stage is 0"] if zero["stage"] == 0 else []),
+        *(
+            ["the optimizer is offloaded"]
+            if (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+            else []
+        ),
+    ]
+    if lacking:
+        raise UserError(
+            f"{path}: bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states go together, with --dtype bf16 "
+            f"at stages 1 to 3 and without offload, but {' and '.join(lacking)}. Change that, or leave both out of the "
+            "file."
+        )
+
+
+def _use_own_swap_folder(zero: dict, role: str) -> None:
+    """Have an engine that swaps its parameters to a disk do so in a folder of its own below the one that is given:
+    DeepSpeed removes what it finds there when it begins, another engine's parameters too."""
+    section = zero.get("offload_param") or {}
+    if section.get("device") == "nvme" and section.get("nvme_path") is not None:
+        zero["offload_param"] = {**section, "nvme_path": str(Path(section["nvme_path"]) / role)}
+
+
+def _sections() -> dict[str, type]:
+    """DeepSpeed's own description of each section that it describes as a pydantic model."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return {"zero_optimization": DeepSpeedZeroConfig, "fp16": DeepSpeedFP16Config, "bf16": DeepSpeedBF16Config}
+
+
+LIVE, AHEAD = 100_000_000, 30_000_000
+"""The least numbers that may be whole at once, and that are fetched ahead."""
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of a Policy or Scorer, by the names that transformers has for what is not to be split."""
+    names = set(getattr(getattr(module, "model", None), "_no_split_modules", None) or [])
+    return [part for part in module.modules() if type(part).__name__ in names]
+
+
+def with_fitting_sizes(module: nn.Module, ds_config: dict) -> dict:
+    """The configuration, with room at stage 3 for the layer that computes, the next, which is fetched meanwhile, and
+    the one before.
+
+    A layer of a Llama of 7 billion numbers has 2e8 of them: with room for 1e8 none is fetched before its turn. Small
+    layers are fetched several at a time.
+    """
+    from engine.zero.gathering import full_numel  # imports DeepSpeed, which flags are not to wait for
+
+    zero = ds_config["zero_optimization"]
+    if zero.get("stage") != 3:
+        return ds_config
+    layers = decoder_layers(module)
+    layer = max((sum(full_numel(parameter) for parameter in one.parameters()) for one in layers), default=0)
+    sizes = {
+        "stage3_prefetch_bucket_size": max(AHEAD, layer),
+        "stage3_max_live_parameters": max(LIVE, 3 * layer),
+        "stage3_max_reuse_distance": max(LIVE, 2 * layer),
+    }
+    unnamed = {name: size for name, size in sizes.items() if name.removeprefix("stage3_") not in zero}
+    return {**ds_config, "zero_optimization": {**unnamed, **zero}}
+
+
+def with_fitting_bucket(module: nn.Module, ds_config: dict) -> dict:
+    """The configuration, with buckets of gradients no larger than all gradients together.
+
+    DeepSpeed allocates a whole bucket, at stage 3 for good, however little there is to be reduced: a small model, or
+    adapters. What does fit into one bucket is reduced in one, as before.
+    """
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    from engine.zero.gathering import full_numel
+
+    zero = ds_config["zero_optimization"]
+    trained = sum(full_numel(parameter) for parameter in module.parameters() if parameter.requires_grad)
+    given = zero.get("reduce_bucket_size", DeepSpeedZeroConfig().reduce_bucket_size)
+    return {**ds_config, "zero_optimization": {**zero, "reduce_bucket_size": min(int(given), trained)}}

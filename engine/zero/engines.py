@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import deepspeed
 import torch
@@ -13,18 +13,31 @@ from torch import Tensor, nn
 from engine import distributed
 from engine.errors import RunStopped
 from engine.trace import traced
-from engine.zero.copies import Copies
+from engine.zero.config import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.extensions import nothing_compiled
-from engine.zero.fitting import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.gathering import fill_parameters
 from engine.zero.hpz import own_hpz_groups
 from engine.zero.long_batch import LongBatch
 from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
 
+Result = TypeVar("Result")
 FLOOR_OVERFLOWS = 16
 """So many overflows in a row that leave the fp16 loss scale where it is end the run. One may be an odd batch, and with
 DeepSpeed's hysteresis the first few lower nothing; after these the model does not fit into fp16."""
+
+
+class Copies(Protocol):
+    """Plain modules that compute what models (a TrainedModel, a FrozenModel) do; `engine.plain_copies.PlainCopies`."""
+
+    def inferred(self, model: Any, *args, **kwargs) -> Any:
+        """The forward pass without gradients or hooks; None for lack of memory. All ranks call this together."""
+
+    def holding(self, model: Any) -> nn.Module | None:
+        """The module that holds the model's own weights as they are now, if one does."""
+
+    def together(self, model: Any, make: Callable[[], Result]) -> Result:
+        """What several passes of the model give; ranks agree on memory once."""
 
 
 class TrainedModel:
@@ -266,6 +279,52 @@ class FrozenModel:
         finally:
             if self._moves:
                 self.module.to("cpu")
+
+
+class HostedRole:
+    """A model within the engine of another one. It is called and asked like a TrainedModel or FrozenModel.
+
+    Args:
+        host: around a module that computes as `role` when it is told to (`Backbone.take_role`).
+    """
+
+    def __init__(self, host: TrainedModel, role: str):
+        self.host, self.role = host, role
+
+    @property
+    def module(self) -> Any:
+        """The Policy or Scorer that the host's module is in this role."""
+        return self.host.module.as_role(self.role)
+
+    @property
+    def stage(self) -> int:
+        """The host's ZeRO stage."""
+        return self.host.stage
+
+    def __call__(self, *args, **kwargs):
+        """The host's forward pass in this role, by its copy if there is one and no gradient is wanted."""
+        return self.host(*args, role=self.role, **kwargs)
+
+    def on_device(self) -> contextlib.AbstractContextManager:
+        """Does nothing: a trained model always stands where it computes."""
+        return self.host.on_device()
+
+
+class FrozenRole(HostedRole):
+    """A frozen model within the engine of a trained one: without its adapters, or with frozen copies of what trains.
+
+        reference = FrozenRole(actor, "reference")
+        logprobs, _ = reference(sequences, attention_mask, position_ids, response_length=8)
+
+    It is called and asked like a FrozenModel, and has no weights of its own.
+
+    role: "reference" or "reward".
+    """
+
+    @torch.no_grad()
+    def __call__(self, *args, **kwargs):
+        """The host's forward pass in this role, by its copy if there is one."""
+        return super().__call__(*args, **kwargs)
 
 
 def _inferred(model: TrainedModel | FrozenModel, *args, **kwargs):

@@ -11,8 +11,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
-from engine import by_node, distributed
-from engine.by_node import Gathers
+from engine import distributed
 from engine.lazy import Lazy
 from engine.trace import traced
 
@@ -157,16 +156,13 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
 
 @traced("gather of weights")
 @torch.no_grad()
-def copy_weights(
-    source: nn.Module, target: nn.Module, names: Collection[str] | None = None, gathers: Gathers | None = None
-) -> None:
+def copy_weights(source: nn.Module, target: nn.Module, names: Collection[str] | None = None) -> None:
     """Fill an unpartitioned module of the same architecture with a module's weights (all ranks call this).
 
     A bucket costs one collective call: partitions are joined on each rank and sent as one. GatheredParameters, which is
     made for a user's own surgery on weights, has all ranks compare notes on each parameter first.
 
-    names: of those parameters that the target does not hold already; None for all. gathers: by which; None for the
-    run's.
+    names: of those parameters that the target does not hold already; None for all.
     """
     parameters, buffers = dict(target.named_parameters()), dict(target.named_buffers())
     there = {name for name, _ in source.named_parameters()}
@@ -174,7 +170,7 @@ def copy_weights(
     for bucket in parameter_buckets(source, names):
         partitioned = [(name, parameter) for name, parameter in bucket if _has_shard(parameter)]
         if partitioned:
-            _copy_bucket(partitioned, parameters, gathers)
+            _copy_bucket(partitioned, parameters)
         others = [(name, parameter) for name, parameter in bucket if not _has_shard(parameter)]
         with gathered_params([parameter for _, parameter in others]):
             for name, parameter in others:
@@ -218,17 +214,11 @@ def try_bucket(source: nn.Module, names: Collection[str] | None = None, whole: b
         del taken
 
 
-def can_gather_beside(module: nn.Module) -> bool:
-    """Whether copy_weights makes none of DeepSpeed's own calls for a module: ranks hold their parts of all weights."""
-    return all(_has_shard(parameter) for parameter in module.parameters())
-
-
 def _bucket_needs(bucket: list[Any], whole: bool) -> tuple[int, int]:
-    """How many numbers are received; and are sent, with what comes on the way, or then made of those, unless these are
-    the one weight itself."""
+    """How many numbers are received; and are sent, or then made of those, unless these are the one weight itself."""
     sent = sum(parameter.ds_tensor.ds_numel for parameter in bucket)
     made = max(map(full_numel, bucket)) if whole and len(bucket) > 1 else 0
-    return sent * distributed.world_size(), max(sent + by_node.gathers().needs(sent), made)
+    return sent * distributed.world_size(), max(sent, made)
 
 
 def _has_shard(parameter: Any) -> bool:
@@ -243,8 +233,8 @@ def _has_shard(parameter: Any) -> bool:
     )
 
 
-def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor], gathers: Gathers | None) -> None:
-    runs = _gathered_runs([parameter for _, parameter in bucket], gathers)
+def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor]) -> None:
+    runs = _gathered_runs([parameter for _, parameter in bucket])
     for (name, _), column in zip(bucket, runs):
         target, size = targets[name].view(-1), column.shape[1]
         full = len(target) // size  # runs without padding, which are one strided copy however many ranks there are
@@ -254,11 +244,11 @@ def _copy_bucket(bucket: list[tuple[str, Any]], targets: Mapping[str, Tensor], g
             rest.copy_(column[full, : len(rest)])
 
 
-def _gathered_runs(parameters: list[Any], gathers: Gathers | None = None) -> Iterator[Tensor]:
+def _gathered_runs(parameters: list[Any]) -> Iterator[Tensor]:
     """Of each parameter what all ranks hold, (ranks, numbers): rank r holds the r-th run of the flattened weight, the
     last one padded. All are sent at once, when this is called."""
     if not parameters:
         return iter(())
     shards = [parameter.ds_tensor.data.flatten() for parameter in parameters]
-    by_rank = (gathers or by_node.gathers()).all_gather(torch.cat(shards).to(distributed.device()))
+    by_rank = distributed.all_gather(torch.cat(shards).to(distributed.device()))
     return iter(by_rank.split([len(shard) for shard in shards], dim=1))

@@ -197,7 +197,7 @@ PRIVATE_NAMES = (
     PrivateName("deepspeed.comm.comm", "cdb", "the backend that ZeRO calls", "none gives it"),
     PrivateName(_BACKEND, "all_gather_function", "gathering by broadcasts with gloo, four times as fast", "none"),
     PrivateName(_BACKEND, "reduce_scatter_function", "reducing in place with gloo, which is faster", "none"),
-    # engine/zero/shared_memory.py
+    # engine/zero/communication.py
     PrivateName(
         "deepspeed.comm.torch",
         "build_shm_op",

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from engine import distributed
 from engine.trace import traced
-from engine.zero.engines import Copies, TrainedModel
-from engine.zero.hosted_role import HostedRole
+from engine.zero.adam_state import scaled_gradients
+from engine.zero.engines import Copies, HostedRole, TrainedModel
 from engine.zero.shards import Master, Shard, ShardSource, TrainingState
-from engine.zero.step_gradients import scaled_gradients
 
 
 class SharedModel(TrainedModel):

@@ -16,10 +16,10 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
 from engine import distributed
+from engine.zero.adam_state import without_gradients
 from engine.zero.gathering import own_run
 from engine.zero.hpz import forget_second_copies
 from engine.zero.shards import Master, Span
-from engine.zero.step_gradients import without_gradients
 
 
 class Stage(Protocol):

@@ -24,7 +24,6 @@ CHECKS = [
     Check("quickstart", _of("quickstart", "learned"), least=60, limit=150),
     Check("vllm", _of("vllm", "alike"), least=30, limit=150),
     Check("benchmark 350m", _of("benchmark", "shares"), ("350m", "350m"), least=30, limit=60),
-    Check("compiled", _of("decoding", "against_plain"), ("compiled", "gqa", "gqa", "16 bits"), least=60, limit=180),
     Check(
         "ranks",
         _of("ranks", "side_by_side"),

@@ -1,7 +1,5 @@
-"""Single tokens by CUDA graphs, and by torch.compile's code, against those of the model's own code."""
+"""Single tokens by CUDA graphs against those of the model's own code."""
 
-import os
-import shutil
 import time
 from unittest import mock
 
@@ -15,9 +13,13 @@ from engine.rollout.decode import Sampler
 from scripts.gpu_checks.machine import device
 from scripts.gpu_checks.models import prompts, random_models, sampling
 from scripts.gpu_checks.token_times import token_times
-from scripts.gpu_checks.trial import Skipped, Trial
+from scripts.gpu_checks.trial import Trial
 
-GAP = {"fp32": 1e-3, "bf16": 0.25, "fp16": 0.03}  # nats between two log-probs of one token, by rounding (first_kl.py)
+GAP = {
+    "fp32": 1e-3,
+    "bf16": 0.25,
+    "fp16": 0.03,
+}  # nats between two log-probs of one token, by rounding (guards.py)
 # Rows and the longest prompt of calls of one sampler: an evaluation, training, an evaluation, and prompts that grow.
 CALLS = ((16, 32), (64, 48), (16, 64))
 DRY_CALLS = ((2, 8), (6, 12), (2, 16))
@@ -30,8 +32,6 @@ def against_plain(trial: Trial, decoding: str, size: str, critic: str, *dtypes: 
     """
     if not trial.needs_gpu(f"--decoding {decoding}, in whose place recorded tokens were drawn"):
         decoding = "recorded"
-    if decoding == "compiled" and not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
-        raise Skipped("torch.compile's code for GPUs is started by C code, and here is no C compiler")
     path, _ = random_models(trial, size, critic)
     for dtype in dtypes:
         dtype = sixteen_bits(trial) if dtype == "16 bits" else dtype

@@ -6,7 +6,7 @@ import torch
 from torch.utils.cpp_extension import CUDA_HOME
 
 from engine.memory.data_sheets import data_sheet
-from engine.memory.table import gb
+from engine.memory.memory_plan import gb
 from scripts.gpu_checks.trial import Skipped, Trial
 from training.reporting.run_record import versions
 
@@ -48,7 +48,7 @@ def look(trial: Trial) -> None:
 def between_machines(trial: Trial) -> None:
     """Nothing: one machine has no links to others."""
     raise Skipped(
-        "needs several machines: ranks that find each other, gathers by node, hpZ, time-outs over a network; "
+        "needs several machines: ranks that find each other, hpZ, time-outs over a network; "
         "docs/many_nodes.md says how such a run is started"
     )
 

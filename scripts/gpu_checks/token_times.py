@@ -7,17 +7,14 @@ from unittest import mock
 
 import torch
 
-from engine.rollout.compiled_passes import CompiledPasses
 from engine.rollout.draws import Draws
-from engine.rollout.passes import Passes
-from engine.rollout.recorded_passes import RecordedPasses
+from engine.rollout.passes import Passes, RecordedPasses
 
 # What reads a token, by the way of decoding: of a graph its launch alone, without what the host does before it.
 READS = {
     "plain": (Passes, "tokens"),
     "recorded": (RecordedPasses, "tokens"),
     "graphs": (torch.cuda.CUDAGraph, "replay"),
-    "compiled": (CompiledPasses, "tokens"),
 }
 
 

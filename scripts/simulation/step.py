@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from engine.memory.blueprint import Blueprint
 from engine.memory.data_sheets import DataSheet, Link
 from engine.rollout.cache import cache_bytes
-from engine.zero.fitting import AHEAD, LIVE
+from engine.zero.config import AHEAD, LIVE
 from engine.zero.gathering import GATHER_BUCKET
 from engine.zero.long_batch import NOTHING_KEPT, Kept
 

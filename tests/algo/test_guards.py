@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.algo.guards import ratio_exploded, went_too_far
+from engine.algo.losses import ratio_exploded, went_too_far
 
 
 @pytest.mark.parametrize("guard", [ratio_exploded, went_too_far])

@@ -6,7 +6,7 @@ A: three tokens, EOS, two pads, pad differs from EOS. B: the same with pad equal
 import pytest
 import torch
 
-from engine.algo.rewards import compute_rewards, counted_tokens, first_slots, score_slots, slots_up_to
+from engine.algo.rewards import compute_rewards, counted_tokens, first_positions, positions_up_to, score_positions
 
 EOS, PAD = 2, 9
 SAMPLED_4, SAMPLED_6 = [True] * 4 + [False] * 2, [True] * 6
@@ -52,7 +52,7 @@ def test_score_slots_of_the_table(system, case, width, length, slot):
     length_rule, slot_rule = RULES[system]
     lengths = lengths_of(case, length_rule, width)
     assert lengths.tolist() == [length]
-    assert score_slots(lengths, width, slot_rule).tolist() == [slot]
+    assert score_positions(lengths, width, slot_rule).tolist() == [slot]
 
 
 def test_lengths_of_a_ragged_batch():
@@ -90,28 +90,28 @@ def test_unknown_rules_are_refused():
     with pytest.raises(ValueError, match="'longest': known are sampled, before_pad, not_pad, row"):
         counted_lengths(torch.zeros(1, 1).long(), torch.ones(1, 1).bool(), 0, "longest")
     with pytest.raises(ValueError, match="'first': known are last, after_last, two_after"):
-        score_slots(torch.ones(1).long(), 1, "first")
+        score_positions(torch.ones(1).long(), 1, "first")
     with pytest.raises(ValueError, match="'three_past': known are response, one_past, two_past, all"):
-        slots_up_to(torch.ones(1).long(), 1, "three_past")
+        positions_up_to(torch.ones(1).long(), 1, "three_past")
 
 
 def test_slots_stay_within_the_row():
     lengths = torch.tensor([0, 1, 3, 4])
-    assert score_slots(lengths, 4, "last").tolist() == [0, 0, 2, 3]
-    assert score_slots(lengths, 4, "after_last").tolist() == [0, 1, 3, 3]
-    assert score_slots(lengths, 4, "two_after").tolist() == [1, 2, 3, 3]
+    assert score_positions(lengths, 4, "last").tolist() == [0, 0, 2, 3]
+    assert score_positions(lengths, 4, "after_last").tolist() == [0, 1, 3, 3]
+    assert score_positions(lengths, 4, "two_after").tolist() == [1, 2, 3, 3]
 
 
 def test_first_slots():
-    assert first_slots(torch.tensor([0, 2, 3, 7]), 3).int().tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
+    assert first_positions(torch.tensor([0, 2, 3, 7]), 3).int().tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
 
 
 def test_slots_up_to_and_past_the_response():
     lengths = torch.tensor([1, 3, 4])
-    assert slots_up_to(lengths, 4, "response").sum(-1).tolist() == [1, 3, 4]
-    assert slots_up_to(lengths, 4, "one_past").sum(-1).tolist() == [2, 4, 4]
-    assert slots_up_to(lengths, 4, "two_past").sum(-1).tolist() == [3, 4, 4]
-    assert slots_up_to(lengths, 4, "all").all()
+    assert positions_up_to(lengths, 4, "response").sum(-1).tolist() == [1, 3, 4]
+    assert positions_up_to(lengths, 4, "one_past").sum(-1).tolist() == [2, 4, 4]
+    assert positions_up_to(lengths, 4, "two_past").sum(-1).tolist() == [3, 4, 4]
+    assert positions_up_to(lengths, 4, "all").all()
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_slots_up_to_and_past_the_response():
 def test_rewards_of_worked_case_a(kl_slots, score_slot, expected):
     delta = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]])
     rewards = compute_rewards(
-        delta, 0.1, first_slots(torch.tensor([kl_slots]), 6), torch.tensor([2.0]), torch.tensor([score_slot])
+        delta, 0.1, first_positions(torch.tensor([kl_slots]), 6), torch.tensor([2.0]), torch.tensor([score_slot])
     )
     assert rewards[0].tolist() == pytest.approx(expected, abs=1e-6)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.algo.truncation import has_end, kept_slots, trim_query
+from engine.algo.truncation import has_end, kept_positions, trim_query
 
 DOT = 13
 RESPONSES = torch.tensor([[DOT, 5, DOT, 6, DOT], [5, 6, 7, 8, 9], [5, 6, 7, 8, DOT], [DOT, 5, 6, 7, 8]])
@@ -21,7 +21,7 @@ RESPONSES = torch.tensor([[DOT, 5, DOT, 6, DOT], [5, 6, 7, 8, 9], [5, 6, 7, 8, D
     ],
 )
 def test_truncation_by_hand(after, kept, ended):
-    slots = kept_slots(RESPONSES, DOT, after)
+    slots = kept_positions(RESPONSES, DOT, after)
     assert slots.sum(-1).tolist() == kept
     assert torch.equal(slots, torch.arange(5) < torch.tensor(kept).unsqueeze(-1))
     assert has_end(RESPONSES, DOT, after).tolist() == ended
@@ -32,7 +32,7 @@ def test_truncation_against_a_search_row_by_row():
     for after in (0, 4):
         for row, kept, ended in zip(
             tokens.tolist(),
-            kept_slots(torch.tensor(tokens), 3, after).tolist(),
+            kept_positions(torch.tensor(tokens), 3, after).tolist(),
             has_end(torch.tensor(tokens), 3, after).tolist(),
         ):
             places = [place for place, token in enumerate(row) if token == 3 and place >= after]

@@ -44,6 +44,12 @@ def test_what_is_filled_how_often(ranks, mode):
         assert rank[mode]["fills"] == FILLS | {"after a rest": int(mode == "free")}
 
 
+def test_ranks_agree_on_memory_once_a_fill_and_once_a_model(ranks):
+    """The actor's copy, which has just generated, makes its passes; reference, critic and reward model are gathered
+    first."""
+    assert [rank["keep"]["agreements"] for rank in ranks] == [1 + 3 * 2] * 2
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_what_stays_after_a_rest(ranks, sizes, mode):
     """A step ends with a rest: where copies are given back, the one that an evaluation made is all there is then."""

@@ -34,6 +34,3 @@ def test_a_plan_says_what_tensors_take(case, folder):
     main = counted[0]
     off = {phase: round(planned.of_main_rank(phase) / main[phase] - 1, 3) for phase in PHASES}
     assert all(abs(difference) <= MOST_OFF for difference in off.values()), (off, main)
-    # The walk over all objects that a real run on CPUs makes finds what was counted at every operation, before it or
-    # after: gloo's threads give back the last collective's few bytes when they get to it.
-    assert all(rank["walk"] in (rank["before_walk"], rank["after_walk"]) for rank in counted), counted

@@ -34,11 +34,7 @@ def test_two_hosts_are_compared_and_measured(tmp_path):
     code, said = first["healthy"]
     assert code == second["healthy"][0] == 0
     assert said.splitlines()[0].split() == ["node-a", "node-b"]
-    assert re.search(r"^output shared +- +yes$", said, re.MULTILINE)
-    assert re.search(r"^clock +rank 0's +[+-]0\.\d{3} s", said, re.MULTILINE)  # they have the same clock
-    assert re.search(
-        r"between 2 nodes, 2 ranks: all-reduce \S+ GB/s \(1 KiB .* ms, 64 KiB .* ms\)$", said, re.MULTILINE
-    )
-    assert re.search(r"between 2 nodes, 2 ranks: all-gather \S+ GB/s", said)
+    assert re.search(r"^output shared +written +yes$", said, re.MULTILINE)
+    assert re.search(r"between 2 nodes, 2 ranks: \S+ GB/s \(1 KiB .* ms, 64 KiB .* ms\)$", said, re.MULTILINE)
     assert said.endswith("preflight: all 2 nodes are healthy\n")
     assert second["healthy"][1] == ""

@@ -72,7 +72,7 @@ WAITS = {
     # U: tokens of all ranks
     "training/learner.py Learner._loss_weights": [2, 2, 1, 2, 4, 2, 1, 2, 2],
     # KL
-    "training/ppo_trainer.py PPOTrainer.step": [1, 1, 1, 1, 1, 1, 1, 1, 1],
+    "training/ppo_trainer.py mean_kls": [1, 1, 1, 1, 1, 1, 1, 1, 1],
     # sums, extremes
     "training/reporting/metrics.py Accumulator.reduce": [2, 2, 2, 2, 2, 2, 2, 2, 2],
 }
@@ -94,7 +94,7 @@ COPIES = {
     # 2 * U * M: DeepSpeed's clipping
     "engine/zero/stages.py Stage0.step": [8, 8, 4, 8, 16, 4, 2, 4, 4],
     # U: which rows
-    "training/mini_batches.py mini_batch_rows": [2, 2, 1, 2, 4, 2, 1, 2, 2],
+    "training/learner.py mini_batch_rows": [2, 2, 1, 2, 4, 2, 1, 2, 2],
     # metrics that are numbers of the host
     "training/reporting/metrics.py Accumulator._flat": [26, 25, 26, 25, 26, 23, 23, 23, 28],
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.zero.shared_memory import BUFFERS, SHARED_MEMORY, clear_dead_buffers
+from engine.zero.communication import BUFFERS, SHARED_MEMORY, clear_dead_buffers
 from tests.distributed.harness import run_ranks
 
 MAP = """

@@ -4,6 +4,7 @@ import gc
 import weakref
 from unittest import mock
 
+from engine import distributed
 from engine.experience import Rollout
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
@@ -67,10 +68,13 @@ def _events(engine: RLHFEngine, mode: str) -> dict:
     counted("a step with what is held", lambda: trainer.step(prompts))
     counted("the next step", lambda: trainer.step(feed.prompts(1)))
     rollout = counted("generation", generate)
-    counted("judging", lambda: trainer.experience_maker.make_experience(rollout))
+    trainer.experience_maker.micro_batch_size = 1  # several passes of each model
+    with mock.patch("engine.distributed.any_rank", wraps=distributed.any_rank) as asked:
+        counted("judging", lambda: trainer.experience_maker.make_experience(rollout))
     counted("judging again", lambda: trainer.experience_maker.make_experience(rollout))
     return {
         "fills": fills,
+        "agreements": asked.call_count,
         "answers": answers,
         "weights": weights,
         "rest with an actor": rests,

@@ -9,13 +9,12 @@ from pathlib import Path
 import torch
 
 from engine.experience import PromptBatch, Rollout
-from engine.frozen_role import FrozenRole
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy
 from engine.reference import EngineReference
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, RLHFEngine, frozen_model, trained_model
 from engine.zero.config import EngineConfig
-from engine.zero.engines import TrainedModel
+from engine.zero.engines import FrozenRole, TrainedModel
 from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import engine_spec, prompt_batch
 from tests.distributed.work_hydra import local_bytes

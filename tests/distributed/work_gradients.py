@@ -40,9 +40,9 @@ def one_stage(folder: str, batch: TrainingBatch, stage: int, config: str, packin
         "one_sided": one_step(trainer, batch, rows=len(batch) if distributed.is_main() else 0),
     }
     learner = trainer.learner
-    learner._loss_weights = lambda parts: {
-        name: [1.01 * weight for weight in column] for name, column in Learner._loss_weights(learner, parts).items()
-    }
+    learner._loss_weights = lambda parts: [
+        [1.01 * weight for weight in column] for column in Learner._loss_weights(learner, parts)
+    ]
     result["scaled"] = one_step(trainer, own)
     del learner._loss_weights
     learner.algorithm = Algorithm(replace(STILL, loss_scope="micro_batch"), pad_token_id=PAD)
@@ -78,5 +78,6 @@ def one_step(trainer: PPOTrainer, batch: TrainingBatch, rows: int | None = None)
     watch("actor", trainer.models.actor)
     watch("critic", trainer.models.critic)
     metrics = Accumulator()
-    trainer.optimizer_step(batch, torch.arange(len(batch) if rows is None else rows), metrics)
+    chosen = torch.arange(len(batch) if rows is None else rows)
+    trainer.learner.update(batch, chosen, metrics, actor=True, critic=True)
     return found | {"metrics": metrics.reduce()}

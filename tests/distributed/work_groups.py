@@ -4,7 +4,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _world
 
-from engine.by_node import Gathers
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts
 from tests.distributed.tiny_run import engine_spec
@@ -26,8 +25,6 @@ def time_outs(folder: str, configs: dict[str, tuple[int, str]]) -> dict[str, lis
         note(name)
     build_rollouts("replica", models.actor, models.tokenizer, others=models.engines, tensor_parallel=2)
     note("copies that ranks hold together")
-    Gathers(apart=True)
-    note("gathers beside other calls")
     init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "other"))
     note("a mesh")
     return found

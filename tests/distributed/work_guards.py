@@ -23,9 +23,9 @@ def exploding(folder: str, stages: dict[str, tuple[int, str, str]]) -> dict[str,
         trainer = build_trainer(spec, dialect=GUARDED)
         prompts = TinyPrompts(8).prompts(0)
         train, batches = trainer.train_actor_and_critic, []
-        trainer.train_actor_and_critic = lambda batch, kl, metrics: batches.append(batch)
+        trainer.train_actor_and_critic = lambda batch, kl, metrics: batches.append(batch) or (0, 0)
         trainer.step(prompts)
-        trainer.train_actor_and_critic, trainer.steps_done, (batch,) = train, 0, batches
+        trainer.train_actor_and_critic, trainer.counters.steps_done, (batch,) = train, 0, batches
         # Ratios of e on rank 0 and 1 on rank 1: their mean is over the limit, rank 1's own is not.
         spoiled = replace(batch, logprobs=batch.logprobs - float(distributed.is_main()))
         found[name] = {
@@ -42,7 +42,7 @@ def exploding(folder: str, stages: dict[str, tuple[int, str, str]]) -> dict[str,
 def one(trainer: PPOTrainer, batch) -> dict:
     """An optimizer step; its metrics."""
     metrics = Accumulator()
-    trainer.optimizer_step(batch, torch.arange(len(batch)), metrics)
+    trainer.learner.update(batch, torch.arange(len(batch)), metrics, actor=True, critic=True)
     return metrics.reduce()
 
 
@@ -54,4 +54,6 @@ def state(trainer: PPOTrainer) -> dict:
 def stopping(folder: str, dialect: Dialect, steps: int) -> list[dict]:
     """The metrics of some steps, and the optimizer steps that were counted."""
     trainer = build_trainer(engine_spec(folder, 0), dialect=dialect, total_steps=steps)
-    return [report.metrics | {"optimizer steps": trainer.optimizer_steps} for report in trainer.fit(TinyPrompts(8))]
+    return [
+        report.metrics | {"optimizer steps": trainer.counters.optimizer_steps} for report in trainer.fit(TinyPrompts(8))
+    ]

@@ -11,24 +11,41 @@ from engine.rlhf_engine import RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from tests.distributed.memory_cases import Case
 from tests.distributed.tiny_run import DIALECT
-from tests.engine.meters import LiveBytes, LivePeak
+from tests.engine.meters import LiveBytes
 from training.data.prompts import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import model_folders
-from training.reporting import phase_clock
-from training.reporting.phase_memory import PhaseMemory, tensor_bytes
+from training.reporting import step_metrics
+from training.reporting.phase_memory import PhaseMemory
 
 EOS = 2
+
+
+class LivePeak(PhaseMemory):
+    """Counts the most bytes alive within a phase by `LiveBytes`."""
+
+    def __init__(self, live: LiveBytes):
+        super().__init__()
+        self.live = live
+
+    def begin(self) -> None:
+        """Count from what is alive now, without what only circles hold."""
+        gc.collect()
+        self.live.peak = self.live.live
+
+    def end(self) -> int:
+        """The peak since."""
+        return self.live.peak
 
 
 def counted(case: Case, actor: str, critic: str) -> dict[str, int]:
     """By phase the most bytes alive at once on this rank: loading, the phases of two steps (Adam has its moments in the
     second; what stays frozen is copied in the first), and saving.
 
-    "before_walk" and "after_walk": what is held between steps; "walk": the same by a walk over all objects.
+    "between": what is held between steps.
     """
     with LiveBytes() as live:
-        memory = phase_clock.phase_memory = PhaseMemory(LivePeak(live))
+        memory = step_metrics.phase_memory = LivePeak(live)
         memory.counting = True
         with memory.phase("load"):
             models = RLHFEngine.from_pretrained(case.spec(actor, critic))
@@ -38,8 +55,7 @@ def counted(case: Case, actor: str, critic: str) -> dict[str, int]:
         trainer.step(_prompts(case))
         memory.bytes |= {phase: max(first[phase], count) for phase, count in memory.bytes.items()}
         gc.collect()
-        memory.bytes |= {"before_walk": live.live, "walk": tensor_bytes(), "after_walk": live.live}
-        memory.bytes["experience"] = memory.bytes["make_experience"]
+        memory.bytes |= {"between": live.live, "experience": memory.bytes["make_experience"]}
         with memory.phase("save"), tempfile.TemporaryDirectory() as folder:
             for role, model in models.trained.items():
                 model_folders.save(model, models.tokenizer, Path(folder), role)

@@ -8,7 +8,7 @@ from engine.models.reading import read_tokenizer
 from engine.zero.config import EngineConfig
 from training.measuring import read_held_out
 from training.merge.flags import MergeFlags
-from training.merge.frontier import Measuring
+from training.merge.frontier import Frontier
 from training.merge.weights import MergedWeights, stored_weights
 
 
@@ -42,16 +42,16 @@ def measured(folder: str, output: str, trained: list[str], scales: list[float], 
     }
     spec = dataclasses.replace(spec, **configs)
     args.engine_spec = lambda: spec
-    measuring = Measuring(args, read_held_out(args, read_tokenizer(args.sft_model_name_or_path, "--sft")))
-    make, found = measuring.evaluator.experience_maker.make_experience, []
+    frontier = Frontier(args, read_held_out(args, read_tokenizer(args.sft_model_name_or_path, "--sft")))
+    make, found = frontier.evaluator.experience_maker.make_experience, []
 
     def noted(rollout):
         found.append(make(rollout))
         return found[-1]
 
-    measuring.evaluator.experience_maker.make_experience = noted
+    frontier.evaluator.experience_maker.make_experience = noted
     sft, *others = (stored_weights(path, "--trained") for path in (spec.actor_path, *args.trained_model_name_or_path))
-    points, rows = zip(*(measuring.at(MergedWeights(sft, others, scale)) for scale in scales), strict=True)
+    points, rows = zip(*(frontier.at(MergedWeights(sft, others, scale)) for scale in scales), strict=True)
     return {"points": [dataclasses.asdict(point) for point in points], "rows": rows, "experiences": found}
 
 

@@ -36,14 +36,14 @@ def one_run(folder: str, output: str, stage: int, lora: dict | None = None, laye
         "batches": [],
         "metrics": [],
     }
-    optimizer_step = trainer.learner.optimizer_step
+    update = trainer.learner.update
 
     def watched(*args, **kwargs):
-        result = optimizer_step(*args, **kwargs)
+        result = update(*args, **kwargs)
         found["updates"].append(masters(engine.actor))
         return result
 
-    trainer.learner.optimizer_step = watched
+    trainer.learner.update = watched
     for report in trainer.fit(feed):
         found["batches"].append(report.batch)
         found["metrics"].append(timeless(report.metrics))

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from engine import distributed
-from engine.memory.live_bytes import LiveBytes
+from engine.memory.passes import LiveBytes
 from engine.models.loading import empty_like
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import build_rollouts

@@ -5,6 +5,7 @@ import io
 import os
 import socket
 import time
+from dataclasses import replace
 from unittest import mock
 
 from engine import distributed
@@ -12,7 +13,7 @@ from engine.distributed import RankGroup
 from engine.errors import UserError
 from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
-from training.preflight import bandwidth, gathering, in_short, preflight
+from training.preflight import facts, preflight
 
 
 def looked(words: list[str], broken: list[str]) -> dict[str, tuple[int | str | None, str]]:
@@ -23,30 +24,31 @@ def looked(words: list[str], broken: list[str]) -> dict[str, tuple[int | str | N
     rank, found = distributed.rank(), {}
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
     preflight.REPORTS = 60.0
-    bandwidth.SIZES_CPU, bandwidth.A_SIZE = (1 << 10, 1 << 16), 0.01
+    preflight.SIZES_CPU, preflight.A_SIZE = (1 << 10, 1 << 16), 0.01
 
-    def case(name: str, call, words: list[str], **changes) -> None:
+    def case(name: str, call, words: list[str], other: str | None = None) -> None:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(len(found))  # the store is the same each time
         args = parse_flags(RLHFFlags, words, "")
         args.dtype = "fp32"
-        code, versions = None, gathering.all_versions()
+        code, versions = None, facts.all_versions()
+        if other:
+            versions["deepspeed"] = replace(versions["deepspeed"], shown=other, same=other)
         with contextlib.ExitStack() as held:
             said = held.enter_context(contextlib.redirect_stdout(io.StringIO()))
             held.enter_context(contextlib.redirect_stderr(said))
             held.enter_context(mock.patch.object(socket, "gethostname", lambda: f"node-{'ab'[rank]}"))
-            held.enter_context(mock.patch.object(gathering, "all_versions", lambda: versions | changes))
+            held.enter_context(mock.patch.object(facts, "all_versions", lambda: versions))
             try:
                 code = call(args)
             except UserError as error:
                 code = str(error)
         found[name] = code if isinstance(code, int | str) else None, said.getvalue()
 
-    other = {"deepspeed": "0.18.0"} if rank else {}
-    with mock.patch.object(bandwidth, "SIZES_CPU", (1 << 10,)):
-        apart = bandwidth.timed("", RankGroup(1), lambda whole, own: time.sleep(0.2 * rank))
-    found["apart"] = None, str(apart.seconds[1 << 10])
-    case("started alike", in_short.agree, words)
-    case("started with another version", in_short.agree, words, **other)
+    alone = RankGroup(1)
+    alone.sum_ = lambda tensor: time.sleep(0.2 * rank)
+    found["apart"] = None, str(preflight.timed(alone).seconds[1 << 10])
+    case("started alike", preflight.agree, words)
+    case("started with another version", preflight.agree, words, "0.18.0" if rank else None)
     case("without the model", preflight.run, broken if rank else words)
     case("healthy", preflight.run, words)
     return found

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engine import by_node, distributed
+from engine import distributed
 from engine.algorithms import Dialect, get_dialect
 from engine.experience import PromptBatch
 from engine.models.loading import load_policy
 from engine.rollout import SamplingConfig
 from engine.rollout.decode import Sampler
-from engine.rollout.graphed_passes import GraphedPasses
+from engine.rollout.passes import GraphedPasses
 from tests.distributed.tiny_run import build_trainer, engine_spec
 from tests.engine.zero.second_device import DEVICE, second_device
 from tests.tiny_models import EOS, PAD, VOCABULARY, make_tokenizer
@@ -39,7 +39,6 @@ def as_one_of_two() -> None:
     """From now on this process is rank 0 of two; what the other one sends is what this one has."""
     distributed.shutdown()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    by_node.begin()
 
 
 def tiny(name: str) -> Dialect:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from engine import distributed
-from engine.zero.shared_memory import BUFFERS, SHARED_MEMORY
+from engine.zero.communication import BUFFERS, SHARED_MEMORY
 
 
 def buffers_and_sums(end: str) -> dict:

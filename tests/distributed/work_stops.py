@@ -64,7 +64,7 @@ def nan_score(trainer: PPOTrainer, rollouts: list) -> None:
 def nan_value_loss(trainer: PPOTrainer, rollouts: list) -> None:
     """The critic's loss of this rank is NaN."""
     loss = trainer.learner._value_loss
-    trainer.learner._value_loss = lambda part, metrics: loss(part, metrics) * math.nan
+    trainer.learner._value_loss = lambda rows, metrics: loss(rows, metrics) * math.nan
 
 
 def infinite_gradient(trainer: PPOTrainer, rollouts: list) -> None:

@@ -13,6 +13,7 @@ from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import SAMPLING, TinyPrompts, engine_spec
 from tests.engine.zero.inspecting import gradients
+from training.learner import Learner
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
 MINI_BATCHES = {"openai": 2, "trlx": 2}
@@ -128,14 +129,14 @@ def one_step(engine: RLHFEngine, dialect: Dialect, rollout: Rollout, reward: Rew
 
         model.step = step
 
-    def optimizer_step(batch, rows, metrics):
-        sums = PPOTrainer.optimizer_step(trainer, batch, rows, metrics)
+    def update(batch, rows, metrics, **which):
+        sums = Learner.update(trainer.learner, batch, rows, metrics, **which)
         steps.append({"rows": rows.tolist(), **found})
         return sums
 
     for role, model in engine.trained.items():
         watch(role, model)
-    trainer.optimizer_step = optimizer_step
+    trainer.learner.update = update
     trainer.step(TinyPrompts(2 * distributed.world_size()).prompts(0))
     rollouts.move("")
     for model in engine.trained.values():

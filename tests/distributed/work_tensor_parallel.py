@@ -9,7 +9,7 @@ import torch
 
 from engine import distributed
 from engine.experience import Rollout
-from engine.memory.live_bytes import LiveBytes
+from engine.memory.passes import LiveBytes
 from engine.models.loading import empty_like, load_policy, load_scorer
 from engine.models.tensor_parallel import bare_model
 from engine.rlhf_engine import RLHFEngine

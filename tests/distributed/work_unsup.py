@@ -44,5 +44,5 @@ def one_stage(folder: str, batch: TrainingBatch, blocks: torch.Tensor, stage: in
     )
     own = batch.select(slice(*ROWS[distributed.rank()]))
     one_step(trainer, own)
-    trainer.optimizer_steps += 1
+    trainer.counters.optimizer_steps += 1
     return one_step(trainer, own) | {"asked": feed.asked}

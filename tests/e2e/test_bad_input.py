@@ -129,7 +129,7 @@ FLAGS = [
     ((1, 2), {"zero_stage": 4}, ["--zero_stage 4", "0, 1, 2 and 3"]),
     ((3,), {"critic_zero_stage": 4}, ["--critic_zero_stage 4", "0, 1, 2 and 3"]),
     ((3,), {"rollout_backend": "hybrid"}, ["--rollout_backend hybrid", "layer_past", "auto or replica"]),
-    ((3,), {"decoding": "compiled", "rollout_backend": "zero3"}, ["--decoding compiled", "--rollout_backend zero3"]),
+    ((3,), {"decoding": "recorded", "rollout_backend": "zero3"}, ["--decoding recorded", "--rollout_backend zero3"]),
     ((3,), {"decoding": "recorded", "replicas_between_steps": "free"}, ["--replicas_between_steps free"]),
     ((3,), {"profile_steps": [2, 0]}, ["--profile_steps 0: steps are counted from 1"]),
     ((3,), {"profile_steps": [4, 2, 3]}, ["--profile_steps 4 3: this run trains steps 1 to 2"]),

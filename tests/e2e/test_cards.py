@@ -9,8 +9,9 @@ import yaml
 
 from tests.e2e.programs import command_line, run_caught, run_here
 from tests.tiny_models import make_causal_lm
-from training.program import cards, model_folders
-from training.program.cards import CARD, is_edited, known_names, signed
+from training.program import output_folder
+from training.reporting import model_card
+from training.reporting.model_card import CARD, is_edited, known_names, signed
 from training.restarts.export import main as export
 
 
@@ -67,11 +68,11 @@ def test_a_card_that_fails_costs_no_model(tiny, tmp_path, capfd, monkeypatch):
     def broken(run, name):
         raise KeyError("flags")
 
-    monkeypatch.setattr(cards, "model_card", broken)
+    monkeypatch.setattr(model_card, "model_card", broken)
     result = run_here(1, tiny.flags(1, output_dir=tmp_path / "out"), capfd)
     assert (tmp_path / "out" / "model.safetensors").is_file() and not (tmp_path / "out" / CARD).exists()
     assert result.code == 1 and "README.md cannot be written" in result.stderr
-    assert model_folders.COMPLETE not in {path.name for path in (tmp_path / "out").iterdir()}
+    assert output_folder.COMPLETE not in {path.name for path in (tmp_path / "out").iterdir()}
 
 
 def test_an_edited_file_is_known(tmp_path):

@@ -1,15 +1,19 @@
-"""Ranks that fail in the middle of a run: it is said once which and where, all end, and the command is run again."""
+"""Ranks that fail in the middle of a run: it is said once which and where, all end, and the loop of
+docs/faults.md runs the command again."""
 
-import sys
+import re
+import subprocess
 
-from tests.e2e.faults import STEPS, Fault, FaultyRun, deepspeed
+from tests.e2e.faults import ROOT, STEPS, Fault, FaultyRun, deepspeed
 from tests.e2e.programs import metric_lines
 from tests.ports import free_port
 
+LOOP = re.search(r"```bash\n(for try .*?)```", (ROOT / "docs" / "faults.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+
 
 def test_a_run_comes_to_its_end_though_a_rank_failed_and_a_rank_died(tiny, tmp_path):
-    restarting = [sys.executable, "-m", "training.program.restarting", "--max_restarts", "2"]
-    run = FaultyRun(tmp_path / "run", tiny, [*restarting, *deepspeed(free_port())])
+    loop = re.sub(r"deepspeed .* --resume auto", '"$@" --resume auto', LOOP).replace("sleep 60", "sleep 5")
+    run = FaultyRun(tmp_path / "run", tiny, ["bash", "-c", loop, "bash", *deepspeed(free_port())])
     ended = run.run(Fault("train", 3, rank=1, signal="error"), Fault("generate", 4, rank=1, signal="SIGKILL"))
     assert ended.code == 0, ended.stderr
     assert ended.stderr.count("Traceback") == 1 and "rank 1: Traceback" in ended.stderr
@@ -17,8 +21,13 @@ def test_a_run_comes_to_its_end_though_a_rank_failed_and_a_rank_died(tiny, tmp_p
     died = [line for line in ended.stderr.splitlines() if "has died" in line]
     assert len(died) == 1 and died[0].startswith("rank 1 (process ")
     assert "in phase generate of step 4 (since " in died[0]
-    restarts = [line for line in ended.stderr.splitlines() if line.startswith("restarting: ")]
-    assert len(restarts) == 2 and all("checkpoints/step_00000" in line for line in restarts)
     assert [line["step"] for line in metric_lines(run.out)] == list(range(STEPS + 1))
     assert (run.out / "actor" / "model.safetensors").is_file()
     assert run.processes() == []
+
+
+def test_the_loop_ends_where_trying_again_is_of_no_use():
+    for code, tries in ((0, 1), (2, 1), (75, 1), (130, 1), (143, 1), (1, 5), (137, 5)):
+        loop = re.sub(r"deepspeed .* --resume auto", f"echo tried; (exit {code})", LOOP).replace("sleep 60", "true")
+        ended = subprocess.run(["bash", "-c", loop], capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stdout.split()) == (code, ["tried"] * tries)

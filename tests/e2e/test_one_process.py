@@ -1,7 +1,6 @@
 """Whole steps in one process."""
 
 import json
-from types import SimpleNamespace
 
 from tests.e2e.chain import EVALUATION, EVERY_STEP, assert_finite
 from tests.e2e.programs import metric_lines, run_here
@@ -56,7 +55,7 @@ def test_the_dialect_of_deepspeed_chat(tiny, tmp_path, capfd):
 def test_peaks_of_memory_begin_anew_before_the_first_optimizer_step(tiny, tmp_path, capfd, monkeypatch):
     """By what its passes take it is decided what is kept whole over those of later steps."""
     order = []
-    monkeypatch.setattr(phase_memory, "_gauge", SimpleNamespace(begin=lambda: order.append("begin")))
+    monkeypatch.setattr(phase_memory, "begin", lambda: order.append("begin"))
 
     def noted(name: str):
         method = getattr(SupervisedTrainer, name)

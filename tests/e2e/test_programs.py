@@ -71,13 +71,6 @@ def test_every_metric_is_logged_and_finite(chain, name):
     assert_finite(lines)
 
 
-@pytest.mark.parametrize("name", ("ppo", "resumed"))
-def test_the_first_steps_memory_stands_beside_the_plans_once(chain, name):
-    told = chain.results[name].stderr
-    figures = re.findall(r"memory, planned / measured GB of rank 0 [^:]+: [\d.]+ / [\d.]+\n", told)
-    assert len(figures) == 1, told
-
-
 def test_restart_points_are_timed_and_whole(chain):
     timed = [line["step"] for line in metric_lines(chain["ppo"]) if "time/checkpoint" in line]
     assert timed == [3]  # in the line after the one that it followed; the last one has no such line

@@ -5,7 +5,6 @@ with LiveBytes(known=model.parameters()) as meter:
 assert meter.peak < 10_000_000
 """
 
-import gc
 import weakref
 from collections.abc import Iterable
 from unittest import mock
@@ -71,24 +70,6 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, size: int) -> None:
         self.live -= size
-
-
-class LivePeak:
-    """For `training.reporting.phase_memory.PhaseMemory`: the most bytes alive within a phase, by `LiveBytes`."""
-
-    peaks = True
-
-    def __init__(self, live: LiveBytes):
-        self.live = live
-
-    def begin(self) -> None:
-        """Count from what is alive now, without what only circles hold."""
-        gc.collect()
-        self.live.peak = self.live.live
-
-    def end(self) -> int:
-        """The peak since."""
-        return self.live.peak
 
 
 class HostQuestions(TorchDispatchMode):

@@ -103,7 +103,7 @@ def test_rollouts_check_their_shapes(changed):
 @pytest.mark.parametrize("width", [0, 5, 6])
 def test_a_rollout_has_prompt_and_response(width):
     whole = rollout_of([[5], [6, 7, 8]], [[1, 2], [3]])
-    with pytest.raises(AssertionError, match=f"{width} response slots in a width of 5"):
+    with pytest.raises(AssertionError, match=f"{width} response positions in a width of 5"):
         dataclasses.replace(whole, response_mask=torch.ones(2, width, dtype=torch.bool))
 
 
@@ -164,10 +164,10 @@ def test_select_leaves_out_the_padding_that_all_rows_share():
 
 def test_select_may_keep_a_slot_beyond_the_longest_response():
     rollout = rollout_of(*RAGGED, prompt_width=5, response_width=6)
-    two = rollout.select(slice(0, 2), slots_after=1)
+    two = rollout.select(slice(0, 2), positions_after=1)
     assert two.sequences.tolist() == [[PAD, 5, 1, 2, PAD], [6, 7, 3, 2, PAD]]
     assert two.response_mask.tolist() == [[True, True, False]] * 2
-    assert rollout_of(*RAGGED).select(slice(2, 3), slots_after=1).response_length == 4  # where there is one
+    assert rollout_of(*RAGGED).select(slice(2, 3), positions_after=1).response_length == 4  # where there is one
 
 
 def test_select_keeps_pad_tokens_that_are_part_of_the_text():
@@ -193,9 +193,9 @@ def test_select_of_an_experience_keeps_all_its_numbers():
 
 def test_select_of_an_experience_may_keep_slots_past_its_responses():
     wide = experience_of(rollout_of(*RAGGED, prompt_width=5, response_width=6))
-    one = wide.select(slice(0, 1), slots_after=1)  # two tokens and one slot
+    one = wide.select(slice(0, 1), positions_after=1)  # two tokens and one slot
     assert one.rewards.tolist() == [[500.0, 501.0, 502.0]] and one.rollout.response_mask.tolist() == [[1, 1, 0]]
-    assert wide.select(slice(0, 1), slots_after=None).rewards.shape == (1, 6)
+    assert wide.select(slice(0, 1), positions_after=None).rewards.shape == (1, 6)
 
 
 def test_a_cut_leaves_padding_behind_the_end():

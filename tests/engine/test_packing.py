@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from engine.packing import micro_batches, pack, weighted_passes
+from engine.packing import micro_batches, pack
 from tests.engine.fake_models import rollout_of
 
 
@@ -115,18 +115,3 @@ def test_ranks_of_different_sizes_are_an_error(monkeypatch):
     monkeypatch.setattr("engine.packing.distributed.largest", lambda own: 3)
     with pytest.raises(AssertionError, match="2 rows cannot be dealt to 3 passes"):
         micro_batches(rollout([1, 1], [1, 1]), 4, equally_many=True)
-
-
-def test_dummies_add_nothing_and_a_weight_of_0_is_none():
-    """A part whose weight is 0, as a coefficient may make it, still reports its metrics; dummies do not."""
-    seen = []
-
-    def loss(part, metrics):
-        seen.append((part, metrics))
-        return torch.tensor(float(part))
-
-    padded, passes = weighted_passes(loss, [3, 5], [0.5, 0.0], 3, "metrics")
-    assert padded == [3, 5, 3] and [float(one()) for one in passes] == [1.5, 0.0, 0.0]
-    assert seen == [(3, "metrics"), (5, "metrics"), (3, None)]
-    padded, passes = weighted_passes(loss, [7], [], 2, "metrics")  # a rank without rows
-    assert padded == [7, 7] and [float(one()) for one in passes] == [0.0, 0.0]

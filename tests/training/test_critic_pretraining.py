@@ -100,7 +100,7 @@ def test_the_last_step_is_numbered_0_and_leaves_adam_as_before_its_first():
     assert [report.step for report in reports] == [-1, 0] and critic.forgotten == 1
     # Four optimizer steps: the dialect's schedule, a line to 0, goes by these alone.
     assert [lr for lr, _ in critic.steps] == pytest.approx([4e-3, 3e-3, 2e-3, 1e-3])
-    assert pretraining.trainer.optimizer_steps == 0 and pretraining.trainer.samples == 0
+    assert pretraining.trainer.counters.optimizer_steps == 0 and pretraining.trainer.counters.samples == 0
 
 
 def test_a_step_of_ppo_is_refused_before():

@@ -16,7 +16,7 @@ from tests.training.given_rollouts import next_step, untrained
 from training.group_sampling import GroupSampler, Sampled
 from training.program.first_lines import dynamic_sampling_line
 from training.reporting.metrics import Accumulator
-from training.reporting.phase_clock import PhaseClock
+from training.reporting.step_metrics import StepLog
 
 PAD, K, PER_BATCH = 0, 3, 4
 RLOO = get_dialect("default").override(
@@ -89,10 +89,10 @@ def sampler(models: Models, dialect: Dialect) -> GroupSampler:
 
 
 def sample(most: int, table: dict = TABLE, first_batch: int = 0) -> tuple[Sampled, Models, dict[str, float]]:
-    models, clock, metrics = Models(table), PhaseClock(), Accumulator()
+    models, log, metrics = Models(table), StepLog(), Accumulator()
     dialect = RLOO.override(dynamic_sampling=most)
-    sampled = sampler(models, dialect).sample(models, Feed().prompts(first_batch), clock, Feed(), first=first_batch + 1)
-    assert set(clock.seconds) == ({"generate", "make_experience"} if most > 1 else {"generate"})
+    sampled = sampler(models, dialect).sample(models, Feed().prompts(first_batch), log, Feed(), first=first_batch + 1)
+    assert set(log.seconds) == ({"generate", "make_experience"} if most > 1 else {"generate"})
     sampled.add_to(metrics, K)
     return sampled, models, metrics.reduce()
 
@@ -161,7 +161,7 @@ def test_without_it_the_models_are_asked_as_before():
     trainer.rollouts, models.called = models, []
     report = trainer.step(Feed().prompts(0))
     assert models.called == ["generate", *["actor"] * 6, *["reward"] * 6]
-    assert (report.samples, trainer.prompt_batches) == (PER_BATCH * K, 1)
+    assert (report.samples, trainer.counters.prompt_batches) == (PER_BATCH * K, 1)
     assert dynamic_sampling_line(RLOO) == []
     (line,) = dynamic_sampling_line(RLOO.override(dynamic_sampling=3))
     assert line.startswith("dynamic sampling: a step draws up to 3 batches of prompts, until groups")
@@ -181,7 +181,7 @@ def test_a_step_learns_from_the_chosen_groups_as_if_they_alone_had_been_drawn(cr
     last_reward = len(models.called) - models.called[::-1].index("reward")
     assert "actor" not in models.called[:last_reward], "scores come first, and no score is asked for twice"
     assert models.called.count("reward") == 4 * 6
-    assert (report.samples, trainer.prompt_batches, trainer.steps_done) == (4 * PER_BATCH * K, 4, 1)
+    assert (report.samples, trainer.counters.prompt_batches, trainer.steps_done) == (4 * PER_BATCH * K, 4, 1)
     assert trainer.state_dict()["prompt_batches"] == 4
 
     keys = [(index, one) for index in (1, 3, 4, 12) for one in range(K)]
@@ -193,7 +193,7 @@ def test_a_step_learns_from_the_chosen_groups_as_if_they_alone_had_been_drawn(cr
     for name in ("logprobs", "ref_logprobs", "scores", "rewards", "values", "advantages", "returns", "policy_mask"):
         assert torch.equal(getattr(batch, name), getattr(expected.batch, name)), name
     assert torch.equal(batch.rollout.sequences, given.sequences)
-    assert expected.samples == PER_BATCH * K and plain.prompt_batches == 1
+    assert expected.samples == PER_BATCH * K and plain.counters.prompt_batches == 1
     assert report.metrics["rollout/groups_alike"] == expected.metrics["rollout/groups_alike"] == 0
     drawn = [score for index in range(16) for score in TABLE[index]]
     assert report.metrics["objective/scores"] == pytest.approx(sum(drawn) / len(drawn))
@@ -206,14 +206,6 @@ def test_a_dialect_that_needs_further_prompts_says_so():
     trainer = untrained(Models(TABLE).roles(), RLOO.override(dynamic_sampling=2), pad=PAD)
     with pytest.raises(AssertionError, match="dynamic sampling draws further prompts, and no feed was given"):
         trainer.step(Feed().prompts(0))
-
-
-def test_a_restart_point_from_before_goes_on_with_the_next_batch():
-    trainer = untrained(Models(TABLE).roles(), RLOO, pad=PAD)
-    state = trainer.state_dict() | {"steps_done": 7}
-    del state["prompt_batches"]
-    trainer.load_state_dict(state)
-    assert trainer.prompt_batches == 7
 
 
 def test_rollouts_are_joined_at_the_widths_of_the_longest():

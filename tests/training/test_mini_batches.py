@@ -13,7 +13,7 @@ from engine.errors import RunStopped
 from engine.experience import Rollout, TrainingBatch
 from engine.rollout import SamplingConfig
 from training.flags.rlhf_arguments import RLHFFlags
-from training.mini_batches import mini_batch_rows
+from training.learner import MixedPretraining, mini_batch_rows
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.reporting.metrics import Accumulator
 
@@ -118,7 +118,7 @@ def trained(dialect, micro_batch_size: int, rollouts: int) -> PPOTrainer:
     trainer = trainer_of(dialect, micro_batch_size, rollouts)
     for _ in range(rollouts):
         trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
-        trainer.steps_done += 1
+        trainer.counters.steps_done += 1
     return trainer
 
 
@@ -177,8 +177,8 @@ def test_a_critic_with_passes_of_its_own_makes_them_first():
     trainer.models.actor = trainer.learner.models.actor = Ordered("actor")
     for _ in range(2):
         trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
-        trainer.steps_done += 1
-    assert order == (["critic"] * 8 + ["actor"] * 2) * 2 and trainer.optimizer_steps == 4
+        trainer.counters.steps_done += 1
+    assert order == (["critic"] * 8 + ["actor"] * 2) * 2 and trainer.counters.optimizer_steps == 4
     critic, actor = trainer.models.critic.steps, trainer.models.actor.steps
     assert [lr for lr, _ in critic] == pytest.approx([2e-5 * (1 - step / 24) for step in range(16)])
     assert [lr for lr, _ in actor] == pytest.approx([1e-5 * (1 - step / 6) for step in range(4)])
@@ -195,7 +195,7 @@ def test_a_warm_critic_and_a_cold_one_have_the_same_passes():
     trainer.config = dataclasses.replace(trainer.config, critic_warmup_steps=1)
     trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
     assert (len(trainer.models.critic.steps), trainer.models.actor.steps) == (3, [])
-    trainer.steps_done += 1
+    trainer.counters.steps_done += 1
     trainer.train_actor_and_critic(batch(), 0.0, Accumulator())
     assert (len(trainer.models.critic.steps), len(trainer.models.actor.steps)) == (6, 1)
 
@@ -242,6 +242,24 @@ def test_every_row_comes_into_every_mini_batch_and_order_is_drawn_too(monkeypatc
 def test_rows_that_cannot_be_dealt_evenly_are_refused():
     with pytest.raises(AssertionError, match="8 rows do not divide into 3"):
         mini_batch_rows(8, 3, (0,))
+
+
+def test_dummies_add_nothing_and_a_weight_of_0_is_none(monkeypatch):
+    """A rank with fewer micro-batches than others repeats its first at weight 0 and without metrics, one without rows
+    the batch's first row; a text whose weight is 0, as a coefficient may make it, still reports its metrics."""
+    monkeypatch.setattr(distributed, "largest", lambda own: 3)
+    trainer, metrics = trainer_of(OPENAI, micro_batch_size=4, rollouts=1), Accumulator()
+    passes = trainer.learner._passes(batch(), torch.arange(8), metrics)
+    assert [(len(one.rows), one.metrics) for one in passes] == [(4, metrics), (4, metrics), (4, None)]
+    assert passes[2].rows is passes[0].rows
+    assert [one.policy_weight for one in passes] == [one.value_weight for one in passes] == [1 / 24, 1 / 24, 0.0]
+    without = trainer.learner._passes(batch(), torch.arange(0), metrics)
+    assert [(len(one.rows), one.policy_weight, one.metrics) for one in without] == [(1, 0.0, None)] * 3
+
+    feed = SimpleNamespace(texts=lambda step: torch.ones(3, 5, dtype=torch.int64))
+    losses, count = MixedPretraining(NoteTaker("actor"), feed, 0.0, micro_batch_size=2).losses(0, metrics)
+    assert (count, [loss.item() for loss in losses]) == (3, [0.0, 0.0, 0.0])
+    assert metrics._parts["policy/lm_loss"][1] == 3 * 4  # targets of both blocks, and none of the dummy's
 
 
 class BadOnRow(NoteTaker):

@@ -8,25 +8,53 @@
 Writes OUTPUT_DIR/comparison.json and comparison.html, a page that needs nothing beside it.
 """
 
-from collections.abc import Sequence
+import gc
+import json
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 import training.program.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
+from engine.models.places import base_of
 from engine.models.reading import read_config
-from training.compare.answering import Answering, functions_of
+from engine.models.weight_files import weights_folder
+from engine.reward.base import RewardSource
+from engine.reward.combined import CombinedReward
+from engine.reward.model import RewardModel
+from engine.rollout import RolloutBackend
+from engine.whole_files import write_whole
+from engine.zero.accelerator import on_gpu
+from engine.zero.engines import FrozenModel
+from engine.zero.gathering import full_shape
 from training.compare.flags import CompareFlags
+from training.compare.measures import Sample
 from training.compare.models import Model, config_of, exported, located, named
-from training.compare.page import write_page
-from training.compare.report import DATA, PAGE, Comparison, table, write_json
-from training.flags.reward_functions import check_columns
-from training.measuring import check_answering, check_same_tokens, check_scoring, read_held_out
+from training.compare.report import Comparison, content, page, table
+from training.flags.reward_functions import check_columns, load_given
+from training.flags.user_function import function_source
+from training.measuring import (
+    HeldOut,
+    Measuring,
+    check_answering,
+    check_same_tokens,
+    check_scoring,
+    read_held_out,
+    stored_names,
+)
+from training.merge.weights import stored_weights
 from training.program.agreement import agreed, checked
 from training.program.model_files import check_positions
 from training.program.phases import phase
 from training.program.shared_folder import check_shared
 from training.program.startup import check_run, leave, run
+
+DATA, PAGE = "comparison.json", "comparison.html"
+OF_FILES = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
+"""What configurations of one architecture may differ in."""
 
 
 def main(args: CompareFlags) -> None:
@@ -85,11 +113,113 @@ def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
     return Comparison(args, models, answering.rewards, prompts, samples)
 
 
+class Answering(Measuring):
+    """Every model's responses to the held-out prompts, scored, with their KL to the first model.
+
+    The first model stays loaded, since it is asked for log-probs of all others' responses. The others take turns:
+    weights of one architecture are put into one engine, each read once; a model of another one gets an engine of its
+    own.
+
+    rewards: names, in the order of the flags.
+    """
+
+    args: CompareFlags
+
+    def __init__(self, args: CompareFlags, held_out: HeldOut, first: Model):
+        super().__init__(args, args.spec_of(first.path), held_out)
+        self.first, self.rewards = first, reward_names(args)
+        tokenizer, rows = held_out.tokenizer, held_out.rows
+        sources: list[RewardSource] = [
+            *(RewardModel(scorer) for scorer in self.scorers),
+            *(function_source(function, given, tokenizer, rows) for given, function in functions_of(args).items()),
+        ]
+        # The score is the first one's; the others are measured beside it.
+        self.reward = CombinedReward({str(place): (one, float(place == 0)) for place, one in enumerate(sources)})
+        self.policy: FrozenModel | None = None
+        self.rollouts: RolloutBackend | None = None
+
+    def samples(self, model: Model) -> tuple[list[str], list[Sample]]:
+        """The prompts, and a model's samples by prompt and then by number, the same on all ranks (all call this).
+
+        Raises: RunStopped for scores or KL that are not finite.
+        """
+        policy = self._policy(model)
+        if self.rollouts is None:
+            self.rollouts = self.rollouts_of(policy, decoding="auto")
+        evaluator = self.evaluator_of(
+            policy,
+            model.path,
+            self.reward,
+            self.rollouts,
+            forward_passes=True,
+            greedy=self.args.greedy,
+            samples=self.args.num_samples_per_prompt,
+        )
+        answers = evaluator.answers(1)
+        samples = [
+            Sample(
+                response=row["response"],
+                scores={name: row[f"reward_{place}"] for place, name in enumerate(self.rewards)},
+                kl=row["kl"],
+                tokens=row["tokens"],
+                ended=ended,
+            )
+            for row, ended in zip(answers.rows, answers.ended, strict=True)
+        ]
+        return [row["prompt"] for row in answers.rows[:: evaluator.samples]], samples
+
+    def _policy(self, model: Model) -> FrozenModel:
+        """An engine with this model's weights."""
+        if model == self.first:
+            return self.reference
+        if self.policy is None or not self._taken(self.policy, model):
+            self.policy = self.rollouts = None
+            for one in (self.reference, *self.scorers):
+                one.copies = None  # which may hold the weights of the engine that goes
+            gc.collect()
+            if on_gpu():
+                torch.cuda.empty_cache()
+            self.policy = self.loaded(model.path, "actor")
+        return self.policy
+
+    def _taken(self, policy: FrozenModel, model: Model) -> bool:
+        """Whether the engine could take this model's weights in place of its own, and has done so."""
+        trusted, module = self.args.trust_remote_code, policy.module.model
+        config = read_config(model.path, model.what, trusted)
+        one, other = (
+            {name: value for name, value in each.to_dict().items() if name not in OF_FILES}
+            for each in (config, module.config)
+        )
+        if one != other or not weights_folder(base_of(model.path, model.what)):
+            return False
+        weights = stored_weights(model.path, model.what, trusted)
+        names = stored_names(module, weights)
+        if names is None or any(weights[names[name]].shape != full_shape(p) for name, p in module.named_parameters()):
+            return False
+        policy.take(lambda name: weights[names[name]])
+        return True
+
+
+def reward_names(args: CompareFlags) -> list[str]:
+    """How each reward is called: by its model's folder, or its function; with a number where another has the name."""
+    found: list[str] = []
+    functions = [re.sub(r"\W", "_", given.rpartition(":")[2]) for given in args.reward_function]
+    for name in [*(Path(path).name for path in args.reward_models), *functions]:
+        same = sum(other == name or other.startswith(f"{name} (") for other in found)
+        found.append(f"{name} ({same + 1})" if same else name)
+    return found
+
+
+def functions_of(args: CompareFlags) -> dict[str, Callable]:
+    """The reward functions, as they are given. Raises: UserError for one that cannot be loaded."""
+    return {given: load_given(given, args) for given in args.reward_function}
+
+
 def report(args: CompareFlags, comparison: Comparison) -> None:
     """Print the table and write the files."""
     folder = Path(args.output_dir)
-    write_json(folder / DATA, comparison)
-    write_page(folder / PAGE, comparison)
+    write_whole(folder / DATA, json.dumps(content(comparison), indent=1, ensure_ascii=False) + "\n")
+    write_whole(folder / PAGE, page(comparison))
     print(f"\n{table(comparison)}\n\n{folder / PAGE} shows it with all responses, {DATA} has all numbers")
 
 

@@ -1,15 +1,15 @@
-"""What was found, as a table for the terminal and as JSON."""
+"""What was found: as a table for the terminal, as JSON, and as one page with all samples to look through."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from html import escape
 
-from engine.whole_files import write_whole
-from training.compare.bootstrap import LEVEL, RESAMPLES, Interval
 from training.compare.flags import CompareFlags
 from training.compare.measures import (
+    LEVEL,
+    RESAMPLES,
+    Interval,
     ModelMeasures,
     N,
     PairMeasures,
@@ -21,12 +21,12 @@ from training.compare.measures import (
     of_pair,
 )
 from training.compare.models import Model
+from training.pages.page import Response, SampleRow, Samples, colour, document, dot, sample_data, sample_section
+from training.pages.page import table as page_table
 from training.reporting.standard_errors import with_error
 
-DATA, PAGE = "comparison.json", "comparison.html"
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Comparison:
     """Models, best first by the first reward, and what was measured of each and of each beside the first one given.
 
@@ -43,17 +43,14 @@ class Comparison:
     pairs: dict[tuple[str, str], PairMeasures] = field(init=False)
 
     def __post_init__(self):
-        each, seed = self.args.num_samples_per_prompt, self.args.seed
-        first = self.samples[self.first]
-        set_once = object.__setattr__
-        set_once(self, "measures", {name: of_model(samples, each) for name, samples in self.samples.items()})
-        pairs = {
-            (name, reward): of_pair(samples, first, reward, each, seed)
+        each, first = self.args.num_samples_per_prompt, self.samples[self.first]
+        self.measures = {name: of_model(samples, each) for name, samples in self.samples.items()}
+        self.pairs = {
+            (name, reward): of_pair(samples, first, reward, each, self.args.seed)
             for name, samples in self.samples.items()
             for reward in self.rewards
             if name != self.first
         }
-        set_once(self, "pairs", pairs)
 
     @property
     def first(self) -> str:
@@ -97,30 +94,45 @@ def table(comparison: Comparison) -> str:
     lines = [f"{n:,} held-out prompts{samples}; ± is one standard error, ranges are 95 % intervals"]
     for reward in comparison.rewards:
         rows = [("", reward, f"wins against {comparison.first}", "", "score less that", "")]
-        rows += [_row(comparison, name, reward) for name in comparison.names]
-        lines += ["", *columns(rows)]
+        for name in comparison.names:
+            score, wins, rate, _, difference, limits = _scores(comparison, name, reward, star=" *", none="  ")
+            rows.append((name, score, wins, rate, difference, limits))
+        lines += ["", *_columns(rows)]
         lines += [f"  {verdict(comparison, name, reward)}" for name in comparison.names if name != comparison.first]
     rows = [("", "KL, nats a response", "nats a token", "tokens", "ended", "repeated", "bigrams")]
-    for name in comparison.names:
-        found = comparison.measures[name]
-        numbers = (told(found.kl), told(found.kl_per_token), told(found.tokens), percent(found.ended.value))
-        rows.append((name, *numbers, percent(found.repetition), f"{found.bigrams:.3f}"))
-    lines += ["", *columns(rows)]
-    lines += ["", f"KL to {comparison.first}: {kl_told(comparison.args)}; repeated: {N}-grams within a response"]
+    rows += [(name, *_other_measures(comparison, name)) for name in comparison.names]
+    lines += ["", *_columns(rows)]
+    lines += ["", f"KL to {comparison.first}: {_kl_told(comparison.args)}; repeated: {N}-grams within a response"]
     return "\n".join(lines)
 
 
-def _row(comparison: Comparison, name: str, reward: str) -> tuple[str, ...]:
-    score = told(comparison.measures[name].scores[reward])
+def _scores(comparison: Comparison, name: str, reward: str, star: str, none: str = "") -> tuple[str, ...]:
+    """A model's mean score; beside the first model how often it wins, the interval of that, wins / ties / losses, the
+    difference of scores, and the interval of that. star: marks an interval that leaves out the value of no difference;
+    none: stands behind others."""
+    score = _told(comparison.measures[name].scores[reward])
     if name == comparison.first:
-        return name, score, "", "", "", ""
+        return score, "", "", "", "", ""
     pair = comparison.pairs[name, reward]
     wins, scores = pair.win_rate, pair.difference
-    rate = f"{percent(wins.low)} to {percent(wins.high)}{star(wins)}"
-    return name, score, percent(wins.value), rate, f"{scores.value:+.3f}", f"{range_told(scores)}{star(scores)}"
+    return (
+        score,
+        _percent(wins.value),
+        f"{_percent(wins.low)} to {_percent(wins.high)}{star if wins.differs else none}",
+        f"{pair.wins:,} / {pair.ties:,} / {pair.losses:,}",
+        f"{scores.value:+.3f}",
+        f"{scores.low:+.3f} to {scores.high:+.3f}{star if scores.differs else none}",
+    )
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def _other_measures(comparison: Comparison, name: str) -> tuple[str, ...]:
+    """KL a response and a token, tokens, share that ended, repetition, bigrams."""
+    found = comparison.measures[name]
+    numbers = (_told(found.kl), _told(found.kl_per_token), _told(found.tokens), _percent(found.ended.value))
+    return (*numbers, _percent(found.repetition), f"{found.bigrams:.3f}")
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table whose first row is its head, the first column to the left and numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -132,27 +144,15 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def told(value: Value) -> str:
-    """A mean with its standard error."""
+def _told(value: Value) -> str:
     return with_error(value.value, value.error)
 
 
-def percent(share: float) -> str:
-    """A share as 12.3 %."""
+def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def range_told(found: Interval) -> str:
-    """The ends of an interval."""
-    return f"{found.low:+.3f} to {found.high:+.3f}"
-
-
-def star(found: Interval) -> str:
-    """What marks an interval that leaves out the value of no difference."""
-    return " *" if found.differs else "  "
-
-
-def kl_told(args: CompareFlags) -> str:
+def _kl_told(args: CompareFlags) -> str:
     """How KL was estimated."""
     if args.greedy:
         return "log-probs of each greedy response by its model minus those by the first, no estimate of a KL"
@@ -166,6 +166,10 @@ def content(comparison: Comparison) -> dict:
         reward: histogram([[sample.scores[reward] for sample in comparison.samples[name]] for name in comparison.names])
         for reward in comparison.rewards
     }
+
+    def interval(found: Interval) -> dict:
+        return {**dataclasses.asdict(found), "differs": found.differs}
+
     return {
         "first": comparison.first,
         "order": comparison.names,
@@ -181,7 +185,7 @@ def content(comparison: Comparison) -> dict:
             "max_answer_seq_len": args.max_answer_seq_len,
             "seed": args.seed,
             "dtype": args.dtype,
-            "kl": kl_told(args),
+            "kl": _kl_told(args),
             "ngram": N,
             "resamples": RESAMPLES,
             "level": LEVEL,
@@ -205,8 +209,8 @@ def content(comparison: Comparison) -> dict:
                 "reward": reward,
                 "verdict": verdict(comparison, name, reward),
                 **dataclasses.asdict(pair),
-                "win_rate": _interval(pair.win_rate),
-                "difference": _interval(pair.difference),
+                "win_rate": interval(pair.win_rate),
+                "difference": interval(pair.difference),
             }
             for (name, reward), pair in comparison.pairs.items()
         ],
@@ -225,10 +229,116 @@ def content(comparison: Comparison) -> dict:
     }
 
 
-def _interval(found: Interval) -> dict:
-    return {**dataclasses.asdict(found), "differs": found.differs}
+def page(comparison: Comparison) -> str:
+    """The whole page."""
+    shown, args, samples = _shown(comparison), comparison.args, _samples(comparison)
+    each = f", {args.num_samples_per_prompt} samples of each" if args.num_samples_per_prompt > 1 else ""
+    drawn = "greedy" if args.greedy else f"temperature {args.temperature:g}, seed {args.seed}"
+    how = f"{len(comparison.prompts):,} held-out prompts{each}; {drawn}; the same random numbers for all models."
+    sections = [_by_reward(comparison, reward) for reward in comparison.rewards]
+    body = "\n".join([*sections, _others(comparison), sample_section(samples)])
+    title = f"{', '.join(shown[1:])} beside {comparison.first}"
+    return document(title, how, body, {"samples": sample_data(samples)}, ["samples.js"])
 
 
-def write_json(path: Path, comparison: Comparison) -> None:
-    """Write everything. Raises: OSError."""
-    write_whole(path, json.dumps(content(comparison), indent=1, ensure_ascii=False) + "\n")
+def _shown(comparison: Comparison) -> list[str]:
+    """The models' names, the first one and then the best ones: columns of samples and colours are in this order."""
+    return [comparison.first, *(name for name in comparison.names if name != comparison.first)]
+
+
+def _dot(comparison: Comparison, name: str) -> str:
+    return dot(name, _shown(comparison).index(name))
+
+
+def _colour(comparison: Comparison, name: str) -> str:
+    return colour(_shown(comparison).index(name))
+
+
+def _by_reward(comparison: Comparison, reward: str) -> str:
+    """What one reward says: sentences, table, win rates, distributions."""
+    verdicts = []
+    for name in _shown(comparison)[1:]:
+        said = verdict(comparison, name, reward)
+        kind = "better" if " is better" in said else "worse" if " is worse" in said else "even"
+        verdicts.append(f'<li class="{kind}">{escape(said)}.</li>')
+    wins = (f"wins against {comparison.first}", "95 % interval", "wins / ties / losses")
+    head = ("", "mean score", *wins, f"score less {comparison.first}'s", "95 % interval")
+    rows = [(_dot(comparison, name), *_scores(comparison, name, reward, star="&nbsp;*")) for name in comparison.names]
+    scores = page_table(head, rows, f"scores by {reward}")
+    return f"""<section>
+<h2>By {escape(reward)}</h2>
+<ul class="verdicts">{"".join(verdicts)}</ul>
+{scores}
+<p class="soft">± is one standard error over prompts. Intervals are paired bootstraps over prompts
+({RESAMPLES:,} resamples). * says that the interval leaves out "no difference".</p>
+<h3>Win rates, with 95 % intervals</h3>
+{_win_rates(comparison, reward)}
+<h3>Scores of all responses</h3>
+{_distributions(comparison, reward)}
+</section>"""
+
+
+def _win_rates(comparison: Comparison, reward: str) -> str:
+    lines = []
+    for name in [name for name in comparison.names if name != comparison.first]:
+        wins = comparison.pairs[name, reward].win_rate
+        low, value, high = (100 * share for share in (wins.low, wins.value, wins.high))
+        said = f"{_percent(wins.value)}, {_percent(wins.low)} to {_percent(wins.high)}"
+        lines.append(
+            f'<div class="name">{_dot(comparison, name)}</div>'
+            f'<div class="track" role="img" aria-label="{escape(name)} wins {said}" '
+            f'style="--c: {_colour(comparison, name)}"><span class="even"></span>'
+            f'<span class="range" style="left: {low:.2f}%; width: {high - low:.2f}%"></span>'
+            f'<span class="value" style="left: {value:.2f}%"></span></div><div class="number">{said}</div>'
+        )
+    axis = '<div class="axis" aria-hidden="true"><span>0 %</span><span>even</span><span>100 %</span></div>'
+    return f'<div class="chart">{"".join(lines)}<div></div>{axis}<div></div></div>'
+
+
+def _distributions(comparison: Comparison, reward: str) -> str:
+    names = comparison.names
+    columns = [[sample.scores[reward] for sample in comparison.samples[name]] for name in names]
+    edges, counts = histogram(columns)
+    most, span = max(map(max, counts)), edges[-1] - edges[0]
+    lines = []
+    for name, column, bins in zip(names, columns, counts, strict=True):
+        mean = comparison.measures[name].scores[reward]
+        bars = "".join(f'<i style="height: {100 * count / most:.1f}%"></i>' for count in bins)
+        said = f"scores of {name}: mean {_told(mean)}, from {min(column):.3f} to {max(column):.3f}"
+        lines.append(
+            f'<div class="name">{_dot(comparison, name)}</div>'
+            f'<div class="bars" role="img" aria-label="{escape(said)}" style="--c: {_colour(comparison, name)}">{bars}'
+            f'<span class="mean" style="left: {100 * (mean.value - edges[0]) / span:.2f}%"></span></div>'
+            f'<div class="number">mean {_told(mean)}</div>'
+        )
+    ends = f'<div class="axis" aria-hidden="true"><span>{edges[0]:.2f}</span><span>{edges[-1]:.2f}</span></div>'
+    return f'<div class="chart">{"".join(lines)}<div></div>{ends}<div></div></div>'
+
+
+def _others(comparison: Comparison) -> str:
+    rows = [(_dot(comparison, name), *_other_measures(comparison, name)) for name in comparison.names]
+    head = ("", "KL, nats a response", "nats a token", "tokens", "ended", "repeated", "distinct bigrams a token")
+    return f"""<section>
+<h2>Distance, length and variety</h2>
+{page_table(head, rows, "KL, length and variety")}
+<p class="soft">KL to {escape(comparison.first)}: {escape(_kl_told(comparison.args))}. Ended: responses that came to an
+end of their own. Repeated: 1 - distinct / all {N}-grams of words within each response. Bigrams: distinct pairs of
+neighbouring words over all responses.</p>
+</section>"""
+
+
+def _samples(comparison: Comparison) -> Samples:
+    shown, each = _shown(comparison), comparison.args.num_samples_per_prompt
+    rows = [
+        SampleRow(prompt, place, number, [_response(comparison, name, place * each + number) for name in shown])
+        for place, prompt in enumerate(comparison.prompts)
+        for number in range(each)
+    ]
+    return Samples(shown, comparison.rewards, each, rows, "comparison.json")
+
+
+def _response(comparison: Comparison, name: str, place: int) -> Response:
+    sample = comparison.samples[name][place]
+    changes = [comparison.change(name, reward, place) for reward in comparison.rewards]
+    scores = [sample.scores[reward] for reward in comparison.rewards]
+    return Response(sample.response, scores, sample.kl, sample.tokens, sample.ended, changes)

@@ -149,8 +149,8 @@ class RunFlags(TokenizerFlags):
     preflight: bool = flag(
         False,
         "look at all nodes of the run, start it with the run's own command: versions, GPUs, memory, disks, models and "
-        "data, clocks, bandwidth and the seconds that a step will communicate for; print a table and which node is at "
-        "fault, and end, with code 0 where none is and 2 where one is",
+        "data, bandwidth; print a table and which node is at fault, and end, with code 0 where none is and 2 where one "
+        "is",
     )
     seed: int = flag(1234, "of data order, fresh weights and sampling")
     dtype: str | None = flag(
@@ -169,13 +169,6 @@ class RunFlags(TokenizerFlags):
         "whether rows go through the models' layers laid end to end, without their padding (packed; auto with flash "
         "attention), or padded to one length",
         choices=PACKING,
-    )
-    by_node: str = flag(
-        "gathers",
-        "on several nodes with as many ranks each, what goes by node, across nodes once and then within each: gathers "
-        "of whole weights, on CPUs ZeRO's own too, by which no bit changes (gathers); on CPUs sums of gradients too, "
-        "which changes them by rounding (all); or nothing",
-        choices=("gathers", "all", "nothing"),
     )
     enable_tensorboard: bool = flag(True, "write curves, tables and histograms for TensorBoard")
     tensorboard_path: str | None = flag(
@@ -208,16 +201,6 @@ class RunFlags(TokenizerFlags):
             raise UserError("--preflight looks at the nodes of a run, and --dry_run at its flags: give one of them.")
         if self.wandb_project is not None and not self.enable_tensorboard:
             raise UserError("--wandb_project needs --enable_tensorboard true: it sends what TensorBoard is given.")
-
-    @classmethod
-    def no_flag(cls, name: str, value: str) -> str | None:
-        """As ProgramFlags has it."""
-        if name == "max_restarts":
-            return (
-                "It stands before the launcher: python -m training.program.restarting --max_restarts "
-                f"{value} deepspeed ... runs the command again after it died."
-            )
-        return None
 
     @property
     def attention(self) -> Attention:

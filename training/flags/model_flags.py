@@ -8,8 +8,7 @@ from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
 from engine.errors import UserError
 from engine.models.adapter_folders import read_adapter
 from engine.models.lora import LoraSpec
-from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
-from engine.zero.limits import refuse_offload_of_roles
+from engine.zero.config import EngineConfig, build_ds_config, refuse_offload_of_roles, stage_of_file
 from training.flags.arguments import REQUIRED, flag
 from training.flags.lora_flags import LEARNING_RATE, RoleLoraFlags
 from training.flags.reference_flags import MOVING, ReferenceFlags

@@ -15,7 +15,6 @@ _OWN = {
     "decoding": ("auto", _OF_COPIES),
     "replicas_between_steps": ("keep", _OF_COPIES),
     "overlap_rewards": (False, _OF_COPIES),
-    "overlap_gather": (False, ("auto", "replica")),
     "inference_tp_size": (None, ("auto", "replica")),
     "vllm_tensor_parallel_size": (1, ("vllm",)),
     "vllm_sampler": ("keyed", ("vllm",)),
@@ -39,19 +38,13 @@ class RolloutFlags(RunFlags):
     decoding: str = flag(
         "auto",
         "how single tokens go through a whole copy: by the model's own code (plain), by a recording of its "
-        "operations (recorded; auto on CPUs), by CUDA graphs of it (graphs; auto on GPUs), or by torch.compile's "
-        "code, with CUDA graphs on GPUs (compiled: after a minute at the start)",
+        "operations (recorded; auto on CPUs), or by CUDA graphs of it (graphs; auto on GPUs)",
         choices=DECODING,
     )
     replicas_between_steps: str = flag(
         "keep",
         "what becomes of the whole copies that responses and experience are made with, while actor and critic train",
         choices=("keep", "free", "host"),
-    )
-    overlap_gather: bool = flag(
-        False,
-        "in the last update of each step train the actor before the critic, and gather its new weights into its whole "
-        "copy while the critic trains; not in fp16, and not where copies do not stay (--replicas_between_steps)",
     )
     inference_tp_size: int | None = flag(
         None,
@@ -77,17 +70,6 @@ class RolloutFlags(RunFlags):
                     f"--{name} {getattr(self, name)} with --rollout_backend {self.rollout_backend}: it is for "
                     f"{', '.join(backends)} alone. Leave it out."
                 )
-        if self.overlap_gather and self.replicas_between_steps != "keep":
-            raise UserError(
-                f"--overlap_gather with --replicas_between_steps {self.replicas_between_steps}: there is no copy to "
-                "gather into while actor and critic train. Leave one of them out."
-            )
-        if self.overlap_gather and self.resolved_dialect()[0].critic_learns_apart:
-            raise UserError(
-                "--overlap_gather: the critic has epochs or mini-batches of its own (critic_epochs, "
-                "critic_mini_batches), which it makes before the actor's, and nothing trains while the actor's copy "
-                "would be filled. Leave it out."
-            )
         self.at_least(1, "vllm_tensor_parallel_size", "inference_tp_size")
         if "RANK" in os.environ:  # not in a program that plans for other machines
             self.check_groups(ranks_of_this_machine())
@@ -104,7 +86,7 @@ class RolloutFlags(RunFlags):
             )
 
     def _validate_decoding(self) -> None:
-        if self.decoding not in ("recorded", "graphs", "compiled"):
+        if self.decoding not in ("recorded", "graphs"):
             return
         if self.replicas_between_steps != "keep":
             raise UserError(

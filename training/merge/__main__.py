@@ -9,6 +9,8 @@
 Writes OUTPUT_DIR/frontier.json, frontier.png, samples/scale_S.jsonl, and model/ where --scale or --max_kl chooses one.
 """
 
+import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -17,14 +19,22 @@ import training.program.import_errors  # noqa: F401  before what may not be ther
 from engine import distributed
 from engine.errors import RunStopped
 from engine.models.checking import check_policy
+from engine.whole_files import write_whole
 from training.flags.user_function import load_function
-from training.measuring import check_answering, check_scoring, read_held_out
+from training.measuring import check_answering, check_same_tokens, check_scoring, read_held_out
 from training.merge.flags import MergeFlags
-from training.merge.frontier import Measuring, Point, best_within
-from training.merge.report import PICTURE, TABLE, draw, table, write_points
-from training.merge.same_kind import SFT, TRAINED, check_change, check_paths, check_tokenizers, check_weights
-from training.merge.saving import MODEL, save_merged
-from training.merge.weights import MergedWeights, stored_weights
+from training.merge.frontier import Frontier, Point, best_within, draw, table
+from training.merge.weights import (
+    MODEL,
+    SFT,
+    TRAINED,
+    MergedWeights,
+    check_change,
+    check_paths,
+    check_weights,
+    save_merged,
+    stored_weights,
+)
 from training.program.agreement import agreed, checked
 from training.program.phases import phase
 from training.program.shared_folder import check_shared
@@ -51,7 +61,9 @@ def check(args: MergeFlags) -> None:
     check_paths(sft, args.trained_model_name_or_path)
     for name, path in ((SFT, sft), *((TRAINED, path) for path in args.trained_model_name_or_path)):
         check_policy(path, name, trusted)
-    check_tokenizers(sft, args.trained_model_name_or_path, trusted)
+    for path in args.trained_model_name_or_path:
+        why = "Only models that were trained from one model can be merged."
+        check_same_tokens((SFT, sft), (TRAINED, path), why, trusted)
     if not args.data_path:
         return
     check_answering(args, sft, SFT)
@@ -80,18 +92,19 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
         tokenizer = args.read_tokenizer(args.sft_model_name_or_path, SFT)
         held_out = agreed(lambda: read_held_out(args, tokenizer, args.known_texts_path))
     with phase("loading models"):
-        measuring = Measuring(args, held_out)
+        frontier = Frontier(args, held_out)
     points, folder = [], Path(args.output_dir)
     for scale in args.measured_scales:
         with phase("evaluating"):
-            point, rows = measuring.at(MergedWeights(sft, trained, scale, args.method))
+            point, rows = frontier.at(MergedWeights(sft, trained, scale, args.method))
         points.append(point)
         write_rows(folder / "samples" / f"scale_{scale:g}.jsonl", rows)
         if distributed.is_main():
             print(f"scale {scale:g}: score {point.score:.3f}, KL {point.kl:.2f} nats a response", flush=True)
-            write_points(folder / TABLE, points, source(args))
+            found = {**source(args), "points": [dataclasses.asdict(point) for point in points]}
+            write_whole(folder / "frontier.json", json.dumps(found, indent=2) + "\n")
     if distributed.is_main():
-        draw(points, folder / PICTURE)
+        draw(points, folder / "frontier.png")
     return points
 
 

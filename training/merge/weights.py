@@ -1,4 +1,4 @@
-"""Weights of models' folders by name, and what is merged of them, each computed when it is asked for.
+"""Merged weights: read from models' folders by name, checked to be of one kind, computed as they are asked for, saved.
 
     merged = MergedWeights(stored_weights("sft", "--sft"), [stored_weights("run1/actor", "--trained")], scale=1.3)
     merged["model.embed_tokens.weight"]
@@ -6,12 +6,17 @@
 No more than one tensor of each model is in memory at a time, in float32.
 """
 
+import json
+import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from engine.algo.weight_changes import METHODS
@@ -20,12 +25,24 @@ from engine.lazy import Lazy
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.adapters import update
 from engine.models.classes import LANGUAGE_MODEL, model_class
+from engine.models.fit import listed
 from engine.models.merging import merged
 from engine.models.on_disk import tensors_of
-from engine.models.places import base_of
+from engine.models.places import base_of, same_model
 from engine.models.reading import read_config
+from engine.models.saving import save_tokenizer
 from engine.models.weight_files import headers, stored_name, weight_files, weights_folder
 from engine.safetensors_files import file_order
+from engine.whole_files import PARTIAL, sync_tree
+from training.reporting.model_card import add_merge_card
+from training.restarts.export import write_weights
+
+SFT, TRAINED = "--sft_model_name_or_path", "--trained_model_name_or_path"
+TIED_HEADS = ("lm_head.weight", "embed_out.weight")
+"""Output heads that some files hold beside the embedding that they are tied to."""
+MODEL, NOTE = "model", "merged_from.json"
+BESIDE = ("config.json", "generation_config.json", "*.py")
+"""What a folder needs beside weights and tokenizer: the SFT model's."""
 
 
 class MergedWeights(Mapping[str, Tensor]):
@@ -128,3 +145,103 @@ def _with_adapter(stored: dict[str, Tensor], adapter: AdapterFolder, trust_remot
 def _fill_merged(matrix: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool, target: Tensor) -> None:
     whole = torch.empty(matrix.shape, dtype=matrix.dtype).copy_(matrix)
     target.copy_(merged(whole, update(a.float(), b.float(), scaling, transposed)))
+
+
+def check_paths(sft: str, trained: Sequence[str]) -> None:
+    """Raise UserError where a model is named twice."""
+    for index, path in enumerate(trained):
+        if same_model(path, sft):
+            raise UserError(f"{TRAINED} {path}: that is the SFT model itself, from which it differs in nothing.")
+        twice = next((other for other in trained[:index] if same_model(path, other)), None)
+        if twice is not None:
+            raise UserError(f"{TRAINED} {twice} {path}: one model is given twice. Give each once.")
+
+
+def check_weights(
+    sft: tuple[str, dict[str, Tensor]],
+    trained: Sequence[tuple[str, dict[str, Tensor]]],
+    trust_remote_code: bool = False,
+) -> None:
+    """Raise UserError unless all models have weights of the same names and shapes; each is (path, weights).
+
+    Output heads that are the embedding, which some files hold beside it, are taken out.
+    """
+    path, own = sft
+    if getattr(read_config(path, SFT, trust_remote_code), "tie_word_embeddings", False):
+        for _, weights in (sft, *trained):
+            for name in [name for name in weights if name.endswith(TIED_HEADS) and _is_copy(name, weights)]:
+                del weights[name]
+    for other_path, other in trained:
+        missing, added = own.keys() - other.keys(), other.keys() - own.keys()
+        if missing or added:
+            what = [f"it lacks {listed(sorted(missing))}"] if missing else []
+            what += [f"it has {listed(sorted(added))} beside them"] if added else []
+            raise UserError(
+                f"{TRAINED} {other_path}: its weights are not those of {SFT} {path} ({'; '.join(what)}). Give models "
+                "that were trained from that one, all written by save_pretrained."
+            )
+        for name in own:
+            if own[name].shape != other[name].shape:
+                raise UserError(
+                    f"{TRAINED} {other_path}: {name} is {_shape(other[name])} there and {_shape(own[name])} in {SFT} "
+                    f"{path}. Only models that were trained from one model can be merged."
+                )
+
+
+def check_change(sft: Mapping[str, Tensor], trained: Sequence[tuple[str, Mapping[str, Tensor]]]) -> None:
+    """Raise UserError where a trained model has all weights of the SFT model (whose first differing one ends this)."""
+    for path, weights in trained:
+        if all((weights[name] == own).all() for name, own in sft.items()):
+            raise UserError(f"{TRAINED} {path}: all its weights are those of the SFT model. Give a trained model.")
+
+
+def _is_copy(head: str, weights: Mapping[str, Tensor]) -> bool:
+    """Whether a weight has the numbers of another one of its shape in the same files."""
+    own = weights[head]
+    return any(name != head and other.shape == own.shape and (other == own).all() for name, other in weights.items())
+
+
+def _shape(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape)) or "one number"
+
+
+def save_merged(
+    weights: MergedWeights,
+    sft: str,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    source: Mapping[str, object],
+    max_shard_size: str,
+    trust_remote_code: bool = False,
+) -> Path:
+    """Write the model to `folder`, which must not be there; it is there whole or not at all. Returns the folder.
+
+    sft: the SFT model's path, whose configuration it gets. tokenizer: that model's. source: what stands in the note.
+    Raises: UserError where the folder is there, or cannot be written.
+    """
+    if folder.exists():
+        raise UserError(f"{folder} is there already. Move it away, or give another --output_dir.")
+    stored = weights_folder(base_of(sft, SFT))
+    assert stored is not None, "stored_weights has looked"
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
+    try:
+        partial.mkdir(parents=True)
+        write_weights(weights, max_shard_size, partial)
+        for pattern in BESIDE:
+            for file in stored.glob(pattern):
+                shutil.copyfile(file, partial / file.name)
+        if not getattr(read_config(sft, SFT, trust_remote_code), "tie_word_embeddings", False):
+            config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+            if config.get("tie_word_embeddings", True):  # whatever was copied: the weights have a head of their own
+                text = json.dumps(config | {"tie_word_embeddings": False}, indent=2) + "\n"
+                (partial / "config.json").write_text(text, encoding="utf-8")
+        save_tokenizer(tokenizer, partial)
+        (partial / NOTE).write_text(json.dumps(dict(source), indent=2) + "\n", encoding="utf-8")
+        add_merge_card(partial, source)
+        sync_tree(partial)
+        partial.rename(folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}). Make room, or give another folder.") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder

@@ -45,7 +45,7 @@ def document(title: str, intro: str, body: str, data: Mapping[str, object], scri
     )
     style, *codes = ((HERE / name).read_text(encoding="utf-8") for name in ("style.css", *scripts))
     code = "".join(f"<script>{each}</script>" for each in codes)
-    policy = POLICY.format(scripts=" ".join(map(_hash, codes)) or "'none'", style=_hash(style))
+    policy = POLICY.format(scripts=" ".join(map(sha256, codes)) or "'none'", style=sha256(style))
     text = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -71,8 +71,8 @@ def document(title: str, intro: str, body: str, data: Mapping[str, object], scri
     return LONE_SURROGATES.sub("\ufffd", text)
 
 
-def _hash(text: str) -> str:
-    """How a policy names what an element may hold."""
+def sha256(text: str) -> str:
+    """How a policy names what a script or style element may hold."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

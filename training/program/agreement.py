@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from engine.errors import SharedError, UserError
 from training.data.handover import Found, recorded, repeated
-from training.program.hosts import first_of, from_here
+from training.program.joining import first_of, from_here
 
 Result = TypeVar("Result")
 
@@ -36,7 +36,7 @@ def agreed(load: Callable[[], Result]) -> Result:
 
     For what every rank reads for itself: a file that one node lacks ends the run on all, with its message and its
     name. One rank of each node goes first; the others take over what it has found of data sets, with the tables that it
-    has put into the cache. They wait for as long as it takes: a rank that dies meanwhile ends the run (roll_call.py).
+    has put into the cache. They wait for as long as it takes: a rank that dies meanwhile ends the run (heartbeats.py).
     """
     from engine import distributed
 

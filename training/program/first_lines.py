@@ -2,7 +2,6 @@
 
 from engine import distributed
 from engine.algorithms import NOTES, Dialect
-from engine.algorithms.scores import ScoreRules
 from engine.reward.combined import sum_in_words
 from training.flags.reward_functions import score_parts
 from training.flags.rlhf_arguments import RLHFFlags
@@ -36,8 +35,8 @@ def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
     """What the score is made of and what is done to it before it enters the rewards; and a warning where the critic
     starts from a reward model that the score does not use."""
     terms = [(part.what, part.weight) for part in score_parts(args)]
-    rules = ScoreRules(dialect, args.max_answer_seq_len, None).in_words
-    lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *rules])}"]
+    changes = _score_changes(dialect, args.max_answer_seq_len)
+    lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *changes])}"]
     critic = args.critic_model_name_or_path
     if critic is not None and args.reward_path is None and not is_pretrained_critic(critic):
         lines.append(
@@ -45,6 +44,26 @@ def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
             f"half, give {args.half_by_model}"
         )
     return lines
+
+
+def _score_changes(dialect: Dialect, longest: int) -> list[str]:
+    """What `Algorithm.process_scores` does to a score, in its order. longest: tokens that a response may have."""
+    scaled = {
+        "none": "",
+        "running": "divided by the standard deviation of all scores so far",
+        "first_batch": "divided by the standard deviation of the first batch's scores",
+    }[dialect.score_scaling]
+    completed = {
+        "none": "",
+        "replace": f"replaced by {dialect.missing_end_value:g} where a response has no end",
+        "subtract": f"less {dialect.missing_end_value:g} where a response has no end",
+    }[dialect.missing_end]
+    clipped = f"clipped at {dialect.score_clip:g}" if dialect.score_clip is not None else ""
+    changes = [scaled, completed, clipped] if dialect.score_order == "scale_clip" else [clipped, scaled, completed]
+    if dialect.overlong_buffer:
+        most, buffer = dialect.overlong_penalty, dialect.overlong_buffer
+        changes.append(f"less up to {most:g} in the last {buffer:.0%} of {longest} tokens")
+    return [change for change in changes if change]
 
 
 def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:

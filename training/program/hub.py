@@ -1,8 +1,7 @@
 """The trained model on the Hugging Face Hub: what can be looked at before a run, and the upload behind its end.
 
 An upload that fails costs nothing: the model is saved by then, and the run's exit code stays 0, since the same command
-need not be run again for it, as code 1 would have `training.program.restarting` do. The command that tries again stands
-in the warning.
+need not be run again for it, as code 1 would have schedulers do. The command that tries again stands in the warning.
 """
 
 import contextlib
@@ -19,9 +18,9 @@ from engine import distributed
 from engine.errors import UserError
 from engine.models.places import ADAPTER_CONFIG, is_adapter, one_line
 from training.flags.hub_flags import HubFlags
+from training.program.output_folder import WRITTEN_FILE, Written
 from training.program.phases import phase
-from training.program.written import WRITTEN_FILE, Written
-from training.reporting.hub_names import is_hub_name
+from training.reporting.model_card import is_hub_name
 
 UPLOADED = ("actor", "actor_adapter", ".", "adapter")
 """The folder that is uploaded: the first of these that was saved, the whole model before the adapter."""

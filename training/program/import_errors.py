@@ -6,6 +6,7 @@ message that names the host. `training.program.startup.run` sees to errors that 
 this host nothing is needed but torch and numpy, without which the launchers end by themselves.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -13,9 +14,8 @@ import traceback
 from types import TracebackType
 
 from engine.errors import UserError
-from training.program import slurm
-from training.program.error_file import write_error_file
-from training.program.hosts import on_several_hosts
+from training.program.environment import of_srun, on_several_hosts
+from training.program.terminal import print_line, write_error_file
 
 
 def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -24,41 +24,34 @@ def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: Trace
     For sys.excepthook.
     """
     try:
-        environment = {**os.environ, **slurm.as_launched(os.environ)}
+        environment = {**os.environ, **of_srun(os.environ)}
     except UserError:
         environment = dict(os.environ)
     if issubclass(kind, KeyboardInterrupt):
         if environment.get("RANK", "0") == "0":
-            print("Ctrl-C (SIGINT): ended before the run began; nothing is lost.", file=sys.stderr, flush=True)
+            print_line("Ctrl-C (SIGINT): ended before the run began; nothing is lost.")
         os._exit(75)
     if not on_several_hosts(environment) or not issubclass(kind, Exception):
         _before(kind, error, trace)
         return
     place = traceback.extract_tb(trace)[-1]
     text = f"{kind.__name__}: {' '.join(str(error).split())} ({place.filename}, line {place.lineno})"
-    _tell(
+    message = (
         f"error: on {socket.gethostname()}: the program cannot begin: {text}. All hosts need the same environment and "
-        "the same version of this project: install them there anew.",
-        environment,
+        "the same version of this project: install them there anew."
     )
-    sys.stdout.flush()
-    os._exit(2)
-
-
-def _tell(message: str, environment: dict[str, str]) -> None:
-    """Have the message printed once, by rank 0 where it is reached."""
     write_error_file(message)
-    first = environment["RANK"] == "0"
-    if first:
-        print(message, file=sys.stderr, flush=True)
-    try:
+    printed = environment["RANK"] == "0"
+    if printed:
+        print_line(message)
+    with contextlib.suppress(ImportError):
         from training.program.joining import MeetingPoint  # which needs torch
 
-        printed = MeetingPoint(environment).announce(message, 2)
-    except ImportError:
-        printed = False
-    if not first and not printed:
-        print(message, file=sys.stderr, flush=True)
+        printed = MeetingPoint(environment).announce(message, 2) or printed  # by rank 0, where it is reached
+    if not printed:
+        print_line(message)
+    sys.stdout.flush()
+    os._exit(2)
 
 
 _before, sys.excepthook = sys.excepthook, tell_all_hosts

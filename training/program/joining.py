@@ -1,7 +1,7 @@
-"""A rank that fails before the process group stands, and the others, which wait there for all ranks to come.
+"""Ranks before their process group stands: where they meet, and what those hear that wait for one that fails.
 
-They meet at a key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 serves, or torchrun. Whoever cannot join says
-why there, the watch threads of the others look for that every few seconds, and rank 0 prints it.
+Ranks meet at a key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 serves, or torchrun. A rank that cannot join
+says why there, the watch threads of the others look for that every few seconds, and rank 0 prints it.
 """
 
 import contextlib
@@ -9,17 +9,50 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from engine import distributed
-from training.program.environment import AGENTS_STORE
-from training.program.roll_call import USER_ERROR
+from training.program.environment import AGENTS_STORE, on_several_hosts
 
-NAMES = ("failed", "printed", "heard")
 LOOK_EVERY = 5.0  # seconds; with a connection of its own each time, which rank 0 need not hold for every rank
 PATIENCE = 30.0  # seconds; the imports of others may take longer than this rank's
 BETWEEN, LINGER = 0.2, 1.0  # seconds between looks of one who waits, and for which rank 0 then goes on serving
-START = "TORCHELASTIC_RESTART_COUNT"  # torchrun keeps the store when it starts the ranks anew
+USER_ERROR = 2  # the exit code of a mistake of the user's
+
+
+def from_here(message: str) -> str:
+    """The message with this host's name, where there are others: "on gpu07: there is no folder X"."""
+    return f"on {socket.gethostname()}: {message}" if on_several_hosts() else message
+
+
+def first_of(messages: Sequence[str | None], hosts: Sequence[str]) -> str | None:
+    """The first rank's message that is one, with the names of the hosts that have it, unless all have; None without.
+
+    messages, hosts: of each rank.
+    """
+    first = next((message for message in messages if message is not None), None)
+    if first is None:
+        return None
+    having = list(dict.fromkeys(host for host, message in zip(hosts, messages, strict=True) if message == first))
+    return first if len(having) == len(set(hosts)) else f"on {', '.join(having)}: {first}"
+
+
+def start_key(name: str, environment: Mapping[str, str]) -> str:
+    """A key of this start of the ranks: torchrun keeps the store when it starts them anew."""
+    return f"four_engine_rlhf/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
+
+
+def open_store(environment: Mapping[str, str], serve: bool = False, seconds: float = 5.0):
+    """torch's store where the ranks meet. serve: be rank 0, which holds it unless torchrun does. seconds: after which
+    it does not answer any more.
+
+    Raises: OSError or RuntimeError where nobody serves it; RuntimeError where this process cannot.
+    """
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    serve = serve and environment.get(AGENTS_STORE) != "True"
+    if not serve:
+        socket.create_connection((host, port), timeout=1.0).close()  # torch warns of each try that fails
+    return distributed.key_value_store(host, port, serve, seconds)
 
 
 class MeetingPoint:
@@ -30,8 +63,10 @@ class MeetingPoint:
 
     def __init__(self, environment: Mapping[str, str] = os.environ):
         self._environment = environment
-        start = environment.get(START, "0")
-        self._failed, self._printed, self._heard = (f"four_engine_rlhf/{start}/{name}" for name in NAMES)
+        self._rank, self._world = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        self._failed, self._printed, self._heard = (
+            start_key(name, environment) for name in ("failed", "printed", "heard")
+        )
         self._next_look = time.monotonic() + LOOK_EVERY
 
     def failure(self) -> tuple[str, int] | None:
@@ -43,7 +78,7 @@ class MeetingPoint:
             return None
         self._next_look = time.monotonic() + LOOK_EVERY
         try:
-            store = self._store()
+            store = open_store(self._environment)
             if not store.check([self._failed]):
                 return None
             message, code = json.loads(store.get(self._failed))
@@ -57,7 +92,7 @@ class MeetingPoint:
         but not for longer than they take for a look or two."""
         deadline = time.monotonic() + 2 * LOOK_EVERY
         with contextlib.suppress(OSError, RuntimeError):
-            store = self._store()
+            store = open_store(self._environment)
             store.set(self._printed, "")
             while time.monotonic() < deadline and store.add(self._heard, 0) < self._world:
                 time.sleep(BETWEEN)
@@ -72,7 +107,7 @@ class MeetingPoint:
         store, said, deadline = None, False, time.monotonic() + PATIENCE
         while self._world > 1 and time.monotonic() < deadline:
             try:
-                store = store or self._store(serve=self._serves)
+                store = store or open_store(self._environment, serve=self._rank == 0)
                 if not said:
                     if not store.check([self._failed]):
                         store.set(self._failed, json.dumps([message, code]))
@@ -89,21 +124,3 @@ class MeetingPoint:
                 store = None
             time.sleep(BETWEEN)
         return False
-
-    @property
-    def _rank(self) -> int:
-        return int(self._environment.get("RANK", 0))
-
-    @property
-    def _world(self) -> int:
-        return int(self._environment.get("WORLD_SIZE", 1))
-
-    @property
-    def _serves(self) -> bool:
-        return self._rank == 0 and self._environment.get(AGENTS_STORE) != "True"
-
-    def _store(self, serve: bool = False):
-        host, port = self._environment["MASTER_ADDR"], int(self._environment["MASTER_PORT"])
-        if not serve:
-            socket.create_connection((host, port), timeout=1.0).close()  # torch warns of each try that fails
-        return distributed.key_value_store(host, port, serve)

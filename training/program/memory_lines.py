@@ -1,6 +1,7 @@
-"""What a run would take of memory: the workload that flags describe, this machine, and the table."""
+"""What a run would take of memory: the workload that flags describe, this machine, the table; and what it took."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 import torch
@@ -11,12 +12,15 @@ from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.memory import Cluster, MemoryPlan, Workload
 from engine.memory.changes import Setting, what_fits
-from engine.memory.one_model import OneModel, plan_one_model
-from engine.memory.table import table, verdict
+from engine.memory.copies import UNPLANNED
+from engine.memory.memory_plan import gb, table, verdict
+from engine.memory.planning import OneModel, plan_one_model
+from engine.rollout import ROLLOUT_BACKENDS
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from training.flags.arguments import RunFlags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import RewardFlags, SupervisedFlags
+from training.reporting.phase_memory import phase_memory
 
 
 def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
@@ -36,7 +40,6 @@ def workload(args: RLHFFlags, dialect: Dialect) -> Workload:
         parts=args.vllm_tensor_parallel_size,
         group=args.inference_tp_size,
         evaluated=args.num_eval_prompts,
-        overlap_gather=args.overlap_gather,
     )
 
 
@@ -55,12 +58,53 @@ def setting_here(args: RLHFFlags, dialect: Dialect) -> Setting:
 
 def training_bytes(args: RLHFFlags, dialect: Dialect) -> int | str:
     """What training takes of a rank's memory beyond the loaded engines, as `build_rollouts` asks; or why that is not
-    known. Nothing in the planning can end the run."""
+    known, as on CPUs, where nothing is planned in a run. Nothing in the planning can end the run."""
+    if not on_gpu():
+        return UNPLANNED
     try:
         with torch.random.fork_rng(devices=[]):  # the run draws as it would without
             return setting_here(args, dialect).planned().training
     except Exception as error:  # whatever it is, the run can do without
         return f"what training takes is not known ({' '.join(str(error).split()) or type(error).__name__})"
+
+
+@contextlib.contextmanager
+def memory_compared(args: RLHFFlags, dialect: Dialect, resumed: bool, say: Callable[[str], None]) -> Iterator[None]:
+    """Count the phases of the step within on the main rank's GPU, and say a line of planned and measured bytes.
+
+    resumed: whether Adam has its moments before the step. Nothing in the planning can end the run. On CPUs, which count
+    no peaks, nothing is counted or planned.
+    """
+    if not distributed.is_main() or not on_gpu():
+        yield
+        return
+    phase_memory.counting = True
+    try:
+        yield
+    finally:
+        phase_memory.counting = False
+    say(comparison(args, phase_memory.bytes, lambda: setting_here(args, dialect).planned(), resumed))
+
+
+def comparison(args: RLHFFlags, measured: dict[str, int], make: Callable[[], MemoryPlan], resumed: bool) -> str:
+    """The line: GB of a GPU at each phase's peak. measured: bytes by the step's phases."""
+    names = {"generate": "generate", "make_experience": "experience", "train": "train"}  # of phases, and the plan's
+    counted = {names[phase]: size for phase, size in measured.items() if phase in names}
+    try:
+        if ROLLOUT_BACKENDS[args.rollout_backend] is not None:
+            raise UserError(f"--rollout_backend {args.rollout_backend} is your own")
+        with torch.random.fork_rng(devices=[]):  # the run draws as it would without
+            plan = make()
+    except Exception as error:  # whatever it is, the run has what it needs
+        why = " ".join(str(error).split()) or type(error).__name__
+        figures = ", ".join(f"{phase} {gb(size)}" for phase, size in counted.items())
+        return f"memory, measured GB of rank 0 at each phase's peak: {figures}; not planned: {why}"
+    planned = {phase: plan.peak_of(phase).device.total for phase in counted}
+    if not resumed:  # Adam has no moments before the first step trains
+        planned |= {phase: size - plan.adam for phase, size in planned.items() if phase != "train"}
+    figures = ", ".join(f"{phase} {gb(planned[phase])} / {gb(size)}" for phase, size in counted.items())
+    beyond = "; --reward_function's own is in what is measured alone" if args.reward_function else ""
+    return f"memory, planned / measured GB of rank 0 at each phase's peak: {figures}{beyond}"
 
 
 def memory_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:

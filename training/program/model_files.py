@@ -3,7 +3,12 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+from transformers import GenerationConfig
+
 from engine.errors import UserError
+from engine.models.places import base_of, one_line
+from engine.models.reading import read_config
+from training.data.tokens import stop_token_ids
 from training.flags.arguments import RunFlags
 
 
@@ -12,25 +17,17 @@ def generation_stops(path: str, tokenizer, trust_remote_code: bool = False) -> t
 
     Raises: UserError where that is broken.
     """
-    from transformers import GenerationConfig
-
-    from engine.models.places import base_of, one_line
-    from engine.models.reading import read_config
-    from training.data.tokens import stop_token_ids
-
     path = base_of(path, "model")
     try:
         generation = GenerationConfig.from_pretrained(path)
-    except OSError as error:
-        if (Path(path) / "generation_config.json").is_file():
-            raise UserError(
-                f"{path}/generation_config.json is broken ({one_line(error)}). Mend or remove it."
-            ) from None
-        generation = None
     except Exception as error:  # whatever wrong values lead transformers to
-        raise UserError(
-            f"{path}/generation_config.json is broken ({type(error).__name__}: {one_line(error)}). Mend or remove it."
-        ) from None
+        if isinstance(error, OSError) and not (Path(path) / "generation_config.json").is_file():
+            generation = None
+        else:
+            raise UserError(
+                f"{path}/generation_config.json is broken ({type(error).__name__}: {one_line(error)}). Mend or remove "
+                "it."
+            ) from None
     return tuple(stop_token_ids(tokenizer, generation, read_config(path, "model", trust_remote_code)))
 
 
@@ -53,8 +50,6 @@ def most_tokens(args: RunFlags, models: Iterable[str | None], beside: int = 0) -
 
     None where there is no model, or none has a number of positions. Raises UserError for a model that is none.
     """
-    from engine.models.reading import read_config
-
     here = [path for path in models if path is not None and args.looks_at(path)]
     counts = [_positions(read_config(path, "model", args.trust_remote_code)) for path in here]
     known = [count for count in counts if count is not None]
@@ -68,8 +63,6 @@ def _positions(config) -> int | None:
 def model_notes(args: RunFlags, *flags: str) -> list[str]:
     """What a run makes of settings in a config.json that change training or scores elsewhere: a line of each, with the
     flags, of these, that give such models."""
-    from engine.models.reading import read_config
-
     notes: dict[str, list[str]] = {}
     for flag in flags:
         path = getattr(args, flag)

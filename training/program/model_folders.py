@@ -6,7 +6,6 @@ model.complete, and linked from there file by file. A kill in between leaves eit
 whole, and the output folder without a config.json, so that no mixture can be loaded.
 """
 
-import contextlib
 import errno
 import os
 import shutil
@@ -24,16 +23,14 @@ from engine.errors import RunStopped
 from engine.host_memory import freed_memory_given_back
 from engine.models.merging import adapter_holds_all, adapter_state, merged_state
 from engine.models.saving import save_adapter, save_model
-from engine.whole_files import OLD, PARTIAL, exchange, remove_folder, restored, sync, sync_tree
+from engine.whole_files import PARTIAL, exchange, remove_folder, sync_tree
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel, lent_state
-from training.program import written
-from training.program.cards import CARD, add_card, is_edited
+from training.program import output_folder
 from training.program.unwritten import going_on, note, reason_of
-from training.program.written import MODEL_FOLDERS, Written
+from training.reporting.model_card import CARD, add_card, is_edited
 from training.reporting.run_record import RUN_FILE, record_models
 
-COMPLETE = "model.complete"
 ROOM = 1.1  # of the disk's free space to the size of merged models that are to be written without being asked for
 PATIENCE, INTERVAL = 600.0, 10.0  # seconds that a save waits for space, and between two tries
 
@@ -176,7 +173,7 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
         output_dir.mkdir(parents=True, exist_ok=True)
         _written(write, partial)
         files = [path.name for path in partial.iterdir()]
-        before = written.list_model(output_dir, name, files)
+        before = output_folder.list_model(output_dir, name, files)
         if is_edited(output_dir / name / CARD):  # it is the user's by now
             before = [file for file in before if file != CARD]
     except OSError:
@@ -185,37 +182,14 @@ def _replace(write: Callable[[Path], None], output_dir: Path, name: str) -> None
     if name == ".":
         for file in set(files) - set(before):
             if (output_dir / file).exists():
-                (output_dir / file).rename(written.kept_place(output_dir / file))
-        partial.replace(output_dir / COMPLETE)
-        _link_complete(output_dir)
+                (output_dir / file).rename(output_folder.kept_place(output_dir / file))
+        partial.replace(output_dir / output_folder.COMPLETE)
+        output_folder.link_complete(output_dir)
     else:
         old = exchange(partial, output_dir / name)
         if old is not None:
             _keep_others(old, output_dir / name, before)
-    written.list_model(output_dir, name, files, only=True)
-
-
-def _link_complete(output_dir: Path) -> None:
-    """Make the files of model.complete the model of the output folder itself, and remove it."""
-    complete = output_dir / COMPLETE
-    (output_dir / "config.json").unlink(missing_ok=True)  # from here to the end nothing there can be loaded
-    files = [path for path in complete.iterdir() if path.is_file() and not path.is_symlink()]
-    others = Written.read(output_dir).model_files(["."]) - {Path(path.name) for path in files}
-    written.remove_files(output_dir, others)
-    for file in sorted(files, key=lambda path: path.name == "config.json"):
-        link = output_dir / f"{file.name}.tmp"
-        link.unlink(missing_ok=True)
-        try:
-            os.link(file, link)
-        except OSError:  # a file system without hard links
-            shutil.copyfile(file, link)
-            sync(link)
-        link.replace(output_dir / file.name)
-    sync(output_dir)
-    rest = output_dir / f"model{PARTIAL}"  # at once: a folder that is removed is not whole any more
-    remove_folder(rest)
-    complete.replace(rest)
-    shutil.rmtree(rest)
+    output_folder.list_model(output_dir, name, files, only=True)
 
 
 def _keep_others(old: Path, place: Path, ours: list[str]) -> None:
@@ -223,7 +197,7 @@ def _keep_others(old: Path, place: Path, ours: list[str]) -> None:
     for path in list(old.iterdir()):
         if path.name not in ours:
             target = place / path.name
-            path.rename(written.kept_place(target) if os.path.lexists(target) else target)
+            path.rename(output_folder.kept_place(target) if os.path.lexists(target) else target)
     shutil.rmtree(old)
 
 
@@ -238,25 +212,6 @@ def finish(output_dir: Path, saved: dict[str, Path], step: int, kept: Iterable[s
         return
     if all(place == output_dir / name for name, place in saved.items()):
         with going_on(output_dir):
-            written.remove_other_models(output_dir, {*saved, *kept})
+            output_folder.remove_other_models(output_dir, {*saved, *kept})
     with going_on(output_dir / RUN_FILE):
         record_models(output_dir, saved, step)
-
-
-def finish_interrupted(output_dir: Path) -> None:
-    """Put in order what a kill within `save` has left: a whole model gets its place, the rest of others is removed.
-
-    Raises: OSError.
-    """
-    complete = output_dir / COMPLETE
-    if complete.is_symlink():
-        complete.unlink()
-    elif complete.is_dir():
-        _link_complete(output_dir)
-    for name in MODEL_FOLDERS:
-        place = output_dir / ("model" if name == "." else name)
-        with contextlib.suppress(OSError):
-            restored(place)
-        for ending in (PARTIAL, OLD):
-            with contextlib.suppress(OSError):
-                remove_folder(place.with_name(place.name + ending))

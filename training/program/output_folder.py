@@ -1,24 +1,65 @@
-"""The folder of a run: whose it may be, what is removed from it, where TensorBoard's files and the metrics go."""
+"""The folder of a run: whose it may be, the list of what this program wrote there, and what is removed from it.
 
+OUTPUT_DIR/written.json names each file before it is made, so that a kill in between leaves nothing that is not listed:
+
+    files       names relative to the folder, with * and ? as in a shell; "samples/after.jsonl"
+    models      a model's folder ("." for the output folder itself) and the files that are the model in it
+
+--overwrite_output_dir removes what is listed, and nothing else. Rank 0 alone keeps the list. What is not in it is
+somebody else's and stays, also within folders of the program's.
+
+The folder, its list too, may be a stranger's: what is removed is found in the folder, not behind links, and then looked
+up in the list; no path is made of a name that stands there.
+"""
+
+import contextlib
+import fnmatch
+import json
 import os
+import re
+import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine import distributed
 from engine.errors import UserError
+from engine.files import read_text
+from engine.json_objects import parsed
 from engine.models.places import base_of, is_adapter
+from engine.whole_files import OLD, PARTIAL, remove_folder, restored, sync, write_whole
 from training.flags.arguments import RunFlags
-from training.program import output_lock, written
+from training.program import output_lock
 from training.program.agreement import checked
 from training.program.output_lock import LOCK_FILE
 from training.program.unwritten import reason_of
 from training.reporting.metrics_file import METRICS_FILE
+from training.reporting.profiling import PROFILE
 from training.reporting.run_record import RUN_FILE
+from training.reporting.sinks import MetricWriter
 from training.reporting.views import View
-from training.restarts.layout import AUTO, CHECKPOINTS, points_in
+from training.restarts.layout import AUTO, CHECKPOINTS, MANIFEST, points_in
+from training.restarts.manifest import files_in
 
-PROFILE = "profile"  # that of recorded steps
+WRITTEN_FILE = "written.json"
+POINTS = "checkpoints/step_*"
+"""Restart points are known by what they hold, since they are renamed when they are set aside."""
+OWN_FILES = (WRITTEN_FILE, "run.lock")
+COMPLETE = "model.complete"  # a whole model on its way to the output folder itself; see model_folders.py
+KEPT = ".kept"  # the ending that a user's file gets which has a name that the run writes
+PRETRAINED = ("critic_pretrained", "critic_pretrained_adapter")
+MODEL_FOLDERS = (
+    *("actor", "critic", "actor_ema", "actor_adapter", "critic_adapter", "actor_ema_adapter"),
+    *PRETRAINED,
+    *("adapter", "."),
+)
+_ABOUT = "what this program wrote here: --overwrite_output_dir removes this, and nothing else"
+_lock = threading.Lock()
+_announced: dict[Path, list[str]] = {}
+"""This process's names by folder: where the folder is moved or deleted meanwhile, they are listed in the new one."""
 
 
 def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
@@ -40,7 +81,7 @@ def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
     _check_apart(args, output_dir)
     for name, folder in folders.items():
         # A run that died before its first restart point begins again.
-        begun = getattr(args, "resume", None) == AUTO and written.only_begun(folder)
+        begun = getattr(args, "resume", None) == AUTO and only_begun(folder)
         _check_own(name, folder, args.overwrite_output_dir or resumed or begun, args.overwrites)
 
 
@@ -60,7 +101,7 @@ def _check_writable(name: str, folder: Path) -> None:
 def _check_names(output_dir: Path) -> None:
     """Raise UserError for what stands where the run writes and is of another kind: a folder in a file's place or the
     reverse, a pipe; or a link, which may lead to another run's files, or two of them to one folder."""
-    folders = (*written.MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard", "wandb")
+    folders = (*MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard", "wandb")
     for name in (*folders, METRICS_FILE, RUN_FILE, "curves.png", "frontier.png"):
         path = output_dir / name
         kind = "folder" if name in folders else "file"
@@ -79,7 +120,8 @@ def _check_apart(args: RunFlags, output_dir: Path) -> None:
     """Raise UserError where the output folder is, contains or lies in a model or data set that the run reads."""
     own = output_dir.resolve()
     for name, paths in args.read_paths().items():
-        for given in _read_by(paths, name):
+        bases = [base_of(path, f"--{name}") for path in paths if is_adapter(path)]
+        for given in (*paths, *bases):
             path = Path(given).expanduser().resolve()
             if path.exists() and (own.is_relative_to(path) or path.is_relative_to(own)):
                 how = "is" if own == path else "lies in" if own.is_relative_to(path) else "contains"
@@ -87,14 +129,6 @@ def _check_apart(args: RunFlags, output_dir: Path) -> None:
                     f"--output_dir {output_dir}: it {how} --{name} {given}, which the run reads. Give a folder "
                     "apart from it."
                 )
-
-
-def _read_by(paths: Iterable[str], name: str) -> Iterator[str]:
-    """What a run reads that is given these paths: of an adapter its base too."""
-    for path in paths:
-        yield path
-        if is_adapter(path):
-            yield base_of(path, f"--{name}")
 
 
 def _check_own(name: str, folder: Path, may_hold_files: bool, overwrites: bool) -> None:
@@ -127,34 +161,30 @@ def begin_output_dir(args: RunFlags, resumed: bool = False) -> None:
 
     Models of an earlier run are left until this one's are whole. Raises: UserError on all ranks if that cannot be done.
     """
-    from engine import distributed
-
     distributed.barrier()  # no rank may still be reading there
     checked(lambda: _begin(args, resumed))
 
 
 def _begin(args: RunFlags, resumed: bool) -> None:
-    from training.program.model_folders import finish_interrupted
-
     folder, events = Path(args.output_dir), tensorboard_dir(args)
     try:
         finish_interrupted(folder)
         if not resumed:
-            left = written.remove_earlier(folder)
+            left = remove_earlier(folder)
             if events.parent != folder:
-                left += [str(events / name) for name in written.remove_earlier(events)]
+                left += [str(events / name) for name in remove_earlier(events)]
             if left:
                 shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
                 print(f"{folder}: not this program's, and left alone: {shown}", flush=True)
-        names = [METRICS_FILE, RUN_FILE, "curves.png", written.POINTS]
+        names = [METRICS_FILE, RUN_FILE, "curves.png", POINTS]
         names += [f"{PROFILE}/step_{step:06d}_rank*.json.gz*" for step in getattr(args, "profile_steps", ())]
         if args.enable_tensorboard:
             own = f"events.out.tfevents.*.{socket.gethostname()}.{os.getpid()}.*"
             if events.parent == folder:
                 names.append(f"{events.name}/{own}")
             else:
-                written.announce(events, own)
-        written.announce(folder, *names)
+                announce(events, own)
+        announce(folder, *names)
     except OSError as error:
         raise UserError(
             f"--output_dir {folder}: {error.filename or folder} cannot be made ready ({reason_of(error)}). Run the "
@@ -162,10 +192,50 @@ def _begin(args: RunFlags, resumed: bool) -> None:
         ) from None
 
 
-def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: int | None = None):
-    """Where the run's metrics go; on the main rank its folders are made by this."""
-    from training.reporting.sinks import MetricWriter
+def finish_interrupted(output_dir: Path) -> None:
+    """Put in order what a kill within `save` has left: a whole model gets its place, the rest of others is removed.
 
+    Raises: OSError.
+    """
+    complete = output_dir / COMPLETE
+    if complete.is_symlink():
+        complete.unlink()
+    elif complete.is_dir():
+        link_complete(output_dir)
+    for name in MODEL_FOLDERS:
+        place = output_dir / ("model" if name == "." else name)
+        with contextlib.suppress(OSError):
+            restored(place)
+        for ending in (PARTIAL, OLD):
+            with contextlib.suppress(OSError):
+                remove_folder(place.with_name(place.name + ending))
+
+
+def link_complete(output_dir: Path) -> None:
+    """Make the files of model.complete the model of the output folder itself, and remove it."""
+    complete = output_dir / COMPLETE
+    (output_dir / "config.json").unlink(missing_ok=True)  # from here to the end nothing there can be loaded
+    files = [path for path in complete.iterdir() if path.is_file() and not path.is_symlink()]
+    others = Written.read(output_dir).model_files(["."]) - {Path(path.name) for path in files}
+    remove_files(output_dir, others)
+    for file in sorted(files, key=lambda path: path.name == "config.json"):
+        link = output_dir / f"{file.name}.tmp"
+        link.unlink(missing_ok=True)
+        try:
+            os.link(file, link)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(file, link)
+            sync(link)
+        link.replace(output_dir / file.name)
+    sync(output_dir)
+    rest = output_dir / f"model{PARTIAL}"  # at once: a folder that is removed is not whole any more
+    remove_folder(rest)
+    complete.replace(rest)
+    shutil.rmtree(rest)
+
+
+def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: int | None = None) -> MetricWriter:
+    """Where the run's metrics go; on the main rank its folders are made by this."""
     return MetricWriter(
         args.output_dir,
         total_steps=total_steps,
@@ -175,3 +245,168 @@ def open_writer(args: RunFlags, *, total_steps: int, view: View, resume_step: in
         tensorboard_dir=tensorboard_dir(args),
         wandb_project=args.wandb_project,
     )
+
+
+@dataclass
+class Written:
+    """The list of one folder."""
+
+    folder: Path
+    files: list[str] = field(default_factory=list)
+    models: dict[str, list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Written":
+        """The folder's list; an empty one where there is none, or where it is damaged: nothing is then known to be the
+        program's."""
+        try:
+            found = parsed(read_text(folder / WRITTEN_FILE))
+            models = {name: [str(file) for file in files] for name, files in found["models"].items()}
+            return cls(folder, [str(name) for name in found["files"]], models)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return cls(folder)
+
+    def write(self) -> None:
+        """Put the list into the folder; raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"about": _ABOUT, "files": self.files, "models": self.models}, indent=2)
+        write_whole(self.folder / WRITTEN_FILE, text + "\n")
+
+    def has(self, name: str) -> bool:
+        """Whether the list names this file; no * or ? in it stands for a /."""
+        patterns = (one for one in self.files if one != POINTS and one.count("/") == name.count("/"))
+        return name in self.files or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    def present(self) -> list[Path]:
+        """The files and restart points of the list that stand there, models aside."""
+        points = filter(is_point, self.folder.glob(POINTS)) if POINTS in self.files else ()
+        return [*(self.folder / name for name in files_in(self.folder) if self.has(name)), *points]
+
+    def model_files(self, names: Iterable[str]) -> set[Path]:
+        """What the list names of these models, relative to the folder."""
+        return {Path(name, file) for name in names for file in self.models.get(name, ())}
+
+
+def is_point(path: Path) -> bool:
+    """Whether a folder is a restart point of this program's, or was to become one; a link is none."""
+    if path.is_symlink() or path.parent.is_symlink() or not path.is_dir():
+        return False
+    if re.fullmatch(r"step_-?\d+(\.\w+)?", path.name) is None:
+        return False
+    return path.suffix == PARTIAL or any((path / name).is_file() for name in ("trainer_state.json", MANIFEST))
+
+
+def kept_place(path: Path) -> Path:
+    """Where a user's file goes whose name the run writes: NAME.kept, or what is free behind that."""
+    while os.path.lexists(path := path.with_name(path.name + KEPT)):
+        pass
+    return path
+
+
+def announce(folder: Path, *names: str) -> None:
+    """List what is about to be made in the folder. A file of that name that is not listed is the user's: it is renamed.
+
+    Raises: OSError.
+    """
+    with _lock:
+        announced = _announced.setdefault(folder, [])
+        listed = Written.read(folder)
+        for name in set(names) - set(announced) - set(listed.files):
+            path = folder / name
+            if not set(name) & set("*?[") and path.is_file() and not listed.has(name):
+                path.rename(kept_place(path))
+        announced += [name for name in names if name not in announced]
+        new = [name for name in announced if name not in listed.files]
+        if new:
+            listed.files += new
+            listed.write()
+
+
+def list_model(folder: Path, name: str, files: Iterable[str], only: bool = False) -> list[str]:
+    """List the files of the model `name`, beside those listed before or instead of them; returns those.
+
+    Raises: OSError.
+    """
+    with _lock:
+        listed = Written.read(folder)
+        before = listed.models.get(name, [])
+        after = sorted(set(files) | set(() if only else before))
+        if after != before:
+            listed.models[name] = after
+            listed.write()
+        return before
+
+
+def remove_earlier(folder: Path) -> list[str]:
+    """Remove all that the list names but for models, and the folders that are empty then; returns what is left in the
+    folder that is neither listed nor a log.
+
+    Raises: OSError.
+    """
+    listed = Written.read(folder)
+    for path in listed.present():
+        _remove(path)
+        for parent in path.relative_to(folder).parents[:-1]:
+            with contextlib.suppress(OSError):
+                (folder / parent).rmdir()
+    listed.files = []
+    _announced.pop(folder, None)
+    if folder.is_dir() and (listed.models or (folder / WRITTEN_FILE).exists()):
+        listed.write()
+    ours = listed.model_files(listed.models)
+    left = sorted(path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir())
+    return [str(path) for path in left if path not in ours and path.suffix != ".log" and path.name not in OWN_FILES]
+
+
+def only_begun(folder: Path) -> bool:
+    """Whether nothing stands in the folder but what a run of this program listed that came to no model and no restart
+    point; logs aside."""
+    listed = Written.read(folder)
+    present = set(listed.present())
+    if any((path / MANIFEST).is_file() for path in present if path.suffix != PARTIAL):
+        return False
+    for path in folder.rglob("*"):
+        own = path.suffix == ".log" or path.name.startswith(OWN_FILES) or path.suffix == PARTIAL
+        if not path.is_dir() and not own and not present & {path, *path.parents}:
+            return False
+    return True
+
+
+def remove_other_models(folder: Path, kept: Iterable[str]) -> None:
+    """Remove the models of the list but for these; their folders too if nothing else is in them. Raises: OSError."""
+    with _lock:
+        listed = Written.read(folder)
+        others = [name for name in listed.models if name not in set(kept)]
+        if others:
+            remove_files(folder, listed.model_files(others))
+            listed.models = {name: files for name, files in listed.models.items() if name not in others}
+            listed.write()
+
+
+def remove_files(folder: Path, names: Iterable[str | Path]) -> None:
+    """Remove those of these files that stand in the folder, and the folders in it that are empty then.
+
+    names: relative to the folder, of whoever's making: what leads out of it, or leads through a link, is not found.
+    Raises: OSError.
+    """
+    for name in sorted(files_in(folder) & set(map(str, names))):
+        (folder / name).unlink()
+        for parent in Path(name).parents[:-1]:
+            with contextlib.suppress(OSError):
+                (folder / parent).rmdir()
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, or of a restart point what its manifest names; one without a manifest wholly."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    try:
+        names = list(parsed(read_text(path / MANIFEST))["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        shutil.rmtree(path)
+        return
+    remove_files(path, names)
+    (path / MANIFEST).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.rmdir()

@@ -9,13 +9,13 @@ from engine.whole_files import write_whole
 from training.critic_pretraining import CriticPretraining
 from training.group_sampling import PromptFeed
 from training.ppo_trainer import StepReport
-from training.program import model_folders, output_lock, stopping, written
+from training.program import model_folders, output_folder, output_lock, stopping
 from training.program.model_files import PRETRAINING_RECORD
 from training.program.phases import phase, place
 from training.program.session import Session
 from training.program.unwritten import going_on
 
-FOLDER = written.PRETRAINED[0]
+FOLDER = output_folder.PRETRAINED[0]
 
 
 def pretrain(session: Session, pretraining: CriticPretraining, feed: PromptFeed) -> None:
@@ -75,7 +75,7 @@ def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, f
     }
     for name, folder in saved.items():
         with going_on(folder / PRETRAINING_RECORD):
-            written.list_model(output_dir, name, [PRETRAINING_RECORD])
+            output_folder.list_model(output_dir, name, [PRETRAINING_RECORD])
             write_whole(folder / PRETRAINING_RECORD, json.dumps(record, indent=2) + "\n")
     explained = metrics.get("critic_pretrain/explained_variance")
     told = f", explained variance {explained:.2f}" if explained is not None else ""

@@ -1,7 +1,23 @@
-"""What the kernel says of processes: whose numbers mean the same, and of one of them its state and its beginning."""
+"""What the kernel says of processes: whose numbers mean the same, one's state and beginning, and whether the launchers
+that have started this one are still there."""
 
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
+
+RUNNERS = ("deepspeed", "ds", "deepspeed.launcher.runner", "runner.py")
+PER_NODE = "deepspeed.launcher.launch"
+LAUNCHERS = (
+    *RUNNERS,
+    PER_NODE,
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
+    *("accelerate", "accelerate.commands.launch"),
+    *("mpirun", "mpiexec"),
+)
+SET_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")  # in the environment of ranks: DeepSpeed's and torch's
 
 
 def this_machine() -> str | None:
@@ -26,26 +42,90 @@ def start_of(pid: int) -> str | None:
     return fields[19] if fields and fields[0] not in "ZX" else None
 
 
-def is_another_rank(pid: int) -> bool:
-    """Whether this is another process of this user that was started with the same words, as ranks are but for
-    --local_rank."""
-    if pid == os.getpid():
-        return False
-    try:
-        same_user = Path(f"/proc/{pid}").stat().st_uid == os.getuid()
-        return same_user and _command(pid) == _command(os.getpid())
-    except OSError:
-        return False
-
-
-def _command(pid: int) -> list[bytes]:
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    return [word for word in words if not word.startswith(b"--local_rank=")]
-
-
 def _fields(pid: int) -> list[str]:
     """Those behind the name, which may hold anything: from the state on (proc(5)); none where there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def is_another_rank(pid: int) -> bool:
+    """Whether this is another process of this user that was started with the same words, as ranks are but for
+    --local_rank."""
+
+    def words(pid: int) -> list[bytes]:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return [word for word in words if not word.startswith(b"--local_rank=")]
+
+    try:
+        same_user = Path(f"/proc/{pid}").stat().st_uid == os.getuid()
+        return pid != os.getpid() and same_user and words(pid) == words(os.getpid())
+    except OSError:
+        return False
+
+
+class Launchers:
+    """The launchers of this rank that were there when this was made.
+
+    A launcher is known by its command line: a shell, `nohup` or a job's script that ends is none, and ends no run.
+    Above a rank stand the node's launcher and, where it was started on this machine, the one that the user called.
+    DeepSpeed's runner starts the launchers of several nodes by ssh: it is found, on the machine where it runs, by the
+    flags that it was given for the ranks.
+    """
+
+    def __init__(self) -> None:
+        self._gone: str | None = None
+        self._found = [process for process in psutil.Process().parents() if program_of(_words(process)) in LAUNCHERS]
+        programs = [program_of(_words(process)) for process in self._found]
+        if not programs and any(name in os.environ for name in SET_BY_LAUNCHERS):
+            self._gone = "the launcher"  # while this process was importing
+        elif PER_NODE in programs and not set(RUNNERS) & set(programs):
+            if any(word.startswith("--node_rank") for word in _words(self._found[programs.index(PER_NODE)])):
+                flags = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
+                self._found += [
+                    process
+                    for process in psutil.process_iter()
+                    if program_of(words := _words(process)) in RUNNERS and words[len(words) - len(flags) :] == flags
+                ]
+            else:
+                self._gone = "deepspeed"
+
+    def gone(self) -> str | None:
+        """The first that is no longer there, by its process id; None while all are."""
+        if self._gone is None:
+            dead = (process.pid for process in self._found if not _lives(process))
+            self._gone = next((f"the launcher (process {pid})" for pid in dead), None)
+        return self._gone
+
+
+def program_of(words: Sequence[str]) -> str:
+    """What a command line runs: "deepspeed.launcher.launch" for `python -u -m deepspeed.launcher.launch --world_info=`,
+    "torchrun" for `/usr/bin/python /usr/bin/torchrun`."""
+    if not words:
+        return ""
+    name = Path(words[0]).name
+    if not name.startswith("python"):
+        return name
+    for place, word in enumerate(words[1:], start=1):
+        if word == "-m":
+            return words[place + 1] if place + 1 < len(words) else ""
+        if not word.startswith("-"):
+            return Path(word).name
+    return ""
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return True

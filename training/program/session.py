@@ -9,8 +9,7 @@ from engine.host_memory import give_back_at
 from engine.zero.engines import TrainedModel
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
-from training.program import model_folders, output_lock, stopping, written
-from training.program.cards import renew_cards
+from training.program import model_folders, output_folder, output_lock, stopping
 from training.program.hub import push
 from training.program.output_folder import open_writer
 from training.program.phases import phase
@@ -19,6 +18,7 @@ from training.program.unwritten import check_all_written, going_on
 from training.reporting import views
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
+from training.reporting.model_card import renew_cards
 from training.reporting.plot import plot_curves
 from training.reporting.reward_change import comparable_scores
 from training.reporting.run_record import RUN_FILE, write_run_record
@@ -98,7 +98,7 @@ class Session:
         if self.owed is not None:
             if self.trainer.steps_done == self.plan.last_step:
                 self.saved |= self.save_models()
-            self.log_step(self.trainer.steps_done, self.trainer.samples)
+            self.log_step(self.trainer.steps_done, self.trainer.counters.samples)
         if pretrained:
             self.checkpoints.save_if_due(0)
 
@@ -167,7 +167,7 @@ class Session:
         path = f"samples/{name}.jsonl"
         with going_on(self.output_dir / path):
             if distributed.is_main():
-                written.announce(self.output_dir, path)
+                output_folder.announce(self.output_dir, path)
                 write_rows(self.output_dir / path, rows)
 
     def show_samples(self, report: StepReport, count: int = 4) -> None:
@@ -194,7 +194,7 @@ class Session:
         if averaged is not None:
             with averaged.swapped():
                 saved |= forms(models.actor, "actor_ema")
-        kept = written.PRETRAINED if self.args.critic_pretrain_steps else ()
+        kept = output_folder.PRETRAINED if self.args.critic_pretrain_steps else ()
         model_folders.finish(self.output_dir, saved, self.trainer.steps_done, kept)
         return saved
 

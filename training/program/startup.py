@@ -20,22 +20,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from engine import distributed
 from engine.errors import EndedEarly, RunStopped, SharedError, UserError
 from training.flags.absolute_paths import make_paths_absolute
 from training.flags.arguments import RunFlags
 from training.flags.parsing import parse_flags
-from training.program import output_lock, slurm, stopping, unwritten
-from training.program.environment import check_gpus, check_launch, check_meeting_point, check_port, own_programs_first
-from training.program.error_file import write_error_file
-from training.program.hosts import from_here, on_several_hosts
-from training.program.member import print_line
+from training.program import environment, output_lock, stopping, unwritten
+from training.program.joining import USER_ERROR, MeetingPoint, from_here
 from training.program.output_folder import check_output_dirs
 from training.program.phases import phase
-from training.program.roll_call import USER_ERROR
-from training.program.terminal import flush_all, keep_printing
+from training.program.terminal import flush_all, keep_printing, print_line, write_error_file
 from training.program.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 from training.reporting.sample_tables import visible
-from training.reporting.wandb_sync import check_wandb
+from training.reporting.sinks import check_wandb
 
 COLLECTIVES = 7 * 24 * 60.0  # minutes, of a collective call: those that hang are ended by the watch, which knows more
 
@@ -51,9 +48,9 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         _leave_stdin()
         keep_printing()
         quiet_libraries()
-        own_programs_first()
-        os.environ.update(slurm.as_launched(os.environ))
-        check_launch()
+        environment.own_programs_first()
+        os.environ.update(environment.of_srun(os.environ))
+        environment.check_launch()
     except UserError as error:
         return _told(error)
     try:
@@ -63,24 +60,23 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         return _told_to_all(error)
     try:
         if not args.dry_run:
-            check_port()
+            environment.check_port()
+        from engine.zero.accelerator import natural_dtype  # seconds of imports: a mistyped flag is reported before
+
+        _quiet_transformers()
+        args.dtype = args.dtype or natural_dtype()
+        if args.dry_run:
+            if distributed.is_main():
+                main(args)
+            return 0
+        environment.check_meeting_point()
+        environment.check_gpus()
+        if args.preflight:
+            from training.preflight import preflight
+
+            return preflight.run(args)
     except UserError as error:
         return _told(error)
-    from engine.zero.accelerator import natural_dtype  # seconds of imports: a mistyped flag is reported before them
-
-    _quiet_transformers()
-    args.dtype = args.dtype or natural_dtype()
-    if args.dry_run:
-        return _dry_run(main, args)
-    try:
-        check_meeting_point()
-        check_gpus()
-    except UserError as error:
-        return _told(error)
-    if args.preflight:
-        from training.preflight import preflight
-
-        return preflight.run(args)
     try:
         with watching(args.grace_seconds, args.timeout_minutes) as watch:
             return _in_group(main, args, watch)
@@ -88,29 +84,17 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         output_lock.release()
 
 
-def _dry_run(main: Callable, args: RunFlags) -> int:
-    from engine import distributed
-
-    try:
-        if distributed.is_main():
-            main(args)
-    except UserError as error:
-        return _told(error)
-    return 0
-
-
 def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     """Join the process group and call `main(args)`; no end but the run's own passes for success."""
-    from engine import distributed
     from engine.zero.communication import init
-    from training.preflight import in_short
+    from training.preflight import preflight
 
     try:
         with phase(JOINING):
-            meeting = in_short.agree(args)
-            init(COLLECTIVES, args.by_node)
+            exchange = preflight.agree(args)
+            init(COLLECTIVES)
             watch.join()
-            del meeting  # which served the others until all have joined
+            del exchange  # which served the others until all have joined
         main(args)
         return _left_together(0, watch)
     except EndedEarly as end:
@@ -139,8 +123,6 @@ def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
 
 def _left_together(code: int, watch: Watch) -> int:
     """Leave the process group with the others, so that no launcher takes the first to go for a failure."""
-    from engine import distributed
-
     stopping.let_through()
     distributed.barrier()
     watch.leave(code)
@@ -180,10 +162,8 @@ def _told(error: UserError) -> int:
 def _told_to_all(error: UserError) -> int:
     """Print a mistake in flags; of a run on several hosts the ranks that do not have it, since a file that a flag names
     is on their host, hear of it where all are to meet. Returns the exit code."""
-    if not on_several_hosts() or not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
+    if not environment.on_several_hosts() or not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
         return _told(error)
-    from training.program.joining import MeetingPoint
-
     text = visible(str(error))
     if os.environ["RANK"] == "0":
         _told(error)

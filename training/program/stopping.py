@@ -1,4 +1,5 @@
-"""Requests to end a run early: what asks, and when it is followed.
+"""How a run ends before its time: requests to end, what asks and when it is followed; and what a run says that stops
+when its models are saved already.
 
 TERM, HUP, one INT (Ctrl-C) and a launcher that has gone ask the run to finish its step, save and end within
 --grace_seconds; USR1 asks the same without haste. A second INT ends the process at once. The ranks agree on a request
@@ -14,7 +15,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -158,3 +159,27 @@ def end_early(reason: Reason, step: int, last_step: int, point: Path | None) -> 
     if point is None:
         raise RunStopped(f"{asked}, and its restart point could not be written: see above.")
     raise EndedEarly(f"{asked}, saved in {point}. Go on with --resume {point.parent.parent}.")
+
+
+@contextlib.contextmanager
+def models_told(saved: Mapping[str, Path]) -> Iterator[None]:
+    """Have what goes wrong in this block say where the trained models are, where `saved` holds any by then.
+
+    Raises: RunStopped for a stop, for an error of the system (a full disk) and for an exit from within; another
+    exception as it is, with a note.
+    """
+    try:
+        yield
+    except (RunStopped, OSError, SystemExit) as error:
+        if not saved:
+            raise
+        what = str(error) if isinstance(error, RunStopped) else f"{type(error).__name__}: {error}"
+        raise RunStopped(f"{what}\n{_where(saved)}") from None
+    except Exception as error:
+        if saved:
+            error.add_note(_where(saved))
+        raise
+
+
+def _where(saved: Mapping[str, Path]) -> str:
+    return "Training was done by then, and its models are saved: " + ", ".join(map(str, saved.values())) + "."

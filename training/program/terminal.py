@@ -1,8 +1,16 @@
-"""What is printed, which must not end a run: the pipe behind it may be gone, and the disk that a log goes to full."""
+"""What a process says: on a terminal or in a log, which must not end a run, and in the file that torchrun reports.
+
+The pipe behind standard output may be gone, and the disk that a log is written to full: what is printed then is lost.
+"""
 
 import contextlib
+import json
 import os
 import sys
+import time
+from pathlib import Path
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # in torchrun's environment of ranks
 
 
 class Unfailing:
@@ -46,3 +54,24 @@ def flush_all(code: int) -> None:
             stream.flush()
     if any(getattr(stream, "lost", False) for stream in (sys.stdout, sys.stderr)):
         os._exit(code)
+
+
+def harmless(text: str) -> str:
+    """The text with what a terminal would obey as escapes (\\x1b), for what another process may have written."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def print_line(message: str) -> None:
+    """Print on standard error, `harmless`, if somebody is there to read it."""
+    with contextlib.suppress(OSError):
+        print(harmless(message), file=sys.stderr, flush=True)
+
+
+def write_error_file(message: str) -> None:
+    """Have torchrun's report of a failure end with this message, in place of a link to its manual; without torchrun,
+    nothing."""
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

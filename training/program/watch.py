@@ -1,7 +1,7 @@
 """A thread of each rank that looks after the process while the main thread computes or waits for others.
 
 Once a second it looks whether the launcher is still there, whether a request to end has passed its deadline, and
-whether the roll call misses a rank; signals wake it. It is what ends a process whose main thread waits in a collective
+whether the heartbeats miss a rank; signals wake it. It is what ends a process whose main thread waits in a collective
 call that will never end.
 """
 
@@ -17,19 +17,16 @@ from collections.abc import Iterator
 
 from engine import distributed
 from training.program import output_lock
-from training.program.error_file import write_error_file
-from training.program.hosts import from_here
-from training.program.joining import MeetingPoint
-from training.program.launchers import Launchers
-from training.program.member import Member, print_line
+from training.program.heartbeats import EVERYWHERE, Monitor, Reporter, Verdict, meeting_address
+from training.program.joining import USER_ERROR, MeetingPoint, from_here
 from training.program.phases import place
-from training.program.processes import is_another_rank
-from training.program.roll_call import EVERYWHERE, USER_ERROR, RollCall, Verdict, meeting_address
+from training.program.processes import Launchers, is_another_rank
 from training.program.stopping import SIGNALS, Followed, Reason, StopRequest, listening
+from training.program.terminal import print_line, write_error_file
 
 SECONDS = 1.0  # between looks
 LAST_LOOK = 3.0  # seconds that a request waits before the first step: another rank's end may be what brought it
-TOLD_WITHIN = 15.0  # seconds in which the roll call tells of an error; then this rank does
+TOLD_WITHIN = 15.0  # seconds in which rank 0 tells of an error; then this rank does
 JOINING = "joining the process group"
 ENDED_EARLY, STOPPED = 75, 1  # exit codes; 75 is EX_TEMPFAIL of sysexits.h: try again
 
@@ -51,9 +48,9 @@ class Watch:
 
     def __init__(self, request: StopRequest, timeout_minutes: float):
         self.request, self.timeout_minutes, self.launchers = request, timeout_minutes, Launchers()
-        self.member: Member | None = None
+        self.reporter: Reporter | None = None
         self._meeting_point = MeetingPoint()
-        self._roll_call: RollCall | None = None
+        self._monitor: Monitor | None = None
         self._asked_at: float | None = None
         self._launcher_told = self._interrupt_told = False
         self._awake, self._wake = socket.socketpair()
@@ -72,34 +69,34 @@ class Watch:
         self._thread.start()
 
     def join(self) -> None:
-        """Take part in the roll call of the process group (all ranks call this, once it stands)."""
+        """Take part in the heartbeats of the process group (all ranks call this, once it stands)."""
         if distributed.world_size() == 1:
             return
         address, own = None, meeting_address()
         known = set(distributed.all_gather_objects(own))
         if distributed.is_main():
             listens = own if len(known) == 1 else EVERYWHERE
-            self._roll_call = RollCall(distributed.world_size(), self.timeout_minutes, listens)
-            self._roll_call.start()
-            address = self._roll_call.address, self._roll_call.key
+            self._monitor = Monitor(distributed.world_size(), self.timeout_minutes, listens)
+            self._monitor.start()
+            address = self._monitor.address, self._monitor.key
         (host, port), key = distributed.broadcast_object(address)
         if host == EVERYWHERE:
             host = "127.0.0.1" if distributed.is_main() else own
-        self.member = Member(distributed.rank(), (host, port), key)
+        self.reporter = Reporter(distributed.rank(), (host, port), key)
         place.told = self._say_place
 
     def _say_place(self) -> None:
         """Say where this rank is at once, and not with the next look."""
-        if self.member is not None:
-            beat = self.member.say()
-            if self._roll_call is not None:
-                self._roll_call.pass_on(beat)
+        if self.reporter is not None:
+            beat = self.reporter.say()
+            if self._monitor is not None:
+                self._monitor.pass_on(beat)
 
     def leave(self, code: int) -> None:
         """Say that this rank ends by itself, and how; a request to end changes that no more."""
         self.request.followed = Followed.NOT_ANY_MORE
-        if self.member is not None:
-            self.member.say(left=code)
+        if self.reporter is not None:
+            self.reporter.say(left=code)
 
     def tell(self, trouble: str, code: int = STOPPED) -> None:
         """Have one rank print what befell this one, and all of them end with the code, those that wait for it to join
@@ -108,8 +105,8 @@ class Watch:
         self.request.followed = Followed.NOT_ANY_MORE
         message = ("error: " if code == USER_ERROR else "") + from_here(trouble)
         write_error_file(message)
-        if self.member is not None:
-            self.member.say(trouble=trouble, code=code)
+        if self.reporter is not None:
+            self.reporter.say(trouble=trouble, code=code)
             time.sleep(TOLD_WITHIN)
             print_line(message)
         elif distributed.is_main():
@@ -126,10 +123,10 @@ class Watch:
             signal.set_wakeup_fd(self._wakeup_before)
         self._wake.send(b"\0")
         self._thread.join()
-        if self._roll_call is not None:
-            self._roll_call.close()
-        if self.member is not None:
-            self.member.close()
+        if self._monitor is not None:
+            self._monitor.close()
+        if self.reporter is not None:
+            self.reporter.close()
         self._awake.close()
         self._wake.close()
 
@@ -158,13 +155,12 @@ class Watch:
             say(f"{gone} has gone: {self.request.followed.text}")
 
     def _look_for_ranks(self) -> None:
-        if self.member is None:
+        if self.reporter is None:
             self._look_for_the_absent()
             return
-        for line in self.member.look():
-            print_line(line)
-        if self.member.verdict is not None:
-            conclude(self.member.verdict, self.member)
+        self.reporter.look()
+        if self.reporter.verdict is not None:
+            conclude(self.reporter.verdict, self.reporter)
 
     def _look_for_the_absent(self) -> None:
         """End where a rank cannot join the others, or is not there in time."""
@@ -196,10 +192,10 @@ class Watch:
             return
         self._asked_at = self._asked_at or now
         if request.followed == Followed.AT_ONCE:
-            if self.member is not None and not interrupted:
+            if self.reporter is not None and not interrupted:
                 if now < self._asked_at + LAST_LOOK:
                     return
-                if self.member.others_left:
+                if self.reporter.others_left:
                     if now > self._asked_at + 2 * LAST_LOOK:
                         leave_now(STOPPED)  # one of them has told why
                     return
@@ -215,15 +211,15 @@ class Watch:
             )
 
 
-def conclude(verdict: Verdict, member: Member) -> None:
-    """End this process as the roll call says: rank 0 with the message, those it names with their stacks."""
+def conclude(verdict: Verdict, reporter: Reporter) -> None:
+    """End this process as rank 0 has found: rank 0 with the message, those it names with their stacks."""
     if verdict.message:
         say(verdict.message)
         write_error_file(verdict.message)  # in the place of what the other rank's end has brought about here
-    if member.rank in verdict.stacks:
+    if reporter.rank in verdict.stacks:
         faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
     for machine, pid in verdict.stuck:
-        if machine == member.machine and is_another_rank(pid):
+        if machine == reporter.machine and is_another_rank(pid):
             for number in (signal.SIGUSR2, signal.SIGCONT):  # its stacks come as it goes on
                 with contextlib.suppress(OSError):
                     os.kill(pid, number)

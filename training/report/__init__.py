@@ -1,6 +1,1 @@
-"""A run, or several beside each other, as one page to send to someone.
-
-__main__.py     the program
-runs.py         what a run's folder holds
-page.py         the page
-"""
+"""A run, or several beside each other, as one page to send to someone: __main__.py is the program, page.py the page."""

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from engine.errors import UserError
 from engine.whole_files import write_whole
-from training.report.page import page
-from training.report.runs import read_runs
+from training.report.page import page, read_runs
 
 PAGE = "report.html"
 

@@ -1,11 +1,10 @@
 """Held-out prompts: what the actor answers, how it scores, how far it is from the reference."""
 
-import contextlib
 import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +85,7 @@ class Evaluator:
             self.first = responses
         if self.first is not None:
             units["new_words"] = new_words(responses, self.first, [row["prompt"] for row in rows])
-        self.before = units if step == 0 else paired(self.before, answers.score_parts)
+        self.before = units if step == 0 else paired(self.before, parts)
         metrics = with_errors(_estimates(units), self.before and _estimates(self.before))
         metrics["eval/score_std"] = statistics.pstdev(row["score"] for row in rows)
         metrics["eval/distinct_responses"] = float(len(set(responses)))
@@ -100,7 +99,19 @@ class Evaluator:
         step: after which the weights are what they are, for messages.
         Raises: RunStopped on all ranks for a score or KL that is NaN or infinite.
         """
-        answered = self._answer(self._own_prompts())
+        # Equally many prompts on all ranks: what is left over is filled up with repeats.
+        filled = -(-len(self.prompts) // distributed.world_size()) * distributed.world_size()
+        indices = [number % len(self.prompts) for number in range(filled)[distributed.rank_share(filled)]]
+        keys = torch.tensor(indices)
+        own_prompts = [self.prompts[index] for index in indices]
+        batch = collate_prompts(own_prompts, keys, torch.zeros_like(keys), self.sampling.pad_token_id)
+        finished = self.rollouts.finished
+        if finished is not None:  # it is given the same indices as what scores the responses afterwards
+            self.rollouts.finished = lambda rollout: finished(self._shifted(rollout))
+        try:
+            answered = self.rollouts.generate(batch.repeat(self.samples).to(distributed.device()), self.sampling)
+        finally:
+            self.rollouts.finished = finished
         experience = self.experience_maker.make_experience(self._shifted(answered))
         self.rollouts.release_memory()
         rollout = experience.rollout  # without what follows an end that the sampler did not stop at
@@ -116,34 +127,10 @@ class Evaluator:
         _stop_if_not_finite(rows, step)
         return Answers(rows, ended, list(experience.score_parts), list(rewards))
 
-    def _own_prompts(self) -> list[int]:
-        """This rank's prompts, equally many on all ranks: what is left over is filled up with repeats."""
-        filled = -(-len(self.prompts) // distributed.world_size()) * distributed.world_size()
-        return [number % len(self.prompts) for number in range(filled)[distributed.rank_share(filled)]]
-
-    def _answer(self, indices: list[int]) -> Rollout:
-        keys = torch.tensor(indices)
-        batch = collate_prompts(
-            [self.prompts[index] for index in indices], keys, torch.zeros_like(keys), self.sampling.pad_token_id
-        )
-        with self._finished_shifted():
-            return self.rollouts.generate(batch.repeat(self.samples).to(distributed.device()), self.sampling)
-
     def _shifted(self, rollout: Rollout) -> Rollout:
         """By the indices that reward functions know held-out rows by. Not before they are drawn: random numbers are
         keyed by the index among the held-out prompts."""
         return dataclasses.replace(rollout, indices=rollout.indices + self.first_index)
-
-    @contextlib.contextmanager
-    def _finished_shifted(self) -> Iterator[None]:
-        """What is called with responses that are done is told the same indices as what scores them afterwards."""
-        finished = self.rollouts.finished
-        if finished is not None:
-            self.rollouts.finished = lambda rollout: finished(self._shifted(rollout))
-        try:
-            yield
-        finally:
-            self.rollouts.finished = finished
 
 
 def _estimates(units: Units) -> dict[str, Estimate]:

@@ -4,7 +4,7 @@
     with profiler.record(step=3):                # writes output_dir/profile/step_000003_rank0.json.gz; nothing for 5
         trainer.step(prompts)
 
-ui.perfetto.dev opens such a file. Within the phases, which PhaseClock names, the passes of each model are ranges of
+ui.perfetto.dev opens such a file. Within the phases, which `StepLog` names, the passes of each model are ranges of
 their own: what is to be one bears `engine.trace.traced`, which does nothing while no step is recorded.
 Shapes, memory and Python's stacks are left out, since they make a file many times as large.
 """
@@ -18,8 +18,9 @@ from torch.profiler import ProfilerActivity
 
 from engine import distributed
 from engine.zero.accelerator import on_gpu
-from training.program.output_folder import PROFILE
 from training.program.unwritten import going_on
+
+PROFILE = "profile"  # the folder in the output folder
 
 
 class Profiler:

@@ -19,9 +19,8 @@ def without_scores(before: Units | None) -> Units | None:
 
 
 def paired(before: Units | None, parts: Collection[str]) -> Units | None:
-    """`before`, without scores if these were made of other parts: a part's name is the reward's own. What parts were
-    before their weights, older points do not hold."""
-    same = before is None or {name for name in before if not name.startswith("reward_")} - OTHERS == set(parts)
+    """`before`, without scores if these were made of other parts: a part's name is the reward's own."""
+    same = before is None or set(before) - OTHERS == set(parts)
     return before if same else without_scores(before)
 
 

@@ -25,7 +25,7 @@ from engine.errors import UserError, shortened, shown_command
 from engine.json_objects import parsed
 from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
-from training.program.slurm import is_task
+from training.program.environment import is_slurm_task
 
 RUN_FILE = "run.json"
 _starts: dict[Path, list[dict]] = {}  # as this process has written them: the folder may be moved meanwhile
@@ -113,7 +113,9 @@ def command_line(argv: list[str], environment: Mapping[str, str]) -> str:
     if "TORCHELASTIC_RUN_ID" in environment:
         local = int(environment["LOCAL_WORLD_SIZE"])
         launcher = ["torchrun", "--nnodes", str(world // local), "--nproc_per_node", str(local)]
-    elif is_task(environment) and world > 1 and "CROSS_RANK" not in environment:  # which DeepSpeed's launcher sets
+    elif (
+        is_slurm_task(environment) and world > 1 and "CROSS_RANK" not in environment
+    ):  # which DeepSpeed's launcher sets
         launcher = ["srun", "--ntasks", str(world), "--ntasks-per-node", environment["LOCAL_SIZE"], "python"]
     elif "LOCAL_SIZE" in environment:  # the deepspeed launcher's
         local = int(environment["LOCAL_SIZE"])

@@ -8,6 +8,7 @@ Models write anything, escape sequences and HTML included, so no character of th
 browser with a meaning. A missing score or KL (None, or no such key) leaves its cell empty.
 """
 
+import itertools
 import unicodedata
 from collections.abc import Mapping, Sequence
 
@@ -30,11 +31,10 @@ def samples_table(rows: Sequence[Mapping], width: int) -> str:
     rules = ["-" * columns for columns in (*widths, NUMBER_WIDTH, NUMBER_WIDTH)]
     lines = [_line(["prompt", "response", "score", "kl"], widths), _line(rules, widths)]
     for row in rows:
-        prompt = _cut_start(_wrap(visible(row["prompt"]), widths[0]), widths[0])
-        response = _cut_end(_wrap(visible(row["response"]), widths[1]), widths[1])
-        for i in range(max(len(prompt), len(response), 1)):
-            numbers = [_number(row.get("score")), _number(row.get("kl"))] if i == 0 else ["", ""]
-            lines.append(_line([_at(prompt, i), _at(response, i), *numbers], widths))
+        prompt = _cut(_wrap(visible(row["prompt"]), widths[0]), widths[0], start=True)
+        response = _cut(_wrap(visible(row["response"]), widths[1]), widths[1], start=False)
+        columns = (prompt or [""], response, [_number(row.get("score"))], [_number(row.get("kl"))])
+        lines += [_line(cells, widths) for cells in itertools.zip_longest(*columns, fillvalue="")]
     return "\n".join(lines)
 
 
@@ -82,10 +82,6 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return GAP.join(texts + [cell.rjust(NUMBER_WIDTH) for cell in cells[2:]]).rstrip()
 
 
-def _at(lines: Sequence[str], i: int) -> str:
-    return lines[i] if i < len(lines) else ""
-
-
 def _columns(text: str) -> int:
     """The columns that `text` takes in a terminal: 2 for wide characters, 0 for combining marks."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
@@ -106,19 +102,12 @@ def _wrap(text: str, width: int) -> list[str]:
     return lines + [line] if line else lines
 
 
-def _cut_end(lines: list[str], width: int) -> list[str]:
+def _cut(lines: list[str], width: int, start: bool) -> list[str]:
+    """At most MAX_LINES of them, the last ones where the start is cut, with ... where something is missing."""
     if len(lines) <= MAX_LINES:
         return lines
-    last = lines[MAX_LINES - 1]
-    while _columns(last) > width - 3:
-        last = last[:-1]
-    return lines[: MAX_LINES - 1] + [last + "..."]
-
-
-def _cut_start(lines: list[str], width: int) -> list[str]:
-    if len(lines) <= MAX_LINES:
-        return lines
-    first = lines[-MAX_LINES]
-    while _columns(first) > width - 3:
-        first = first[1:]
-    return ["..." + first] + lines[len(lines) - MAX_LINES + 1 :]
+    kept = lines[-MAX_LINES:] if start else lines[:MAX_LINES]
+    edge = kept[0] if start else kept[-1]
+    while _columns(edge) > width - 3:
+        edge = edge[1:] if start else edge[:-1]
+    return [f"...{edge}", *kept[1:]] if start else [*kept[:-1], f"{edge}..."]

@@ -12,10 +12,14 @@ makes a unit easy or hard then cancels as far as it is in both, which it would n
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from engine import distributed
 
 NOISE = 2.0
 """Standard errors up to which a change counts as noise: 95 of 100 changes by chance alone stay below."""
@@ -25,6 +29,20 @@ ENDINGS = ("_se", "_change", "_change_se")
 
 Units = Mapping[str, Sequence[float]]
 """What was measured of each held-out unit, in their order, by name."""
+
+
+def gathered(size: int, parts: Iterable[tuple[list[int], Mapping[str, Tensor]]]) -> Units:
+    """A number for each of `size` examples, by name, in their order and the same on all ranks (all call this).
+
+    parts: batch by batch the indices of this rank's examples, each on one rank only, and by name (B,) tensors whose
+    first rows are theirs; the rest fills up a batch. All ranks have at least one batch, with the same names.
+    """
+    own: dict[str, Tensor] = {}
+    for indices, values in parts:
+        for name, column in values.items():
+            table = own.setdefault(name, torch.zeros(size, dtype=torch.float64, device=column.device))
+            table[torch.tensor(indices, dtype=torch.long, device=column.device)] = column[: len(indices)].double()
+    return {name: distributed.all_reduce_sum(own[name]).tolist() for name in sorted(own)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

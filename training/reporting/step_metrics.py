@@ -1,9 +1,14 @@
-"""What a step tells, as metrics. One of your own is a function and a line: STEP_METRICS.append(function)."""
+"""What a step measures: seconds by phase, memory, and metrics. A metric of your own is a function and a line:
+STEP_METRICS.append(function)."""
 
-from collections.abc import Callable
+import contextlib
+import resource
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine import distributed
 from engine.algo.corrections import bounded, importance_ratios
@@ -11,7 +16,10 @@ from engine.algo.kl import kl_estimate
 from engine.algo.rewards import groups_alike
 from engine.algorithms import Algorithm
 from engine.experience import Experience, TrainingBatch
+from engine.zero.accelerator import on_gpu
+from training.program import phases
 from training.reporting.metrics import Accumulator
+from training.reporting.phase_memory import phase_memory
 
 USUAL_RATIOS = (0.5, 2.0)  # of the actor's probability over the sampler's; what is outside is counted
 
@@ -19,9 +27,60 @@ USUAL_RATIOS = (0.5, 2.0)  # of the actor's probability over the sampler's; what
 StepMetric = Callable[[Accumulator, TrainingBatch, Algorithm], None]
 
 
+class StepLog:
+    """What one step of training measures: seconds of wall-clock time by phase, and sums that become metrics.
+
+    log = StepLog()
+    with log.phase("train"):
+        log.metrics.add("policy/loss", loss, tokens)
+    metrics = log.end(tokens)
+    """
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.metrics = Accumulator()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What happens in this context is of this phase; at both ends the device's queue is emptied.
+
+        In a trace phases are ranges, for the watch over the run they are its places, and `phase_memory` counts them.
+        """
+        with phase_memory.phase(name), record_function(name), phases.phase(name):
+            started = _now()
+            yield
+            self.seconds[name] = self.seconds.get(name, 0.0) + _now() - started
+
+    def end(self, tokens: Tensor) -> dict[str, float]:
+        """All metrics over all ranks, which call this together. Times are the slowest rank's.
+
+        tokens: () int64, how many this rank generated.
+        """
+        for name, seconds in self.seconds.items():
+            self.metrics.add_max(f"time/{name}", seconds)
+        self.metrics.add_max("time/step", sum(self.seconds.values()))
+        generated = tokens * distributed.world_size()
+        self.metrics.add("rollout/tokens_per_second", generated, self.seconds["generate"])
+        self.metrics.add_max("memory/peak_gb", peak_memory_gb())
+        return self.metrics.reduce()
+
+
+def _now() -> float:
+    if on_gpu():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_memory_gb() -> float:
+    """The most memory this process has held, in 10^9 bytes: of the GPU if there is one, else of the host."""
+    if on_gpu():
+        return phase_memory.most() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
 def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
     """The metrics of objective and rollout; sums over responses or over their tokens."""
-    rollout, count = batch.rollout, len(batch)
+    dialect, rollout, count = algorithm.dialect, batch.rollout, len(batch)
     mask, tokens = rollout.response_mask, rollout.response_mask.sum()
     total_rewards = batch.rewards.sum()
     metrics.add("objective/kl", batch.kl.sum(), count)
@@ -34,23 +93,23 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
     clipped = algorithm.clipped(batch.scores)
     if clipped is not None:
         metrics.add("objective/clipped", clipped.sum(), count)
-    if algorithm.missing_end_penalty:
-        metrics.add("objective/missing_eos_penalty", -algorithm.missing_end_penalty * (~rollout.ended).sum(), count)
-    if algorithm.overlong is not None:
-        metrics.add("objective/overlong_penalty", algorithm.overlong(mask.sum(-1)).sum(), count)
+    if dialect.missing_end == "subtract" and dialect.missing_end_value:
+        metrics.add("objective/missing_eos_penalty", -dialect.missing_end_value * (~rollout.ended).sum(), count)
+    if dialect.overlong_buffer:
+        metrics.add("objective/overlong_penalty", algorithm.overlong_penalties(mask.sum(-1)).sum(), count)
     metrics.add("rollout/response_length", tokens, count)
     metrics.add("rollout/eos_rate", rollout.ended.sum(), count)
-    masked = ~rollout.ended if algorithm.dialect.mask_truncated else torch.zeros_like(rollout.ended)
+    masked = ~rollout.ended if dialect.mask_truncated else torch.zeros_like(rollout.ended)
     metrics.add_sum("rollout/degenerate", (~batch.policy_mask.any(-1) & ~masked).sum())
-    if algorithm.dialect.samples_per_prompt > 1:
-        alike = groups_alike(batch.scores, algorithm.dialect.samples_per_prompt)
+    if dialect.samples_per_prompt > 1:
+        alike = groups_alike(batch.scores, dialect.samples_per_prompt)
         metrics.add("rollout/groups_alike", alike.sum(), len(alike))
 
 
 def add_advantages(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
     """The moments of advantages and returns, over tokens or, where there is one for each, over responses."""
     advantages, returns, mask = batch.advantages, batch.returns, batch.policy_mask
-    if algorithm.estimator.per_response:  # the same in all slots of a row
+    if algorithm.estimator.per_response:  # the same in all positions of a row
         advantages, returns, mask = advantages[:, 0], returns[:, 0], algorithm.valid_responses(mask)
     elif algorithm.estimator.needs_critic:
         # Before whitening, after which they would always be 0 and 1.
@@ -73,7 +132,7 @@ def add_calibration(metrics: Accumulator, batch: TrainingBatch, algorithm: Algor
 
 
 def add_correction(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorithm) -> None:
-    """What the policy's loss is multiplied by where another policy drew, over the slots of that loss."""
+    """What the policy's loss is multiplied by where another policy drew, over the positions of that loss."""
     if batch.correction is None or batch.cut is None:
         return
     mask = batch.policy_mask

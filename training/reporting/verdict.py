@@ -11,12 +11,11 @@
            2 nats a token                                                                     WORSE
     all    none of these                                                                      FINE
 
-Noise is two standard errors of the change: paired, example by example, where the run has measured that (metrics named
-_change_se; training/reporting/standard_errors.py); else, but for step 1, of two means of other examples. The models are
-saved whatever the verdict. FINE ends with the word "done" and exit code 0. WORSE is a judgement that its owner may not
-share: exit code 0, and loud words in place of "done". BROKEN is none: no use of such a model is thinkable, and exit
-code 1 keeps a script from training on it. Without held-out prompts step 3 is judged by its training curves, and never
-as BROKEN. A score of another reward than before the first step is not judged.
+Noise is two standard errors of the change, paired example by example (metrics named _change_se;
+training/reporting/standard_errors.py). The models are saved whatever the verdict. FINE ends with the word "done" and
+exit code 0. WORSE is a judgement that the run's owner may not share: exit code 0, and loud words in place of "done".
+BROKEN leaves no use of the model: exit code 1 keeps a script from training on it. Without held-out prompts step 3 is
+judged by its training curves, and never as BROKEN. A score of another reward than before the first step is not judged.
 """
 
 import math
@@ -26,9 +25,7 @@ from enum import StrEnum
 
 from engine import distributed
 from engine.errors import RunStopped
-from training.reporting.health.curves import ALARM, at_end, column
-from training.reporting.health.optimization import score_unmoved
-from training.reporting.health.policy import KL_FAR
+from training.reporting.health import ALARM, KL_FAR, at_end, column, score_unmoved
 from training.reporting.reward_change import of_one_reward, scored_otherwise
 from training.reporting.standard_errors import NOISE
 
@@ -56,74 +53,94 @@ class Verdict:
     seen: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A held-out metric before the first step and after the last step at which it was measured; NaN where it was not
+    finite. noise: within which a change is chance."""
+
+    before: float
+    after: float
+    noise: float
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping], name: str) -> "Change | None":
+        """That of eval/`name`; None where it was not measured before or not after."""
+        measured = [row for row in rows if f"eval/{name}" in row]
+        first = [row for row in measured if row["step"] == 0]
+        last = [row for row in measured if row["step"] > 0]
+        if not first or not last:
+            return None
+        error = last[-1].get(f"eval/{name}_change_se", 0.0)
+        return cls(first[0][f"eval/{name}"], last[-1][f"eval/{name}"], NOISE * error)
+
+
 def of_sft(rows: Sequence[Mapping], vocabulary: int) -> Verdict:
     """Of step 1's metrics (`read_metrics`). vocabulary: how many tokens a uniform guess chooses from."""
-    before, after = _first_and_last(rows, "eval/loss")
-    if before is None or after is None:
+    loss, guess = Change.of(rows, "loss"), math.log(vocabulary)
+    if loss is None or loss.after <= loss.before + max(LOSS_TOLERANCE, loss.noise):
         return Verdict()
+    seen = f"held-out loss was {loss.before:.4g} nats a token before the first step and is {loss.after:.4g} now"
+    broken = not loss.after <= guess  # NaN is, too
+    if loss.after > guess:
+        seen += f"; a uniform guess over the vocabulary has {guess:.4g}"
     tried = "Try a tenth of --learning_rate, more --num_warmup_steps, or fewer --num_train_epochs."
-    seen = f"held-out loss was {before:.4g} nats a token before the first step and is {after:.4g} now"
-    if not math.isfinite(after):
-        return Verdict(Kind.BROKEN, (f"{seen}. {tried}",))
-    if after <= before + max(LOSS_TOLERANCE, _paired_noise(rows, "eval/loss") or 0.0):
-        return Verdict()
-    if after > math.log(vocabulary):
-        return Verdict(
-            Kind.BROKEN, (f"{seen}; a uniform guess over the vocabulary has {math.log(vocabulary):.4g}. {tried}",)
-        )
-    return Verdict(Kind.WORSE, (f"{seen}. {tried}",))
+    return Verdict(Kind.BROKEN if broken else Kind.WORSE, (f"{seen}. {tried}",))
 
 
-def of_reward(rows: Sequence[Mapping], pairs: int) -> Verdict:
-    """Of step 2's metrics. pairs: how many are held out."""
-    loss, accuracy, spread = (
-        _first_and_last(rows, f"eval/{name}") for name in ("pair_loss", "accuracy", "pair_loss_std")
-    )
-    if None in (*loss, *accuracy, *spread):
+def of_reward(rows: Sequence[Mapping]) -> Verdict:
+    """Of step 2's metrics."""
+    loss, accuracy = Change.of(rows, "pair_loss"), Change.of(rows, "accuracy")
+    if loss is None or accuracy is None:
         return Verdict()
     seen = (
-        f"held-out pair accuracy was {accuracy[0]:.3f} before the first step and is {accuracy[1]:.3f} now, held-out "
-        f"loss was {loss[0]:.4g} and is {loss[1]:.4g} nats a pair (a coin: {math.log(2):.4g})"
+        f"held-out pair accuracy was {accuracy.before:.3f} before the first step and is {accuracy.after:.3f} now, "
+        f"held-out loss was {loss.before:.4g} and is {loss.after:.4g} nats a pair (a coin: {math.log(2):.4g})"
     )
-    if not math.isfinite(loss[1]):
-        return Verdict(Kind.BROKEN, (f"{seen}. Try a tenth of --learning_rate.",))
-    error = spread[1] / pairs**0.5
-    noise = _paired_noise(rows, "eval/pair_loss")
-    if noise is None:
-        noise = NOISE * math.hypot(spread[0] / pairs**0.5, error)
-    no_better = accuracy[1] <= accuracy[0]
-    worse = loss[1] > loss[0] + noise
-    if worse and no_better and loss[1] > math.log(2) + NOISE * error:
+    coin = math.log(2) + NOISE * (_last(rows, "eval/pair_loss_se") or 0.0)
+    no_better, worse = accuracy.after <= accuracy.before, loss.after > loss.before + loss.noise
+    if not math.isfinite(loss.after) or (worse and no_better and loss.after > coin):
         return Verdict(Kind.BROKEN, (f"{seen}. Try a tenth of --learning_rate.",))
     if worse and not no_better:
-        return Verdict(
-            Kind.WORSE,
-            (f"{seen}: better order, but far too sure. Try fewer --num_train_epochs or a lower --learning_rate.",),
+        tried = "better order, but far too sure. Try fewer --num_train_epochs or a lower --learning_rate."
+    elif no_better and loss.after > loss.before - loss.noise:
+        tried = (
+            "nothing that helps was learned. Try another --learning_rate (lower where train/loss jumps, higher where "
+            "it stands still), more pairs, or more --num_train_epochs."
         )
-    if worse or (no_better and loss[1] > loss[0] - noise):
-        return Verdict(
-            Kind.WORSE,
-            (
-                f"{seen}: nothing that helps was learned. Try another --learning_rate (lower where train/loss jumps, "
-                "higher where it stands still), more pairs, or more --num_train_epochs.",
-            ),
-        )
-    return Verdict()
+    else:
+        return Verdict()
+    return Verdict(Kind.WORSE, (f"{seen}: {tried}",))
 
 
 def of_ppo(rows: Sequence[Mapping], prompts: int) -> Verdict:
     """Of step 3's metrics. prompts: how many are held out; 0 where none are."""
-    if not prompts or None in _first_and_last(rows, "eval/score"):
+    score = Change.of(rows, "score")
+    if not prompts or score is None:
         return _of_curves(rows)
-    lower = _score_lower(rows, prompts)
-    alike, empty = _alike(rows, prompts), _empty(rows)
+    lower = alike = empty = None
+    if score.after < score.before - score.noise and not any(map(scored_otherwise, rows)):
+        lower = (
+            f"the held-out score was {score.before:.4g} before the first step and is {score.after:.4g} now, with a "
+            f"noise of {score.noise:.2g}"
+        )
+    different, most = Change.of(rows, "distinct_responses"), max(1.0, ALIKE * prompts)
+    if different is not None and different.after <= most and different.before > 4 * most:
+        alike = (
+            f"the {prompts} held-out responses are all the same: {different.after:.0f} different ones, and "
+            f"{different.before:.0f} before"
+        )
+    length = Change.of(rows, "response_length")
+    if length is not None and length.after <= 1.0 and length.before >= 3.0:
+        empty = (
+            f"the held-out responses are empty: {length.after:.3g} tokens with their end, and {length.before:.3g} "
+            "before"
+        )
     far = _too_far(*(_last(rows, f"eval/{name}") for name in ("kl", "response_length")))
-    seen = [text for text in (empty, alike, lower, far) if text]
+    seen = [f"{text}." for text in (empty, alike, lower, far) if text]
     if not seen:
         return Verdict()
     tried = "Try a lower --actor_learning_rate, a higher --kl_coef, or --max_kl; read samples/after.jsonl."
-    broken = bool(empty or (alike and lower))
-    return Verdict(Kind.BROKEN if broken else Kind.WORSE, (*(f"{text}." for text in seen), tried))
+    return Verdict(Kind.BROKEN if empty or (alike and lower) else Kind.WORSE, (*seen, tried))
 
 
 def _of_curves(rows: Sequence[Mapping]) -> Verdict:
@@ -137,50 +154,10 @@ def _of_curves(rows: Sequence[Mapping]) -> Verdict:
     return Verdict(Kind.WORSE, tuple(seen)) if seen else Verdict()
 
 
-def _score_lower(rows: Sequence[Mapping], prompts: int) -> str | None:
-    (before, after), spread = _first_and_last(rows, "eval/score"), _first_and_last(rows, "eval/score_std")
-    noise = _paired_noise(rows, "eval/score")
-    if noise is None:
-        noise = NOISE * math.hypot(*(one or 0.0 for one in spread)) / prompts**0.5
-    if after >= before - noise or any(map(scored_otherwise, rows)):
-        return None
-    return (
-        f"the held-out score was {before:.4g} before the first step and is {after:.4g} now, with a noise of {noise:.2g}"
-    )
-
-
-def _alike(rows: Sequence[Mapping], prompts: int) -> str | None:
-    before, after = _first_and_last(rows, "eval/distinct_responses")
-    most = max(1.0, ALIKE * prompts)
-    if before is None or after is None or after > most or before <= 4 * most:
-        return None
-    return f"the {prompts} held-out responses are all the same: {after:.0f} different ones, and {before:.0f} before"
-
-
-def _empty(rows: Sequence[Mapping]) -> str | None:
-    before, after = _first_and_last(rows, "eval/response_length")
-    if before is None or after is None or after > 1.0 or before < 3.0:
-        return None
-    return f"the held-out responses are empty: {after:.3g} tokens with their end, and {before:.3g} before"
-
-
 def _too_far(kl: float | None, length: float | None) -> str | None:
     if kl is None or kl <= KL_FAR or kl <= KL_A_TOKEN * (length or 0.0):
         return None
     return f"the KL to the reference is {kl:.4g} nats a response of {length or 0.0:.3g} tokens, which is beyond reason"
-
-
-def _paired_noise(rows: Sequence[Mapping], name: str) -> float | None:
-    """Of a metric's change, by its differences example by example; None where those were not measured."""
-    error = _last(rows, f"{name}_change_se")
-    return None if error is None else NOISE * error
-
-
-def _first_and_last(rows: Sequence[Mapping], name: str) -> tuple[float | None, float | None]:
-    """A metric at step 0 and after the last step at which it was measured; NaN where it was not finite."""
-    first = [row[name] for row in rows if name in row and row["step"] == 0]
-    last = [row[name] for row in rows if name in row and row["step"] > 0]
-    return (first[0] if first else None), (last[-1] if last else None)
 
 
 def _last(rows: Sequence[Mapping], name: str) -> float | None:

@@ -71,8 +71,7 @@ def seconds_by_part(rows: Sequence[Mapping]) -> dict[str, float]:
     inside = dict(sorted(totals.items())) or ({"train": steps} if steps else {})
     scale = min(1.0, steps / sum(inside.values())) if steps else 1.0
     parts = before | {name: seconds * scale for name, seconds in inside.items()} | between
-    outside = sum(before.values()) + sum(between.values())
-    other = (whole or steps + outside) - sum(parts.values())  # lines of earlier versions have no whole
+    other = whole - sum(parts.values())
     if round(other, 1) > 0:  # less is what rounding leaves, and would be shown as 0.0 s
         parts["other"] = other
     return parts

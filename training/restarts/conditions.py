@@ -26,7 +26,6 @@ from training.flags.lora_flags import LoraFlags
 from training.flags.reward_functions import short_names
 from training.flags.rlhf_arguments import RLHFFlags
 from training.restarts.inputs import BASE, FUNCTION, MODELS, changed_models
-from training.restarts.older_points import OVERLONG, TRUNCATE, WEIGHTS, in_todays_words, weights_identity
 
 OWED = "metrics_without_evaluation"
 """In a state: the metrics of its step, where it was written before the evaluation that goes into their line."""
@@ -37,7 +36,7 @@ FIRST = "held_out_first_responses"
 DATA = "the data"  # whose fingerprints say nothing to people
 URL = "--reward_url"  # an address, which may change
 SERVED = "the reward server"
-TEMPLATE = "the chat template"  # a hash of it; points of earlier versions have none
+TEMPLATE = "the chat template"  # a hash of it
 FROZEN = "frozen weights of the "
 CONTENTS = "contents of "  # and these as little
 TOTAL_STEPS, MICRO_BATCH, RANKS = "total steps", "--per_device_training_batch_size", "ranks"
@@ -114,7 +113,7 @@ class Conditions:
         data: fingerprints of the prompts and of the texts. total_steps: of the whole run, by which learning rates fall.
         tokenizer: whose chat template is to stay. inputs: fingerprints of models and of the reward function, by flag.
         """
-        fields = dataclasses.asdict(dialect)
+        fields, weights = dataclasses.asdict(dialect), args.reward_weights
         identity = {
             "seed": args.seed,
             DATA: data,
@@ -123,7 +122,7 @@ class Conditions:
             **{name: fields.pop(name) for name in FIXED_FIELDS},
             **{f"--{name}": getattr(args, name) for name in FIXED_FLAGS},
             "--reward_function": short_names(args.reward_function),
-            WEIGHTS: weights_identity(args.reward_weights),
+            "--reward_weights": list(weights) if any(weight != 1.0 for weight in weights) else None,
             SERVED: "given" if args.reward_url else None,
             "--reward_url_columns": args.reward_url_columns or None,
             **lora_identity(args),
@@ -155,15 +154,21 @@ class Conditions:
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
         """Those that a state file holds."""
-        return cls(in_todays_words(state["identity"]), dict(state["settings"]))
+        return cls(dict(state["identity"]), dict(state["settings"]))
 
     def check(self, written: "Conditions", folder: Path) -> None:
         """Raise UserError if this run differs from the one that wrote the point in `folder` in what must be equal."""
+        others = [name for name in self.identity.keys() ^ written.identity.keys() if not name.startswith(FROZEN)]
+        if others:
+            raise UserError(
+                f"--resume {folder}: it was written by another version of this program, or by another step of the "
+                f"three (only one of the two has {', '.join(sorted(others))}). Go on with that version, or begin anew."
+            )
         # The data last: seed, lengths and --overlong say, too, which rows are held out.
         for name, value in sorted(self.identity.items(), key=lambda item: item[0] == DATA):
             then = written.identity.get(name)
-            if name.startswith((FROZEN, TEMPLATE)) and None in (then, value):
-                continue  # of a name on the Hub, before it was fetched; of an earlier version
+            if name.startswith(FROZEN) and None in (then, value):
+                continue  # of a name on the Hub, before it was fetched
             if then != value and name.startswith(FROZEN):
                 raise UserError(
                     f"--resume {folder}: the {name} are others than when it was written, and the factors in it belong "
@@ -181,10 +186,6 @@ class Conditions:
                 )
             if then != value:
                 remedy = "Give the same flags and data as when the run began."
-                if name == OVERLONG and then == TRUNCATE:
-                    remedy = (
-                        "In those days prompts were cut in the midst of a turn. Go on with the version that wrote it."
-                    )
                 if name.endswith(" a step"):
                     remedy = "Ranks times batch size has to be what it was: change one with the other."
                 raise UserError(

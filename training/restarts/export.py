@@ -31,7 +31,7 @@ from engine.models.adapter_folders import BASE, SCORE, WEIGHTS
 from engine.models.places import ADAPTER_CONFIG, is_adapter
 from engine.safetensors_files import file_order
 from engine.whole_files import sync
-from training.program.cards import add_run_card
+from training.reporting.model_card import add_card
 from training.restarts.adapter_point import OF_MODELS, AdapterPoint
 from training.restarts.layout import CONFIG, EMA, PARTIAL
 from training.restarts.resume_point import ResumePoint
@@ -144,7 +144,7 @@ def export(
         else:
             write_weights(tensors, max_shard_size, partial)
         _write_config(source, dtype, partial, OF_MODELS if adapter else (ADAPTER_CONFIG, SCORE, BASE))
-        add_run_card(partial, found.folder.parent.parent, _name(model, ema, adapter), found.steps_done)
+        add_card(partial, found.folder.parent.parent, _name(model, ema, adapter), found.steps_done)
         sync(partial)
         partial.rename(folder)
     except OSError as error:

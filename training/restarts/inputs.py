@@ -1,6 +1,6 @@
 """What a run reads at paths that it is given, besides data: fingerprints by which a run that goes on knows them again.
 
-A point holds them among its settings. One of an older version of the program, which has none, is taken as it is.
+A restart point holds them among its settings.
 """
 
 import hashlib

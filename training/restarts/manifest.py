@@ -15,7 +15,7 @@ from pathlib import Path
 from engine import distributed
 from engine.errors import UserError
 from training.program.agreement import SharedError
-from training.restarts.layout import MANIFEST, STATE_FILE, step_of
+from training.restarts.layout import MANIFEST, step_of
 from training.restarts.shard_files import FileRecord
 
 FORMAT = 1
@@ -48,22 +48,23 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         """That of the point in `folder`.
 
-        Raises: Damage where it is not there, or not as it was written. UserError where an older version of the program
-            wrote the point.
+        Raises: Damage where it is not there, or not as it was written. UserError where it is of another format.
         """
         path = folder / MANIFEST
         if not path.is_file():
-            refuse_old_format(folder)
             raise Damage(f"{MANIFEST} is missing")
         try:
             if path.stat().st_size > LARGEST:
                 raise Damage(f"{MANIFEST} is too large for one")
             content = json.loads(path.read_bytes())
             digest = content.pop("digest")
-            if content["format"] != FORMAT:
-                raise Damage(f"{MANIFEST} is of format {content['format']!r}, this version reads {FORMAT}")
             if digest != _digest(content):
                 raise Damage(f"{MANIFEST} is not as it was written")
+            if content["format"] != FORMAT:
+                raise UserError(
+                    f"--resume {folder}: the restart point is of format {content['format']!r}, and this version of the "
+                    f"program reads format {FORMAT}. Go on with the version that wrote it, or begin anew."
+                )
             return cls(content["step"], {name: FileRecord(*record) for name, record in content["files"].items()})
         except OSError as error:
             raise Damage(f"{MANIFEST} cannot be read ({error.strerror})") from None
@@ -73,15 +74,6 @@ class Manifest:
 
 def _digest(content: dict) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).hexdigest()
-
-
-def refuse_old_format(folder: Path) -> None:
-    """Raise UserError where a restart point holds DeepSpeed's own checkpoints, as version 0.1.0 wrote it."""
-    if (folder / STATE_FILE).is_file() and any(folder.glob("*/*_model_states.pt")):
-        raise UserError(
-            f"--resume {folder}: this restart point holds DeepSpeed's checkpoints, as version 0.1.0 wrote them, "
-            "which this version does not read. Finish the run with version 0.1.0, or begin anew."
-        )
 
 
 def files_in(folder: Path) -> set[str]:
@@ -99,7 +91,7 @@ def damages(folder: Path) -> list[str]:
 
     The files to be hashed are shared out over the ranks; every rank is told of all that was found.
 
-    Raises: UserError on all ranks where one does not see the folder, or where the point is of an older version.
+    Raises: UserError on all ranks where one does not see the folder, or where the point is of another format.
     """
     old, found = None, []
     try:

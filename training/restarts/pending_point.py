@@ -14,7 +14,7 @@ from torch import Tensor
 from engine import distributed
 from engine.whole_files import sync
 from engine.zero.shards import Shard
-from training.program.hosts import from_here
+from training.program.joining import from_here
 from training.restarts.layout import MANIFEST, PARTIAL
 from training.restarts.manifest import Manifest
 from training.restarts.shard_files import FileRecord, write_bytes, write_shards

@@ -1,4 +1,4 @@
-"""Serve: models answer side by side over HTTP, a reward model scores; OpenAI's form, a page, scores for training runs.
+"""Serve: models answer side by side over HTTP, a reward model scores; a page, and scores for training runs.
 
     python -m training.serve --models base=BASE sft=out/sft ppo=out/ppo/actor --reward_model_name_or_path out/reward
 

@@ -1,27 +1,172 @@
-"""Which request leads where."""
+"""Which request leads where, what clients may send, and how mistakes are answered.
 
-import base64
-import hashlib
+PUT /               each model's response to a prompt or a chat, with its score, whole or streamed
+GET /               the page that asks for these
+POST /v1/scores     scores in this project's form
+POST /get_reward    scores in the form of OpenRLHF's reward server
+GET /health         that it answers, and how much is asked of it
+"""
+
 import json
 import re
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
-from training.serve import requests as forms
-from training.serve.answers import ChatCompletions, Completions, ending, models_list
-from training.serve.errors import RequestError, add_handlers
-from training.serve.events import EventStream, comparison_events, completion_events, ending_with_error
+from training.data.tokens import TextEncoder
+from training.pages.page import sha256
+from training.serve.decoder import Generation, Settings
 from training.serve.models import ServedModel
-from training.serve.queries import query_ids
-from training.serve.service import Responses, Service, Wanted, unless_gone
+from training.serve.service import RequestError, Responses, Service, error_body, log_error
 
 PAGE = Path(__file__).with_name("page.html")
+STOPS, STOP_LENGTH = 16, 200
+MOST = 10_000  # items of a list
+NESTED = 100_000  # lists and objects in a body: each takes some thirty times as much memory as its two characters
+STRINGS = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)  # of a JSON text, the last one perhaps without its end
+NO_OBJECT = "the body is no JSON object. Send one, with Content-Type: application/json"
+SHORT = Field(
+    max_length=MOST, fail_fast=True
+)  # the first item that is wrong ends the reading, and so does one too many
+
+
+class Message(BaseModel):
+    """A message of a chat; fields that a template may know are passed on."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str
+
+
+class CompareRequest(BaseModel):
+    """PUT /: what the models are asked, and how their responses are drawn.
+
+    prompt: a text that models continue as it stands. messages: in its place a chat, which each model is asked by its
+    own chat template. models: those that are to answer, by default all.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
+
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], SHORT, Field(min_length=1)] | None = None
+    models: Annotated[list[str], SHORT, Field(min_length=1)] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | Annotated[list[str], SHORT] | None = None
+    stream: bool | None = False
+
+    @model_validator(mode="after")
+    def _check_together(self):
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt, a text to continue, or messages, a chat")
+        return self
+
+    def settings(self, seed: int, prompt_length: int, context: int, most: int) -> Settings:
+        """How a response is drawn to a prompt of this many tokens.
+
+        seed: where the request has none. context: the most tokens of a prompt and its response. most: of a response.
+        Raises: RequestError for what is too long.
+        """
+        left = context - prompt_length
+        if left < 1:
+            told = f"the prompt has {prompt_length} tokens; together with its response it may have {context}"
+            raise RequestError(400, told, "prompt" if self.messages is None else "messages")
+        if self.max_tokens is not None and self.max_tokens > min(left, most):
+            told = f"max_tokens {self.max_tokens}: this prompt's responses may have {min(left, most)} tokens at most"
+            raise RequestError(400, told, "max_tokens")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > STOPS or not all(0 < len(stop) <= STOP_LENGTH for stop in stops):
+            raise RequestError(400, f"stop: give at most {STOPS} texts of 1 to {STOP_LENGTH} characters", "stop")
+        return Settings(
+            max_tokens=self.max_tokens or min(left, most),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed if self.seed is not None else seed,
+            stop=stops,
+        )
+
+
+class Item(BaseModel):
+    """A response to be scored; other fields, such as a data set's columns, are passed over.
+
+    id: comes back with the score. ended: whether the response came to an end of its own; its end token is then scored
+    with it, as in training.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    id: str | int
+    prompt: str
+    response: str
+    ended: bool = True
+
+
+class ScoresRequest(BaseModel):
+    """POST /v1/scores."""
+
+    model_config = ConfigDict(strict=True)
+
+    items: Annotated[list[Item], SHORT]
+
+
+class OpenRLHFRequest(BaseModel):
+    """POST /get_reward, as OpenRLHF's trainer sends it; its prompts and labels are passed over."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    query: Annotated[list[str], SHORT]
+
+
+Form = TypeVar("Form", bound=BaseModel)
+
+
+def read(form: type[Form], body: bytes) -> Form:
+    """The form of a JSON text. Raises: RequestError, which names the first thing that is wrong.
+
+    One that would take far more memory than it has bytes is refused before it is read: other requests wait meanwhile.
+    """
+
+    def nested(text: bytes) -> int:
+        return text.count(b"[") + text.count(b"{")
+
+    if nested(body) > NESTED and nested(STRINGS.sub(b"", body)) > NESTED:  # brackets within texts are none
+        raise RequestError(400, f"the body has more than {NESTED:,} lists and objects. Send less at once")
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refusal(error: ValidationError) -> RequestError:
+    found = error.errors(include_url=False, include_input=False)
+    # Behind it stand other kinds of value.
+    first = next((each for each in found if each["type"] == "too_long"), found[0])
+    if first["type"] == "json_invalid":
+        return RequestError(400, f"the body is no JSON: {first['ctx']['error']}")
+    if first["type"] == "model_type":
+        return RequestError(400, NO_OBJECT)
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        return RequestError(400, f"{name} is not supported here. Leave it out", name)
+    # Fields and items; the other parts of a place are kinds of value that pydantic has tried.
+    place = [
+        str(part)
+        for part in first["loc"]
+        if isinstance(part, int) or (part.isidentifier() and part not in ("str", "int"))
+    ]
+    name, message = ".".join(place), first["msg"].removeprefix("Value error, ")
+    return RequestError(400, f"{name}: {message}" if name else message, param=place[0] if place else None)
 
 
 def make_app(service: Service) -> FastAPI:
@@ -34,152 +179,59 @@ def make_app(service: Service) -> FastAPI:
         service.stop()
 
     app = FastAPI(openapi_url=None, lifespan=lifespan)
-    add_handlers(app)
+    _add_errors(app)
     _add_page(app)
-    _add_openai(app, service)
     _add_comparison(app, service)
     _add_scores(app, service)
-    return app
-
-
-def _add_page(app: FastAPI) -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    policy = _content_security_policy(page)
-
-    @app.get("/")
-    async def the_page() -> Response:
-        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
-        return Response(
-            page, media_type="text/html; charset=utf-8", headers={**headers, "referrer-policy": "no-referrer"}
-        )
-
-
-def _content_security_policy(page: str) -> str:
-    """What the page may do: run its own script, have its own style, ask this service; nothing else."""
-
-    def hashes(tag: str) -> str:
-        texts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        return " ".join(
-            f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts
-        )
-
-    return (
-        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-
-
-def _add_openai(app: FastAPI, service: Service) -> None:
-    created = int(time.time())
 
     @app.get("/health")
     @app.get("/v1/health")  # beside /v1/scores, where --reward_url looks for it
     async def health() -> dict:
         return service.state()
 
-    @app.get("/v1/models")
-    async def models() -> dict:
-        return models_list(service.models.values(), created, service.context)
-
-    @app.get("/v1/models/{name}")
-    async def model(name: str) -> dict:
-        return models_list([service.model(name)], created, service.context)["data"][0]
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        body = await _read(forms.CompletionRequest, request)
-        model = service.model(body.model)
-        given = body.prompts()
-        return await _openai_answer(
-            service,
-            request,
-            body,
-            Completions(model),
-            lambda: service.encoded(lambda: [_prompt_ids(model, one) for one in given]),
-            len(given),
-        )
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        body = await _read(forms.ChatRequest, request)
-        model = service.model(body.model)
-        return await _openai_answer(
-            service, request, body, ChatCompletions(model), lambda: _chat_ids(service, [model], body.messages), 1
-        )
+    return app
 
 
-async def _read(form: type[forms.Read], request: Request) -> forms.Read:
-    """The form that a request's body holds. One of another type, which pages of any origin may send, is refused."""
-    if not _is_json(request):
-        raise RequestError(400, forms.NO_OBJECT)
-    return forms.read(form, await request.body())
+def _add_errors(app: FastAPI) -> None:
+    """Have every error answered in the form of `error_body`, with one line in the log."""
+
+    def answer(request: Request, error: RequestError) -> Response:
+        log_error(f"{request.method} {request.url.path}", error.status, error.message)
+        return JSONResponse(error_body(error.message, error.param), error.status, error.headers)
+
+    @app.exception_handler(RequestError)
+    async def refused(request: Request, error: RequestError) -> Response:
+        return answer(request, error)
+
+    @app.exception_handler(HTTPException)
+    async def of_routing(request: Request, error: HTTPException) -> Response:
+        path = request.url.path[:200]
+        told = {404: f"there is no {path} here", 405: f"{path} has no {request.method}"}
+        message = told.get(error.status_code, str(error.detail))
+        return answer(request, RequestError(error.status_code, message, headers=error.headers))
+
+    @app.exception_handler(Exception)  # the service's own mistake, whose trace uvicorn logs
+    async def failed(request: Request, error: Exception) -> Response:
+        return JSONResponse(error_body("the service failed; its own log says where"), 500)
 
 
-def _is_json(request: Request) -> bool:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower().endswith("json")
-
-
-async def _openai_answer(
-    service: Service,
-    request: Request,
-    body: forms.CompletionRequest | forms.ChatRequest,
-    form: Completions,
-    encode: Callable[[], Coroutine[Any, Any, list[list[int]]]],
-    count: int,
-) -> Response:
-    """n responses to each of so many prompts, whole or streamed."""
-    seed = forms.new_seed()
-    with ExitStack() as stack:
-        stack.enter_context(service.admitted(count * (body.n or 1)))
-        wanted = [
-            Wanted(form.model, prompt, body.settings(seed, sample, len(prompt), service.context, service.most_tokens))
-            for prompt in await unless_gone(request, encode())
-            for sample in range(body.n or 1)
-        ]
-        responses = stack.enter_context(Responses(service, wanted))
-        if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(ending_with_error(completion_events(form, responses, with_usage)), stack.pop_all())
-        return JSONResponse(form.whole(await unless_gone(request, responses.all())))
-
-
-def _prompt_ids(model: ServedModel, prompt: str | list[int], field: str = "prompt") -> list[int]:
-    """A prompt's token ids. Raises: RequestError where there are none, or the model does not know them."""
-    if isinstance(prompt, str):
-        _check_characters(len(prompt), model.decoder.context, model.longest_token, field)
-    ids = model.encoder.prompt(prompt) if isinstance(prompt, str) else prompt
-    if not ids:
-        raise RequestError(400, f"{field}: the tokenizer makes no tokens of it", field)
-    if not all(0 <= token < model.decoder.vocabulary_size for token in ids):
-        raise RequestError(400, f"{field}: token ids are 0 to {model.decoder.vocabulary_size - 1}", field)
-    return ids
-
-
-def _check_characters(count: int, context: int, longest_token: int, what: str) -> None:
-    """Raise RequestError for a text that needs no tokenizer, which takes seconds for megabytes, to be known as too
-    long."""
-    most = context * (longest_token + 1)  # some tokenizers drop the spaces between
-    if count > most:
-        told = f"{what}: it has {count} characters; {context} tokens have {most} at most"
-        raise RequestError(400, told, what.partition("[")[0], "context_length_exceeded")
-
-
-async def _chat_ids(service: Service, models: Sequence[ServedModel], messages: list[forms.Message]) -> list[list[int]]:
-    """The ids of a chat for each of the models, by its own chat template."""
-    for model in models:
-        if not model.has_template:
-            told = (
-                f"the tokenizer of {model.name} has no chat template, so that it cannot be said how messages become "
-                "its prompt. Send it a prompt, which is text, or start the service with --chat_template FILE"
-            )
-            raise RequestError(400, told, "messages", "no_chat_template")
-    if len(messages) > service.context:  # a template may take time that grows with the square of it
-        told = f"messages: there are {len(messages):,} of them; {service.context:,} tokens are taken"
-        raise RequestError(400, told, "messages", "context_length_exceeded")
-    texts = [await service.rendered(model, messages) for model in models]
-    return await service.encoded(
-        lambda: [_prompt_ids(model, text, "messages") for model, text in zip(models, texts, strict=True)]
+def _add_page(app: FastAPI) -> None:
+    """The page; its policy lets it run its own script, have its own style, ask this service, and nothing else."""
+    page = PAGE.read_text(encoding="utf-8")
+    script, style = (
+        " ".join(map(sha256, re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL))) for tag in ("script", "style")
     )
+    headers = {
+        "content-security-policy": f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "x-content-type-options": "nosniff",
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+    }
+
+    @app.get("/")
+    async def the_page() -> Response:
+        return Response(page, media_type="text/html; charset=utf-8", headers=headers)
 
 
 def _add_comparison(app: FastAPI, service: Service) -> None:
@@ -189,31 +241,29 @@ def _add_comparison(app: FastAPI, service: Service) -> None:
         names = list(dict.fromkeys(body.models or service.models))
         if not names:
             raise RequestError(404, "this service has no models that answer; it was started with a reward model alone")
-        seed = body.seed if body.seed is not None else forms.new_seed()
+        # A random seed is one that JavaScript's numbers hold, so that it can be sent back.
+        seed = body.seed if body.seed is not None else secrets.randbits(53)
         models = [service.model(name) for name in names]
-        is_chat = body.messages is not None
         with ExitStack() as stack:
             stack.enter_context(service.admitted(len(models)))
-            encoded = (
-                _chat_ids(service, models, body.messages)
-                if is_chat
-                else service.encoded(lambda: [_prompt_ids(model, body.prompt) for model in models])
-            )
-            prompts = await unless_gone(request, encoded)
             wanted = [
-                Wanted(model, prompt, body.settings(seed, 0, len(prompt), service.context, service.most_tokens))
-                for model, prompt in zip(models, prompts, strict=True)
+                (model, prompt, body.settings(seed, len(prompt), service.context, service.most_tokens))
+                for model, prompt in zip(models, await _prompts(service, models, body), strict=True)
             ]
             responses = stack.enter_context(Responses(service, wanted))
+            is_chat = body.messages is not None
             if body.stream:
-                events = comparison_events(service, responses, seed, is_chat)
-                return EventStream(ending_with_error(events), stack.pop_all())
-            found = await unless_gone(request, _compared(service, responses, is_chat))
+                return EventStream(_events(service, responses, seed, is_chat), stack.pop_all())
+            found = await _compared(service, responses, is_chat)
             asked = body.model_dump(include={"prompt", "messages"}, exclude_none=True)
             return JSONResponse({**asked, "seed": seed, **found})
 
 
-def _comparison(body: bytes, is_json: bool) -> forms.CompareRequest:
+def _is_json(request: Request) -> bool:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower().endswith("json")
+
+
+def _comparison(body: bytes, is_json: bool) -> CompareRequest:
     """The request of a JSON object, of a JSON text, or of any other body, which then is the prompt itself."""
     try:
         if not is_json:
@@ -224,64 +274,165 @@ def _comparison(body: bytes, is_json: bool) -> forms.CompareRequest:
         raise RequestError(400, "the body is no UTF-8") from None
     except ValueError as error:
         raise RequestError(400, f"the body is no JSON: {error}") from None
-    return forms.read(forms.CompareRequest, body)
+    return read(CompareRequest, body)
+
+
+async def _prompts(service: Service, models: Sequence[ServedModel], body: CompareRequest) -> list[list[int]]:
+    """The ids of the prompt, or of the chat by each model's own chat template. Raises: RequestError."""
+    if body.messages is None:
+        return await service.encoded(lambda: [_prompt_ids(model, str(body.prompt), "prompt") for model in models])
+    for model in models:
+        if not model.has_template:
+            told = (
+                f"the tokenizer of {model.name} has no chat template, so that it cannot be said how messages become "
+                "its prompt. Send it a prompt, which is text, or start the service with --chat_template FILE"
+            )
+            raise RequestError(400, told, "messages")
+    if len(body.messages) > service.context:  # a template may take time that grows with the square of it
+        told = f"messages: there are {len(body.messages):,} of them; {service.context:,} tokens are taken"
+        raise RequestError(400, told, "messages")
+    messages = [message.model_dump() for message in body.messages]
+    texts = [await service.rendered(model, messages) for model in models]
+    return await service.encoded(
+        lambda: [_prompt_ids(model, text, "messages") for model, text in zip(models, texts, strict=True)]
+    )
+
+
+def _prompt_ids(model: ServedModel, text: str, field: str) -> list[int]:
+    _check_characters(len(text), model.decoder.context, model.longest_token, field)
+    ids = model.encoder.prompt(text)
+    if not ids:
+        raise RequestError(400, f"{field}: the tokenizer makes no tokens of it", field)
+    return ids
+
+
+def _check_characters(count: int, context: int, longest_token: int, what: str) -> None:
+    """Raise RequestError for a text that needs no tokenizer, which takes seconds for megabytes, to be known as too
+    long."""
+    most = context * (longest_token + 1)  # some tokenizers drop the spaces between
+    if count > most:
+        told = f"{what}: it has {count} characters; {context} tokens have {most} at most"
+        raise RequestError(400, told, what.partition("[")[0])
 
 
 async def _compared(service: Service, responses: Responses, is_chat: bool) -> dict[str, dict]:
-    whole = await responses.all()
-    scores: list[float | None] = [None] * len(whole)
+    """What is answered of each model's response, by the model's name, once all are whole."""
+    async for _ in responses.updates():
+        pass
+    generations = responses.generations
+    scores: list[float | None] = [None] * len(generations)
     if service.scorer is not None:
-        scores = [*await service.scores([each.wanted.prompt_ids + each.tokens for each in whole])]
+        scores = [*await service.scores([each.prompt_ids + each.tokens for each in generations])]
     return {
-        each.wanted.model.name: {"response": each.text, **ending(each, score, is_chat)}
-        for each, score in zip(whole, scores, strict=True)
+        model.name: {"response": "".join(each.pieces), **_ending(model, each, score, is_chat)}
+        for model, each, score in zip(responses.models, generations, scores, strict=True)
     }
 
 
+def _ending(model: ServedModel, response: Generation, score: float | None, is_chat: bool) -> dict:
+    """What is said of a response beside its text. is_chat: whether messages were sent."""
+    told = {"score": score, "tokens": len(response.tokens), "finish_reason": response.reason}
+    if model.has_template:
+        told["chat_template"] = "applied" if is_chat else "not applied"
+    return told
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events. held: contexts that are left when it has ended, or its client has gone."""
+
+    def __init__(self, events: AsyncIterator[str], held: ExitStack):
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self.held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        with self.held:
+            await super().__call__(scope, receive, send)
+
+
+async def _events(service: Service, responses: Responses, seed: int, is_chat: bool) -> AsyncIterator[str]:
+    """Pieces of each model's text, then what `_ending` says of it, then [DONE]; an error ends the stream without it."""
+
+    def event(data: dict) -> str:
+        return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+    try:
+        yield event({"seed": seed})
+        async for number, text, is_whole in responses.updates():
+            model, response = responses.models[number], responses.generations[number]
+            if text:
+                yield event({"model": model.name, "text": text})
+            if is_whole:
+                score = None
+                if service.scorer is not None:
+                    (score,) = await service.scores([response.prompt_ids + response.tokens])
+                yield event({"model": model.name, **_ending(model, response, score, is_chat)})
+        yield "data: [DONE]\n\n"
+    except RequestError as error:
+        log_error("a stream", error.status, error.message)
+        yield event(error_body(error.message, error.param))
+
+
 def _add_scores(app: FastAPI, service: Service) -> None:
-    def short_enough(characters: int, what: str) -> None:
-        _check_characters(characters, service.context, service.scorer.longest_token, what)
+    async def scored(field: str, lengths: list[int], encode: Callable[[TextEncoder, int], list[int]]) -> list[float]:
+        """The score of each text of a request. lengths: their characters; encode: the token ids of the one at a place.
+        Raises: RequestError."""
+        scorer = service.scorer
+        if scorer is None:
+            raise RequestError(404, "this service has no reward model; start it with --reward_model_name_or_path")
+
+        def encoded() -> list[list[int]]:
+            for place, length in enumerate(lengths):
+                _check_characters(length, service.context, scorer.longest_token, f"{field}[{place}]")
+            return [encode(scorer.encoder, place) for place in range(len(lengths))]
+
+        with service.admitted(len(lengths)):
+            sequences = await service.encoded(encoded)
+            for place, ids in enumerate(sequences):
+                if not 0 < len(ids) <= service.context:
+                    told = f"{field}[{place}] has {len(ids)} tokens; it may have 1 to {service.context}"
+                    raise RequestError(400, told, field)
+            return await service.scores(sequences)
+
+    async def body_of(form: type[Form], request: Request) -> Form:
+        """What a request has sent. A body of another type, which pages of any origin may send, is refused."""
+        if not _is_json(request):
+            raise RequestError(400, NO_OBJECT)
+        return read(form, await request.body())
 
     @app.post("/v1/scores")
     async def scores(request: Request) -> dict:
-        body = await _read(forms.ScoresRequest, request)
+        items = (await body_of(ScoresRequest, request)).items
 
-        def encode() -> list[list[int]]:
-            for place, item in enumerate(body.items):
-                short_enough(len(item.prompt) + len(item.response), f"items[{place}]")
-            return [ids_of(item) for item in body.items]
-
-        def ids_of(item: forms.Item) -> list[int]:
-            encoder = service.scorer.encoder
+        def encode(encoder: TextEncoder, place: int) -> list[int]:
+            item = items[place]
             ids, _ = encoder.answered(item.prompt, item.response)
             return ids if item.ended else encoder.prompt(item.prompt) + encoder.continuation(item.prompt, item.response)
 
-        found = await _scored(service, request, encode, "items", len(body.items))
-        return {"scores": [{"id": item.id, "score": score} for item, score in zip(body.items, found, strict=True)]}
+        lengths = [len(item.prompt) + len(item.response) for item in items]
+        found = await scored("items", lengths, encode)
+        return {"scores": [{"id": item.id, "score": score} for item, score in zip(items, found, strict=True)]}
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> dict:
-        body = await _read(forms.OpenRLHFRequest, request)
-
-        def encode() -> list[list[int]]:
-            for place, text in enumerate(body.query):
-                short_enough(len(text), f"query[{place}]")
-            return [query_ids(service.scorer.encoder, text) for text in body.query]
-
-        found = await _scored(service, request, encode, "query", len(body.query))
+        texts = (await body_of(OpenRLHFRequest, request)).query
+        lengths = [len(text) for text in texts]
+        found = await scored("query", lengths, lambda encoder, place: query_ids(encoder, texts[place]))
         return {"rewards": found, "scores": found, "extra_logs": {"scores": found}}
 
 
-async def _scored(
-    service: Service, request: Request, encode: Callable[[], list[list[int]]], field: str, count: int
-) -> list[float]:
-    if service.scorer is None:
-        told = "this service has no reward model; start it with --reward_model_name_or_path"
-        raise RequestError(404, told, code="no_reward_model")
-    with service.admitted(count):
-        sequences = await service.encoded(encode)
-        for place, ids in enumerate(sequences):
-            if not 0 < len(ids) <= service.context:
-                told = f"{field}[{place}] has {len(ids)} tokens; it may have 1 to {service.context}"
-                raise RequestError(400, told, field, "context_length_exceeded")
-        return await unless_gone(request, service.scores(sequences))
+def query_ids(encoder: TextEncoder, text: str) -> list[int]:
+    """The token ids of a query in OpenRLHF's form, a prompt and its response as one text with special tokens spelt out:
+    those that read as this text, and one EOS behind them, as OpenRLHF's own server puts there.
+
+    Tokenizers of the SentencePiece kind write a space between BOS and the text, and read it as one more token: where
+    the ids without that token read as this text, too, they are the ones that it was written from.
+    """
+    tokenizer, bos = encoder.tokenizer, encoder.spelt_bos(text)
+    ids = encoder.prompt(text)
+    if bos and text[len(bos) :].startswith(" "):
+        without = encoder.prompt(text[len(bos) + 1 :])
+        ids = without if tokenizer.decode(without) == text else ids
+    while ids and ids[-1] in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        ids = ids[:-1]
+    return encoder.ended(ids)

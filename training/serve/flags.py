@@ -32,8 +32,7 @@ class ServeFlags(TokenizerFlags):
     )
     decoding: str = flag(
         "auto",
-        "how single tokens go through a model, as in step 3: plain, recorded (auto on CPUs), graphs (auto on GPUs) or "
-        "compiled",
+        "how single tokens go through a model, as in step 3: plain, recorded (auto on CPUs) or graphs (auto on GPUs)",
         choices=DECODING,
     )
 

@@ -128,12 +128,7 @@ def _model(
         ) from None
     ends = frozenset(generation_stops(path, tokenizer, args.trust_remote_code))
     tokenizer.name_or_path = name  # what its mistakes are told by: clients are told no paths
-    return ServedModel(name, tokenizer, TextEncoder(tokenizer), ends, decoder, longest_token(tokenizer))
-
-
-def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """In characters."""
-    return max(map(len, tokenizer.get_vocab()))
+    return ServedModel(name, tokenizer, TextEncoder(tokenizer), ends, decoder, max(map(len, tokenizer.get_vocab())))
 
 
 def _scorer(
@@ -147,7 +142,8 @@ def _scorer(
     else:
         tokenizer = args.read_tokenizer(path, REWARD)
     scorer = scorer.to(device).requires_grad_(False).eval()
-    return ServedScorer(scorer, TextEncoder(tokenizer), tokenizer.pad_token_id, longest_token(tokenizer))
+    longest = max(map(len, tokenizer.get_vocab()))
+    return ServedScorer(scorer, TextEncoder(tokenizer), tokenizer.pad_token_id, longest)
 
 
 @contextlib.contextmanager

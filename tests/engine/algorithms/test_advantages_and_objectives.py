@@ -8,7 +8,7 @@ import torch
 from engine.algo.kl import AdaptiveKL, FixedKL
 from engine.algorithms import Dialect, get_dialect
 from engine.experience import Masks
-from tests.engine.algorithms.test_algorithm import algorithm, slots_of
+from tests.engine.algorithms.test_algorithm import algorithm, positions_of
 
 # Two rows, L = 3 and 1, T = 3: r 1 0 5 | 2 0 0, V 0, so that with lambda 0 the advantages are the rewards.
 REWARDS = torch.tensor([[1.0, 0.0, 5.0], [2.0, 0.0, 0.0]])
@@ -98,21 +98,21 @@ def test_a_response_without_a_token_is_compared_and_counted_where_all_lengths_ar
         (RLOO.override(min_response_tokens=1), [0.0, 0.0, -3.0, 3.0], 3),
     ):
         resolved = algorithm(dialect, pad=2)
-        slots = resolved.slots(responses, everywhere)
-        assert slots.lengths.tolist() == [0, 3, 1, 3]
-        rewards = resolved.compute_rewards(nowhere, nowhere, torch.tensor([1.0, 3.0, 2.0, 5.0]), slots, 0.1)
-        advantages, _ = resolved.compute_advantages(rewards, resolved.kept_values(None, slots), slots.masks)
+        positions = resolved.positions(responses, everywhere)
+        assert positions.lengths.tolist() == [0, 3, 1, 3]
+        rewards = resolved.compute_rewards(nowhere, nowhere, torch.tensor([1.0, 3.0, 2.0, 5.0]), positions, 0.1)
+        advantages, _ = resolved.compute_advantages(rewards, resolved.kept_values(None, positions), positions.masks)
         assert advantages[:, 0].tolist() == pytest.approx(expected)
-        sums = resolved.policy_objective(nowhere, nowhere, nowhere, advantages, slots.masks.policy, 0.1)
+        sums = resolved.losses.policy_loss(nowhere, nowhere, nowhere, advantages, positions.masks.policy, 0.1)
         assert sums.count.item() == sums.ratio.item() == count
         assert sums.loss.item() == pytest.approx(-sum(expected), abs=1e-6)
 
 
 def test_rewards_without_a_critic():
-    slots = slots_of("trl_rloo", "A", 6)
+    positions = positions_of("trl_rloo", "A", 6)
     logprobs, ref_logprobs = torch.full((1, 6), -1.0), torch.full((1, 6), -1.5)
-    rewards = algorithm(RLOO).compute_rewards(logprobs, ref_logprobs, torch.tensor([2.0]), slots, 0.1)
-    values = algorithm(RLOO).kept_values(None, slots)
+    rewards = algorithm(RLOO).compute_rewards(logprobs, ref_logprobs, torch.tensor([2.0]), positions, 0.1)
+    values = algorithm(RLOO).kept_values(None, positions)
     assert rewards.sum().item() == pytest.approx(2 - 0.1 * 4 * 0.5) and not values.any()
 
 
@@ -120,21 +120,21 @@ def test_losses_by_dialect():
     old, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     new = torch.tensor([[1.5, 0.5]]).log()
     advantages = torch.tensor([[2.0, 2.0]])
-    token = algorithm("default").policy_objective(new, old, old, advantages, mask, 0.3)
+    token = algorithm("default").losses.policy_loss(new, old, old, advantages, mask, 0.3)
     assert token.loss.item() == pytest.approx(-2 * 1.2 - 2 * 0.5) and token.count.item() == 2
-    whole = algorithm(RLOO).policy_objective(new, old, old, advantages, mask, 0.3)
+    whole = algorithm(RLOO).losses.policy_loss(new, old, old, advantages, mask, 0.3)
     assert whole.loss.item() == pytest.approx(-2 * 0.75)
     assert whole.count.item() == 1 and whole.ratio.item() == pytest.approx(0.75)
     in_loss = algorithm(Dialect(kl_in="loss", kl_estimator="k2"))
-    penalized = in_loss.policy_objective(new, old, old, advantages, mask, 0.3)
+    penalized = in_loss.losses.policy_loss(new, old, old, advantages, mask, 0.3)
     squares = torch.tensor([1.5, 0.5]).log().square().sum().item() / 2
     assert penalized.loss.item() == pytest.approx(-3.4 + 0.3 * squares, abs=1e-6)
     # A correction is the surrogate's: -2.4 x 0.5 - 1 x 2, and the penalty as it was; the response's, where it has one.
-    corrected = in_loss.policy_objective(new, old, old, advantages, mask, 0.3, torch.tensor([[0.5, 2.0]]))
+    corrected = in_loss.losses.policy_loss(new, old, old, advantages, mask, 0.3, torch.tensor([[0.5, 2.0]]))
     assert corrected.loss.item() == pytest.approx(-3.2 + 0.3 * squares, abs=1e-6)
-    response = algorithm(RLOO).policy_objective(new, old, old, advantages, mask, 0.3, torch.full((1, 2), 0.5))
+    response = algorithm(RLOO).losses.policy_loss(new, old, old, advantages, mask, 0.3, torch.full((1, 2), 0.5))
     assert response.loss.item() == pytest.approx(-0.75) and response.count.item() == 1
-    values = algorithm("trl_ppo").value_objective(
+    values = algorithm("trl_ppo").losses.value_loss(
         torch.tensor([[1.0, 4.0]]), torch.zeros(1, 2), torch.tensor([[3.0, 3.0]]), mask
     )
     # near 0.2: (0.2 - 3)^2 = 7.84 over (1 - 3)^2, and over (4 - 3)^2

@@ -1,4 +1,4 @@
-"""Each dialect's slots, masks, rewards and advantages: the tables of the reference systems, literally.
+"""Each dialect's positions, masks, rewards and advantages: the tables of the reference systems, literally.
 
 A: three tokens, EOS, two pads, pad differs from EOS. B: the same with pad equal to EOS. C: six tokens, no EOS.
 """
@@ -40,23 +40,23 @@ def algorithm(dialect: Dialect | str, pad: int = PAD, end: int = EOS, **more) ->
     return Algorithm(dialect, pad_token_id=pad, end_token_id=end, **more)
 
 
-def slots_of(system: str, case: str, width: int):
+def positions_of(system: str, case: str, width: int):
     tokens, sampled, pad = CASES[case]
     mask = torch.arange(width).unsqueeze(0) < sampled
-    return algorithm(system, pad).slots(torch.tensor([tokens[:width]]), mask)
+    return algorithm(system, pad).positions(torch.tensor([tokens[:width]]), mask)
 
 
 @pytest.mark.parametrize("width", [6, 5, 4])
 @pytest.mark.parametrize("case", ["A", "B", "C"])
 @pytest.mark.parametrize("system", list(SCORE_SLOTS))
 def test_score_slots_and_loss_masks_of_the_table(system, case, width):
-    slots = slots_of(system, case, width)
+    positions = positions_of(system, case, width)
     learned = L_OF.get(system, L_OF["others"])[case][6 - width]
     valued = VALUE_OF[system][case][6 - width] if system in VALUE_OF else learned
-    assert slots.score_slot.tolist() == [SCORE_SLOTS[system][f"{case}{width}"]]
-    assert slots.lengths.tolist() == [learned]
-    assert slots.masks.policy.int().tolist() == [[1] * learned + [0] * (width - learned)]
-    assert slots.masks.value.int().tolist() == [[1] * valued + [0] * (width - valued)]
+    assert positions.score.tolist() == [SCORE_SLOTS[system][f"{case}{width}"]]
+    assert positions.lengths.tolist() == [learned]
+    assert positions.masks.policy.int().tolist() == [[1] * learned + [0] * (width - learned)]
+    assert positions.masks.value.int().tolist() == [[1] * valued + [0] * (width - valued)]
 
 
 # Worked case A: delta = 0.1 .. 0.6, V = 1 .. 6, beta 0.1, s = 2, gamma 1, lambda 0.95, no whitening.
@@ -78,13 +78,13 @@ WORKED = {
 
 def worked_rewards(system: str, width: int, **changed):
     dialect = get_dialect(system).override(whiten_advantages=False, whiten_rewards=False, **changed)
-    slots = slots_of(system, "A", width)
+    positions = positions_of(system, "A", width)
     delta, values = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]]), torch.tensor([[1.0, 2, 3, 4, 5, 6]])
     resolved = algorithm(dialect)
     logprobs, ref_logprobs = (delta - 1)[:, :width], torch.full((1, width), -1.0)
-    rewards = resolved.compute_rewards(logprobs, ref_logprobs, torch.tensor([2.0]), slots, 0.1)
-    kept = resolved.kept_values(values[:, :width], slots)
-    return rewards, resolved.compute_advantages(rewards, kept, slots.masks), kept
+    rewards = resolved.compute_rewards(logprobs, ref_logprobs, torch.tensor([2.0]), positions, 0.1)
+    kept = resolved.kept_values(values[:, :width], positions)
+    return rewards, resolved.compute_advantages(rewards, kept, positions.masks), kept
 
 
 @pytest.mark.parametrize("system", list(WORKED))
@@ -127,9 +127,9 @@ def test_the_estimator_in_the_reward(estimator, last):
 
 def test_a_row_that_is_too_short_is_not_learned_but_keeps_its_score():
     tokens = torch.tensor([[11, PAD, PAD], [11, 12, PAD]])
-    slots = algorithm("deepspeed_chat").slots(tokens, torch.tensor([[True, False, False], [True, True, False]]))
-    assert slots.masks.policy.int().tolist() == slots.masks.value.int().tolist() == [[0, 0, 0], [1, 1, 0]]
-    assert slots.score_slot.tolist() == [1, 2]
+    positions = algorithm("deepspeed_chat").positions(tokens, torch.tensor([[True, False, False], [True, True, False]]))
+    assert positions.masks.policy.int().tolist() == positions.masks.value.int().tolist() == [[0, 0, 0], [1, 1, 0]]
+    assert positions.score.tolist() == [1, 2]
 
 
 def test_what_is_scored_ends_where_the_dialect_says():
@@ -155,9 +155,9 @@ def test_summarize_learns_what_stands_before_its_own_cut():
     sampled = torch.tensor([[11, 12, 13, EOS, 14, 15]])
     dialect = get_dialect("summarize")
     mask, _ = algorithm(dialect).scored_text(sampled, torch.ones(1, 6, dtype=torch.bool), torch.tensor([False]))
-    slots = algorithm(dialect).slots(sampled, mask)
-    assert (slots.lengths.item(), slots.score_slot.item()) == (4, 4)
-    assert slots.masks.policy.sum() == 4 and slots.masks.value.sum() == 5
+    positions = algorithm(dialect).positions(sampled, mask)
+    assert (positions.lengths.item(), positions.score.item()) == (4, 4)
+    assert positions.masks.policy.sum() == 4 and positions.masks.value.sum() == 5
 
 
 SCORES, ENDED = torch.tensor([12.0, -20.0, 4.0, 8.0]), torch.tensor([True, True, True, False])

@@ -232,7 +232,7 @@ def test_where_old_log_probs_are_the_samplers(name, changed, dtypes):
     ],
 )
 def test_slots_past_the_response_that_carry_a_number(name, slots):
-    assert get_dialect(name).slots_past_response == slots
+    assert get_dialect(name).positions_past_response == slots
 
 
 def test_variance_by_the_number_of_ranks():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from engine.algo.rewards import slots_after_tokens
+from engine.algo.rewards import positions_after_tokens
 from engine.algorithms import Algorithm, get_dialect
 from engine.errors import UserError
 from engine.models.loading import load_policy, load_scorer
@@ -79,7 +79,7 @@ def test_pads_are_hidden_from_attention_where_masks_come_from_ids(folders, syste
     rollout, _ = drawn(pad)
     algorithm = Algorithm(get_dialect(system), pad_token_id=pad, end_token_id=EOS)
     learned, _ = algorithm.texts(rollout)
-    slots = algorithm.slots(learned.responses, learned.response_mask)
+    positions = algorithm.positions(learned.responses, learned.response_mask)
     found, _ = load_policy(folders[0], torch.float32)(
         learned.sequences, learned.attention_mask, learned.position_ids, learned.response_length
     )
@@ -91,10 +91,10 @@ def test_pads_are_hidden_from_attention_where_masks_come_from_ids(folders, syste
         .logits
     )
     expected = torch.log_softmax(logits[:, :-1], -1).gather(-1, learned.sequences[:, 1:, None])[..., 0]
-    counted = slots.masks.policy
+    counted = positions.masks.policy
     assert counted.any() and torch.equal(counted, (mask * rollout.attention_mask)[:, -4:].bool())
     # Read at a pad's own place, where each system has another position for it: the token behind a pad is left out.
-    compared = counted & slots_after_tokens(counted)
+    compared = counted & positions_after_tokens(counted)
     assert compared.sum() >= 7
     torch.testing.assert_close(found[compared], expected[:, -4:][compared], rtol=0, atol=1e-5)
     select = learned.select(slice(0, 2))  # the two rows whose first token is hidden lose no other
@@ -118,9 +118,9 @@ def test_trlxs_penalty_has_a_hole_behind_a_pad():
 
     algorithm = Algorithm(get_dialect("trlx"), pad_token_id=PAD, end_token_id=EOS)
     sampled = torch.tensor([[True] * 4 + [False] * 2])
-    slots = algorithm.slots(tokens[:, 2:], sampled)
+    positions = algorithm.positions(tokens[:, 2:], sampled)
     ours = torch.tensor([[0.1 * slot for slot in range(2, 8)]])
-    rewards = algorithm.compute_rewards(ours, torch.zeros(1, 6), torch.zeros(1), slots, 0.1)
+    rewards = algorithm.compute_rewards(ours, torch.zeros(1, 6), torch.zeros(1), positions, 0.1)
     torch.testing.assert_close(rewards[0], expected)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from engine.algorithms import Algorithm, check, get_dialect
-from engine.algorithms.group_table import GROUP_DIALECTS
-from engine.algorithms.objectives import PolicyObjective
+from engine.algorithms.losses import Losses
+from engine.algorithms.table import GROUP_DIALECTS
 from engine.errors import UserError
 
 
@@ -103,7 +103,7 @@ def test_what_a_sum_is_divided_by():
 
     def count(name, **changed):
         dialect = get_dialect(name).override(**changed)
-        return Algorithm(dialect, pad_token_id=0, response_slots=10).policy_objective.count(mask).item()
+        return Algorithm(dialect, pad_token_id=0, max_response_length=10).losses.policy_count(mask).item()
 
     assert count("default") == count("grpo_trl") == count("dapo") == 4
     assert count("grpo") == 2 and count("grpo", min_response_tokens=0) == 3
@@ -113,4 +113,4 @@ def test_what_a_sum_is_divided_by():
 
 def test_a_fixed_length_has_to_be_known():
     with pytest.raises(AssertionError, match="'fixed_length' without a length"):
-        PolicyObjective(get_dialect("dr_grpo"), lambda mask: mask.any(-1), None)
+        Losses(get_dialect("dr_grpo"))

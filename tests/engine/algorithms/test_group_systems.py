@@ -113,27 +113,29 @@ def padded(tensors: list[torch.Tensor]) -> torch.Tensor:
 def ours(case: Case, rows: list[Row], reduce, ranks: int) -> tuple:
     """What the project computes for one rank, in float32: advantages, and for each micro-batch its loss and count."""
     dialect = dialect_of(case)
-    algorithm = Algorithm(dialect, pad_token_id=PAD, end_token_id=EOS, reduce=reduce, ranks=ranks, response_slots=T)
+    algorithm = Algorithm(
+        dialect, pad_token_id=PAD, end_token_id=EOS, reduce=reduce, ranks=ranks, max_response_length=T
+    )
     old, ref, new = (padded([getattr(row, name) for row in rows]) for name in ("old", "ref", "new"))
     mask = torch.tensor([[t < len(row.new) for t in range(old.shape[1])] for row in rows])
     responses = torch.where(mask, 4, PAD)
     for row, tokens in zip(rows, responses):
         tokens[len(row.new) - 1] = EOS if row.ended else 4
     ended = torch.tensor([row.ended for row in rows])
-    slots = algorithm.slots(responses, mask)
-    policy = slots.masks.policy & torch.tensor([row.learned for row in rows]).unsqueeze(-1)
-    slots = replace(slots, masks=Masks(policy, slots.masks.value, slots.masks.state))
+    positions = algorithm.positions(responses, mask)
+    policy = positions.masks.policy & torch.tensor([row.learned for row in rows]).unsqueeze(-1)
+    positions = replace(positions, masks=Masks(policy, positions.masks.value, positions.masks.state))
     scores = algorithm.process_scores(torch.tensor([row.score for row in rows]), ended)
-    rewards = algorithm.compute_rewards(old, ref, scores, slots, dialect.kl_coef)
-    values = algorithm.kept_values(None, slots)
-    advantages, _ = algorithm.compute_advantages(rewards, values, slots.masks)
+    rewards = algorithm.compute_rewards(old, ref, scores, positions, dialect.kl_coef)
+    values = algorithm.kept_values(None, positions)
+    advantages, _ = algorithm.compute_advantages(rewards, values, positions.masks)
     new.requires_grad_()
     parts = []
     for part in MICRO_BATCHES:
-        sums = algorithm.policy_objective(
+        sums = algorithm.losses.policy_loss(
             new[part], old[part], ref[part], advantages[part], policy[part], dialect.kl_coef
         )
-        parts.append((sums.loss, algorithm.policy_objective.count(policy[part]).item()))
+        parts.append((sums.loss, algorithm.losses.policy_count(policy[part]).item()))
     return algorithm, advantages, parts, new
 
 
@@ -155,7 +157,7 @@ def test_advantages_losses_and_gradients(name, ranks):
     loss = 0.0
     for place, rank in enumerate(ranks):
         algorithm, advantages, parts, new = found[rank]
-        weights = algorithm.loss_weights([count for _, count in parts], total, 2 * len(ranks), len(ranks))
+        weights = algorithm.losses.weights([count for _, count in parts], total, 2 * len(ranks), len(ranks))
         own = sum(weight * part for weight, (part, _) in zip(weights, parts))
         own.backward()
         loss += own.item()

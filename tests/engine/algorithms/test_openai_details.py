@@ -38,10 +38,10 @@ def test_the_write_ups_penalty_of_three_tokens():
     logprobs = reference + torch.tensor([[-0.3315, -0.0426, 0.6351]])
     responses = torch.tensor([[11, 339, 561]])
     algorithm = Algorithm(OPENAI, pad_token_id=0, end_token_id=13)
-    slots = algorithm.slots(responses, torch.ones_like(responses).bool())
-    first = algorithm.compute_rewards(reference, reference, torch.tensor([0.4]), slots, 0.15)
+    positions = algorithm.positions(responses, torch.ones_like(responses).bool())
+    first = algorithm.compute_rewards(reference, reference, torch.tensor([0.4]), positions, 0.15)
     assert first[0].tolist() == pytest.approx([0, 0, 0.4])  # before the first update
-    rewards = algorithm.compute_rewards(logprobs, reference, torch.tensor([0.4]), slots, 0.15)
+    rewards = algorithm.compute_rewards(logprobs, reference, torch.tensor([0.4]), positions, 0.15)
     assert rewards[0].tolist() == pytest.approx([0.15 * 0.3315, 0.15 * 0.0426, 0.4 - 0.15 * 0.6351], abs=1e-6)
 
 

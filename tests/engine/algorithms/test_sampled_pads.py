@@ -60,9 +60,9 @@ def test_the_formulas_by_hand():
 def test_masks_and_score_slot(system):
     mask, place = EXPECTED[system]
     algorithm = Algorithm(get_dialect(system), pad_token_id=PAD, end_token_id=EOS)
-    slots = algorithm.slots(torch.tensor([ROW]), torch.arange(WIDTH).unsqueeze(0) < 4)
-    assert slots.masks.policy.int().tolist() == [mask]
-    assert slots.score_slot.tolist() == [place]
+    positions = algorithm.positions(torch.tensor([ROW]), torch.arange(WIDTH).unsqueeze(0) < 4)
+    assert positions.masks.policy.int().tolist() == [mask]
+    assert positions.score.tolist() == [place]
     same = torch.zeros(1, WIDTH)
-    rewards = algorithm.compute_rewards(same, same, torch.tensor([2.0]), slots, 0.1)
+    rewards = algorithm.compute_rewards(same, same, torch.tensor([2.0]), positions, 0.1)
     assert rewards.nonzero().tolist() == [[0, place]]

@@ -63,7 +63,7 @@ def whitened(rows: list, pool: list, unbiased: bool, keep_mean: bool = False) ->
 def ppo_losses(
     n: dict, a: list, returns: list, kept_values: list, policy_slots: list, value_slots: list, factor: float
 ) -> tuple:
-    """Both losses of one micro-batch, each a mean over its slots, as float64 tensors that carry gradients."""
+    """Both losses of one micro-batch, each a mean over its positions, as float64 tensors that carry gradients."""
     policy, value = [], []
     for i in range(2):
         for t in policy_slots[i]:
@@ -163,16 +163,16 @@ def ours(system: str, rank: int, n: dict, reduce, ranks: int) -> tuple:
     ended = torch.tensor([row[-1] == EOS for row in rows])
     algorithm = Algorithm(dialect, pad_token_id=PAD, end_token_id=EOS, reduce=reduce, ranks=ranks)
     scored, ended = algorithm.scored_text(responses, mask, ended)
-    slots = algorithm.slots(responses, scored)
+    positions = algorithm.positions(responses, scored)
     part = {name: tensor[..., :width].float() if tensor.dim() == 2 else tensor.float() for name, tensor in n.items()}
     scores = algorithm.process_scores(part["scores"], ended)
-    rewards = algorithm.compute_rewards(part["old"], part["ref"], scores, slots, BETA)
-    values = algorithm.kept_values(part["values"] if dialect.has_critic else None, slots)
-    advantages, returns = algorithm.compute_advantages(rewards, values, slots.masks)
+    rewards = algorithm.compute_rewards(part["old"], part["ref"], scores, positions, BETA)
+    values = algorithm.kept_values(part["values"] if dialect.has_critic else None, positions)
+    advantages, returns = algorithm.compute_advantages(rewards, values, positions.masks)
     new, new_values = part["new"].requires_grad_(), part["new_values"].requires_grad_()
-    policy = algorithm.policy_objective(new, part["old"], part["ref"], advantages, slots.masks.policy, BETA)
-    value = algorithm.value_objective(new_values, values, returns, slots.masks.value)
-    return rewards, values, advantages, slots.masks, policy, value, new, new_values
+    policy = algorithm.losses.policy_loss(new, part["old"], part["ref"], advantages, positions.masks.policy, BETA)
+    value = algorithm.losses.value_loss(new_values, values, returns, positions.masks.value)
+    return rewards, values, advantages, positions.masks, policy, value, new, new_values
 
 
 @pytest.mark.parametrize("ranks", [[0], [0, 1]])

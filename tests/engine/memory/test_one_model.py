@@ -4,9 +4,9 @@ import pytest
 
 from engine.engine_spec import OptimizerSpec
 from engine.memory import Cluster
-from engine.memory.bytes_by_role import Bytes
 from engine.memory.gpus import reserved
-from engine.memory.one_model import OneModel, plan_one_model
+from engine.memory.planning import OneModel, plan_one_model
+from engine.memory.zero_memory import Bytes
 from engine.zero.config import EngineConfig
 from tests.engine.memory.configurations import POLICY, SCORER, llama
 

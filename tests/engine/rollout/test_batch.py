@@ -2,8 +2,7 @@
 
 import torch
 
-from engine.rollout.batch import Batch
-from engine.rollout.cache import SlotCache
+from engine.rollout.cache import Batch, SlotCache
 
 CPU = torch.device("cpu")
 

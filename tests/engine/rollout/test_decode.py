@@ -73,27 +73,6 @@ def test_answers_are_those_of_plain_sampling(models, expected, family, rows_at_o
     assert sampled(models[family], SAMPLING, rows_at_once) == expected[family]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ("llama", "gpt2"))
-def test_compiled_passes_answer_alike(models, expected, monkeypatch, family):
-    """Rows come, go and are moved within the few shapes that passes are compiled for. Here they are traced only: what
-    torch's compiler makes of a trace takes minutes, and is torch's."""
-    compiler, shapes = torch.compile, []
-
-    def traced(step, **how):
-        assert how == {"dynamic": False, "mode": "default"}
-        run = compiler(step, dynamic=False, backend="eager", fullgraph=True)
-        return lambda *tensors: shapes.append(tuple(tensors[0].shape)) or run(*tensors)
-
-    monkeypatch.setattr(torch, "compile", traced)
-    for rows_at_once, known in ((None, {(24, 1), (12, 1)}), (4, {(4, 1)})):
-        sampler, shapes[:] = Sampler(make_tokenizer(), rows_at_once, decoding="compiled"), []
-        for _ in range(2):
-            rollout = sampler.responses(models[family], BATCH.repeat(2), SAMPLING)
-            assert answers(rollout.select(rollout.samples == 0)) == expected[family]
-        assert set(shapes) == known if family == "llama" else set(shapes) <= known
-
-
 @pytest.mark.parametrize("family", ("llama", "gpt2", "bloom"))
 def test_living_rows_move_to_the_left_when_the_slots_are_used_up(models, monkeypatch, family):
     """3 of 48 rows at once take far more steps than there are slots."""

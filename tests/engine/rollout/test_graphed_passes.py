@@ -15,9 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.experience import PromptBatch
 from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler
-from engine.rollout.decoding import passes_of
-from engine.rollout.graphed_passes import GraphedPasses, _NoQuestions, _slots_of_shape
-from engine.rollout.passes import Passes, rows_of_shape
+from engine.rollout.passes import GraphedPasses, Passes, _NoQuestions, _slots_of_shape, passes_of, rows_of_shape
 from tests.engine.rollout.test_decode import BATCH, READY, SAMPLING, answers, loaded, plainly
 from tests.tiny_models import make_causal_lm, make_tokenizer
 

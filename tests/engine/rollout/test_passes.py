@@ -1,7 +1,6 @@
-"""Recorded and compiled passes over single tokens answer as the model does, or are not taken."""
+"""Recorded passes over single tokens answer as the model does, or are not taken."""
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,21 +10,16 @@ from transformers import (
     BloomConfig,
     Gemma2Config,
     LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
     MiniMaxConfig,
     Qwen3NextConfig,
 )
 
 from engine.errors import UserError
-from engine.experience import PromptBatch
 from engine.rollout.cache import SlotCache
-from engine.rollout.compiled_passes import CompiledPasses
 from engine.rollout.decode import Sampler
-from engine.rollout.decoding import passes_of
 from engine.rollout.families import check_attention, takes_slot_masks
-from engine.rollout.passes import Passes
-from engine.rollout.recorded_passes import RecordedPasses
+from engine.rollout.passes import Passes, RecordedPasses, passes_of
 from tests.engine.rollout.test_decode import (
     BATCH,
     FAMILIES,
@@ -39,7 +33,7 @@ from tests.engine.rollout.test_decode import (
 )
 from tests.fake_flash import FakeFlash
 from tests.plain_sampling import plain_answer
-from tests.tiny_models import EOS, PAD, VOCABULARY, make_causal_lm, make_tokenizer
+from tests.tiny_models import EOS, make_causal_lm, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +115,7 @@ def test_a_padding_token_other_than_the_first_is_no_hindrance(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - READY))
-@pytest.mark.parametrize("decoding", ("recorded", "compiled"))
+@pytest.mark.parametrize("decoding", ("recorded", "graphs"))
 def test_families_that_need_their_own_masks_are_named(models, family, decoding):
     with pytest.warns(UserWarning, match=f"{type(models[family]).__name__} cannot be {decoding}"):
         assert type(taken(models[family], decoding)) is Passes
@@ -200,34 +194,6 @@ def test_actors_that_keep_a_state_are_refused(tmp_path, config):
 def test_actors_of_attention_alone_are_not(tmp_path, config):
     config.save_pretrained(tmp_path)
     check_attention(str(tmp_path), "--actor")
-
-
-@pytest.mark.slow
-def test_compiled_passes_may_have_many_shapes(monkeypatch):
-    """More than the 8 after which torch would give up: each call here has more prompts than the one before."""
-    compiler = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda step, **how: compiler(step, dynamic=False, backend="eager", fullgraph=True)
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            pad_token_id=PAD,
-        )
-    ).eval()
-    sampler, how = Sampler(make_tokenizer(), decoding="compiled"), replace(SAMPLING, max_new_tokens=2)
-    expected = plainly(model, how)
-    for count in range(1, 10):
-        few = PromptBatch(
-            BATCH.input_ids[:count], BATCH.attention_mask[:count], BATCH.indices[:count], BATCH.samples[:count]
-        )
-        assert answers(sampler.responses(model, few, how)) == expected[:count]
-    assert type(sampler._passes) is CompiledPasses
 
 
 def test_a_sampler_at_rest_holds_neither_the_model_nor_memory(models):

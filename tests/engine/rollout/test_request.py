@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.rollout.request import Request
-from engine.rollout.stops import Ends
+from engine.rollout.request import Ends, Request
 
 LETTERS = SimpleNamespace(decode=lambda tokens: "".join("abcdefghij"[token] for token in tokens))
 

@@ -1,7 +1,6 @@
 """Which requests are decoded, and where, by hand."""
 
-from engine.rollout.request import Request
-from engine.rollout.schedule import Schedule
+from engine.rollout.request import Request, Schedule
 
 
 def requests(*lengths: int) -> list[Request]:

@@ -185,7 +185,6 @@ def test_the_stage_that_a_file_asks_for(given, tmp_path):
         ({"offload_optimizer": {"device": "nvme", "nvme_path": "/ssd"}}, "offload_optimizer.device is 'nvme'"),
         ({"offload_param": {"device": "nvme", "nvme_path": "/ssd"}}, "offload_param.device is 'nvme'"),
         ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio is 0.5"),
-        ({"zenflow": {"topk_ratio": 0.1}}, "zenflow is {'topk_ratio': 0.1}"),
         ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights is True"),
         ({"offload_optimizer": {"device": "cpu", "ratio": 1.0}, "offload_param": {"device": "none"}}, None),
         ({"offload_optimizer": None, "stage3_param_persistence_threshold": 0}, None),

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
-from engine.zero.config import EngineConfig, read_ds_file
-from engine.zero.fitting import with_fitting_sizes
+from engine.zero.config import EngineConfig, read_ds_file, with_fitting_sizes
 
 NAMES = ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")
 

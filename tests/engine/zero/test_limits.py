@@ -5,8 +5,7 @@ import json
 import pytest
 
 from engine.errors import UserError
-from engine.zero.config import EngineConfig, build_ds_config
-from engine.zero.sections import REFUSED
+from engine.zero.config import REASONS, EngineConfig, build_ds_config
 
 BOTH = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
@@ -23,9 +22,15 @@ def build(
 @pytest.mark.parametrize(
     "content, message",
     [
-        ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel\.autotp_size is 2, .*leave tensor_parallel out"),
-        ({"torch_autocast": {"enabled": True}}, r"torch_autocast\.enabled is true, .*Give --dtype bf16 or fp16"),
-        ({"tensor_parallel": 2}, r"tensor_parallel is 2, but should be a JSON object"),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            r"tensor_parallel is {'autotp_size': 2}, but all ranks .* Leave it out",
+        ),
+        (
+            {"torch_autocast": {"enabled": True}},
+            r"torch_autocast is {'enabled': True}, but .* give --dtype bf16 or fp16",
+        ),
+        ({"tensor_parallel": 2}, r"tensor_parallel is 2, but all ranks are given rows of their own"),
     ],
 )
 @pytest.mark.parametrize("trained", [True, False])
@@ -119,6 +124,7 @@ def test_hpz_groups_divide_the_ranks(tmp_path, monkeypatch, ranks, size, refused
         ),
         ({"zero_quantized_gradients": True}, 3, r"zero_quantized_gradients is True, but its numbers are rounded"),
         ({"mics_shard_size": 2}, 3, r"mics_shard_size is 2, but DeepSpeed itself has it no longer"),
+        ({"zenflow": {"topk_ratio": 0.1}}, 2, r"zenflow is {'topk_ratio': 0.1}, but no restart point can be written"),
         ({"cpu_offload": True}, 2, r'cpu_offload is True, but .*write "offload_optimizer": \{"device": "cpu"\}'),
         ({"elastic_checkpoint": True}, 1, r"elastic_checkpoint is True, but .*restart points are the program's own"),
         (
@@ -143,12 +149,30 @@ def test_settings_of_zero_that_would_do_nothing_or_harm_are_refused(tmp_path, ze
         build(tmp_path, {"zero_optimization": zero}, stage, trained=trained)
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(name for name in REASONS if "." not in name))
 def test_sections_that_would_do_nothing_or_harm_are_refused(tmp_path, name):
     with pytest.raises(
         UserError, match=rf"ds\.json: {name} is {{'enabled': True}}, but .*\. Leave it out of the file\."
     ):
         build(tmp_path, {name: {"enabled": True}})
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        ({"eigenvalue": {"enabled": True}}, r"eigenvalue\. Known: aio, bf16, "),
+        ({"sparse_gradients": True}, r"sparse_gradients\. Did you mean prescale_gradients\?"),
+        ({"zero_optimization": {"save_muon_momentum_buffer_in_memory": True}}, r"zero_optimization\.save_muon"),
+        (
+            {"zero_optimization": {"overlap_com": False}},
+            r"zero_optimization\.overlap_com\. Did you mean .*overlap_comm\?",
+        ),
+    ],
+)
+def test_what_is_not_listed_is_refused(tmp_path, content, told):
+    """Also where DeepSpeed has it, and what may be a slip, whatever its value."""
+    with pytest.raises(UserError, match=rf"ds\.json: unknown key {told}"):
+        build(tmp_path, content)
 
 
 def test_what_is_off_is_taken_out(tmp_path):
@@ -158,7 +182,8 @@ def test_what_is_off_is_taken_out(tmp_path):
         "elasticity": {"enabled": False},
         "dump_state": False,
         "sequence_parallel_size": 1,
-        "gradient_allreduce_op": "mean",
+        "zero_allow_untested_optimizer": True,
+        "tensor_parallel": {"autotp_size": 0},
         "sparse_gradients": False,
         "checkpoint": {"load_universal": False},
         "zero_optimization": {
@@ -169,7 +194,8 @@ def test_what_is_off_is_taken_out(tmp_path):
         },
     }
     config = build(tmp_path, off, stage=2)
-    assert config["zero_optimization"] == {"stage": 2} and not config.keys() & (off.keys() - {"zero_optimization"})
+    assert config["zero_optimization"] == {"stage": 2}
+    assert not config.keys() & (off.keys() - {"zero_optimization", "zero_allow_untested_optimizer"})
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "buffer_dtype", "keep_in_fp32_modules"])

@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from training.compare.bootstrap import interval, sign_flip_p, student_quantile
+from training.compare.measures import interval, sign_flip_p, student_quantile
 
 TABLE = {1: 12.7062, 2: 4.3027, 4: 2.7764, 9: 2.2622, 30: 2.0423, 120: 1.9799, 2000: 1.9612}
 

@@ -8,8 +8,7 @@ import pytest
 from training.compare.flags import CompareFlags
 from training.compare.measures import Sample
 from training.compare.models import Model
-from training.compare.page import page
-from training.compare.report import Comparison, content, table, verdict
+from training.compare.report import Comparison, content, page, table, verdict
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 

@@ -13,7 +13,7 @@ from training.flags.arguments import TokenizerFlags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import RewardFlags, SFTFlags
 from training.merge.flags import MergeFlags
-from training.preflight.inputs import inputs_of
+from training.preflight.facts import inputs_of
 from training.serve.flags import ServeFlags
 
 OWN = "own {% for m in messages %}{{ m.content }}{% endfor %}"

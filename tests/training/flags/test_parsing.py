@@ -146,9 +146,3 @@ def test_old_flags_whose_value_asks_for_nothing():
     told = []
     words = [*REQUIRED_FLAGS[RLHFFlags], "--enable_mixed_precision_lora", "false"]
     assert parse_flags(RLHFFlags, words, "a program", told.append) == parse(flags_class=RLHFFlags) and told == []
-
-
-@pytest.mark.parametrize("flags_class", [SFTFlags, RLHFFlags])
-def test_max_restarts_is_said_to_stand_before_the_launcher(flags_class):
-    with pytest.raises(UserError, match="training.program.restarting --max_restarts 3 deepspeed"):
-        parse_flags(flags_class, ["--output_dir", "out", "--max_restarts", "3"], "")

@@ -27,8 +27,6 @@ def asked(*words: str) -> RLHFFlags:
             "--decoding plain with --rollout_backend vllm: .* auto, ",
         ),
         (["--rollout_backend", "vllm", "--replicas_between_steps", "free"], "--replicas_between_steps free with"),
-        (["--rollout_backend", "vllm", "--overlap_gather"], "--overlap_gather True with --rollout_backend vllm"),
-        (["--overlap_gather", "--replicas_between_steps", "host"], "--overlap_gather with --replicas_between_steps"),
         (["--rollout_backend", "vllm", "--vllm_tensor_parallel_size", "0"], "--vllm_tensor_parallel_size 0"),
     ],
 )

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from engine.errors import UserError
 from tests.tiny_models import make_causal_lm
-from training.merge.same_kind import check_change, check_paths, check_tokenizers, check_weights
-from training.merge.weights import stored_weights
+from training.measuring import check_same_tokens
+from training.merge.weights import SFT, TRAINED, check_change, check_paths, check_weights, stored_weights
 
 
 @pytest.fixture
@@ -68,12 +68,12 @@ def test_a_tied_head_that_one_file_holds_too_is_no_difference(tmp_path):
 
 def test_vocabularies_are_the_sft_models(sft):
     run = copy_of(sft, "run")
-    check_tokenizers(sft, [run])
+    check_same_tokens((SFT, sft), (TRAINED, run), "Why.")
     tokenizer = AutoTokenizer.from_pretrained(run)
     tokenizer.add_tokens(["more"])
     tokenizer.save_pretrained(run)
     with pytest.raises(UserError, match=r"another one than that of .* \(65 and 64 tokens; more\)"):
-        check_tokenizers(sft, [run])
+        check_same_tokens((SFT, sft), (TRAINED, run), "Why.")
 
 
 def test_a_model_that_was_not_trained_is_refused(sft):

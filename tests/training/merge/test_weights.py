@@ -14,8 +14,7 @@ from engine.algo.weight_changes import mean_change, slerp, spherical_change
 from engine.errors import UserError
 from tests.tiny_adapters import make_adapter
 from tests.tiny_models import make_causal_lm
-from training.merge.saving import NOTE, save_merged
-from training.merge.weights import MergedWeights, stored_weights
+from training.merge.weights import NOTE, MergedWeights, save_merged, stored_weights
 
 
 def test_the_change_is_the_mean_times_the_scale_in_the_dtype_of_the_sft_model():

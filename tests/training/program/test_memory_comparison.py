@@ -5,12 +5,12 @@ import torch
 
 from engine.errors import UserError
 from engine.memory import Cluster, MemoryPlan, Moment
-from engine.memory.bytes_by_role import Bytes
+from engine.memory.zero_memory import Bytes
 from engine.rollout import ROLLOUT_BACKENDS
 from tests.training.flags.command_lines import step3
-from training.program import memory_comparison
-from training.program.memory_comparison import comparison, memory_compared
-from training.reporting.phase_memory import AtRest, PhaseMemory
+from training.program import memory_lines
+from training.program.memory_lines import comparison, memory_compared
+from training.reporting.phase_memory import PhaseMemory
 
 MEASURED = {"generate": 2_000_000_000, "make_experience": 2_500_000_000, "train": 4_100_000_000}
 
@@ -29,18 +29,12 @@ PLANNED = MemoryPlan(
     ),
     cluster=Cluster(),
     copies="",
-    between=3_250_000_000,
     adam=1_000_000_000,
 )
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.setattr(memory_comparison, "on_gpu", lambda: True)
-
-
 @pytest.mark.parametrize("resumed, generate, experience", [(False, "2.00", "2.50"), (True, "3.00", "3.50")])
-def test_a_gpus_peaks_stand_beside_the_plans(gpu, resumed, generate, experience):
+def test_a_gpus_peaks_stand_beside_the_plans(resumed, generate, experience):
     """Before a new run trains, Adam's 1 GB is not there; of a resumed one it is."""
     assert comparison(step3(), MEASURED, lambda: PLANNED, resumed) == (
         "memory, planned / measured GB of rank 0 at each phase's peak: "
@@ -48,12 +42,7 @@ def test_a_gpus_peaks_stand_beside_the_plans(gpu, resumed, generate, experience)
     )
 
 
-def test_a_cpu_has_what_is_held_after_the_step():
-    line = comparison(step3(), MEASURED, lambda: PLANNED, resumed=False)
-    assert line.endswith("after the first step (a CPU counts no peaks): 3.25 / 4.10")
-
-
-def test_what_cannot_be_planned_is_said_and_ends_nothing(gpu, monkeypatch):
+def test_what_cannot_be_planned_is_said_and_ends_nothing(monkeypatch):
     def wrong():
         raise UserError("config.json\nis not there")
 
@@ -66,22 +55,36 @@ def test_what_cannot_be_planned_is_said_and_ends_nothing(gpu, monkeypatch):
     assert "train 4.00 / 4.10; --reward_function's own" in rewarded
 
 
-def test_only_the_first_step_is_counted_and_draws_are_those_without(monkeypatch):
-    class Setting:
-        def planned(self):
-            torch.rand(3)
-            return PLANNED
+class Counted(PhaseMemory):
+    """Phases that take a GB each."""
 
-    memory, said = PhaseMemory(AtRest()), []
-    monkeypatch.setattr(memory_comparison, "phase_memory", memory)
-    monkeypatch.setattr(memory_comparison, "setting_here", lambda *_: Setting())
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> int:
+        return 10**9
+
+
+class Setting:
+    def planned(self) -> MemoryPlan:
+        torch.rand(3)
+        return PLANNED
+
+
+@pytest.mark.parametrize("gpu", (True, False))
+def test_a_gpus_first_step_is_counted_and_draws_are_those_without(monkeypatch, gpu):
+    """On a CPU nothing is counted, planned or said."""
+    memory, said = Counted(), []
+    monkeypatch.setattr(memory_lines, "phase_memory", memory)
+    monkeypatch.setattr(memory_lines, "on_gpu", lambda: gpu)
+    monkeypatch.setattr(memory_lines, "setting_here", lambda *_: Setting())
     state = torch.get_rng_state()
     with memory_compared(step3(), None, resumed=False, say=said.append):
+        assert memory.counting == gpu
         with memory.phase("train"):
-            held = torch.zeros(10)
-        assert memory.bytes["train"] >= held.nbytes
-    assert len(said) == 1 and "3.25 / " in said[0] and not memory.counting
-    assert torch.equal(torch.get_rng_state(), state)
+            pass
+    assert not memory.counting and torch.equal(torch.get_rng_state(), state)
+    assert [line.partition("peak: ")[2] for line in said] == ["train 4.00 / 1.00"] * gpu
     with pytest.raises(ValueError), memory_compared(step3(), None, resumed=False, say=said.append):
         raise ValueError
-    assert len(said) == 1 and not memory.counting
+    assert len(said) == gpu and not memory.counting

@@ -9,8 +9,7 @@ import pytest
 
 from engine.errors import RunStopped
 from training.program import model_folders, unwritten
-from training.program.model_folders import COMPLETE, finish_interrupted
-from training.program.written import Written
+from training.program.output_folder import COMPLETE, Written, finish_interrupted
 
 OLD = {"config.json": "old", "model-00001-of-00002.safetensors": "old", "model-00002-of-00002.safetensors": "old"}
 NEW = {"config.json": "new", "model.safetensors": "new"}

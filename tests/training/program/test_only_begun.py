@@ -2,13 +2,13 @@
 
 import pytest
 
-from training.program import written
+from training.program import output_folder
 from training.restarts.layout import point_folder
 
 
 def begun(folder) -> None:
     """What a run has written that died within its first save."""
-    written.announce(folder, "metrics.jsonl", "samples/before.jsonl", written.POINTS)
+    output_folder.announce(folder, "metrics.jsonl", "samples/before.jsonl", output_folder.POINTS)
     for name in ("metrics.jsonl", "samples/before.jsonl", "run.lock", "training.log"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("")
@@ -18,9 +18,15 @@ def begun(folder) -> None:
 
 
 def test_a_folder_of_a_run_that_came_to_nothing(tmp_path):
-    assert written.only_begun(tmp_path)
+    assert output_folder.only_begun(tmp_path)
     begun(tmp_path)
-    assert written.only_begun(tmp_path)
+    assert output_folder.only_begun(tmp_path)
+
+
+def test_a_first_point_that_only_lacks_its_name_is_none_yet(tmp_path):
+    begun(tmp_path)
+    (tmp_path / "checkpoints" / "step_000001.partial" / "manifest.json").write_text("{}")
+    assert output_folder.only_begun(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "samples/mine.jsonl", "actor/config.json", "checkpoints/step_000001/x"])
@@ -28,7 +34,7 @@ def test_anything_else_is_somebodys(tmp_path, name):
     begun(tmp_path)
     (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
     (tmp_path / name).write_text("")
-    assert not written.only_begun(tmp_path)
+    assert not output_folder.only_begun(tmp_path)
 
 
 def test_a_restart_point_is_no_beginning(tmp_path):
@@ -36,4 +42,4 @@ def test_a_restart_point_is_no_beginning(tmp_path):
     point = point_folder(tmp_path, 1)
     point.mkdir(parents=True)
     (point / "manifest.json").write_text("{}")
-    assert not written.only_begun(tmp_path)
+    assert not output_folder.only_begun(tmp_path)

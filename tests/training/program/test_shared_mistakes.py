@@ -12,7 +12,7 @@ from tests.e2e.programs import Tiny, command_line
 from tests.ports import free_port
 from training import step3_rlhf
 from training.flags.rlhf_arguments import RLHFFlags
-from training.preflight import in_short
+from training.preflight import preflight
 from training.program import joining, startup, watch
 from training.program.joining import MeetingPoint
 
@@ -58,7 +58,7 @@ def test_a_rank_that_lets_the_first_print_is_not_taken_for_one_that_was_asked_to
         os.kill(os.getpid(), signal.SIGTERM)
         pause(1.0)
 
-    monkeypatch.setattr(in_short, "agree", refuse)
+    monkeypatch.setattr(preflight, "agree", refuse)
     monkeypatch.setattr(watch, "end", lambda code, message: ended.append(code))
     monkeypatch.setattr(startup, "time", type("Clock", (), {"sleep": staticmethod(launcher_ends_this)}))
     words = command_line(Tiny(tmp_path).flags(3, output_dir=tmp_path / "out"))

@@ -1,12 +1,19 @@
-"""A process goes on, and ends with its own exit code, where what it prints cannot be written."""
+"""What a process says: it goes on where that cannot be written, and torchrun's report has our message."""
 
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from engine.errors import SharedError
 from tests.e2e.programs import ROOT
+from training.program import watch
+from training.program.heartbeats import Reporter, Verdict
+from training.program.startup import _told
+from training.program.terminal import ERROR_FILE, print_line, write_error_file
 
 PRINTS = """
 import sys
@@ -47,3 +54,48 @@ def test_streams_that_were_closed_before(tmp_path):
     command = ["sh", "-c", script, PRINTS, str(tmp_path / "result")]
     assert subprocess.run(command, cwd=ROOT, timeout=120, check=False).returncode == 0
     assert (tmp_path / "result").read_text() == "went on"
+
+
+def test_what_a_terminal_would_obey_is_shown(capfd):
+    print_line("one\x1b]0;title\x07\n\ttwo é")
+    assert capfd.readouterr().err == "one\\x1b]0;title\\x07\n\ttwo é\n"
+
+
+def report_of(file) -> str:
+    """As torchrun prints it for rank 0, which left this file and ended with exit code 2."""
+    failure = ProcessFailure(local_rank=0, pid=4, exitcode=2, error_file=str(file))
+    return str(ChildFailedError("step3_rlhf.py", {0: failure}))
+
+
+def test_the_report_ends_with_our_message(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(file))
+    assert "To enable traceback" in report_of(file)
+    assert _told(SharedError("--max_steps -3: must be at least 1.")) == 2
+    assert capsys.readouterr().err == "error: --max_steps -3: must be at least 1.\n"
+    assert "  traceback : error: --max_steps -3: must be at least 1.\n" in report_of(file)
+    assert "To enable traceback" not in report_of(file)
+
+
+def test_the_report_has_the_reason_of_all_and_not_what_came_of_it_here(monkeypatch, tmp_path):
+    file, ended = tmp_path / "error.json", []
+    monkeypatch.setenv(ERROR_FILE, str(file))
+    monkeypatch.setattr(watch, "leave_now", ended.append)
+    write_error_file("Traceback: connection closed by peer")
+    watch.conclude(Verdict("error: on gpu2: there is no folder X.", code=2), SimpleNamespace(rank=0))
+    assert ended == [2] and "  traceback : error: on gpu2: there is no folder X.\n" in report_of(file)
+    reporter = Reporter.__new__(Reporter)  # of a rank that has lost rank 0
+    reporter.rank = 1
+    reporter._conclude("rank 0 is cut off: the run ends.")
+    assert "  traceback : rank 0 is cut off: the run ends.\n" in report_of(file)
+
+
+def test_without_torchrun_and_where_nothing_can_be_written(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(ERROR_FILE, raising=False)
+    write_error_file("a")
+    monkeypatch.setenv(ERROR_FILE, "")  # as where it keeps no logs
+    write_error_file("a")
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "absent" / "error.json"))
+    write_error_file("a")
+    assert list(tmp_path.iterdir()) == []

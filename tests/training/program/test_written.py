@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from training.program import written
-from training.program.written import POINTS, Written
+from training.program import output_folder
+from training.program.output_folder import POINTS, Written
 from training.restarts.layout import point_folder
 
 
@@ -32,8 +32,8 @@ def test_nothing_is_removed_that_a_list_names_elsewhere(tmp_path):
     theirs.write_text("theirs")
     names = [str(theirs), "../theirs", "../*", "samples/../../theirs"]
     listed(folder, *names, **{".": names, "..": ["theirs"], str(tmp_path): ["theirs"]})
-    written.remove_earlier(folder)
-    written.remove_other_models(folder, kept=[])
+    output_folder.remove_earlier(folder)
+    output_folder.remove_other_models(folder, kept=[])
     assert theirs.is_file() and Written.read(folder) == Written(folder)
 
 
@@ -47,8 +47,8 @@ def test_nothing_is_removed_through_a_link(folder):
     listed(
         folder, "inner/step_000001/*", "inner/*", "samples/*", "", "**x", POINTS, inner=["step_000001/manifest.json"]
     )
-    written.remove_earlier(folder)
-    written.remove_other_models(folder, kept=[])
+    output_folder.remove_earlier(folder)
+    output_folder.remove_other_models(folder, kept=[])
     assert not (folder / "samples").exists()
     assert (folder / "inner" / "step_000001" / "manifest.json").is_file()
 
@@ -67,6 +67,6 @@ def test_nothing_is_removed_that_a_manifest_names_elsewhere(folder):
     )
     (point / "manifest.json").write_text(json.dumps({"files": dict.fromkeys(names)}))
     listed(folder, POINTS)
-    written.remove_earlier(folder)
+    output_folder.remove_earlier(folder)
     assert theirs.is_file()
     assert [path.name for path in point.iterdir()] == ["critic"]

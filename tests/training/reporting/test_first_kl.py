@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.errors import RunStopped
-from training.reporting.first_kl import rounding_bound, stop_unless_at_reference
+from training.reporting.guards import rounding_bound, stop_unless_at_reference
 
 
 def experience(*gaps, sampled=False):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from training.reporting.held_out_units import gathered
+from training.reporting.standard_errors import gathered
 from training.step1_sft import held_out_loss
 from training.step2_reward import held_out_pairs
 

@@ -51,16 +51,12 @@ READERS = {
     "reporting/views.py",
     "reporting/plot.py",
     "reporting/summary.py",
-    "reporting/compare_runs.py",
     "reporting/reward_change.py",
     "reporting/verdict.py",
     "measuring.py",
     "report/page.py",
-    "report/runs.py",
-    *(
-        f"reporting/health/{name}.py"
-        for name in ("__init__", "optimization", "outlook", "policy", "responses", "sampler")
-    ),
+    "reporting/health.py",
+    "reporting/model_card.py",
 }
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 

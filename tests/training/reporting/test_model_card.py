@@ -13,10 +13,7 @@ from engine.experience import position_ids
 from engine.models.loading import load_scorer
 from tests.tiny_adapters import make_adapter
 from tests.tiny_models import EOS, make_causal_lm, make_scorer
-from training.reporting.card_snippets import snippet
-from training.reporting.hub_names import is_hub_name
-from training.reporting.merge_card import merge_card
-from training.reporting.model_card import RunFacts, model_card
+from training.reporting.model_card import RunFacts, is_hub_name, loading, merge_card, model_card
 
 PRIVATE = ("/home", "lovelace", "acme", "node7", "my_rules")
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "four-engine-rlhf": "0.1.0"}
@@ -90,25 +87,13 @@ def test_nothing_that_may_be_private_is_told(name):
     )
 
 
-def test_a_critic_has_the_base_that_it_began_as():
-    assert "base_model" not in front(model_card(ppo(), "critic"))  # a local reward model, of which nothing is known
-    known = {"/home/lovelace/acme-reward": "org/base"}
-    assert front(model_card(ppo(known=known), "critic"))["base_model"] == "org/base"
-    anew = {**DIALECT, "critic_start": "zero_head"}
-    run = ppo(start={**START, "flags": PPO_FLAGS, "dialect": anew})
-    assert front(model_card(run, "critic"))["base_model"] == "org/sft-7b"
-    assert "pipeline_tag" not in front(model_card(ppo(), "critic"))
-
-
-def test_results_stand_in_the_front_where_their_data_are_public_and_the_measure_is_everybodys():
-    rows = [{"step": 0, "samples": 0, "eval/accuracy": 0.5}, {"step": 9, "samples": 72, "eval/accuracy": 0.71234}]
-    text = model_card(supervised(rows, pairwise_loss="last_token"), ".")
-    (result,) = front(text)["model-index"][0]["results"]
-    assert result["metrics"] == [{"type": "accuracy", "value": 0.7123}]
-    assert result["dataset"] == {"name": "org/pairs, held out", "type": "org/pairs"}
-    for flags in ({"data_path": ["/home/lovelace/acme.jsonl"]}, {"eval_data_path": ["/home/lovelace/acme.jsonl"]}):
-        assert "model-index" not in front(model_card(supervised(rows, pairwise_loss="last_token", **flags), "."))
-    assert "model-index" not in front(model_card(ppo(), "actor"))
+def test_a_model_from_a_local_folder_has_the_base_that_the_folder_began_as():
+    local = {**PPO_FLAGS, "actor_model_name_or_path": "/home/lovelace/acme-sft"}
+    run = {"start": {**START, "flags": local, "dialect": DIALECT}}
+    assert "base_model" not in front(model_card(ppo(**run), "actor"))
+    known = {"/home/lovelace/acme-sft": "org/base"}
+    assert front(model_card(ppo(**run, known=known), "actor"))["base_model"] == "org/base"
+    assert {"base_model", "pipeline_tag"} & set(front(model_card(ppo(), "critic"))) == set()
 
 
 def test_before_the_last_evaluation_the_card_says_that_it_is_not_there():
@@ -150,10 +135,10 @@ def code(text: str, folder: str) -> str:
 
 
 def test_the_snippet_of_a_language_model_loads_it(tmp_path, capsys):
-    exec(code(snippet("actor", False), make_causal_lm(tmp_path / "lm")), {})
+    exec(code(loading("text-generation", False), make_causal_lm(tmp_path / "lm")), {})
     assert capsys.readouterr().out.startswith("w10 w11 ")
     base = make_causal_lm(tmp_path / "base")
-    exec(code(snippet("actor", True), make_adapter(tmp_path / "actor", base)), {})
+    exec(code(loading("text-generation", True), make_adapter(tmp_path / "actor", base)), {})
     assert "w10 w11" in capsys.readouterr().out
 
 
@@ -163,7 +148,7 @@ def test_the_snippet_of_a_reward_model_scores_two_texts_as_one_at_a_time(tmp_pat
     if pad_is_eos:  # as step 2 writes it
         config = json.loads((tmp_path / "config.json").read_text()) | {"pad_token_id": None}
         (tmp_path / "config.json").write_text(json.dumps(config))
-    exec(code(snippet("reward", False), folder), {})
+    exec(code(loading("text-classification", False), folder), {})
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     with torch.no_grad():
         expected = [model(torch.tensor([ids])).logits.item() + 0.3 for ids in TEXTS]
@@ -172,7 +157,7 @@ def test_the_snippet_of_a_reward_model_scores_two_texts_as_one_at_a_time(tmp_pat
 
 def test_the_snippet_of_an_adapter_scores_two_texts_as_one_at_a_time(tmp_path, capsys):
     folder = make_adapter(tmp_path / "reward", make_causal_lm(tmp_path / "base", pad_is_eos=True), scorer=True)
-    exec(code(snippet("reward", True), folder), {})
+    exec(code(loading("text-classification", True), folder), {})
     scorer, expected = load_scorer(folder, torch.float32).eval(), []
     for ids in map(torch.tensor, TEXTS):
         mask = torch.ones_like(ids)[None]

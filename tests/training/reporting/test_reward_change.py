@@ -6,7 +6,6 @@ import pytest
 
 from tests.training.reporting.test_verdict import GOOD, rows
 from training.program.session import held_out_scores
-from training.reporting.compare_runs import evaluations
 from training.reporting.health import health
 from training.reporting.reward_change import paired, without_scores
 from training.reporting.standard_errors import Estimate, with_errors
@@ -66,4 +65,3 @@ def test_a_curve_of_scores_does_not_fall_where_the_reward_changed(drop):
 def test_scores_of_before_count_for_no_best_point_and_no_rise(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed_run()))
     assert held_out_scores(tmp_path) == {20: 0.6, 30: 0.5}
-    assert [row["step"] for row in evaluations(tmp_path)] == [20, 30]

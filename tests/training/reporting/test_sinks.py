@@ -13,8 +13,7 @@ from engine.errors import UserError
 from tests.training.reporting.test_tensorboard_sink import events_in
 from training.reporting import metrics_file, sinks
 from training.reporting.metrics_file import JsonlSink, read_lines, truncate_after
-from training.reporting.sinks import MetricWriter
-from training.reporting.wandb_sync import check_wandb
+from training.reporting.sinks import MetricWriter, check_wandb
 
 
 def test_jsonl_lines_are_valid_json_and_there_at_once(tmp_path):

@@ -54,12 +54,13 @@ def test_step_1(before, after, kind):
     ],
 )
 def test_step_2(accuracy, loss, std, kind):
-    assert of_reward(rows(accuracy=accuracy, pair_loss=loss, pair_loss_std=std), pairs=100).kind == kind
+    errors = {"pair_loss_se": (std[0] / 10, std[1] / 10), "pair_loss_change_se": (0.0, math.hypot(*std) / 10)}
+    assert of_reward(rows(accuracy=accuracy, pair_loss=loss, **errors)).kind == kind  # of 100 pairs
 
 
 GOOD = {
     "score": (0.0, 1.0),
-    "score_std": (1.0, 1.0),
+    "score_change_se": (0.0, 2**0.5 / 10),
     "kl": (0.0, 20.0),
     "response_length": (20.0, 18.0),
     "distinct_responses": (100.0, 60.0),
@@ -91,15 +92,15 @@ def test_step_3(changes, kind, word):
 @pytest.mark.parametrize(
     "score, error, kind",
     [
-        (-0.28, 0.1, Kind.WORSE),  # within the noise of two sets of prompts, 0.283, but not of the same ones
+        (-0.21, 0.1, Kind.WORSE),
         (-0.19, 0.1, Kind.FINE),
         (-0.35, 0.2, Kind.FINE),
     ],
 )
-def test_noise_is_paired_where_that_was_measured(score, error, kind):
-    assert of_ppo(rows(**GOOD | {"score": (0.0, score)}, score_change_se=(math.nan, error)), prompts=100).kind == kind
-    pairs = {"accuracy": (0.5, 0.7), "pair_loss": (0.7, 0.7 - score), "pair_loss_std": (1.0, 1.0)}
-    assert of_reward(rows(**pairs, pair_loss_change_se=(math.nan, error)), pairs=100).kind == kind
+def test_noise_is_two_standard_errors_of_the_change(score, error, kind):
+    assert of_ppo(rows(**GOOD | {"score": (0.0, score), "score_change_se": (0.0, error)}), prompts=100).kind == kind
+    pairs = {"accuracy": (0.5, 0.7), "pair_loss": (0.7, 0.7 - score)}
+    assert of_reward(rows(**pairs, pair_loss_change_se=(0.0, error))).kind == kind
     texts = rows(loss=(3.0, 3.0 - score), loss_change_se=(math.nan, error))
     assert of_sft(texts, VOCABULARY).kind == kind
 

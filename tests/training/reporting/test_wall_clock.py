@@ -77,8 +77,8 @@ def test_the_lines_of_a_run_that_goes_on_have_the_time_of_the_steps_that_are_don
 
 def test_no_line_is_done_again_in_another_folder_or_from_the_beginning(tmp_path):
     assert seconds_after(tmp_path / "metrics.jsonl", 1) == 0.0
-    path = write(tmp_path / "metrics.jsonl", {"step": 2, "samples": 1, "time/step": 3.0})
-    assert seconds_after(path, None) == 0.0 and seconds_after(path, 1) == 0.0  # an earlier version's
+    path = write(tmp_path / "metrics.jsonl", {"step": 2, "samples": 1, "time/wall": 3.0})
+    assert seconds_after(path, None) == 0.0 and seconds_after(path, 2) == 0.0
 
 
 def test_phases_of_the_slowest_ranks_are_shares_of_the_steps():
@@ -90,7 +90,7 @@ def test_phases_of_the_slowest_ranks_are_shares_of_the_steps():
 def test_steps_without_phases_are_training_and_rounding_is_no_part():
     rows = [{"time/step": 2.0, "time/wall": 3.0, "time/start": 1.0 - 1e-9}]
     assert seconds_by_part(rows) == {"start": 1.0 - 1e-9, "train": 2.0}
-    assert seconds_by_part([{"time/a": 0.5, "time/step": 2.0, "time/checkpoint": 4.0}]) == {
+    assert seconds_by_part([{"time/a": 0.5, "time/step": 2.0, "time/checkpoint": 4.0, "time/wall": 6.0}]) == {
         "a": 0.5,
         "checkpoint": 4.0,
         "other": 1.5,

@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.restarts.tiny_points import IDENTITY, TinyRun, flip_bit, write_points
-from training.program.written import is_point
+from training.program.output_folder import is_point
 from training.restarts.conditions import Conditions
 from training.restarts.layout import points_in
 from training.restarts.resume_point import ResumePoint, set_aside_newer
@@ -106,13 +106,11 @@ def test_a_damaged_point_that_is_named_is_refused_with_the_older_whole_one(tmp_p
             find(path, tmp_path)
 
 
-def test_a_point_of_the_version_before_is_refused_with_that_version(tmp_path):
-    folder = tmp_path / "checkpoints" / "step_000005"
-    (folder / "actor").mkdir(parents=True)
-    (folder / "actor" / "mp_rank_00_model_states.pt").write_bytes(b"")
-    (folder / "trainer_state.json").write_text("{}")
-    for path in (tmp_path, folder):
-        with pytest.raises(UserError, match="as version 0.1.0 wrote them.*Finish the run with version 0.1.0"):
+def test_a_point_of_another_format_is_refused_by_it_and_passed_over_for_none(tmp_path, monkeypatch):
+    write_points(tmp_path, 5, 10)
+    monkeypatch.setattr("training.restarts.manifest.FORMAT", 2)
+    for path in (tmp_path, tmp_path / "checkpoints" / "step_000010"):
+        with pytest.raises(UserError, match="step_000010: the restart point is of format 1, and .* reads format 2"):
             find(path)
 
 

@@ -18,11 +18,11 @@ pytest.importorskip("fastapi", reason="the service needs fastapi: pip install .[
 @pytest.mark.slow
 def test_what_is_not_finished_in_time_is_told_so(tmp_path):
     words = ("--drain_seconds", "0.3", "--max_seq_len", "200000", "--max_answer_seq_len", "100000")
-    body = {"model": "endless", "prompt": "w05", "temperature": 0, "max_tokens": 50_000}
+    body = {"prompt": "w05", "temperature": 0, "max_tokens": 50_000}
     models = {"endless": make_endless(tmp_path / "endless", positions=200_000)}
     with serving(models, tmp_path / "log", *words, "--rows_at_once", "1") as running:
         with ThreadPoolExecutor(1) as clients:
-            answer = clients.submit(running.request, "POST", "/v1/completions", body)
+            answer = clients.submit(running.request, "PUT", "/", body)
             until(lambda: running.request("GET", "/health")[1]["decoding"] == 1, 30)
             assert running.end(signal.SIGINT) == 1
             status, found, _ = answer.result()

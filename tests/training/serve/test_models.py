@@ -13,8 +13,8 @@ from engine.zero.shards import Shard
 from tests.tiny_adapters import make_adapter
 from tests.tiny_models import EOS, make_causal_lm, make_scorer
 from tests.training.restarts.tiny_points import TinyRun, flip_bit
+from training.serve.decoder import Generation, Settings
 from training.serve.flags import ServeFlags
-from training.serve.generation import Generation, Settings
 from training.serve.models import load_models
 
 
@@ -25,7 +25,7 @@ def flags(*models: str, **others) -> ServeFlags:
 
 
 def response(served, prompt: list[int]) -> list[int]:
-    one = Generation(prompt, Settings(max_tokens=12, temperature=0.0, seed=0), served.ends, served.tokenizer, print)
+    one = Generation(prompt, Settings(max_tokens=12, temperature=0.0, seed=0), served.ends, served.tokenizer)
     served.decoder.join([one])
     while served.decoder.living:
         served.decoder.step()

@@ -6,7 +6,10 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.training.data.tiny_tokenizers import SPECIAL, word_tokenizer
 from training.data.tokens import TextEncoder
-from training.serve.queries import query_ids
+
+pytest.importorskip("fastapi", reason="the service needs fastapi: pip install .[serve]")
+
+from training.serve.app import query_ids
 
 BOS, EOS, SPACE, A, B, SPACE_A = 1, 2, 10, 11, 12, 13
 

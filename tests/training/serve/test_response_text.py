@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_models import make_tokenizer
-from training.serve.response_text import ResponseText
+from training.serve.decoder import ResponseText
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

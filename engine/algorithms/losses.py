@@ -1,0 +1,117 @@
+"""The losses of an optimizer step as a dialect has them, as sums over a micro-batch; the formulas are in
+engine/algo/losses.py.
+
+    losses = Losses(dialect)
+    sums = losses.policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, kl_coef)
+    (sums.loss * weight).backward()      # weight: from `weights`, by the counts of all micro-batches and ranks
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from engine.algo.losses import (
+    PolicyLoss,
+    ValueLoss,
+    kl_loss,
+    loss_weights,
+    masked_log_ratios,
+    policy_loss,
+    response_log_ratios,
+    response_policy_loss,
+    shares_of_responses,
+    value_loss,
+)
+from engine.algo.rewards import valid_responses
+from engine.algorithms.dialect import Dialect
+
+
+class Losses:
+    """A dialect's losses.
+
+    max_response_length: how many tokens a response may have, by which loss_scope "fixed_length" divides.
+    """
+
+    def __init__(self, dialect: Dialect, max_response_length: int | None = None):
+        assert dialect.loss_scope != "fixed_length" or max_response_length, "loss_scope 'fixed_length' without a length"
+        self.dialect, self.max_response_length = dialect, max_response_length
+
+    def policy_loss(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        ref_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        kl_coef: float,
+        correction: Tensor | None = None,
+    ) -> PolicyLoss:
+        """Sums over tokens, or over responses where the ratio is theirs; with the KL in `loss` where the dialect has
+        it there.
+
+        Args:
+            logprobs, old_logprobs, ref_logprobs, advantages: (B, T) float32. mask: (B, T) bool.
+            correction: (B, T) float32, what the surrogate is multiplied by, or None.
+        """
+        dialect = self.dialect
+        means, mean_ratio = dialect.loss_scope == "response", dialect.ratio == "response_mean"
+        shares = shares_of_responses(mask) if means or mean_ratio else None
+        if dialect.ratio == "token":
+            sums = policy_loss(
+                logprobs,
+                old_logprobs,
+                advantages,
+                mask,
+                dialect.clip_range,
+                correction,
+                clip_range_high=dialect.clip_range_high,
+                dual_clip=dialect.dual_clip,
+                weights=shares,
+            )
+        else:
+            counted = valid_responses(mask, dialect.min_response_tokens)
+            if mean_ratio:  # a mean of no ratios is nothing, as TRL's GRPO has it; a product of none is 1, as its RLOO
+                counted = counted & mask.any(-1)
+            sums = response_policy_loss(
+                logprobs,
+                old_logprobs,
+                advantages[:, 0],
+                mask,
+                dialect.clip_range,
+                counted,
+                None if correction is None else correction[:, 0],
+                clip_range_high=dialect.clip_range_high,
+                dual_clip=dialect.dual_clip,
+                mean=mean_ratio,
+            )
+        if dialect.kl_in == "reward":
+            return sums
+        ratio = self._ratio(logprobs, old_logprobs, mask) if dialect.kl_times_ratio else None
+        penalty = kl_loss(logprobs, ref_logprobs, mask, dialect.kl_estimator, ratio=ratio, weights=shares)
+        return replace(sums, loss=sums.loss + kl_coef * penalty)
+
+    def _ratio(self, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """(B, T), or (B, 1) where a response has one; with its gradient."""
+        if self.dialect.ratio == "token":
+            return masked_log_ratios(logprobs, old_logprobs, mask).exp()
+        mean = self.dialect.ratio == "response_mean"
+        return response_log_ratios(logprobs, old_logprobs, mask, mean).exp().unsqueeze(-1)
+
+    def value_loss(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> ValueLoss:
+        """Sums over the positions of the mask. values, old_values, returns: (B, T) float32. mask: (B, T) bool."""
+        return value_loss(values, old_values, returns, mask, self.dialect.value_clip_range, self.dialect.value_factor)
+
+    def policy_count(self, mask: Tensor) -> Tensor:
+        """What a sum over these positions (B, T), bool, is divided by in the mean that `loss_scope` takes; a scalar."""
+        dialect = self.dialect
+        if dialect.ratio == "token" and dialect.loss_scope not in ("response", "fixed_length"):
+            return mask.sum()
+        count = valid_responses(mask, dialect.min_response_tokens).sum()
+        if dialect.loss_scope == "fixed_length":
+            assert self.max_response_length is not None
+            return count * self.max_response_length
+        return count
+
+    def weights(self, counts: list[float], total: float, micro_batches: int, ranks: int) -> list[float]:
+        """What the loss sum of each micro-batch is multiplied by; as `loss_weights`, of the dialect's scope."""
+        return loss_weights(counts, total, micro_batches, ranks, self.dialect.loss_scope)

@@ -1,0 +1,383 @@
+"""The facts of a node as one of its ranks finds them, each a row of preflight's table with what is wrong with it."""
+
+import hashlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import huggingface_hub
+import psutil
+import torch
+
+from engine.errors import UserError
+from engine.models.fingerprint import BLOCK, block_starts, fingerprint
+from engine.models.places import base_of, can_be_hub_name, one_line, require_model
+from engine.reward.http_exchange import is_this_machine
+from engine.zero.accelerator import on_gpu, ranks_of_this_machine
+from engine.zero.extensions import own_folder
+from training.data.cache import cache_folder
+from training.data.sources import DEEPSPEED_CHAT_FILES, is_path
+from training.flags.arguments import RunFlags
+from training.flags.rlhf_arguments import RLHFFlags
+from training.flags.user_function import names_file
+from training.program.memory_lines import planned_model, setting_here
+from training.program.unwritten import reason_of
+from training.reporting.run_record import versions
+
+MEMORY = "host memory"  # a row that nodes are compared in by its amount
+LEAST_SHARED = 1e9  # bytes of /dev/shm, by which ranks of a node with GPUs exchange what does not go over NVLink
+LEAST_FREE = 1e9  # bytes for what is built or cached
+FREE = 0.9  # of a GPU's memory: where less is free, another process has some
+PROBE = 1 << 20  # bytes that are written to see whether a disk takes them
+FILES_READ = 256  # of a folder with more files, names and sizes of the others count alone
+CONNECT_SECONDS = 5.0  # to a reward server
+READ_BY_LIBRARIES = re.compile(r"(NCCL|TORCH_NCCL|GLOO|HF)_\w+|DS_ACCELERATOR|OMP_NUM_THREADS|CUDA_HOME")
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD")
+OWN = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  # which this program sets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """What a node has in one row.
+
+    shown: the cell. same: what has to be equal on all nodes; None where nothing has to. problem: a sentence on what is
+    wrong with it by itself. remedy: what to do where it is not the same. warning: whether a run can go on with what is
+    wrong. amount: a number of which a column for several nodes shows the least.
+    """
+
+    shown: str
+    same: str | None = None
+    problem: str = ""
+    remedy: str = ""
+    warning: bool = False
+    amount: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise TypeError for what another process has written that is no fact."""
+        texts = (self.shown, self.same or "", self.problem, self.remedy)
+        if not all(isinstance(text, str) for text in texts) or not isinstance(self.amount or 0.0, int | float):
+            raise TypeError(f"{self} is no fact")
+
+
+Facts = dict[str, Fact]  # by row
+
+
+def facts_of_node(args: RunFlags, thorough: bool = True) -> Facts:
+    """This host's facts, by one of its ranks.
+
+    thorough: GPUs compute, disks are written to, and models and data are read; else what takes no time is looked at
+    that all nodes have to agree on.
+    """
+    found = all_versions() | gpus(ranks_of_this_machine(), thorough)
+    if thorough:
+        found |= tools(args) | memory() | disks(args) | inputs_of(args)
+    return found | variables(os.environ)
+
+
+def all_versions() -> Facts:
+    """Of what has to be the same on all nodes; of Python its first two numbers, and a driver may be another one."""
+    found = {name: versions().get(name) or "none" for name in ("python", "torch", "deepspeed", "transformers")}
+    found["CUDA"] = torch.version.cuda or "none"
+    found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else "none"
+    rows = {
+        name: Fact(
+            shown=version,
+            same=".".join(version.split(".")[:2]) if name == "python" else version,
+            remedy="Install the same on all nodes",
+        )
+        for name, version in found.items()
+    }
+    driver = Path("/proc/driver/nvidia/version")
+    if driver.is_file() and (match := re.search(r"(\d+\.[\d.]+)", driver.read_text())):
+        rows["driver"] = Fact(shown=match[1], same=match[1], warning=True)
+    return rows
+
+
+def gpus(ranks: int, thorough: bool) -> Facts:
+    """What this host's ranks compute on, and its GPUs: how many torch sees, of what kind, of what use, and how much of
+    their memory is free.
+
+    thorough: free memory is asked for and a product computed, for which CUDA takes some hundred megabytes.
+    """
+    device = "cuda" if on_gpu() else "cpu"
+    rows = {"device": Fact(shown=device, same=device)}
+    if not on_gpu():
+        return rows
+    seen, usable = torch.cuda.device_count(), 0
+    problems = [f"torch sees {seen} GPUs for {ranks} ranks"] if seen < ranks else []
+    kinds: Counter[str] = Counter()
+    free: list[tuple[int, int, int]] = []  # bytes, of how many, of which GPU
+    for index in range(min(seen, ranks)):
+        try:
+            card = torch.cuda.get_device_properties(index)
+            kinds[f"{card.name} ({card.major}.{card.minor})"] += 1
+            if thorough:
+                free.append((*torch.cuda.mem_get_info(index), index))
+                ones = torch.ones(2, 2, device=f"cuda:{index}")
+                if float((ones @ ones).sum()) != 8.0:
+                    raise RuntimeError("it computes wrong numbers")
+            usable += 1
+        except (RuntimeError, AssertionError) as error:
+            problems.append(f"torch cannot use GPU {index}: {str(error).splitlines()[0]}")
+    kind = ", ".join(f"{count} x {name}" for name, count in kinds.items()) or "none"
+    rows["GPUs"] = Fact(shown=kind, same=kind, warning=True)
+    rows["GPUs for ranks"] = Fact(shown=f"{usable} of {ranks}", problem="; ".join(problems))
+    if free:
+        least, total, index = min(free)
+        whole, taken = bytes_in_short(total), bytes_in_short(total - least)
+        rows["GPU memory"] = Fact(
+            shown=f"{bytes_in_short(least)} of {whole} free",
+            problem=f"{taken} of {whole} of GPU {index} are taken: look who runs there" if least < FREE * total else "",
+            warning=True,
+            amount=least,
+        )
+    return rows
+
+
+def variables(environment: Mapping[str, str]) -> Facts:
+    """Those that libraries read and all nodes should agree on, names of interfaces aside; of secrets only that they are
+    set."""
+    rows = {}
+    for name, value in sorted(environment.items()):
+        if READ_BY_LIBRARIES.fullmatch(name) and name not in OWN:
+            shown = "set" if SECRET.search(name) else value
+            remedy = "Have the launcher pass it on (.deepspeed_env), or unset it"
+            same = None if name.endswith("_IFNAME") else shown
+            rows[name] = Fact(shown=shown, same=same, remedy=remedy, warning=True)
+    return rows
+
+
+def tools(args: RunFlags) -> Facts:
+    """What builds and loads extensions. DeepSpeed loads those by ninja that it has built, too, on CPUs and for what is
+    offloaded; nvcc is CUDA's compiler, in CUDA_HOME or in PATH."""
+    offloads = any(value is True for name, value in args.as_dict().items() if name.startswith("offload"))
+    home = os.environ.get("CUDA_HOME")
+    ninja, compiler = version_of("ninja"), version_of(os.environ.get("CXX", "c++"))
+    rows = {
+        "ninja": Fact(
+            shown=ninja or "none",
+            problem="" if ninja else "no ninja, which loads DeepSpeed's extensions. Run there: pip install ninja",
+            warning=on_gpu() and not offloads,
+        ),
+        "c++": Fact(
+            shown=compiler or "none",
+            problem="" if compiler else "no C++ compiler: no extension can be built there that is not built yet",
+            warning=True,
+        ),
+    }
+    nvcc = version_of(str(Path(home) / "bin" / "nvcc") if home else "nvcc")
+    return rows | ({"nvcc": Fact(shown=nvcc)} if nvcc else {})
+
+
+def version_of(program: str) -> str:
+    """The number that a program prints as its version; empty where it cannot be run."""
+    try:
+        told = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=20, check=True, stdin=subprocess.DEVNULL
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    match = re.search(r"\d+(\.\d+)+", told)
+    return match[0] if match else "there"
+
+
+# Memory, network, disks
+
+
+def memory() -> Facts:
+    """Of the host, /dev/shm, and the network that connects it with others."""
+    host = psutil.virtual_memory()
+    shown = f"{bytes_in_short(host.available)} of {bytes_in_short(host.total)} free"
+    rows = {MEMORY: Fact(shown=shown, amount=host.available, warning=True)}
+    exchanges = on_gpu() and ranks_of_this_machine() > 1
+    shared = "shared memory, by which ranks of a node exchange: --shm-size of a container"
+    rows["/dev/shm"] = disk(Path("/dev/shm"), shared, LEAST_SHARED if exchanges else 0)
+    network = network_cards(Path("/sys/class"))
+    return rows | ({"network": Fact(shown=network)} if network else {})
+
+
+def network_cards(classes: Path) -> str:
+    """What connects this node with others: InfiniBand's active ports, or else the fastest interface that is a card and
+    no virtual one, as the kernel knows them (`classes` is /sys/class); empty where it knows none."""
+
+    def text(file: Path) -> str:
+        try:
+            return file.read_text().strip()
+        except OSError:  # an interface that is down has no speed
+            return ""
+
+    ports = [port for port in classes.glob("infiniband/*/ports/*") if "ACTIVE" in text(port / "state")]
+    if rates := [rate for port in sorted(ports) if (rate := text(port / "rate"))]:
+        return f"{len(rates)} x {float(rates[0].split()[0]):.0f} Gb/s InfiniBand"
+    cards = [card for card in classes.glob("net/*") if (card / "device").exists()]
+    speeds = [(int(speed), card.name) for card in cards if (speed := text(card / "speed")).isdecimal()]
+    return f"{max(speeds)[1]} {max(speeds)[0] / 1000:g} Gb/s" if speeds else ""
+
+
+def disks(args: RunFlags) -> Facts:
+    """Where a run writes. It can go on where models of the Hub cannot be written, and nowhere else."""
+    room = room_of(args)
+    found = {
+        "output": disk(
+            Path(args.output_dir).absolute(),
+            "output",
+            room or LEAST_FREE,
+            f"; models and a restart point take {bytes_in_short(room)}" if room else "",
+            short_is_fault=room > 0,
+        ),
+        "models of the Hub": disk(Path(huggingface_hub.constants.HF_HUB_CACHE), "models of the Hub", optional=True),
+        "torch extensions": disk(extensions_folder(), "torch extensions"),
+        "tokenised data": disk(cache_folder(getattr(args, "data_output_path", None)), "tokenised data"),
+    }
+    return {f"free, {what}": fact for what, fact in found.items()}
+
+
+def extensions_folder() -> Path:
+    """Where DeepSpeed's extensions are built: where torch is told to, or our own folder, or where torch chooses to."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given is None and (own := own_folder()) is not None:
+        return own
+    return Path(given) if given else Path.home() / ".cache" / "torch_extensions"
+
+
+def room_of(args: RunFlags) -> int:
+    """Bytes of the trained models and of one restart point, float32 weights and Adam's two moments; 0 where a model's
+    configuration cannot be read, which another row says."""
+    try:
+        rlhf = isinstance(args, RLHFFlags)
+        plan = setting_here(args, args.resolved_dialect()[0]).planned() if rlhf else planned_model(args)
+    except UserError:
+        return 0
+    models = [engine.model for engine in plan.engines.values()]
+    return sum(model.numbers * (model.width + 12) for model in models if model.trains)
+
+
+def nearest(folder: Path) -> Path:
+    """The folder, or the first one above it that is there."""
+    return next(part for part in (folder, *folder.parents) if os.path.lexists(part))
+
+
+def disk(
+    folder: Path,
+    what: str,
+    least: float = LEAST_FREE,
+    remark: str = "",
+    optional: bool = False,
+    short_is_fault: bool = False,
+) -> Fact:
+    """The disk that the folder is on, or will be: something is written to it and removed.
+
+    what: for what. remark: behind the sentence on fewer than `least` bytes. optional: a run can go on without.
+    """
+    place = nearest(folder)
+    try:
+        free = shutil.disk_usage(place).free
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(bytes(PROBE))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        reason = reason_of(error)
+        problem = f"nothing can be written to {folder} ({what}): {reason}"
+        return Fact(shown=reason.partition(":")[0], problem=problem, warning=optional, amount=0)
+    problem = f"{bytes_in_short(free)} free at {folder} ({what}){remark}" if free < least else ""
+    return Fact(shown=bytes_in_short(free), problem=problem, warning=not short_is_fault, amount=free)
+
+
+def bytes_in_short(size: float) -> str:
+    """Bytes in words, with two digits that matter: "512 GB", "1.5 MB"."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.0f} {name}" if size >= 10 * unit else f"{size / unit:.1f} {name}"
+    return f"{size:.0f} B"
+
+
+# What the run reads
+
+
+def inputs_of(args: RunFlags) -> Facts:
+    """Each model, data set, function, template and configuration file that the flags name, with its fingerprint."""
+    return {f"--{name} {value}": looked_at(name, value) for name, value in _named(args)}
+
+
+def _named(args: RunFlags) -> Iterator[tuple[str, str]]:
+    files = ("model_name_or_path", "data_path", "dataset_name", "ds_config", "chat_template")
+    for name, value in args.as_dict().items():
+        if name.endswith(files) or name in ("reward_function", "reward_url"):
+            yield from ((name, one) for one in (value if isinstance(value, list) else [value]) if one)
+
+
+def looked_at(name: str, value: str) -> Fact:
+    """What is found at the value of a flag of this name, on this machine or on the Hub."""
+    try:
+        if name.endswith("model_name_or_path"):
+            require_model(value, f"--{name}")
+            base_of(value, f"--{name}")
+            found = fingerprint(value, f"--{name}") or ""  # of a name on the Hub that is yet to be fetched
+        elif name.endswith(("data_path", "dataset_name")):
+            found = _data(name, value)
+        elif name == "reward_function":
+            where = value.rpartition(":")[0]
+            found = content(Path(where)) if names_file(where) else ""
+        elif name == "reward_url":
+            _connect(value)
+            found = ""
+        else:
+            found = content(Path(value).expanduser())
+    except (UserError, OSError) as error:
+        return Fact(shown="not readable", problem=f"--{name} {value}: {one_line(error)}")
+    return Fact(shown=found.rpartition(" ")[2][:8] or "-", same=found, remedy="Copy it again")
+
+
+def _data(name: str, value: str) -> str:
+    if value == DEEPSPEED_CHAT_FILES:
+        return content(Path("data"))
+    path = Path(value).expanduser()
+    if path.exists() or is_path(value) or not can_be_hub_name(value):
+        return content(path)
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return ""
+    try:
+        return f"commit {huggingface_hub.HfApi().dataset_info(value, timeout=10).sha}"
+    except Exception as error:  # of the HTTP library's own kinds too, whichever that is
+        reason = one_line(error)
+        raise UserError(f"no such file, and no data set of that name on the Hub can be reached ({reason})") from None
+
+
+def _connect(url: str) -> None:
+    """Connect to a reward server, or to the proxy before it; raises OSError."""
+    parts = urlsplit(url)
+    if not is_this_machine(url) and not proxy_bypass(str(parts.hostname)):
+        parts = urlsplit(getproxies().get(parts.scheme, url))
+    port = parts.port or {"https": 443}.get(parts.scheme, 80)
+    socket.create_connection((parts.hostname, port), timeout=CONNECT_SECONDS).close()
+
+
+def content(path: Path) -> str:
+    """A hash of a file, or of all files of a folder: their names, sizes and, of the first FILES_READ, blocks at even
+    distances, as a model's fingerprint has them.
+
+    Raises: UserError where there is nothing, OSError where it cannot be read.
+    """
+    if not path.exists():
+        raise UserError(f"there is no {path}")
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for number, file in enumerate(files):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {size} ".encode())
+        if number < FILES_READ:
+            with file.open("rb") as opened:
+                for start in block_starts(size):
+                    opened.seek(start)
+                    digest.update(opened.read(BLOCK))
+    return digest.hexdigest()

@@ -1,0 +1,472 @@
+"""Which ranks are there: each sends rank 0 a heartbeat once a second, with its phase and step, and rank 0 finds out
+which is missing and what has become of it.
+
+Watch threads send them by sockets of their own, apart from the collective calls that main threads wait in. A rank
+    died        its connection ended without a word
+    is cut off  its machine has not answered for CUT_OFF seconds: TCP's own keepalive says so
+    is silent   its machine answers and it does not: a process that is stopped, or one in a call that lets no other
+                thread run. Those beside it on its machine say which.
+torch does not tell these apart: gloo names an address or nothing, NCCL's watchdog the call. Rounds are counted, not
+seconds: those in which rank 0 itself did not run do not count against the others.
+
+Nobody else is spoken to: whoever connects has to prove with each line that it has the run's key, which ranks get
+through the process group, and once all ranks have come nobody can connect any more.
+"""
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from engine import trace
+from engine.errors import UserError
+from training.program.joining import USER_ERROR, first_of
+from training.program.phases import ALONE, place
+from training.program.processes import state_of, this_machine
+from training.program.terminal import print_line, write_error_file
+
+ROUND = 1.0  # seconds
+SETTLE = 2  # rounds before the first sign of a failure is judged: the cause may come behind its effects
+LINE, SILENT = 60, 75  # rounds of silence before a line says so, and before the run is ended
+OTHERS_END = 10  # rounds that the other ranks have to end by themselves when one has ended with a message
+STOPPED = {"T": "is stopped (a signal stopped its process)", "t": "is stopped (by a debugger)"}  # of /proc/PID/stat
+CUT_OFF = 40  # seconds without an answer of the other machine
+EVERYWHERE = "0.0.0.0"
+STRANGERS, PROVE = 64, 10  # connections at once that have not proven to be a rank's, and seconds that they have for it
+HELD_BACK = 1 << 20  # bytes that wait for one who does not read; what is said beyond is dropped
+LONGEST = 1 << 20  # bytes of a line
+
+
+class Connection:
+    """One end of a connection that carries JSON objects, one a line, and never makes its caller wait; `send` and
+    `receive` may be called from several threads.
+
+    Each line bears a proof that it is from one who has the key, of the side that says it and of the line's place among
+    the others: HMAC-SHA256 (RFC 2104). The key itself is never sent. listens: whether this end was connected to.
+    """
+
+    def __init__(self, connection: socket.socket, key: bytes, listens: bool = False):
+        self.socket = connection
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Have the system report that the other end is cut off, whether something is on the way or not.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("KEEPIDLE", 10), ("KEEPINTVL", 10), ("KEEPCNT", 3), ("USER_TIMEOUT", CUT_OFF * 1000)):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+        self._key, self._listens = key, listens
+        self._sent = self._received = 0  # lines
+        self._unsent = self._unread = b""
+        self._sending = threading.Lock()
+
+    def send(self, message: dict) -> None:
+        """Send; raises OSError where nobody is at the other end any more."""
+        with self._sending:
+            if len(self._unsent) < HELD_BACK:
+                text = json.dumps(message).encode()
+                self._unsent += self._proof(self._listens, self._sent, text) + b" " + text + b"\n"
+                self._sent += 1
+            with contextlib.suppress(BlockingIOError):
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+
+    def receive(self) -> list[dict]:
+        """What has come.
+
+        Raises: OSError where nobody is at the other end any more, ConnectionResetError if it was closed; ValueError for
+        what bears no proof, or has no end. What had come before that is returned first: the last words of a process
+        that died.
+        """
+        while len(self._unread) <= LONGEST:
+            try:
+                data = self.socket.recv(1 << 16)
+                if not data:
+                    raise ConnectionResetError
+            except BlockingIOError:
+                break
+            except OSError:
+                if b"\n" in self._unread:
+                    break
+                raise
+            self._unread += data
+        *lines, self._unread = self._unread.split(b"\n")
+        if len(self._unread) > LONGEST:
+            raise ValueError(f"a line of more than {LONGEST} bytes")
+        return [self._proven(line) for line in lines]
+
+    def _proven(self, line: bytes) -> dict:
+        proof, _, text = line.partition(b" ")
+        if not hmac.compare_digest(proof, self._proof(not self._listens, self._received, text)):
+            raise ValueError("a line without proof")
+        self._received += 1
+        return json.loads(text)
+
+    def _proof(self, of_listener: bool, number: int, text: bytes) -> bytes:
+        return hmac.digest(self._key, b"%d %d %b" % (of_listener, number, text), "sha256").hex().encode()
+
+
+def lost_by(error: OSError | ValueError) -> str:
+    """What became of a rank whose connection ended so."""
+    died = isinstance(error, (ConnectionResetError, BrokenPipeError))
+    return "has died" if died else f"is cut off ({getattr(error, 'strerror', None) or error})"
+
+
+@dataclass
+class Rank:
+    """What is known of a rank. beat: its last heartbeat. quiet: rounds since then. left: its exit code, once it said
+    that it ends. lost: what became of its connection. trouble: what befell it, by its own word. state: by the kernel.
+    announced: whether a line has said that it is silent."""
+
+    number: int
+    beat: dict = field(default_factory=dict)
+    quiet: int = 0
+    left: int | None = None
+    lost: str | None = None
+    trouble: str | None = None
+    state: str | None = None
+    announced: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.number}" + (f" (process {self.beat['pid']} on {self.beat['host']})" if self.beat else "")
+
+    @property
+    def where(self) -> str:
+        """Its phase and step, since when, and what it began last."""
+        if not self.beat:
+            return "before it could say where"
+        step = f" of step {self.beat['step']}" if self.beat["step"] else ""
+        since, last = time.strftime("%H:%M:%S", time.localtime(self.beat["since"])), self.beat.get("last")
+        return f"in phase {self.beat['phase']}{step} (since {since}{f'; last begun: {last}' if last else ''})"
+
+    @property
+    def silence(self) -> str:
+        """What its silence is, where, and for how long."""
+        how = STOPPED.get(self.state or "", "says nothing, though its process lives" if self.state else "is silent")
+        return f"{self} {how} {self.where} for {self.quiet} s"
+
+    @property
+    def missing(self) -> bool:
+        """Whether it has been silent for too long, and does not just compute."""
+        return self.quiet >= SILENT and self.left is None and self.state in (None, *STOPPED)
+
+    @property
+    def process(self) -> tuple[str, int]:
+        """Its machine, and its number there."""
+        return self.beat["machine"], self.beat["pid"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why all ranks end. stacks: the ranks that are asked for theirs. stuck: processes that are to be killed."""
+
+    message: str
+    code: int = 1
+    stacks: tuple[int, ...] = ()
+    stuck: tuple[tuple[str, int], ...] = ()
+
+
+class Monitor(threading.Thread):
+    """Rank 0's side. host: the address at which it listens; EVERYWHERE where ranks know this host by several."""
+
+    def __init__(self, world: int, timeout_minutes: float, host: str = "127.0.0.1"):
+        super().__init__(name="heartbeats", daemon=True)
+        self.key, self.timeout = secrets.token_bytes(32), timeout_minutes * 60 / ROUND
+        self.ranks = [Rank(number) for number in range(world)]
+        self._listener = _listener(host, max(world, 128))
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._known: dict[Connection, Rank] = {}
+        self._strangers: dict[Connection, float] = {}  # since when
+        self._still = self._failing = 0  # rounds in which no rank has moved, and since the first sign of a failure
+        self._moves: list[tuple] = []
+        self._over = threading.Event()
+
+    def close(self) -> None:
+        """Stop hearing."""
+        self._over.set()
+        self.join()
+        self._listener.close()
+        for connection in (*self._strangers, *self._known):
+            connection.socket.close()
+
+    def pass_on(self, beat: dict) -> None:
+        """Tell all ranks at once where rank 0 is: the next moment it may be gone, and this thread with it."""
+        self.ranks[0].beat = beat
+        self._tell({})
+
+    def run(self) -> None:
+        """Hear the ranks until all have left, or one is missing."""
+        verdict = None
+        while not self._over.is_set() and verdict is None:
+            self._hear(time.monotonic() + ROUND)
+            verdict = self._failed() or self._silent() or self._stuck()
+            self._tell({} if verdict is None else {"end": verdict.__dict__})
+
+    # Connections
+
+    def _hear(self, until: float) -> None:
+        heard: set[int] = set()
+        while (left := until - time.monotonic()) > 0 and not self._over.is_set():
+            for key, _ in self._selector.select(min(left, 0.2)):
+                if key.data is None:
+                    self._accept()
+                elif key.data in self._known or key.data in self._strangers:  # not dropped meanwhile
+                    self._read(key.data, heard)
+            for connection in [one for one, since in self._strangers.items() if since < time.monotonic() - PROVE]:
+                self._drop(connection)
+        for rank in self.ranks:
+            rank.quiet = 0 if rank.number in heard else rank.quiet + 1
+
+    def _accept(self) -> None:
+        """Let one in who is still to prove that it is a rank, in the place of the oldest of too many."""
+        if len(self._strangers) >= STRANGERS:
+            self._drop(next(iter(self._strangers)))
+        try:
+            connection = Connection(self._listener.accept()[0], self.key, listens=True)
+        except OSError:  # gone again, or no more files can be open
+            time.sleep(0.01)
+            return
+        self._strangers[connection] = time.monotonic()
+        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: Connection, heard: set[int]) -> None:
+        beats = []
+        try:
+            beats = connection.receive()
+        except (OSError, ValueError) as error:
+            self._drop(connection, lost_by(error))
+        for beat in beats:
+            if connection in self._strangers:
+                rank = self.ranks[beat["rank"]]
+                if rank in self._known.values():  # its words, heard and said again by another
+                    self._drop(connection)
+                    return
+                self._know(connection, rank)
+            rank = self._known[connection]
+            heard.add(rank.number)
+            rank.beat = beat
+            rank.left, rank.trouble = beat.get("left", rank.left), rank.trouble or beat.get("trouble")
+            for number, state in beat.get("states", {}).items():
+                self.ranks[int(number)].state = state
+
+    def _know(self, connection: Connection, rank: Rank) -> None:
+        """A stranger is this rank; the last to come shuts the door."""
+        del self._strangers[connection]
+        self._known[connection] = rank
+        if len(self._known) == len(self.ranks):
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            for other in list(self._strangers):
+                self._drop(other)
+
+    def _drop(self, connection: Connection, lost: str = "") -> None:
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        self._strangers.pop(connection, None)
+        rank = self._known.pop(connection, None)
+        if rank is not None and rank.left is None:
+            rank.lost = rank.lost or lost
+
+    def _tell(self, words: dict) -> None:
+        """A line for every rank: where rank 0 is, whose state is to be looked at, and whether to end."""
+        quiet = [rank for rank in self.ranks if rank.quiet > 5 and rank.beat and rank.left is None]
+        look = [[rank.number, *rank.process] for rank in quiet]
+        left = any(rank.left or rank.lost or rank.trouble for rank in self.ranks)
+        for connection in list(self._known):
+            with contextlib.suppress(OSError):  # reading finds it lost
+                connection.send({**words, "first": self.ranks[0].beat, "look": look, "left": left})
+
+    # Verdicts
+
+    def _failed(self) -> Verdict | None:
+        """A rank that died, was cut off, or met an error."""
+        lost = [rank for rank in self.ranks if rank.lost]
+        troubled = [rank for rank in self.ranks if rank.trouble]
+        ended = [rank for rank in self.ranks if rank.left]
+        if not (lost or troubled or ended):
+            return None
+        self._failing += 1
+        if self._failing <= (SETTLE if lost or troubled else OTHERS_END):
+            return None
+        if ended:
+            return Verdict("", code=ended[0].left or 1)
+        if lost:
+            return Verdict("\n".join(f"{rank} {rank.lost} {rank.where}: the run ends." for rank in lost))
+        return Verdict(self._quoted(troubled[0]), code=troubled[0].beat.get("code", 1))
+
+    def _quoted(self, rank: Rank) -> str:
+        """What a rank has met, with its host where not all have met the same. A user's mistake, which is told in the
+        same words by each rank that it befalls, has no rank's number."""
+        hosts = [other.beat.get("host", "") for other in self.ranks]
+        if rank.beat.get("code") == USER_ERROR:
+            return f"error: {first_of([other.trouble for other in self.ranks], hosts)}"
+        if len(set(hosts)) > 1 and any(other.trouble is None for other in self.ranks):
+            return f"rank {rank.number} on {rank.beat['host']}: {rank.trouble}"
+        return (f"rank {rank.number}: " if rank.number else "") + (rank.trouble or "")
+
+    def _silent(self) -> Verdict | None:
+        """Ranks whose machine answers and which do not."""
+        for rank in self.ranks:
+            if rank.quiet >= LINE and rank.left is None and not rank.announced:
+                rank.announced = True
+                self._tell({"say": rank.silence})
+        missing = [rank for rank in self.ranks if rank.missing]
+        if not missing:
+            return None
+        message = "\n".join(f"{rank.silence}: the run ends." for rank in missing)
+        return Verdict(message, stuck=tuple(rank.process for rank in missing if rank.beat))
+
+    def _stuck(self) -> Verdict | None:
+        """All ranks there, and none of them moving: no pass through a model, no phase begun."""
+        moves = [(rank.beat.get("moves"), rank.beat.get("phase"), rank.beat.get("step")) for rank in self.ranks]
+        alone = any(phase in ALONE for _, phase, _ in moves)
+        self._still = 0 if moves != self._moves or alone else self._still + 1
+        self._moves = moves
+        behind = self._behind()
+        if self._still == LINE and behind and all(rank.quiet < LINE // 2 for rank in self.ranks):
+            names = ", ".join(f"{rank} {rank.where}" for rank in behind)
+            self._tell({"say": f"no rank has moved for {LINE} s; the others wait for {names}"})
+        if self._still < self.timeout:
+            return None
+        named = behind or list({rank.beat.get("last"): rank for rank in reversed(self.ranks)}.values())[::-1]
+        return Verdict(
+            f"no rank has moved for {self.timeout * ROUND / 60:g} minutes (--timeout_minutes): "
+            + ", ".join(f"{rank} is {rank.where}" for rank in named)
+            + ". The run ends; stacks follow.",
+            stacks=tuple(rank.number for rank in named),
+        )
+
+    def _behind(self) -> list[Rank]:
+        """The ranks in the phase that fewest are in, of two of these in the older one, where they are not all in the
+        same."""
+        groups: dict[tuple, list[Rank]] = {}
+        for rank in self.ranks:
+            groups.setdefault((rank.beat.get("step"), rank.beat.get("phase")), []).append(rank)
+        if len(groups) == 1:
+            return []
+        return min(groups.values(), key=lambda group: (len(group), min(rank.beat.get("since", 0.0) for rank in group)))
+
+
+class Reporter:
+    """A rank's side: it sends heartbeats, and hears whether the run ends.
+
+    verdict: why all ranks end, once that is known. others_left: whether another rank has ended or is lost.
+    """
+
+    def __init__(self, rank: int, address: tuple[str, int], key: bytes):
+        self.rank, self.machine = rank, this_machine() or socket.gethostname()
+        self.verdict: Verdict | None = None
+        self.others_left = False
+        self._words: dict = {}  # what is said of this rank beside its place: "left", "trouble"
+        self._first = Rank(0)  # as far as it is known here: rank 0 is judged as it judges the others
+        self._states: dict[int, str | None] = {}
+        self._lost_for, self._round = 0, 0.0
+        try:
+            self._connection = Connection(socket.create_connection(address, timeout=60), key)
+        except OSError as error:
+            raise UserError(
+                f"rank {rank} cannot connect to rank 0 at {address[0]}:{address[1]} ({error.strerror or error}), where "
+                "the ranks are watched. Open the ports of the nodes to each other."
+            ) from None
+        self.say()
+
+    def say(self, **words) -> dict:
+        """Tell rank 0 where this rank is, and more if there is more; returns what was said."""
+        self._words |= words
+        beat = {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "machine": self.machine,
+            "pid": os.getpid(),
+            "phase": place.phase,
+            "step": place.step,
+            "since": place.since,
+            "moves": trace.moves(),
+            "last": trace.last(),
+            "states": self._states,
+            **self._words,
+        }
+        if self._first.lost is None:
+            try:
+                self._connection.send(beat)
+            except OSError as error:
+                self._lose(error)
+        return beat
+
+    def look(self) -> None:
+        """Say and hear, at most once a round. `verdict` is set where the run ends."""
+        if "left" in self._words:  # others end when they have ended, this one too
+            return
+        self.hear()
+        now, first = time.monotonic(), self._first
+        if now - self._round < ROUND * 0.9 or self.verdict is not None:
+            return
+        self._round = now
+        self.say()
+        first.quiet += 1
+        if first.lost is not None:
+            self._lost_for += 1
+            if self._lost_for > SETTLE:
+                self._conclude(f"{first} {first.lost} {first.where}: the run ends.")
+        elif first.quiet >= LINE and first.beat:
+            first.state = state_of(first.beat["pid"]) if first.beat["machine"] == self.machine else None
+            if first.missing:
+                self._conclude(f"{first.silence}: the run ends.", (first.process,))
+            elif first.quiet == LINE and self.rank == 1:
+                print_line(first.silence)
+
+    def hear(self) -> None:
+        """Read what rank 0 has said, its last words too where speaking to it has failed."""
+        try:
+            heard = self._connection.receive()
+        except (OSError, ValueError) as error:
+            self._lose(error)
+            return
+        for words in heard:
+            self._first.quiet = 0
+            if words.get("say") and self.rank == 0:
+                print_line(words["say"])
+            self._first.beat = words["first"] or self._first.beat
+            self.others_left = self.others_left or words["left"]
+            self._states = {number: state_of(pid) for number, machine, pid in words["look"] if machine == self.machine}
+            if words.get("end"):
+                self.verdict = Verdict(**words["end"])
+
+    def close(self) -> None:
+        """Send no more."""
+        self._connection.socket.close()
+
+    def _lose(self, error: OSError | ValueError) -> None:
+        self._first.lost, self.others_left = self._first.lost or lost_by(error), True
+
+    def _conclude(self, message: str, stuck: tuple = ()) -> None:
+        """Without rank 0: rank 1 says why, or after a while the first rank of each machine."""
+        if self.rank > 1:
+            time.sleep(3)
+        if self.rank == 1 or int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            print_line(message)
+        write_error_file(message)
+        self.verdict = Verdict("", stuck=stuck)
+
+
+def meeting_address() -> str:
+    """Where this rank finds rank 0: on this machine where all ranks are, or else at MASTER_ADDR, as it knows it."""
+    here = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
+    name = "127.0.0.1" if here == os.environ.get("WORLD_SIZE") else os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        return str(socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return name
+
+
+def _listener(host: str, backlog: int) -> socket.socket:
+    with contextlib.suppress(OSError):  # an address that leads here and is not this machine's own
+        return socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog
+        )
+    return socket.create_server((EVERYWHERE, 0), backlog=backlog)

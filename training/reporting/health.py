@@ -1,0 +1,724 @@
+"""What a PPO run's curves say, in words: what was seen, with its numbers, and what to try.
+
+    for finding in health(read_metrics(output_dir / "metrics.jsonl")):  # of training.reporting.metrics_file
+        print(finding.severity, finding.text)
+
+Each rule takes a run's records and gives a Finding, or None where it sees nothing or the run lacks its metrics. Simple
+rules compare the start of one metric with its end (`by_ends`) or look at its highest stretch (`by_stretch`). Thresholds
+are rules of thumb, each with its reason: a finding is a reason to look, not a verdict.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from training.reporting.reward_change import of_one_reward
+from training.reporting.standard_errors import NOISE
+
+ALARM, LOOK, FINE = "alarm", "look", "fine"
+"""The run is probably spoilt; it may be well, but look; nothing stood out."""
+FEWEST_STEPS, SHARE = 8, 0.1
+"""Fewer steps make no trend. Start and end of a run are its first and last tenth."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What stood out: `severity` is ALARM, LOOK or FINE; `seen` in numbers, and the `advice` on what to try."""
+
+    severity: str
+    seen: str
+    advice: str = ""
+
+    @property
+    def text(self) -> str:
+        """Both as sentences."""
+        return f"{self.seen}. {self.advice}" if self.advice else self.seen
+
+    def with_signs(self, signs: "Sequence[Finding]") -> "Finding":
+        """The same with what else was seen of it, as severe as the worst of them."""
+        if not signs:
+            return self
+        severity = ALARM if ALARM in (self.severity, *(sign.severity for sign in signs)) else self.severity
+        return Finding(severity, f"{self.seen}. With it: {'; '.join(sign.seen for sign in signs)}", self.advice)
+
+
+Rule = Callable[[Sequence[Mapping]], Finding | None]
+
+
+# A metric's curve.
+
+
+def having(rows: Sequence[Mapping], name: str) -> list[Mapping]:
+    """The rows in which a metric is finite."""
+    return [row for row in rows if math.isfinite(row.get(name, math.nan))]
+
+
+def column(rows: Sequence[Mapping], name: str) -> list[float]:
+    """The finite values of a metric, in order."""
+    return [row[name] for row in having(rows, name)]
+
+
+def mean(rows: Sequence[Mapping], name: str, begin: float, end: float) -> float | None:
+    """The mean of a metric's values between two shares of the way through; at least of one value."""
+    values = column(rows, name)
+    first = min(int(begin * len(values)), len(values) - 1)
+    return fmean(values[first : max(int(end * len(values)), first + 1)]) if values else None
+
+
+def at_start(rows: Sequence[Mapping], name: str) -> float | None:
+    """The mean over the first tenth."""
+    return mean(rows, name, 0.0, SHARE)
+
+
+def at_end(rows: Sequence[Mapping], name: str) -> float | None:
+    """The mean over the last tenth."""
+    return mean(rows, name, 1.0 - SHARE, 1.0)
+
+
+def noise(values: Sequence[float]) -> float:
+    """The standard deviation of a curve around its own trend, by the differences of neighbours; 2 values at least."""
+    return (fmean((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2) ** 0.5
+
+
+STEADY = 0.05
+"""A twentieth up or down is steady, however little noise there is."""
+SETTLED_FROM, LAST_PART = 1 / 3, 2 / 3
+"""What has settled has done so for two thirds of the run: over the last third alone the learning rate's schedule, which
+ends at 0, makes any curve flat. A run is on its way if it moved over its last third."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A metric over the last part of a run: the means of that part's two halves, and what of their difference is noise
+    (NOISE standard errors)."""
+
+    before: float
+    after: float
+    error: float
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping], name: str, begin: float) -> "Trend | None":
+        """From a share of the way on; None where that part has fewer than 4 values."""
+        values = column(rows, name)
+        values = values[int(begin * len(values)) :]
+        half = len(values) // 2
+        if half < 2:
+            return None
+        return cls(fmean(values[:half]), fmean(values[-half:]), NOISE * noise(values) * (2 / half) ** 0.5)
+
+    @property
+    def rose(self) -> bool:
+        """By more than noise."""
+        return self.after - self.before > self.error
+
+    @property
+    def fell(self) -> bool:
+        """By more than noise."""
+        return self.before - self.after > self.error
+
+    @property
+    def steady(self) -> bool:
+        """Within noise, or nearly."""
+        return abs(self.after - self.before) <= max(self.error, STEADY * abs(self.after))
+
+
+def at_steps(steps: Sequence[int]) -> str:
+    """Where something was seen: the first few steps by number."""
+    shown = ", ".join(map(str, steps[:3]))
+    return f"at step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 3} more" if len(steps) > 3 else "")
+
+
+def by_ends(
+    *metrics: str,
+    ill: Callable[[float, float], bool],
+    seen: str,
+    advice: str,
+    alarm: Callable[[float], bool] = lambda last: False,
+) -> Rule:
+    """A rule on a metric's means over the first and the last tenth of a run.
+
+    metrics: the first of these that has several values is taken, else the last. ill: (first, last) -> whether there is
+    a finding. alarm: last -> whether it is an ALARM. seen: what it says, with {first}, {last} and {times}, the last
+    over the first.
+    """
+
+    def rule(rows: Sequence[Mapping]) -> Finding | None:
+        metric = next((name for name in metrics if len(having(rows, name)) > 1), metrics[-1])
+        first, last = at_start(rows, metric), at_end(rows, metric)
+        if first is None or last is None or not ill(first, last):
+            return None
+        times = last / first if first else math.inf
+        return Finding(ALARM if alarm(last) else LOOK, seen.format(first=first, last=last, times=times), advice)
+
+    return rule
+
+
+def by_stretch(metric: str, threshold: float, *, seen: str, advice: str) -> Rule:
+    """A rule on a metric's highest mean over a tenth of the run (3 steps at least). seen: with {value} and {steps}."""
+
+    def rule(rows: Sequence[Mapping]) -> Finding | None:
+        present = having(rows, metric)
+        width = max(3, int(SHARE * len(present)))
+        stretches = [present[i : i + width] for i in range(len(present) - width + 1)]
+        if not stretches:
+            return None
+        highest = max(stretches, key=lambda stretch: fmean(column(stretch, metric)))
+        value = fmean(column(highest, metric))
+        if value <= threshold:
+            return None
+        steps = f"steps {highest[0]['step']}-{highest[-1]['step']}"
+        return Finding(LOOK, seen.format(value=value, steps=steps), advice)
+
+    return rule
+
+
+# How far the policy has gone from the reference, and how sure it has become.
+
+KL_FAR = 30.0
+"""Nats a response: what the policy answers is e^30 = 10^13 times likelier than the reference made it."""
+KL_FAR_A_TOKEN = 0.5
+"""Nats a token: at every token the policy is, on average, 1.6 times surer of its choice than the reference was."""
+KL_GROWTH, KL_SMALL = 1.5, 5.0
+"""Growth over the last quarter, where the KL should settle; below so many nats it is the learning itself."""
+KL_MOVED = 0.5
+"""Nats a response, below which the policy is hardly another: a response is 1.6 times likelier than it was."""
+KL_NEGATIVE = -0.5
+"""The estimate's mean is a KL, which is not negative; rounding and noise leave a little, not half a nat."""
+ENTROPY_KEPT = 0.4
+"""Share of the entropy at the start. Sharpening to half is ordinary, and to a third leaves little to explore."""
+ENTROPY_GREW = 1.5
+"""A policy that gets so much less sure is losing the language rather than exploring."""
+
+
+def reference_moved(rows: Sequence[Mapping]) -> bool:
+    """Whether KL is, by the end, measured to another reference than at the start: a refresh lowers it, and it does not
+    tell how far the policy is from the model that training started from."""
+    return (at_end(rows, "objective/reference_moves") or 0.0) > 0.0
+
+
+def kl_far(rows: Sequence[Mapping]) -> Finding | None:
+    """The policy has left the neighbourhood in which the reward model was trained."""
+    kl, a_token = at_end(rows, "objective/kl"), at_end(rows, "objective/kl_per_token")
+    if kl is None or (kl <= KL_FAR and (a_token is None or a_token <= KL_FAR_A_TOKEN)):
+        return None
+    moved = ", which has moved: the model that training started from is further away" if reference_moved(rows) else ""
+    return Finding(
+        ALARM,
+        f"KL to the reference ended at {kl:.3g} nats a response, {a_token or 0:.2g} a token{moved}",
+        "So far away the reward model's scores mean little: read samples/, then raise --kl_coef, lower "
+        "--actor_learning_rate, or have the coefficient steered to a KL of your choice (--set kl_controller=adaptive "
+        "kl_target=6); a restart point of before (--save_steps) keeps what was reached, and --max_kl ends a run that "
+        "goes so far.",
+    )
+
+
+kl_negative = by_ends(
+    "objective/kl",
+    ill=lambda first, last: last < KL_NEGATIVE,
+    alarm=lambda last: True,
+    seen="KL to the reference ended at {last:.3g} nats a response: a KL is not negative, so responses are sampled from "
+    "something else than their log-probs say",
+    advice="Look at --temperature and the dialect's temperature_in_logprobs.",
+)
+
+
+def kl_growing(rows: Sequence[Mapping]) -> Finding | None:
+    """No balance between score and KL penalty by the end; with a reference that moves there is none to be reached."""
+    if reference_moved(rows):
+        return None
+    before, after = mean(rows, "objective/kl", 0.7, 0.8), at_end(rows, "objective/kl")
+    if before is None or after is None or after <= KL_SMALL or after <= KL_GROWTH * max(before, 0.0):
+        return None
+    return Finding(
+        LOOK,
+        f"KL to the reference was still growing fast: {before:.3g} nats a response three quarters "
+        f"through, {after:.3g} at the end",
+        "Raise --kl_coef or lower --actor_learning_rate; look whether the held-out score grew with it. Where it is the "
+        "KL that is wanted and not the coefficient, --set kl_controller=adaptive kl_target=6 steers to it.",
+    )
+
+
+entropy_fell = by_ends(
+    "objective/entropy",
+    ill=lambda first, last: first > 0 and last < ENTROPY_KEPT * first,
+    seen="entropy fell from {first:.3g} to {last:.3g} nats a token ({times:.0%} of its start): responses become alike, "
+    "and nothing new is tried",
+    advice="Raise --kl_coef, lower --actor_learning_rate or --ppo_epochs.",
+)
+entropy_rose = by_ends(
+    "objective/entropy",
+    ill=lambda first, last: first > 0 and last > ENTROPY_GREW * first,
+    seen="entropy rose from {first:.3g} to {last:.3g} nats a token ({times:.3g} times its start): the policy may be "
+    "losing its language",
+    advice="Read samples/; raise --kl_coef or lower --actor_learning_rate.",
+)
+
+
+# Whether the optimizer steps do their work: finite numbers, moderate updates, a score that rises.
+
+CLIPPED = 0.3
+"""Share of tokens. The clip is for outliers, not for a third of all tokens."""
+APPROXKL_HIGH = 0.05
+"""(log ratio)^2 / 2 of 0.05 is a typical ratio of exp(0.32) = 1.37, well past the usual clip range of 0.2."""
+SPIKE, NEIGHBOURS = 10.0, 5
+"""Times the median gradient norm of so many steps before and after. Clipping bounds such a step, but its direction is
+that of few samples. The whole run's median will not do: a critic's norm falls to a tenth while it learns."""
+SKIPPED = 0.05
+"""Share of steps without an update. fp16's loss scale is searched by overflowing: some at the start, few after."""
+SLOPE = 3.0
+"""By which factor a difference of values may be off, up or down: advantages are then mostly the critic's error."""
+FELL_BACK = 0.5
+"""Share of the highest rise in score that is lost again by the end."""
+_SMALLER_UPDATES = (
+    "Lower --actor_learning_rate or --ppo_epochs, or have passes left out once a step has gone far enough "
+    "(--set early_stop_kl=0.02)."
+)
+
+
+def not_finite(rows: Sequence[Mapping]) -> Finding | None:
+    """NaN, which stands for anything that was not finite, in any metric."""
+    steps = [row["step"] for row in rows if not all(map(math.isfinite, row.values()))]
+    names = sorted({name for row in rows for name, value in row.items() if not math.isfinite(value)})
+    if not names:
+        return None
+    advice = "Lower the learning rates; in fp16, use bf16 or fp32 if you can."
+    return Finding(ALARM, f"not finite: {', '.join(names)}, {at_steps(steps)}", advice)
+
+
+def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
+    """Start and end of the score, measured against its noise from step to step."""
+    present = having(rows, "objective/scores")
+    scores = column(present, "objective/scores")
+    if len(scores) < FEWEST_STEPS:
+        return None
+    window = max(2, int(SHARE * len(scores)))
+    error = NOISE * noise(scores) * (2 / window) ** 0.5
+    means = [fmean(scores[i : i + window]) for i in range(len(scores) - window + 1)]
+    first, highest, last = means[0], max(means), means[-1]
+    if last < first - error:
+        return Finding(
+            ALARM,
+            f"the score fell from {first:.3g} to {last:.3g}",
+            "Look at the KL penalty (objective/non_score_reward) and at the clip fractions; lower the learning rates.",
+        )
+    if highest - last > max(FELL_BACK * (highest - first), 2 * error):
+        step = present[means.index(highest)]["step"]
+        return Finding(
+            ALARM,
+            f"the score rose from {first:.3g} to {highest:.3g} (step {step}) and fell back to {last:.3g}",
+            "Lower --actor_learning_rate or raise --kl_coef; a restart point of before (--save_steps) keeps what was "
+            "reached.",
+        )
+    if last > first + error:
+        return None
+    kl = None if reference_moved(rows) else Trend.of(rows, "objective/kl", SETTLED_FROM)
+    if kl is not None and kl.after > KL_MOVED and kl.steady and at_end(rows, "objective/kl_coef") != 0.0:
+        advice = (
+            f"KL to the reference was steady at {kl.after:.3g} nats a response, so that the penalty, not time, holds "
+            "the policy there: lower --kl_coef."
+        )
+    elif kl is not None and kl.after <= KL_MOVED:
+        advice = (
+            f"KL to the reference was only {kl.after:.2g} nats a response, so that the policy has hardly moved: raise "
+            "--actor_learning_rate, train longer (--max_steps), or lower --kl_coef."
+        )
+    else:
+        advice = "Train longer, raise --actor_learning_rate, lower --kl_coef, or make each step larger."
+    return Finding(
+        LOOK,
+        f"the score did not rise beyond its noise: {first:.3g} at the start, {last:.3g} at the end, a change of "
+        f"{last - first:+.3g}, where up to {error:.3g} is within noise",
+        advice,
+    )
+
+
+def value_unexplained(rows: Sequence[Mapping]) -> Finding | None:
+    """The critic does not help. Returns with a lambda below 1 hold its own values, which explain themselves: outcomes
+    are what counts, where a run has them."""
+    outcome, late = (mean(rows, f"value/explained_{of}", 0.75, 1.0) for of in ("outcome", "variance"))
+    what = "explained variance of the value"
+    if outcome is not None:
+        late, what = outcome, "explained variance of the value, of what really followed,"
+    if late is None or late > 0:
+        return None
+    return Finding(
+        LOOK,
+        f"{what} was {late:.2g} over the last quarter: the critic does no better than a constant",
+        "Pretrain it (--critic_pretrain_steps 20), give it more passes over the responses (--set critic_epochs=4), "
+        "raise --critic_learning_rate, and look whether value/clipfrac is high (--set value_clip_range=none).",
+    )
+
+
+def value_miscalibrated(rows: Sequence[Mapping]) -> Finding | None:
+    """A critic that knows which responses are better, but not by how much, or that is off by a constant."""
+    explained, slope, bias, variance = (
+        mean(rows, name, 0.75, 1.0) for name in ("value/explained_outcome", "value/slope", "value/bias", "returns/var")
+    )
+    if explained is None or explained <= 0 or slope is None or bias is None or variance is None:
+        return None  # one that explains nothing has a finding of its own
+    seen = []
+    if not 1 / SLOPE <= slope <= SLOPE:
+        how = "too far apart" if slope < 1 else "too near to each other"
+        seen.append(f"a value higher by 1 stood for {slope:.2g} more (value/slope): values are {how}")
+    if abs(bias) > variance**0.5:
+        how = "high" if bias > 0 else "low"
+        seen.append(f"values were {abs(bias):.2g} too {how} (value/bias), more than returns vary ({variance**0.5:.2g})")
+    if not seen:
+        return None
+    return Finding(
+        LOOK,
+        f"over the last quarter {'; '.join(seen)}",
+        "Give the critic more updates (--set critic_epochs=4), without the clip that holds its values back (--set "
+        "value_clip_range=none), and targets without its own values (--set value_lam=1).",
+    )
+
+
+too_much_clipped = by_stretch(
+    "policy/clipfrac",
+    CLIPPED,
+    seen="the policy's clip fraction was {value:.2g} around {steps}: updates are too large",
+    advice=_SMALLER_UPDATES,
+)
+updates_too_far = by_stretch(
+    "policy/approxkl",
+    APPROXKL_HIGH,
+    seen="approximate KL of the updates was {value:.2g} around {steps}: the policy moved far from the one that had "
+    "sampled",
+    advice=_SMALLER_UPDATES,
+)
+
+
+def gradient_spikes(rows: Sequence[Mapping]) -> Finding | None:
+    """Single steps whose gradient stands out among its neighbours: a norm that falls or rises slowly does not."""
+    found = []
+    for name in ("policy/grad_norm", "value/grad_norm"):
+        present = having(rows, name)
+        norms = column(present, name)
+        usual = [median(norms[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS + 1]) for i in range(len(norms))]
+        spikes = [i for i, norm in enumerate(norms) if norm > SPIKE * usual[i] > 0.0]
+        if spikes:
+            worst = max(spikes, key=lambda i: norms[i] / usual[i])
+            found.append(
+                f"{name} was up to {norms[worst] / usual[worst]:.3g} times its median of {usual[worst]:.2g}, "
+                f"{at_steps([present[i]['step'] for i in spikes])}"
+            )
+    if not found:
+        return None
+    return Finding(
+        LOOK,
+        "; ".join(found),
+        "Look at these steps' scores and lengths; lower --max_grad_norm or the learning rate, or clip scores "
+        "(--score_clip). Where policy/ratio_max jumps with the policy's norm, --set ratio_limit=10 leaves such updates "
+        "out.",
+    )
+
+
+def updates_skipped(rows: Sequence[Mapping]) -> Finding | None:
+    """Steps none of whose updates were made: a loss, and no gradient norm; but those that `ratio_limit` left out."""
+    trained = [row for row in rows if "policy/loss" in row or "value/loss" in row]
+    steps = [
+        row["step"]
+        for row in trained
+        if row.get("policy/left_out", 0.0) < 1.0
+        and any(f"{name}/loss" in row and f"{name}/grad_norm" not in row for name in ("policy", "value"))
+    ]
+    if len(steps) <= SKIPPED * len(trained):
+        return None
+    return Finding(
+        ALARM if steps[-1] == trained[-1]["step"] else LOOK,
+        f"{len(steps)} of {len(trained)} steps made no update, since gradients overflowed, {at_steps(steps)}",
+        "Use bf16 or fp32 if you can; in fp16 look whether the loss scale recovers.",
+    )
+
+
+def updates_left_out(rows: Sequence[Mapping]) -> Finding | None:
+    """Optimizer steps of the policy that `ratio_limit` left out."""
+    present = having(rows, "policy/left_out")
+    shares = column(present, "policy/left_out")
+    if not present or fmean(shares) <= SKIPPED:
+        return None
+    return Finding(
+        ALARM if shares[-1] == 1.0 else LOOK,
+        f"{100 * fmean(shares):.3g}% of the policy's updates were left out, their mean ratio being over ratio_limit, "
+        f"{at_steps([row['step'] for row, share in zip(present, shares, strict=True) if share > 0])}",
+        "Lower --actor_learning_rate or --ppo_epochs, or raise ratio_limit.",
+    )
+
+
+# How far the sampler, whose responses are learned from, is from the policy that learns.
+
+GAP = 0.05
+"""Nats a token, in the mean: bf16 stays under a hundredth with models of a few layers, and far under this with many."""
+FAR = 0.01
+"""Share of tokens whose ratio is not even between a half and two: of 100 tokens one would be clipped before anything is
+learned."""
+ANOTHER = 0.1
+"""Share of such tokens in samples of what is rather another policy than the same one rounded."""
+CUT = 0.1
+"""Share of tokens whose ratio a correction cuts: a bound is for outliers, and cutting many is a bias of its own."""
+
+
+def sampler_apart(rows: Sequence[Mapping]) -> Finding | None:
+    """Responses are drawn from a distribution that is not quite the actor's."""
+    gap, far = at_end(rows, "rollout/logprob_gap"), at_end(rows, "rollout/ratio_far")
+    if gap is None or far is None or (gap <= GAP and far <= FAR):
+        return None
+    kl, lowest, highest = (at_end(rows, f"rollout/{name}") for name in ("sampler_kl", "ratio_min", "ratio_max"))
+    seen = f"the sampler's log-probs ended {gap:.3g} nats a token from the actor's"
+    if kl is not None and lowest is not None and highest is not None:
+        seen += f" (KL {kl:.2g}), with ratios from {lowest:.2g} to {highest:.3g}, {far:.1%} of them outside 0.5 to 2"
+    return Finding(
+        ALARM if far > ANOTHER else LOOK,
+        seen,
+        "Rounding explains hundredths of a nat: see that the sampler has the actor's weights, and try --dtype fp32 or "
+        "another --rollout_backend. Have old log-probs come from a forward pass (--old_logprobs forward), and weigh "
+        "what was drawn by the ratios (--set correction=token_truncate).",
+    )
+
+
+much_cut = by_ends(
+    "policy/correction_cut",
+    ill=lambda first, last: last > CUT,
+    seen="{last:.0%} of the tokens that were learned from had a ratio to the sampler that was cut or masked",
+    advice="Ratios of whole responses spread with their length: take a correction by token (--set "
+    "correction=token_truncate). If it is by token, see that the sampler has the actor's weights.",
+)
+
+
+# What the responses have become: their length, their end, their variety, their scores.
+
+LONGER, SHORTER = 1.5, 0.67
+"""Response length, end over start. Reward models like length (or its absence) for its own sake."""
+FEW_ENDED = 0.1
+"""Share of responses that end by themselves; below it nearly all are cut off at the limit, and scored unfinished."""
+ENDED_KEPT = 0.6
+"""Share of that at the start. Half as many is a change of habit; a little above half, so that 0.40 to 0.20 is found
+whichever way its noise falls."""
+MANY_CLIPPED, ALL_CLIPPED = 0.1, 0.9
+"""Share of scores beyond the clip, at the end. A clip is for outliers; where all are beyond it, all count alike."""
+DEGENERATE = 0.01
+"""Share of responses masked out for being too short: a few are accidents, one in a hundred is a habit."""
+NO_DIFFERENCE = 0.5
+"""Share of groups whose responses all score the same, at the end: with more, most of what was drawn teaches nothing."""
+ALIKE = 0.5
+"""Distinct bigrams and compressed bytes, a token of the held-out responses, end over start: below it in both, they have
+become one response. Policies that learn honestly keep 0.8 of the bytes, and collapsed ones 0.1 to 0.25."""
+TOO_SHORT = 0.33
+"""Length, end over start, below which responses have no room to differ: it is their length that is ill."""
+INVENTED = 0.05
+"""Rise in the share of new words. A small model with 20 % non-words had 34 % new ones; trained well it had 27 % (16 %
+non-words), trained to invent 46 %, then 57 % (31 %, 40 %): new words count non-words about one for one. Learning to say
+other things cost 1 in a hundred at most."""
+_LENGTH = "eval/response_length", "rollout/response_length"
+"""Held-out prompts are the same each time, and are answered before any training: where there are some, they count."""
+
+length_grew = by_ends(
+    *_LENGTH,
+    ill=lambda first, last: last > LONGER * first,
+    seen="responses grew from {first:.3g} to {last:.3g} tokens",
+    advice="See in samples/ whether the reward model pays for length alone. If so, balance lengths among its training "
+    "pairs, try --length_penalty, or raise --kl_coef.",
+)
+length_shrank = by_ends(
+    *_LENGTH,
+    ill=lambda first, last: last < SHORTER * first,
+    seen="responses shrank from {first:.3g} to {last:.3g} tokens",
+    advice="See in samples/ whether the reward model pays for brevity alone. If so, balance lengths among its training "
+    "pairs, or raise --kl_coef.",
+)
+few_ever_ended = by_ends(  # no trend, one step shows it
+    "rollout/eos_rate",
+    ill=lambda first, last: max(first, last) < FEW_ENDED,
+    seen="{last:.0%} of responses ended by themselves at the end, the others hit the limit",
+    advice="They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS.",
+)
+
+
+def few_ended(rows: Sequence[Mapping]) -> Finding | None:
+    """Responses that the limit cuts off, which it did not at the start: nearly all, or by more than noise half."""
+    first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
+    if first is None or last is None or first < FEW_ENDED:
+        return None
+    present = having(rows, "rollout/eos_rate")
+    responses = present[-1]["samples"] / present[-1]["step"] * max(1, int(SHARE * len(present)))
+    error = ((first * (1 - first) + last * (1 - last)) / responses) ** 0.5
+    halved = last < ENDED_KEPT * first and first - last > NOISE * error
+    if last >= FEW_ENDED and not halved:
+        return None
+    return Finding(
+        LOOK,
+        f"{last:.0%} of responses ended by themselves at the end, the others hit the limit",
+        f"At the start {first:.0%} did: see in samples/ whether the reward model pays for going on; raise "
+        "--max_answer_seq_len, or try --missing_eos_penalty.",
+    )
+
+
+def degenerate(rows: Sequence[Mapping]) -> Finding | None:
+    """Responses that were masked out."""
+    count, seen = sum(column(rows, "rollout/degenerate")), rows[-1]["samples"]
+    if count == 0 or count < DEGENERATE * seen:
+        return None
+    return Finding(
+        LOOK,
+        f"{count:.0f} responses ({count / seen:.1%}) were degenerate, too short to learn from",
+        "See in samples/ whether the reward model pays for silence; with pad equal to EOS, look at the "
+        "dialect's length_rule.",
+    )
+
+
+def groups_alike(rows: Sequence[Mapping]) -> Finding | None:
+    """Groups of responses to one prompt that have the same score, so that none is better than the others."""
+    last = at_end(rows, "rollout/groups_alike")
+    if last is None or last <= NO_DIFFERENCE:
+        return None
+    others = "take other prompts, or more responses to each (--num_samples_per_prompt)"
+    if not having(rows, "rollout/batches_drawn"):
+        others = f"--set dynamic_sampling=10 draws for further prompts in their place; or {others}"
+    return Finding(
+        LOOK,
+        f"in {last:.0%} of the groups at the end all responses scored the same, and comparing them taught nothing",
+        f"By objective/scores see whether the prompts are solved or too hard; {others}.",
+    )
+
+
+def answers_alike(rows: Sequence[Mapping]) -> Finding | None:
+    """Held-out responses, first and last: how many different pairs of words they hold, and what they compress to."""
+    evaluations = [row for row in having(rows, "eval/distinct_bigrams") if row.get("eval/response_length", 0.0) > 0]
+    if len(evaluations) < 2:
+        return None
+    first, last = evaluations[0], evaluations[-1]
+    length = last["eval/response_length"] / first["eval/response_length"]
+    bigrams = last["eval/distinct_bigrams"] / max(first["eval/distinct_bigrams"], 1.0) / length
+    before, after = (row.get("eval/compressed_bytes", 0.0) for row in (first, last))
+    compressed = after / before if before > 0.0 else 0.0
+    # Longer texts hold fewer new pairs for their length, and plainer words compress better: what is alike does both.
+    if max(bigrams, compressed) >= ALIKE or length < TOO_SHORT:
+        return None
+    return Finding(
+        LOOK,
+        f"held-out responses became alike: {first['eval/distinct_bigrams']:.0f} distinct bigrams before, "
+        f"{last['eval/distinct_bigrams']:.0f} after, {bigrams:.0%} for their length"
+        + (f"; compressed together they take {compressed:.0%} of the bytes a token" if compressed else ""),
+        "Read samples/; raise --kl_coef, lower --actor_learning_rate, or stop earlier.",
+    )
+
+
+def words_invented(rows: Sequence[Mapping]) -> Finding | None:
+    """Words that the policy did not use before training: it learns some, it does not need many."""
+    evaluations = having(rows, "eval/new_words")
+    if len(evaluations) < 2:
+        return None
+    first, last = (evaluations[place]["eval/new_words"] for place in (0, -1))
+    error = evaluations[-1].get("eval/new_words_change_se", 0.0)
+    if last - first <= max(INVENTED, NOISE * error):
+        return None
+    return Finding(
+        LOOK,
+        f"words are being invented, or new to the policy: {last:.0%} of a held-out response's words stood in no other "
+        f"response before training, and in no prompt; before it was {first:.0%}",
+        "Read samples/: if they are no words, the score pays for noise that the reward model has never seen; raise "
+        "--kl_coef, lower --actor_learning_rate, or mix language in (--unsupervised_dataset_name).",
+    )
+
+
+scores_clipped = by_ends(  # on a scale that the clip is not made for
+    "objective/clipped",
+    ill=lambda first, last: last > MANY_CLIPPED,
+    alarm=lambda last: last > ALL_CLIPPED,
+    seen="{last:.0%} of the scores at the end were beyond score_clip and counted as that, so that they do not differ",
+    advice="Have the reward function, server or model give smaller numbers, --set score_scaling=running, or --set "
+    "score_clip=none.",
+)
+
+
+# All rules together.
+
+ANY_LENGTH = (
+    *(not_finite, sampler_apart, much_cut, kl_far, kl_negative, degenerate, scores_clipped, few_ever_ended),
+    *(updates_skipped, updates_left_out),
+)
+TRENDS = (
+    *(score_unmoved, kl_growing, entropy_fell, entropy_rose, value_unexplained, value_miscalibrated),
+    *(too_much_clipped, updates_too_far, length_grew, length_shrank, few_ended, groups_alike, gradient_spikes),
+    *(answers_alike, words_invented),
+)
+EXPLAINS = {
+    sampler_apart: (much_cut, kl_negative),
+    answers_alike: (entropy_fell, length_grew, length_shrank, few_ended, few_ever_ended, kl_far, kl_growing),
+    length_shrank: (entropy_fell, kl_far, kl_growing),
+    words_invented: (entropy_rose, kl_far, kl_growing),
+    length_grew: (few_ended, kl_far, kl_growing),
+    kl_far: (kl_growing,),
+}
+"""Illness -> its signs, which are no illnesses of their own where it is found, and are told with it. The first that is
+found has them."""
+
+
+def health(records: Sequence[Mapping]) -> list[Finding]:
+    """The findings of a run's metrics (`read_metrics`), alarms first; one that is FINE where nothing stood out."""
+    records = of_one_reward(records)
+    steps = len(having(records, "objective/kl"))
+    if steps == 0:
+        return [Finding(FINE, "no step of PPO to judge")]
+    rules = ANY_LENGTH + TRENDS if steps >= FEWEST_STEPS else ANY_LENGTH
+    found = {rule: finding for rule in rules if (finding := rule(records)) is not None}
+    for illness, signs in EXPLAINS.items():
+        if illness in found:
+            found[illness] = found[illness].with_signs([found.pop(sign) for sign in signs if sign in found])
+    if found:
+        return sorted(found.values(), key=lambda finding: finding.severity != ALARM)
+    if steps < FEWEST_STEPS:
+        return [Finding(FINE, f"nothing stood out in {steps} steps, which are too few to show a trend")]
+    return [Finding(FINE, f"nothing stood out in {steps} steps", outlook(records) or "")]
+
+
+# Where a run that is well stands when it ends: still on its way, or settled between score and KL penalty.
+
+GAIN = 0.05
+"""Share of the whole rise in score, between the halves of the last third: with less, a longer run brings little."""
+LITTLE = 0.1
+"""The same, between the middle and the last third: with less, the score has settled."""
+
+
+def outlook(rows: Sequence[Mapping]) -> str | None:
+    """What a longer run or another coefficient would bring, if the curves show it; of a run in which nothing is ill."""
+    first, last = at_start(rows, "objective/scores"), at_end(rows, "objective/scores")
+    score, kl = (Trend.of(rows, f"objective/{name}", LAST_PART) for name in ("scores", "kl"))
+    if score is not None and kl is not None and score.rose and score.after - score.before >= GAIN * (last - first):
+        rose = f"over the last third (score {score.before:.3g} to {score.after:.3g}"
+        if reference_moved(rows):
+            return (
+                f"The score still rose {rose}): a longer run (--max_steps) goes further. The reference has moved, so "
+                "that KL does not tell how far the policy is from the model that training started from; "
+                "`python -m training.merge` measures that."
+            )
+        if kl.fell or kl.steady:
+            return (
+                f"The score still rose {rose}) and KL did not (at {kl.after:.3g} nats a response): a longer run "
+                "(--max_steps) reaches more at the same KL."
+            )
+        if kl.rose:
+            return (
+                f"Score and KL still rose together {rose}, KL {kl.before:.3g} to {kl.after:.3g} nats a response): a "
+                "longer run (--max_steps) goes further along this line."
+            )
+    score, kl = (Trend.of(rows, f"objective/{name}", SETTLED_FROM) for name in ("scores", "kl"))
+    if score is None or kl is None or reference_moved(rows) or kl.after <= KL_MOVED or not (kl.steady or kl.fell):
+        return None
+    if abs(score.after - score.before) > max(score.error, LITTLE * (last - first)):
+        return None
+    if at_end(rows, "objective/kl_coef") == 0.0:  # no penalty holds it
+        return None
+    if not kl.steady:
+        return (
+            f"The score has settled (at {score.after:.3g}, over the last two thirds); KL fell from {kl.before:.3g} to "
+            f"{kl.after:.3g} nats a response, so that the same score is now reached nearer to the reference: a longer "
+            "run brings little."
+        )
+    return (
+        f"Score and KL have settled (score {score.after:.3g}, KL {kl.after:.3g} nats a response, over the last two "
+        "thirds): a longer run brings little, a lower --kl_coef goes further; so does a reference that is refreshed "
+        "(--reference_refresh_steps), which gives up the hold on the first model."
+    )
