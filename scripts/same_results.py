@@ -1,30 +1,42 @@
-"""Whether two versions of this repository compute the same, to the last digit: run each, then compare.
+"""Whether two versions of this repository compute and say the same: record each, then compare.
 
     python scripts/same_results.py record OUT/before --tree ../old_clone --models quickstart
     python scripts/same_results.py record OUT/after --models quickstart
     python scripts/same_results.py compare OUT/before OUT/after
 
-`record` runs the quickstart's step 3, and three steps of every dialect with 1 and 2 ranks at ZeRO stages 0 and 3 (real
-partitions: the thresholds below which DeepSpeed keeps small weights gathered are 0), half an hour on two CPU cores.
-`--models` is a folder of scripts/quickstart_models.sh, the same for both; run both on one machine. `compare` reads
-metrics.jsonl apart from times and memory, the samples, and every weight that was saved. Exit code 1 where they differ.
+`record` writes a folder for each training run: the quickstart's step 3; three steps of every dialect with 1 and 2 ranks
+at ZeRO stages 0 and 3 (real partitions: the thresholds below which DeepSpeed keeps small weights gathered are 0); what
+no dialect has (`variants`), restarts among it; and steps 1 and 2. And JSON files: `data` (fingerprints, held-out rows,
+order and ids of the quickstart's data, of --data, and of dialogues under two chat templates), and exit codes and words
+of the command lines of scripts/same_results_answers.py: bad_input, damaged_models, damaged_points, faults, launchers
+(with --dry_run, DeepSpeed's JSON by role, and the memory planner's tables).
+
+`--models` is a folder of scripts/quickstart_models.sh, the same for both; run both on one machine. What is there is not
+recorded again; `--only lora faults` records what has one of these texts in its name. `--points OUT/before` has restarts
+go on from the checkpoint that another version wrote.
+
+`compare` reads metrics.jsonl apart from times and memory, the samples, every weight that was saved, config.json of the
+models, dialect and DeepSpeed's configurations in run.json, and the JSON files. Exit code 1 where something differs.
+Of answers, measured seconds, ports, process ids and addresses are left out, and of several ranks all but the lines of
+the message: what their libraries print depends on which rank ends first.
 """
 
 import argparse
+import itertools
 import json
-import os
-import shlex
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
 
-from engine.algorithms import get_dialect
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # for scripts/ and what they share, which are not installed
+
+from engine.algorithms import DIALECTS, get_dialect
+from scripts.same_results_answers import ANSWERS, PROGRAMS, command_line, inside, launched, recorded, working_folder
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = "from engine.algorithms import DIALECTS; print(*DIALECTS)"  # of the version that is run
 SETTINGS = {
     "openai": ["query_start=", "query_end=", "truncate_token=eos", "truncate_after=0"],
     "grpo": ["samples_per_prompt=4"],
@@ -34,14 +46,25 @@ MEASURED_ANEW = (
     "speed/",
     "mfu/",
     "memory/",
+    "checkpoint/",
     "rollout/tokens_per_second",
 )  # differ between two runs of one version
 THRESHOLDS = ("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}Human: {{ message['content'] }}\n"
+    "{% elif message['role'] == 'assistant' %}Assistant: {{ message['content'] }}{{ eos_token }}\n"
+    "{% else %}{{ message['content'] }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+TEMPLATES = {"chatml": CHATML, "plain": PLAIN}
 
 
-def quickstart(models: Path, out: Path) -> list[str]:
+def quickstart(models: Path, out: Path) -> dict:
     """The quickstart's step 3 on two ranks, as scripts/quickstart.sh has it."""
-    return words(
+    return step3(
         models,
         out,
         critic_zero_stage=3,
@@ -59,11 +82,12 @@ def quickstart(models: Path, out: Path) -> list[str]:
         lr_scheduler_type="cosine",
         ema_decay=0.95,
         print_answers_interval=20,
-    ) + ["--enable_ema"]
+        enable_ema=True,
+    )
 
 
-def dialect_run(models: Path, out: Path, dialect: str, ranks: int, stage: int) -> list[str]:
-    """Three steps of a dialect."""
+def dialect_run(models: Path, out: Path, dialect: str, ranks: int, stage: int, **changes) -> dict:
+    """Three steps of a dialect, with these changes."""
     has_critic = get_dialect(dialect).has_critic
     flags = {"critic_learning_rate": 1e-3, "critic_zero_stage": stage} if has_critic else {}
     if stage == 3:
@@ -71,7 +95,9 @@ def dialect_run(models: Path, out: Path, dialect: str, ranks: int, stage: int) -
         if dialect == "trlx":
             roles.remove("reference")  # within the actor's engine
         flags |= {f"{role}_ds_config": out.parent / "zero3.json" for role in roles}
-    found = words(
+    if dialect in SETTINGS:
+        flags["set"] = SETTINGS[dialect]
+    return step3(
         models,
         out,
         dialect=dialect,
@@ -84,16 +110,13 @@ def dialect_run(models: Path, out: Path, dialect: str, ranks: int, stage: int) -
         actor_learning_rate=1e-3,
         num_warmup_steps=1,
         print_answers_interval=0,
-        **flags,
+        **flags | changes,
     )
-    if dialect in SETTINGS:
-        found += ["--set", *SETTINGS[dialect]]
-    return found
 
 
-def words(models: Path, out: Path, **flags) -> list[str]:
-    """The words of a step 3 on these models."""
-    flags = {
+def step3(models: Path, out: Path, **flags) -> dict:
+    """The flags of a step 3 on these models."""
+    return {
         "actor_model_name_or_path": models / "sft",
         "critic_model_name_or_path": models / "reward",
         "data_path": models / "data" / "prompts.jsonl",
@@ -104,72 +127,212 @@ def words(models: Path, out: Path, **flags) -> list[str]:
         "dtype": "fp32",
         **flags,
     }
-    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 
 
-def record(tree: Path, models: Path, out: Path, only: str) -> None:
-    """Run everything in the repository at `tree`; raises CalledProcessError where a run fails."""
-    out.mkdir(parents=True, exist_ok=True)
+def variants(models: Path, out: Path, points: Path) -> dict[str, tuple[int, int, dict]]:
+    """(step, ranks, flags) by name, of what no dialect has by itself."""
+    lora = {"actor_lora_dim": 4, "critic_lora_dim": 4, "only_optimize_lora": True}
+    trunk = lora | {"share_trunk": True, "critic_model_name_or_path": out / "reward_lora" / "adapter"}
+    shared = [f"{role}_ds_config" for role in ("critic", "reference", "reward")]  # of models without their own engine
+    rules = {"reward_function": out / "rules.py:odd"}
+    point = {"enable_ema": True, "resume": points / "whole" / "checkpoints" / "step_000001"}
+    found = {
+        "lora": (1, 0, lora),
+        "lora_stage3": (2, 3, lora | dict.fromkeys(shared[1:])),
+        "lora_and_weights": (1, 0, {"actor_lora_dim": 4, "lora_alpha": 8}),
+        "trunk": (1, 0, trunk),
+        "trunk_stage3": (2, 3, trunk | dict.fromkeys(shared)),
+        "hydra": (1, 0, {"set": ["hydra_layers=1"]}),
+        "reference_ema": (1, 0, {"reference": "ema", "ema_decay": 0.5}),
+        "reference_refreshed": (1, 0, {"reference_refresh_steps": 1, "reference_mixup_alpha": 0.5}),
+        "ema": (1, 0, {"enable_ema": True, "ema_decay": 0.5, "ema_device": "cpu", "eval_steps": 1}),
+        "mixed_pretraining": (1, 0, {"unsupervised_dataset_name": out / "texts.jsonl"}),
+        "early_stop": (1, 0, {"set": ["early_stop_kl=0.0001"]}),
+        "critic_apart": (1, 0, {"set": ["critic_epochs=2", "critic_mini_batches=2", "value_lam=1"]}),
+        "critic_pretrained": (1, 0, {"critic_pretrain_steps": 2, "critic_warmup_steps": 1}),
+        "rewards": (1, 0, {**rules, "reward_model_name_or_path": models / "reward", "length_penalty": 0.01}),
+        "packed": (1, 0, {"packing": "packed", "stop": ["."]}),
+        "plain": (1, 0, {"decoding": "plain", "replicas_between_steps": "free"}),
+        "bf16": (1, 0, {"dtype": "bf16"}),
+        "fp16": (1, 0, {"dtype": "fp16"}),
+        "offload": (1, 2, {"offload": True, "actor_gradient_checkpointing": True}),
+        "stage1": (2, 1, {}),
+        "stage2": (2, 2, {}),
+        "zero3_backend": (2, 3, {"rollout_backend": "zero3"}),
+        "divided_copies": (2, 3, {"rollout_backend": "replica", "inference_tp_size": 2}),
+        "whole": (1, 0, {"enable_ema": True, "save_steps": 1}),
+        "resumed": (1, 0, point),
+        "resumed_stage3": (2, 3, point),
+    }
+    for way in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+        found[f"correction_{way}"] = (1, 0, {"set": [f"correction={way}", "correction_max=1.001"]})
+    runs = {
+        name: (3, ranks, dialect_run(models, out / name, "default", ranks, stage, **flags))
+        for name, (ranks, stage, flags) in found.items()
+    }
+    grouped = {"critic_model_name_or_path": None, **rules, "set": ["samples_per_prompt=2", "dynamic_sampling=4"]}
+    runs["dynamic_sampling"] = 3, 1, dialect_run(models, out / "dynamic_sampling", "grpo", 1, 0, **grouped)
+    stage3 = {"zero_stage": 3, "ds_config": out / "zero3.json"}
+    for name, step, ranks, more in (
+        ("sft", 1, 1, {"dropout": 0.1}),
+        ("sft_lora", 1, 1, {"lora_dim": 4, "lora_dropout": 0.1}),
+        ("sft_stage3", 1, 2, {"dropout": 0.1, **stage3}),
+        ("reward", 2, 1, {"dropout": 0.1, "normalize_before": True}),
+        ("reward_lora", 2, 1, {"lora_dim": 4, "only_optimize_lora": True}),
+        ("reward_from_difference", 2, 1, {"pairwise_loss": "from_difference"}),
+        ("reward_stage3", 2, 2, {"dropout": 0.1, **stage3}),
+    ):
+        flags = {
+            "model_name_or_path": models / "sft",
+            "data_path": models / "data" / ("sft.jsonl" if step == 1 else "pairs.jsonl"),
+            "data_output_path": out / "cache",
+            "output_dir": out / name,
+            "dtype": "fp32",
+            "max_seq_len": 48,
+            "per_device_train_batch_size": 16 // ranks,
+            "held_out": 64,
+            "max_steps": 6,
+            "learning_rate": 1e-3,
+        }
+        if step == 2:
+            prompts = models / "data" / "prompts.jsonl"
+            flags |= {"normalization_data_path": prompts, "normalization_samples": 64}
+            flags |= {"max_prompt_seq_len": 12, "max_answer_seq_len": 24}
+        runs[name] = step, ranks, flags | more
+    return runs
+
+
+def record_runs(tree: Path, models: Path, out: Path, points: Path, only: list[str]) -> None:
+    """Train everything with the version at `tree`; ends the program where a run failed."""
     config = json.loads((ROOT / "configs" / "ds" / "zero3.json").read_text())
     config["zero_optimization"] |= dict.fromkeys(THRESHOLDS, 0)
     (out / "zero3.json").write_text(json.dumps(config, indent=2))
-    runs = {"quickstart": (2, quickstart(models, out / "quickstart"))}
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    asked = [sys.executable, "-c", NAMES]
-    names = subprocess.run(asked, cwd=tree, check=True, capture_output=True, text=True, env=environment).stdout
-    for dialect in names.split():
+    (out / "rules.py").write_text("def odd(prompts, responses):\n    return [len(text) % 2 for text in responses]\n")
+    write_texts(models, out / "texts.jsonl")
+    runs = {"quickstart": (3, 2, quickstart(models, out / "quickstart")), **variants(models, out, points)}
+    for dialect in DIALECTS:
         for ranks in (1, 2):
             for stage in (0, 3):
                 name = f"{dialect}_ranks{ranks}_stage{stage}"
-                runs[name] = ranks, dialect_run(models, out / name, dialect, ranks, stage)
-    for name, (ranks, flags) in runs.items():
-        if only not in name or (out / name / "actor").is_dir():
-            continue
-        command = [
-            "deepspeed",
-            *("--log_level", "critical"),
-            "--num_gpus",
-            str(ranks),
-            "--master_port",
-            str(free_port()),
-            "training/step3_rlhf.py",
-            *flags,
-            "--overwrite_output_dir",
-        ]
-        print(f"{name}: {shlex.join(command[:6])} ...", flush=True)
-        with (out / f"{name}.log").open("w") as log:
-            subprocess.run(
-                command,
-                cwd=tree,
-                check=True,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
+                runs[name] = 3, ranks, dialect_run(models, out / name, dialect, ranks, stage)
+    jobs = {
+        name: {
+            "words": [PROGRAMS[step], *command_line(flags), "--overwrite_output_dir"],
+            "ranks": ranks,
+            "fp16": name == "fp16",
+        }
+        for name, (step, ranks, flags) in runs.items()
+        if chosen(name, only) and not (out / f"{name}.log").is_file()
+    }
+    failed = []
+    for later in (False, True):  # what goes on from what others have written
+        some = {name: job for name, job in jobs.items() if name.startswith(("resumed", "trunk")) == later}
+        with working_folder() as folder:
+            ended = inside(tree, "programs", {name: job for name, job in some.items() if job["ranks"] == 1}, folder)
+        for name, job in some.items():
+            result = ended.get(name) or launched(tree, job["ranks"], job["words"])
+            printed = result["stdout"] + result["stderr"]
+            if result["code"]:
+                failed.append(name)
+                print(f"{name} FAILED with code {result['code']}:\n{printed[-3000:]}", flush=True)
+            else:
+                (out / f"{name}.log").write_text(printed)
+                print(name, flush=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def write_texts(models: Path, path: Path) -> list[str]:
+    """Texts of the quickstart's step 1, also as a file of mixed pretraining."""
+    texts = [row["prompt"] + row["response"] for row in lines(models / "data" / "sft.jsonl")]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return texts
 
 
-def differences(before: Path, after: Path) -> list[str]:
-    """What two runs' folders hold that is not the same."""
+def data_jobs(models: Path, data: Path | None, folder: Path) -> dict[str, dict]:
+    """What is asked of data sets: by name, a job of scripts/same_results_inside.py."""
+    texts = write_texts(models, folder / "texts.jsonl")
+    lengths = {"text": "max_length", "pair": "max_length", "prompt": "max_prompt_length"}
+    lengths |= {"pretraining text": "block_length"}
+    phases = {"text": 1, "pair": 2, "prompt": 3, "pretraining text": 3}
+    jobs = {}
+
+    def ask(name: str, form: str, path: Path, template: str | None = None, **rows) -> None:
+        rows = {"data_path": str(path), "phase": phases[form], **rows}
+        jobs[name] = {"model": str(models / "sft"), "form": form, "template": template, "rows": rows}
+        jobs[name]["examples"] = {lengths[form]: 48}  # which cuts some of the dialogues
+
+    for where, source in {"quickstart": models / "data", "data": data}.items():
+        files = {"text": "sft", "pair": "pairs", "prompt": "prompts"} if source is not None else {}
+        for form, file in files.items():
+            ask(f"{where} {form}", form, source / f"{file}.jsonl", held_out=64)
+            ask(f"{where} {form}, a part", form, source / f"{file}.jsonl", split="2,4,4", weights=[1.5], held_out=0.05)
+    ask("texts", "pretraining text", folder / "texts.jsonl")
+    turns = [texts[start : start + 3 + start % 4] for start in range(0, 360, 6)]
+    for kind, roles, name, text in (
+        ("messages", ("user", "assistant"), "role", "content"),
+        ("conversations", ("human", "gpt"), "from", "value"),
+    ):
+        path = folder / f"{kind}.jsonl"
+        rows = [{kind: [{name: roles[at % 2], text: said} for at, said in enumerate(some)]} for some in turns]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for template in TEMPLATES:
+            for form in ("text", "prompt"):
+                ask(f"{kind}, {template}, {form}", form, path, TEMPLATES[template], held_out=8)
+    return jobs
+
+
+def record(tree: Path, models: Path, out: Path, points: Path, data: Path | None, only: list[str]) -> None:
+    """Write into `out` all that is chosen and not there yet."""
+    out.mkdir(parents=True, exist_ok=True)
+    if data is None:
+        print("no --data: only the quickstart's are read")
+    for answer in ANSWERS:
+        path = out / f"{answer}.json"
+        if chosen(answer, only) and not path.is_file():
+            found = recorded(answer, tree)
+            path.write_text(json.dumps(found, indent=1))
+            print(f"{answer}: {len(found)} command lines", flush=True)
+    if chosen("data", only) and not (out / "data.json").is_file():
+        with working_folder() as folder:
+            found = inside(tree, "data", data_jobs(models, data, folder), folder)
+        (out / "data.json").write_text(json.dumps(found, indent=1).replace(str(folder), "FOLDER"))
+        print(f"data: {len(found)} data sets", flush=True)
+    record_runs(tree, models, out, points, only)
+
+
+def chosen(name: str, only: list[str]) -> bool:
+    """Whether something with this name is to be recorded."""
+    return not only or any(text in name for text in only)
+
+
+def differences(before: Path, after: Path, last: int = 0) -> list[str]:
+    """What two runs' folders hold that is not the same; last: of so many last lines of the metrics, by default all."""
     found = []
     for name, kind in (("metrics.jsonl", metrics), ("samples/before.jsonl", lines), ("samples/after.jsonl", lines)):
-        a, b = kind(before / name), kind(after / name)
+        if not (before / name).is_file() or (last and name == "samples/before.jsonl"):
+            continue
+        a, b = kind(before / name)[-last:], kind(after / name)[-last:]
         if len(a) != len(b):
             found.append(f"{name}: {len(a)} lines and {len(b)}")
         for number, (one, other) in enumerate(zip(a, b, strict=False), start=1):
             keys = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
             found += [f"{name}, line {number}: {key} {one.get(key)!r} and {other.get(key)!r}" for key in keys]
-    for file in sorted(before.glob("*/*.safetensors")):
-        a, b = load_file(file), load_file(after / file.relative_to(before))
+    starts = [json.loads((folder / "run.json").read_text())["starts"][-1] for folder in (before, after)]
+    found += [f"run.json: {part}" for part in ("dialect", "deepspeed") if starts[0][part] != starts[1][part]]
+    for file in sorted(before.rglob("*.safetensors")):
+        if "checkpoints" in file.parts:
+            continue
+        if not (other := after / file.relative_to(before)).is_file():
+            found.append(f"{file.relative_to(before)}: missing")
+            continue
+        a, b = load_file(file), load_file(other)
         for key in sorted(a.keys() | b.keys()):
             if key not in a or key not in b or a[key].dtype != b[key].dtype or not a[key].equal(b[key]):
                 found.append(f"{file.relative_to(before)}: {key}")
+        for config in file.parent.glob("*config.json"):
+            if (other := after / config.relative_to(before)).read_text() != config.read_text():
+                found.append(f"{config} and {other}")
     return found
 
 
@@ -184,16 +347,41 @@ def metrics(path: Path) -> list[dict]:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print which runs differ and where; returns the exit code."""
-    names = sorted(path.parent.name for path in before.glob("*/metrics.jsonl"))
-    assert names, f"{before} holds no runs"
-    differing = 0
-    for name in names:
-        found = differences(before / name, after / name) if (after / name / "metrics.jsonl").is_file() else ["missing"]
-        differing += bool(found)
-        print(f"{name}: " + (f"{len(found)} differences, first: {'; '.join(found[:4])}" if found else "identical"))
-    print(f"{len(names) - differing} of {len(names)} runs identical")
+    """Print which runs and answers differ and where; returns the exit code."""
+    runs = sorted(path.parent.name for path in before.glob("*/metrics.jsonl"))
+    files = sorted(path.name for path in before.glob("*.json") if path.name != "zero3.json")
+    assert runs or files, f"{before} holds no record"
+    found = {
+        name: differences(before / name, after / name) if (after / name / "metrics.jsonl").is_file() else ["missing"]
+        for name in runs
+    }
+    if "resumed" in runs and not found["resumed"]:
+        found["resumed, against the run that was not stopped"] = differences(after / "whole", after / "resumed", last=2)
+    for file in files:
+        a, b = (json.loads(path.read_text()) if path.is_file() else {} for path in (before / file, after / file))
+        found |= {f"{file}, {name}": parts(a.get(name, "missing"), b.get(name, "missing")) for name in a.keys() | b}
+    for name in sorted(found):
+        if found[name] or name in runs:
+            said = (
+                f"{len(found[name])} differences, first: {'; '.join(found[name][:4])}" if found[name] else "identical"
+            )
+            print(f"{name}: {said}")
+    differing = sum(map(bool, found.values()))
+    print(f"{len(found) - differing} of {len(found)} identical: {len(runs)} runs, the others of {', '.join(files)}")
     return int(differing > 0)
+
+
+def parts(one: object, other: object, where: str = "") -> list[str]:
+    """Where two values of JSON differ; of texts, the first line."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = sorted(one.keys() | other.keys())
+        return [text for key in keys for text in parts(one.get(key), other.get(key), f"{where}{key}: ")]
+    if one == other:
+        return []
+    if isinstance(one, str) and isinstance(other, str):
+        pairs = itertools.zip_longest(one.splitlines(), other.splitlines())
+        one, other = next((pair for pair in pairs if pair[0] != pair[1]), (one, other))
+    return [f"{where}{str(one)[:300]!r} and {str(other)[:300]!r}"]
 
 
 def main() -> int:
@@ -204,14 +392,20 @@ def main() -> int:
     recording.add_argument("out", type=Path)
     recording.add_argument("--tree", type=Path, default=ROOT, help="the version to run (default: this one)")
     recording.add_argument("--models", type=Path, required=True, help="a folder of scripts/quickstart_models.sh")
-    recording.add_argument("--only", default="", help="runs whose names hold this text")
+    recording.add_argument(
+        "--data", type=Path, help="a folder with sft.jsonl, pairs.jsonl and prompts.jsonl, to be read"
+    )
+    recording.add_argument("--points", type=Path, help="a record whose checkpoint is resumed (default: this one's)")
+    recording.add_argument("--only", nargs="+", default=[], help="parts and runs whose names hold one of these texts")
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     options = parser.parse_args()
     if options.command == "compare":
         return compare(options.before, options.after)
-    record(options.tree.resolve(), options.models.resolve(), options.out.resolve(), options.only)
+    out, data = options.out.resolve(), options.data and options.data.resolve()
+    points = (options.points or out).resolve()
+    record(options.tree.resolve(), options.models.resolve(), out, points, data, options.only)
     return 0
 
 
