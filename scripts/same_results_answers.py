@@ -19,13 +19,13 @@ from types import SimpleNamespace
 
 from scripts.damage_models import GOES_ON, roles, sound_adapters, sound_models
 from scripts.damage_points import flags as flags_of_points
+from scripts.harness import model_damages
+from scripts.harness.adapter_damages import ADAPTERS, OF_SCORERS
+from scripts.harness.bad_world import BadWorld
+from scripts.harness.mistakes import every_mistake
+from scripts.harness.point_damages import DAMAGES
+from scripts.harness.programs import Tiny, command_line
 from scripts.simulation.scaling import configuration
-from tests.e2e.bad_input import every_mistake
-from tests.e2e.bad_world import BadWorld
-from tests.e2e.damages import DAMAGES
-from tests.e2e.programs import Tiny, command_line
-from tests.engine.models import model_damages
-from tests.engine.models.adapter_damages import ADAPTERS, OF_SCORERS
 
 PROGRAMS = {1: "training/step1_sft.py", 2: "training/step2_reward.py", 3: "training/step3_rlhf.py"}
 MEASURED = re.compile(
