@@ -13,6 +13,7 @@ from engine.reward.combined import CombinedReward
 from engine.reward.function import FunctionReward
 from tests.training.flags.command_lines import step3
 from training import step3_rlhf
+from training.program import memory_lines
 from training.step3_rlhf import build_reward, choose_rollouts, exact_sampler
 
 
@@ -85,6 +86,8 @@ def test_auto_is_told_what_training_takes_by_the_plan(monkeypatch, backend, plan
         choose_rollouts(args, plan, SimpleNamespace(actor=None, tokenizer=None, engines=[]))
         return given.pop()
 
+    assert choose() == ("what training takes is not known" if planned else "it is not asked for")  # on CPUs
+    monkeypatch.setattr(memory_lines, "on_gpu", lambda: True)
     told = choose()  # there is no such model
     assert (isinstance(told, str) and told.startswith("what training takes is not known (")) == planned
     monkeypatch.setattr(Setting, "planned", lambda setting: SimpleNamespace(training=12345))
