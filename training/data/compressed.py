@@ -13,6 +13,8 @@ from typing import IO
 import pyarrow
 
 from engine.errors import UserError, shortened
+from engine.files import open_file
+from training.data.table_files import decode_apart
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by ending, as Arrow calls them
 BEGINNINGS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}  # the last: a frame to skip
@@ -66,6 +68,12 @@ def decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
 def largest_content(file: IO[bytes]) -> int:
     """Bytes that this file's content may have when it is decompressed."""
     return max(ALWAYS_ALLOWED, LARGEST_RATIO * os.fstat(file.fileno()).st_size)
+
+
+def check_arrow(path: Path) -> None:
+    """Raise UserError for a stream of Arrow's that becomes far larger than data are: it may be compressed."""
+    with open_file(path) as file:
+        decode_apart(file, None, [], str(path), largest_content(file))
 
 
 def _check_beginning(path: Path, file: IO[bytes]) -> None:

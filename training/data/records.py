@@ -22,7 +22,13 @@ import pyarrow
 from pyarrow import parquet, types
 
 from engine.errors import UserError
-from training.data.compressed import COMPRESSIONS, compression, data_ending, refuse_compressed
+from training.data.compressed import (
+    COMPRESSIONS,
+    compression,
+    data_ending,
+    largest_content,
+    refuse_compressed,
+)
 from training.data.data_file import DataFile
 from training.data.line_index import LineIndex
 from training.data.table_files import mapped_parquet
@@ -318,7 +324,7 @@ def _parquet(file: DataFile) -> ArrowRecords:
         _check_names(str(file.path), source.schema_arrow.names)
         unread = unread_columns(source.schema_arrow)
         columns = [name for name in source.schema_arrow.names if name not in unread]
-        table = mapped_parquet(file.file, columns, str(file.path))
+        table = mapped_parquet(file.file, columns, str(file.path), largest_content(file.file))
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{file.path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
     file.check()  # what was hashed is what was read

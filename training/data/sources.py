@@ -18,10 +18,9 @@ from pathlib import Path
 
 from engine.errors import UserError
 from engine.models.places import can_be_hub_name
-from training.data.compressed import data_ending
+from training.data.compressed import check_arrow, data_ending
 from training.data.data_file import DataFile
 from training.data.records import ENDINGS, ArrowRecords, Records, read_records, shortened, unread_columns
-from training.data.table_files import check_arrow
 
 HELD_OUT_SPLITS = ("test", "validation", "eval")  # of these the first that a data set has
 DEEPSPEED_CHAT_FILES = "local/jsonfile"  # its name for data/train.json and data/eval.json

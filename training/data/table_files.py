@@ -27,7 +27,6 @@ import pyarrow
 
 from engine.errors import UserError
 from engine.files import open_file
-from training.data.compressed import largest_content
 
 DIGEST = 64  # bytes of the hash at the beginning of a file; a multiple of 8 keeps Arrow's columns aligned
 BATCH = 10_000  # examples that are put into Arrow's format at once
@@ -163,26 +162,21 @@ def unnamed_table(made: MadeTable) -> pyarrow.Table:
         raise _no_room(problem) from None
 
 
-def mapped_parquet(file: IO[bytes], columns: list[str], name: str) -> pyarrow.Table:
+def mapped_parquet(file: IO[bytes], columns: list[str], name: str, limit: int) -> pyarrow.Table:
     """These columns of a Parquet file, in a temporary file without a name: in Parquet itself no row can be found.
+
+    limit: bytes that they may have when they are decoded.
 
     Raises: UserError, by the file's name, for what becomes far larger than data are, and without room;
     pyarrow.ArrowException for what cannot be read.
     """
     with tempfile.TemporaryFile(buffering=0) as copy:
-        _decoded(file, copy.fileno(), columns, name)
+        decode_apart(file, copy.fileno(), columns, name, limit)
         return pyarrow.ipc.open_stream(_mapped(copy)).read_all()
 
 
-def check_arrow(path: Path) -> None:
-    """Raise UserError for a stream of Arrow's that becomes far larger than data are: it may be compressed."""
-    with open_file(path) as file:
-        _decoded(file, None, [], str(path))
-
-
-def _decoded(file: IO[bytes], copy: int | None, columns: list[str], name: str) -> None:
-    """Have a process with a limit of memory decode the file, to the descriptor `copy`."""
-    limit = largest_content(file)
+def decode_apart(file: IO[bytes], copy: int | None, columns: list[str], name: str, limit: int) -> None:
+    """Have a process with a limit of memory decode the file, to the descriptor `copy`; raises as `mapped_parquet`."""
     asked = json.dumps({"file": file.fileno(), "copy": copy, "columns": columns, "limit": limit}).encode()
     files = [file.fileno()] + ([] if copy is None else [copy])
     done = subprocess.run([sys.executable, "-P", str(WORKER)], input=asked, capture_output=True, pass_fds=files)
