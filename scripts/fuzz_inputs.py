@@ -44,7 +44,7 @@ from transformers.utils import logging
 from scripts.harness import ROOT
 from scripts.harness.mistakes import STALE, message_problem
 from scripts.harness.programs import PROGRAMS, Result, Tiny, command_line, run_words, snapshot, start_words
-from training.data.records import ENDINGS
+from training.data.files import ENDINGS
 from training.supervised import SupervisedTrainer
 
 MEMORY = 16 * 2**30  # bytes of addresses that a case may take beside what is imported

@@ -20,7 +20,7 @@ from scripts.harness import models as tiny_models
 from scripts.harness.models import EOS, PAD
 from scripts.harness.programs import Tiny, command_line, metric_lines
 from tests import extending
-from training.data.prompts import prompt_batch
+from training.data.examples import prompt_batch
 from training.flags.parsing import parse_flags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport

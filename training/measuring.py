@@ -31,8 +31,8 @@ from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.rollout.families import check_attention
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
+from training.data.examples import Prompts, prompt_fit
 from training.data.forms import PROMPTS, SFT
-from training.data.prompts import Prompts, prompt_fit
 from training.data.rows import load_rows
 from training.flags.measuring_flags import MeasuringFlags
 from training.program.model_files import check_positions, generation_stops

@@ -15,8 +15,8 @@ from engine.models.classes import LANGUAGE_MODEL
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import vocabulary_size
 from engine.rlhf_engine import wrap_trained
+from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
 from training.data.forms import SFT
-from training.data.sft_examples import SFTBatch, SFTExamples, collate_sft, sft_fit
 from training.flags.supervised_arguments import SFTFlags
 from training.program import dry_run
 from training.program.adapted_models import adapted_lines, adapted_model

@@ -26,9 +26,8 @@ from engine.models.loading import DTYPES, new_scorer
 from engine.models.pad_tokens import classifier_pad_token_id
 from engine.rlhf_engine import wrap_trained
 from engine.zero.engines import TrainedModel
+from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, pair_fit
 from training.data.forms import PAIRS
-from training.data.pair_examples import PairBatch, PairExamples, collate_pairs, pair_fit
-from training.data.prompts import Prompts
 from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
 from training.program.adapted_models import adapted_lines, adapted_model

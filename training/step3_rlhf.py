@@ -23,7 +23,7 @@ from engine.reward.server import ServerReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
 from training.critic_pretraining import SEED, CriticPretraining
-from training.data.feeds import ShuffledPrompts, ShuffledTexts
+from training.data.order import ShuffledPrompts, ShuffledTexts
 from training.flags.reward_functions import MODEL, SERVER, score_parts
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import function_source

@@ -12,7 +12,7 @@ from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from scripts.harness.models import PAD, VOCABULARY
-from training.data.prompts import collate_prompts
+from training.data.examples import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
 DIALECT = Dialect(name="tiny", actor_lr=1e-3, critic_lr=1e-3, warmup_steps=2, ppo_epochs=1, ema_decay=0.9)

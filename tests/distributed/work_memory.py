@@ -12,7 +12,7 @@ from engine.rollout import SamplingConfig, build_rollouts
 from tests.distributed.memory_cases import Case
 from tests.distributed.tiny_run import DIALECT
 from tests.engine.meters import LiveBytes
-from training.data.prompts import collate_prompts
+from training.data.examples import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import model_folders
 from training.reporting import step_metrics

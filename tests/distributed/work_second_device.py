@@ -16,7 +16,7 @@ from engine.rollout.passes import GraphedPasses
 from scripts.harness.models import EOS, PAD, VOCABULARY, make_tokenizer
 from tests.distributed.tiny_run import build_trainer, engine_spec
 from tests.engine.zero.second_device import DEVICE, second_device
-from training.data.prompts import collate_prompts
+from training.data.examples import collate_prompts
 from training.reporting.evaluation import Evaluator
 
 ROWS, PROMPT, TOKENS, MICRO_BATCH = 8, 5, 12, 4  # responses of this rank, and tokens of each of them

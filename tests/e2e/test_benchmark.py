@@ -18,7 +18,7 @@ from scripts.benchmark_report import Report
 from scripts.harness import models as tiny_models
 from scripts.harness.models import VOCABULARY, WIDTH
 from tests.distributed import plain as by_one_process
-from training.data.prompts import collate_prompts
+from training.data.examples import collate_prompts
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts" / "benchmark_step3.py"
 LAYERS, ROWS, PROMPT, RESPONSE = 2, 3, 10, 14

@@ -1,10 +1,10 @@
-"""In which order examples and prompts are visited; numbers only, drawn from the seed and from nothing else.
+"""In which order examples, prompts and blocks of text are visited, drawn from the seed and from nothing else.
 
     order = PromptOrder(len(prompts), batch_size=64, seed=0)
     indices, visits = order.batch(step)
 
 An epoch's permutation is drawn from (seed, epoch) alone. There is nothing to save: a run that is resumed at step n, on
-however many ranks, asks for batch n.
+however many ranks, asks for batch n. The feeds give each rank its share of a step's prompts and blocks of text.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.distributed import rank_share
+from engine.distributed import rank_share, world_size
 from engine.errors import UserError
+from engine.experience import PromptBatch
+from training.data.examples import Prompts, TextBlocks, collate_blocks, collate_prompts
 
 
 def epoch_permutation(size: int, seed: int, epoch: int) -> np.ndarray:
@@ -91,3 +93,30 @@ def epoch_batches(
         )
     end = size - size % global_size if drop_last else size
     return EpochBatches(epoch_permutation(size, seed, epoch), global_size, end, rank, world)
+
+
+class ShuffledPrompts:
+    """This rank's prompts, in batches of per_rank."""
+
+    def __init__(self, prompts: Prompts, *, per_rank: int, seed: int, pad_token_id: int):
+        self.data, self.pad_token_id = prompts, pad_token_id
+        self.order = PromptOrder(len(prompts), per_rank * world_size(), seed)
+
+    def prompts(self, batch: int) -> PromptBatch:
+        """A batch of prompts, counted from 0."""
+        own = rank_share(self.order.batch_size)
+        indices, visits = (column[own] for column in self.order.batch(batch))
+        return collate_prompts([self.data[index] for index in indices.tolist()], indices, visits, self.pad_token_id)
+
+
+class ShuffledTexts:
+    """This rank's blocks of text, per_rank of them in each optimizer step."""
+
+    def __init__(self, blocks: TextBlocks, *, per_rank: int, seed: int):
+        self.blocks, self.order = blocks, PromptOrder(len(blocks), per_rank * world_size(), seed)
+
+    def texts(self, optimizer_step: int) -> Tensor:
+        """(B, L) int64, for an optimizer step counted from 0."""
+        indices, _ = self.order.batch(optimizer_step)
+        own = rank_share(self.order.batch_size)
+        return collate_blocks([self.blocks[index] for index in indices[own].tolist()])

@@ -18,9 +18,17 @@ from pathlib import Path
 
 from engine.errors import UserError
 from engine.models.places import can_be_hub_name
-from training.data.compressed import check_arrow, data_ending
-from training.data.data_file import DataFile
-from training.data.records import ENDINGS, ArrowRecords, Records, read_records, shortened, unread_columns
+from training.data.files import (
+    ENDINGS,
+    ArrowRecords,
+    DataFile,
+    Records,
+    check_arrow,
+    data_ending,
+    quoted,
+    read_records,
+    unread_columns,
+)
 
 HELD_OUT_SPLITS = ("test", "validation", "eval")  # of these the first that a data set has
 DEEPSPEED_CHAT_FILES = "local/jsonfile"  # its name for data/train.json and data/eval.json
@@ -222,7 +230,7 @@ class ChangedRecords:
             return where, self.change(record)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{where}: found {shortened(str(record))}, which lacks what this data set's records have "
+                f"{where}: found {quoted(str(record))}, which lacks what this data set's records have "
                 f"({error}). Save it with columns of other names and give that file."
             ) from None
 

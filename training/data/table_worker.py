@@ -1,4 +1,4 @@
-"""The process that decodes tables of others; `training.data.table_files` starts it, with the files open.
+"""The process that decodes tables of others; `training.data.tables` starts it, with the files open.
 
 It reads {"file": its descriptor, "copy": another or null, "columns": names, "limit": bytes} as JSON. Of a Parquet file
 it writes the columns to the copy, as an Arrow stream; of an Arrow stream, which has no copy, it only sees how large it

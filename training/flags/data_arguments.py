@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from training.data.cache import cache_folder
 from training.data.forms import Form
-from training.data.lengths import OVERLONG, Fit
 from training.data.rows import Rows, checked_weights, load_rows, parse_split
+from training.data.tables import cache_folder
+from training.data.tokens import OVERLONG, Fit
 from training.flags.arguments import REQUIRED, RunFlags, flag
 
 

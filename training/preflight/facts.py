@@ -24,8 +24,8 @@ from engine.models.places import base_of, can_be_hub_name, one_line, require_mod
 from engine.reward.http_exchange import is_this_machine
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from engine.zero.extensions import own_folder
-from training.data.cache import cache_folder
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path
+from training.data.tables import cache_folder
 from training.flags.arguments import RunFlags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import names_file

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from engine.errors import SharedError, UserError
-from training.data.handover import Found, recorded, repeated
+from training.data.tables import Found, recorded, repeated
 from training.program.joining import first_of, from_here
 
 Result = TypeVar("Result")

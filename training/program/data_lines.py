@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from engine import distributed
-from training.data.fitted_rows import NOTED, FittedRows
-from training.data.lengths import CUT, DROPPED, EMPTY
+from training.data.examples import NOTED, FittedRows
+from training.data.tokens import CUT, DROPPED, EMPTY
 from training.flags.data_arguments import DataFlags
 from training.flags.supervised_arguments import SupervisedFlags
 from training.program.course import Course

@@ -10,9 +10,8 @@ from engine.errors import UserError
 from engine.models.pad_tokens import pad_token_line
 from engine.models.reading import vocabulary_size
 from engine.rollout import SamplingConfig
-from training.data.blocks import TextBlocks
+from training.data.examples import Prompts, TextBlocks, prompt_fit
 from training.data.forms import PROMPTS, TEXTS
-from training.data.prompts import Prompts, prompt_fit
 from training.data.rows import load_rows
 from training.flags.reward_functions import check_columns, load_functions
 from training.flags.rlhf_arguments import RLHFFlags

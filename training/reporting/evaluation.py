@@ -17,7 +17,7 @@ from engine.experience_maker import ExperienceMaker
 from engine.reward.texts import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.whole_files import write_whole
-from training.data.prompts import Prompts, collate_prompts
+from training.data.examples import Prompts, collate_prompts
 from training.reporting.reward_change import paired
 from training.reporting.standard_errors import Estimate, Units, with_errors
 from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words

@@ -25,7 +25,7 @@ from engine.errors import UserError
 from engine.files import read_text
 from engine.models.places import base_of
 from engine.whole_files import write_whole
-from training.data.records import ENDINGS as DATA_ENDINGS
+from training.data.files import ENDINGS as DATA_ENDINGS
 from training.data.sources import DEEPSPEED_CHAT_FILES
 from training.program.unwritten import note
 from training.reporting.health import FINE

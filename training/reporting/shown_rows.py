@@ -6,8 +6,8 @@ cut, hh.jsonl, line 7: 256 of 412 tokens
 
 from collections.abc import Sequence
 
-from training.data.fitted_rows import FittedRows, place_of
-from training.data.lengths import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
+from training.data.examples import FittedRows, place_of
+from training.data.tokens import CUT, DROPPED, EMPTY, EQUAL, WHOLE, Fit
 
 LONGEST = 160  # characters of one text; what is longer loses its middle
 SIDES = ("chosen", "rejected")

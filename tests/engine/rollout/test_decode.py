@@ -13,7 +13,7 @@ from engine.rollout.cache import SlotCache
 from engine.rollout.decode import Sampler, takes_slot_masks
 from scripts.harness.models import BOS, EOS, PAD, POSITIONS, VOCABULARY, make_causal_lm, make_tokenizer, save_random
 from tests.plain_sampling import plain_answer
-from training.data.prompts import collate_prompts
+from training.data.examples import collate_prompts
 
 FAMILIES = ("llama", "mistral", "qwen2", "gpt_neox", "opt", "gpt2", "bloom")
 READY = {"llama", "qwen2", "gpt_neox", "opt", "gpt2"}  # BLOOM makes its biases of a mask (B, S); Mistral has a window

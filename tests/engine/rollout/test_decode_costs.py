@@ -12,7 +12,7 @@ from engine.rollout.base import SamplingConfig
 from engine.rollout.decode import Sampler
 from scripts.harness.models import BOS, EOS, PAD, VOCABULARY, make_causal_lm, make_tokenizer
 from tests.engine.meters import HostQuestions
-from training.data.prompts import collate_prompts
+from training.data.examples import collate_prompts
 
 LAST = VOCABULARY - 1  # the token that a number just below 1 falls on
 

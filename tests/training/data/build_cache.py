@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pyarrow
 
-from training.data.cache import cached_table
-from training.data.table_files import MadeTable
+from training.data.tables import MadeTable, cached_table
 
 
 class Tokenizer:

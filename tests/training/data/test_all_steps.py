@@ -11,12 +11,10 @@ from engine.models.reading import read_tokenizer
 from scripts.harness.models import make_causal_lm
 from tests.training.data.reading import rows_of
 from tests.training.data.tiny_tokenizers import CHATML, chat_tokenizer
+from training.data.examples import PairExamples, Prompts, SFTExamples, collate_pairs, collate_prompts, collate_sft
 from training.data.forms import PAIRS, PROMPTS, SFT
 from training.data.order import PromptOrder
-from training.data.pair_examples import PairExamples, collate_pairs
-from training.data.prompts import Prompts, collate_prompts
 from training.data.rows import load_rows
-from training.data.sft_examples import SFTExamples, collate_sft
 from training.data.tokens import TextEncoder, stop_token_ids
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"

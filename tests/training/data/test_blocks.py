@@ -5,7 +5,7 @@ import torch
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, word_tokenizer
-from training.data.blocks import TextBlocks, collate_blocks
+from training.data.examples import TextBlocks, collate_blocks
 
 ROWS = [{"text": "a b c"}, {"text": ""}, {"text": "d e f g h"}, {"text": " \n"}, {"text": "i"}]
 

@@ -12,10 +12,8 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import word_tokenizer
-from training.data import build_lock, cache
-from training.data.build_lock import alone, note
-from training.data.cache import cache_key, cached_table
-from training.data.table_files import MadeTable, Unwritten, write_table
+from training.data import tables
+from training.data.tables import MadeTable, Unwritten, alone, cache_key, cached_table, note, write_table
 
 SCHEMA = pyarrow.schema({"n": pyarrow.int32()})
 
@@ -30,7 +28,7 @@ def numbers(count: int = 3, begun: list | None = None) -> MadeTable:
 
 
 def test_others_wait_and_take_what_was_made(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(build_lock, "FIRST", 0.0)
+    monkeypatch.setattr(tables, "FIRST", 0.0)
     key, begun = cache_key([], word_tokenizer()), []
     waiting = threading.Thread(target=lambda: cached_table(numbers(3, begun), tmp_path, [], word_tokenizer()))
     with alone(tmp_path / f"{key}.lock") as held:
@@ -83,7 +81,7 @@ def test_what_another_host_writes_is_left_to_it(tmp_path, monkeypatch):
             monkeypatch.setattr(socket, "gethostname", lambda: "gpu02")
             assert len(cached_table(MadeTable(SCHEMA, examples), tmp_path, [], word_tokenizer())) == 20_000
 
-    monkeypatch.setattr(build_lock.fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(tables.fcntl, "flock", lambda *_: None)
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu01")
     assert len(cached_table(MadeTable(SCHEMA, examples), tmp_path, [], word_tokenizer())) == 20_000
     assert len(paths) == 2 and set(paths[0]) < set(paths[1]), "made twice, with the first one's file still there"
@@ -94,13 +92,13 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def none(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(build_lock.fcntl, "flock", none)
+    monkeypatch.setattr(tables.fcntl, "flock", none)
     assert len(cached_table(numbers(), tmp_path, [], word_tokenizer())) == 3
     assert [file.suffix for file in tmp_path.iterdir()] == [".arrow"]
 
 
 def test_a_large_table_without_room_ends_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "LARGE", 2**19)
+    monkeypatch.setattr(tables, "LARGE", 2**19)
     told = rf"{tmp_path} cannot be written \(File too large\), behind 1 MB of \w+\.arrow\. Make room"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
@@ -115,7 +113,7 @@ def test_a_large_table_without_room_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_data_of_an_earlier_version_are_made_anew_and_told(tmp_path, capsys):
-    older = tmp_path / f"{cache_key([], word_tokenizer(), format=cache.FORMAT - 1, kind='x')}.arrow"
+    older = tmp_path / f"{cache_key([], word_tokenizer(), format=tables.FORMAT - 1, kind='x')}.arrow"
     older.write_bytes(b"of another form")
     for _ in range(2):
         assert len(cached_table(numbers(), tmp_path, [], word_tokenizer(), kind="x")) == 3

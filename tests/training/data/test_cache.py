@@ -13,15 +13,11 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import EOS, chat_tokenizer, word_tokenizer
-from training.data import cache
-from training.data.blocks import TextBlocks
-from training.data.cache import cache_folder, cache_key, cached_table
+from training.data import tables
+from training.data.examples import PairExamples, Prompts, SFTExamples, TextBlocks
 from training.data.forms import SFT
-from training.data.pair_examples import PairExamples
-from training.data.prompts import Prompts
 from training.data.rows import load_rows
-from training.data.sft_examples import SFTExamples
-from training.data.table_files import MadeTable, read_table, write_table
+from training.data.tables import MadeTable, cache_folder, cache_key, cached_table, read_table, write_table
 
 SCHEMA = pyarrow.schema({"ids": pyarrow.large_list(pyarrow.int32()), "n": pyarrow.int32()})
 
@@ -136,15 +132,15 @@ def test_whatever_matters_makes_another_file(tmp_path):
     ],
 )
 def test_files_are_found_by_the_names_that_they_always_had(tmp_path, monkeypatch, make, name):
-    monkeypatch.setattr(cache, "version", lambda library: "1")
-    monkeypatch.setattr(cache, "tokenizer_hash", lambda tokenizer: "tokenizer")
+    monkeypatch.setattr(tables, "version", lambda library: "1")
+    monkeypatch.setattr(tables, "tokenizer_hash", lambda tokenizer: "tokenizer")
     make(tmp_path)
     assert only_file(tmp_path).stem == name
 
 
 def test_a_raised_format_makes_another_file(monkeypatch):
     before = cache_key([], word_tokenizer())
-    monkeypatch.setattr(cache, "FORMAT", cache.FORMAT + 1)
+    monkeypatch.setattr(tables, "FORMAT", tables.FORMAT + 1)
     assert cache_key([], word_tokenizer()) != before
 
 

@@ -11,10 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.errors import UserError
 from training.data.chat import Rendered
+from training.data.examples import PairExamples, Prompts, SFTExamples
 from training.data.forms import PAIRS, PROMPTS, SFT
-from training.data.pair_examples import PairExamples
-from training.data.prompts import Prompts
-from training.data.sft_examples import SFTExamples
 from training.data.tokens import TextEncoder, end_of_turn, stop_token_ids
 
 EACH = "{% for m in messages %}"

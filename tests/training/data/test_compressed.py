@@ -18,9 +18,9 @@ from pyarrow import parquet
 
 from engine.errors import UserError
 from tests.training.data.reading import rows_of
-from training.data import compressed
+from training.data import files
+from training.data.files import read_records
 from training.data.forms import SFT
-from training.data.records import read_records
 from training.data.sources import is_path, open_source
 
 
@@ -128,7 +128,7 @@ def test_a_damaged_byte_of_a_gzip_file_is_noticed(tmp_path):
 
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_a_small_file_that_becomes_a_huge_one_is_refused_before_it_is(tmp_path, monkeypatch, ending):
-    monkeypatch.setattr(compressed, "ALWAYS_ALLOWED", 2**16)
+    monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**16)
     written, temporary_file = [], tempfile.TemporaryFile
 
     def counted():

@@ -6,11 +6,9 @@ import random
 import pytest
 
 from tests.training.data.tiny_tokenizers import CHATML, chat_tokenizer, word_tokenizer
+from training.data.examples import PairExamples, Prompts, SFTExamples
 from training.data.forms import PAIRS, PROMPTS, SFT
-from training.data.pair_examples import PairExamples
-from training.data.prompts import Prompts
 from training.data.rows import load_rows
-from training.data.sft_examples import SFTExamples
 
 COUNT = 60
 WORDS = "Human: Assistant: user assistant"

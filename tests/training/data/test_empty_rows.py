@@ -5,12 +5,10 @@ from tokenizers.normalizers import BertNormalizer
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, word_tokenizer
+from training.data.examples import PairExamples, Prompts, SFTExamples, prompt_batch
 from training.data.forms import PROMPTS
-from training.data.lengths import EMPTY
-from training.data.pair_examples import PairExamples
-from training.data.prompts import Prompts, prompt_batch
 from training.data.rows import load_rows
-from training.data.sft_examples import SFTExamples
+from training.data.tokens import EMPTY
 from training.program.data_lines import counted
 from training.reporting.shown_rows import shown_rows
 

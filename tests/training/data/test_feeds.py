@@ -4,10 +4,8 @@ import pytest
 
 from engine import distributed
 from tests.training.data.tiny_tokenizers import PAD, word_tokenizer
-from training.data.blocks import TextBlocks
-from training.data.feeds import ShuffledPrompts, ShuffledTexts
-from training.data.order import PromptOrder
-from training.data.prompts import Prompts
+from training.data.examples import Prompts, TextBlocks
+from training.data.order import PromptOrder, ShuffledPrompts, ShuffledTexts
 
 LETTERS = "abcdefg"
 

@@ -7,9 +7,9 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import word_tokenizer
+from training.data.examples import SFTExamples, sft_fit
 from training.data.forms import SFT
 from training.data.rows import load_rows
-from training.data.sft_examples import SFTExamples, sft_fit
 
 SEED = 7
 LONG = "a b c d e f g h"  # 9 tokens with EOS

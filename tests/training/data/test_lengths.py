@@ -4,7 +4,7 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import CHATML, chat_tokenizer, word_tokenizer
-from training.data.lengths import CUT, DROPPED, WHOLE, Lengths
+from training.data.tokens import CUT, DROPPED, WHOLE, Lengths
 
 WORDS = "Human: Assistant: user assistant system"
 FIRST, SECOND, THIRD = (f"\n\nHuman: {words}\n\nAssistant:" for words in ("a b", "e f g", "j k l"))

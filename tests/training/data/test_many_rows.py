@@ -10,18 +10,12 @@ from pyarrow import parquet
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, merging_tokenizer, word_tokenizer
-from training.data import data_file, lengths, line_index, table_files
-from training.data.data_file import DataFile
-from training.data.fitted_rows import _enough
+from training.data import files, tables, tokens
+from training.data.examples import PairExamples, Prompts, SFTExamples, _enough
+from training.data.files import DataFile, LineIndex, read_records
 from training.data.forms import PROMPTS
-from training.data.handover import KnownRows, NotHandedOver, recorded, repeated
-from training.data.line_index import LineIndex
-from training.data.pair_examples import PairExamples
-from training.data.progress import Progress
-from training.data.prompts import Prompts
-from training.data.records import read_records
 from training.data.rows import load_rows
-from training.data.sft_examples import SFTExamples
+from training.data.tables import KnownRows, NotHandedOver, Progress, recorded, repeated
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 2**20])
@@ -36,8 +30,8 @@ from training.data.sft_examples import SFTExamples
     ],
 )
 def test_lines_are_found_whatever_pieces_a_file_is_read_in(tmp_path, monkeypatch, chunk, content, lines):
-    monkeypatch.setattr(data_file, "CHUNK", chunk)
-    monkeypatch.setattr(line_index, "SMALL", 2**20 if chunk == 1 else 0)
+    monkeypatch.setattr(files, "CHUNK", chunk)
+    monkeypatch.setattr(files, "SMALL", 2**20 if chunk == 1 else 0)
     (tmp_path / "rows.jsonl").write_bytes(content)
     index = LineIndex(DataFile(tmp_path / "rows.jsonl"))
     assert [index[number] for number in range(len(index))] == lines
@@ -54,7 +48,7 @@ def test_no_room_for_an_index(tmp_path, monkeypatch):
 
 
 def test_parquet_is_read_a_batch_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(table_files, "BATCH", 2)
+    monkeypatch.setattr(tables, "BATCH", 2)
     kinds = pyarrow.array(["x", "y", "x", "z", "z"]).dictionary_encode()
     parquet.write_table(pyarrow.table({"text": list("abcde"), "kind": kinds}), tmp_path / "rows.parquet")
     records = read_records(tmp_path / "rows.parquet")
@@ -65,7 +59,7 @@ def test_parquet_is_read_a_batch_at_a_time(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("together", [1, 2, 1000])
 def test_texts_that_are_encoded_together_have_the_ids_that_they_have_alone(monkeypatch, together):
-    monkeypatch.setattr(lengths, "ROWS", together)
+    monkeypatch.setattr(tokens, "ROWS", together)
     prompts = Prompts([{"prompt": text} for text in ("a b", "c", "a b", "d e f", "<s> c")], word_tokenizer("<s>"), 3)
     assert list(prompts) == [[BOS, 10, 11], [BOS, 12], [BOS, 10, 11], [BOS, 14, 15], [BOS, 12]]
     assert (prompts.cut, prompts.needed, prompts.noted) == (1, 4, {"whole": [0, 1, 2], "cut": [3]})
@@ -80,8 +74,8 @@ def test_texts_that_are_encoded_together_have_the_ids_that_they_have_alone(monke
 
 
 def test_a_tokenizer_is_given_many_texts_at_once(monkeypatch):
-    monkeypatch.setattr(lengths, "ROWS", 4)
-    monkeypatch.setattr(lengths, "CHARACTERS", 8)
+    monkeypatch.setattr(tokens, "ROWS", 4)
+    monkeypatch.setattr(tokens, "CHARACTERS", 8)
     tokenizer, asked = word_tokenizer(), []
     encode = type(tokenizer).__call__
     monkeypatch.setattr(

@@ -5,7 +5,7 @@ import torch
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import EOS, PAD, word_tokenizer
-from training.data.pair_examples import Pair, PairExamples, collate_pairs
+from training.data.examples import Pair, PairExamples, collate_pairs
 
 
 def pairs(*answers, max_length=8, overlong="cut_prompt"):

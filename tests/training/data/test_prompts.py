@@ -7,8 +7,8 @@ from pyarrow import parquet
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, PAD, word_tokenizer
+from training.data.examples import Prompts, collate_prompts
 from training.data.forms import PROMPTS
-from training.data.prompts import Prompts, collate_prompts
 from training.data.rows import load_rows
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.data.reading import rows_of
+from training.data.files import read_records
 from training.data.forms import PAIRS, PROMPTS, SFT
-from training.data.records import read_records
 
 SFT_NEEDS = (
     r"messages, or prompt \+ chosen, or prompt \+ response, or prompt \+ completion, or chosen \+ rejected, or text\."

@@ -14,8 +14,8 @@ from pyarrow import parquet
 
 from engine.errors import UserError
 from tests.training.data.reading import rows_of
+from training.data.files import Unread, read_records
 from training.data.forms import PAIRS, SFT
-from training.data.records import Unread, read_records
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ import pytest
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import word_tokenizer
 from training.data.forms import PAIRS, PROMPTS, SFT, TEXTS
-from training.data.held_out import split_held_out
-from training.data.rows import load_rows, parse_split, split_part, weighted
+from training.data.rows import load_rows, parse_split, split_held_out, split_part, weighted
 
 
 @pytest.fixture

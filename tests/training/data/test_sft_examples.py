@@ -5,7 +5,7 @@ import torch
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, PAD, word_tokenizer
-from training.data.sft_examples import SFTExample, SFTExamples, collate_sft
+from training.data.examples import SFTExample, SFTExamples, collate_sft
 
 ANSWERED = {"prompt": "a b", "response": " c d"}
 

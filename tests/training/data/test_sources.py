@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import UserError
 from training.data import sources
-from training.data.records import Unread
+from training.data.files import Unread
 from training.data.sources import known_change, open_source
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.training.data.tiny_tokenizers import CHATML, chat_tokenizer, word_tokenizer
-from training.data.turns import Turns
+from training.data.chat import Turns
 
 
 @pytest.mark.parametrize(

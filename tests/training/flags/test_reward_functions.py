@@ -6,8 +6,8 @@ from engine.errors import UserError
 from engine.reward.formats import Format
 from tests.training.data.tiny_tokenizers import word_tokenizer
 from tests.training.flags.command_lines import parse
-from training.data.prompts import Prompts
-from training.data.records import Unread
+from training.data.examples import Prompts
+from training.data.files import Unread
 from training.flags.reward_functions import check_columns, load_functions, names, score_parts, short_names
 from training.flags.rlhf_arguments import RLHFFlags
 

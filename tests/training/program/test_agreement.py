@@ -8,7 +8,7 @@ import pytest
 
 from engine import distributed
 from engine.errors import SharedError, UserError
-from training.data.handover import Found, KnownRows, handed_over
+from training.data.tables import Found, KnownRows, handed_over
 from training.program.agreement import agreed, checked
 
 

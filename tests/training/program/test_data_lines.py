@@ -6,9 +6,7 @@ import pytest
 
 from scripts.harness.models import POSITIONS, make_causal_lm
 from tests.training.data.tiny_tokenizers import word_tokenizer
-from training.data.pair_examples import PairExamples
-from training.data.prompts import Prompts
-from training.data.sft_examples import SFTExamples
+from training.data.examples import PairExamples, Prompts, SFTExamples
 from training.flags.supervised_arguments import RewardFlags, SFTFlags
 from training.program import dry_run
 from training.program.data_lines import counted, supervised_lines, too_long

@@ -1,4 +1,23 @@
-"""Records: what stands in a data file, as it was read and not yet checked, each with its place in the file.
+"""Compressed data files, decompressed into temporary files that have no name.
+
+A record is read where it stands, and within a compressed stream nothing can be found again. Each process has a copy of
+its own in $TMPDIR, which is gone with the process, however that ends; nothing is written beside the data.
+
+One data file, of which all that is read belongs to the same content.
+
+    file = DataFile(path)
+    for part in file.chunks(): ...
+    file.read(start, end)                                    # bytes; UserError if the file was changed since
+
+The file is read where a record is asked for and is not mapped into memory: reading behind the end of a mapped file that
+was cut meanwhile kills the process.
+
+Where the lines of a data file stand: eight bytes a line, of many in a temporary file that is mapped into memory.
+
+lines = LineIndex(file)
+start, end, number = lines[0]                            # bytes of the first line that is not blank, and its number
+
+Records: what stands in a data file, as it was read and not yet checked, each with its place in the file.
 
     records = read_records("reviews/sft.jsonl")
     where, record = records[0]                               # "reviews/sft.jsonl, line 1", {"text": "..."}
@@ -11,27 +30,253 @@ import csv
 import hashlib
 import io
 import json
+import os
 import re
+import tempfile
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import numpy as np
 import pyarrow
 from pyarrow import parquet, types
 
-from engine.errors import UserError
-from training.data.compressed import (
-    COMPRESSIONS,
-    compression,
-    data_ending,
-    largest_content,
-    refuse_compressed,
-)
-from training.data.data_file import DataFile
-from training.data.line_index import LineIndex
-from training.data.table_files import mapped_parquet
+from engine.errors import UserError, shortened
+from engine.files import open_file
+from engine.git_lfs import lfs_problem
+from training.data.tables import decode_apart, mapped_parquet
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by ending, as Arrow calls them
+BEGINNINGS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}  # the last: a frame to skip
+LARGEST_RATIO = 200  # of texts and tables; the same few bytes over and over give 1,000 and more
+ALWAYS_ALLOWED = 2**28  # bytes, whatever the ratio
+CHUNK = 2**20  # bytes
+
+
+def data_ending(path: str | Path) -> str:
+    """The ending that says what a file holds, in small letters, without that of its compression: ".csv" of A.CSV.gz."""
+    path = Path(path)
+    return (Path(path.stem) if compression(path) else path).suffix.lower()
+
+
+def compression(path: Path) -> str:
+    """The ending of its compression, a key of COMPRESSIONS; empty for one that is not compressed."""
+    ending = path.suffix.lower()
+    return ending if ending in COMPRESSIONS else ""
+
+
+def decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
+    """The content of a compressed file, of one or more members, as a temporary file.
+
+    Raises: UserError for what is not compressed as its ending says, or cut off, or damaged, or far larger than data
+    are; and where there is no room.
+    """
+    _check_beginning(path, file)
+    limit, size = largest_content(file), 0
+    again = os.fdopen(os.dup(file.fileno()), "rb")  # for the stream, which closes it
+    again.seek(0)
+    stream = pyarrow.CompressedInputStream(again, COMPRESSIONS[compression(path)])
+    try:
+        copy = tempfile.TemporaryFile()  # noqa: SIM115
+        while part := _next_part(path, file, stream):
+            size += len(part)
+            if size > limit:
+                raise UserError(
+                    f"{path}: becomes more than {LARGEST_RATIO} times as large when it is decompressed, which data "
+                    "hardly do. If it is what you mean, decompress it and give what comes out."
+                )
+            copy.write(part)
+        copy.flush()
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be decompressed into a temporary file ({error.strerror or error}). Set TMPDIR to a "
+            "folder where there is room, or decompress it and give what comes out."
+        ) from None
+    return copy
+
+
+def largest_content(file: IO[bytes]) -> int:
+    """Bytes that this file's content may have when it is decompressed."""
+    return max(ALWAYS_ALLOWED, LARGEST_RATIO * os.fstat(file.fileno()).st_size)
+
+
+def check_arrow(path: Path) -> None:
+    """Raise UserError for a stream of Arrow's that becomes far larger than data are: it may be compressed."""
+    with open_file(path) as file:
+        decode_apart(file, None, [], str(path), largest_content(file))
+
+
+def _check_beginning(path: Path, file: IO[bytes]) -> None:
+    beginning = file.read(8)
+    if beginning and not re.match(BEGINNINGS[compression(path)], beginning):
+        kind = COMPRESSIONS[compression(path)]
+        raise UserError(
+            f"{path}: begins with {shortened(beginning)}, which no {kind} file does. Take {path.suffix} off its name "
+            "if it is not compressed, or fetch it again."
+        )
+
+
+def refuse_compressed(path: Path, beginning: bytes) -> None:
+    """Raise UserError for content, after what the file's name says was undone, that is still compressed."""
+    for ending, pattern in BEGINNINGS.items():
+        if re.match(pattern, beginning):
+            kind = COMPRESSIONS[ending]
+            raise UserError(
+                f"{path}: holds {kind} data inside of {COMPRESSIONS[compression(path)]} data. Decompress it once."
+                if compression(path)
+                else f"{path}: holds {kind} data. Call it {path.name}{ending}, or decompress it."
+            )
+
+
+def _next_part(path: Path, file: IO[bytes], stream: pyarrow.CompressedInputStream) -> bytes:
+    try:
+        return stream.read(CHUNK)
+    except (OSError, pyarrow.ArrowException) as error:
+        advice = "Was its writing or fetching cut off? Write or fetch it again."
+        if compression(path) == ".gz" and _is_padded(file):
+            advice = (
+                "It ends in zeros: filled up, as on tapes, or not written to its end. Decompress it with `gzip -dc`, "
+                "which tells the two apart, and give what comes out."
+            )
+        raise UserError(f"{path}: cannot be decompressed ({str(error).removesuffix('.')}). {advice}") from None
+
+
+def _is_padded(file: IO[bytes]) -> bool:
+    """Whether it ends in more zeros than a gzip member does, of which an empty one has 9."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), 16, max(0, size - 16)) == bytes(16)
+
+
+class DataFile:
+    """A file that stays open.
+
+    Raises: UserError for one that cannot be read, is a pipe, a device or a Git LFS pointer, or changes.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        pointer = lfs_problem(path)
+        if pointer is not None:
+            raise UserError(pointer)
+        try:
+            self.file = open_file(path)
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from {Path.cwd()})."
+            ) from None
+        self.state = self._state()
+
+    def decompress(self) -> None:
+        """From here on read what comes out of the compressed file; raises UserError as `decompressed` does."""
+        content = decompressed(self.path, self.file)
+        self.check()
+        self.file.close()
+        self.file = content
+        self.state = self._state()
+
+    def chunks(self) -> Iterator[bytes]:
+        """The content from the first byte on, some of it at a time."""
+        self.file.seek(0)
+        while part := self._next():
+            yield part
+        self.check()
+
+    def _next(self) -> bytes:
+        try:
+            return self.file.read(CHUNK)
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be read ({error.strerror}). Look at its disk, or give a copy."
+            ) from None
+
+    def read(self, start: int = 0, end: int | None = None) -> bytes:
+        """The bytes from `start` up to `end`, or up to the end of the file."""
+        end, parts = self.state[0] if end is None else end, []
+        while start < end:
+            part = os.pread(self.file.fileno(), min(end - start, 2**30), start)  # one call gives 2 GB at most
+            if not part:
+                break
+            parts.append(part)
+            start += len(part)
+        self.check()
+        return b"".join(parts)
+
+    def hash(self) -> str:
+        """SHA-256 of the content, as hexadecimal digits."""
+        self.file.seek(0)
+        digest = hashlib.file_digest(self.file, "sha256").hexdigest()
+        self.check()
+        return digest
+
+    def _state(self) -> tuple[int, int]:
+        found = os.fstat(self.file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def check(self) -> None:
+        """Raise UserError if the file is another than it was when it was opened."""
+        if self._state() != self.state:
+            raise UserError(
+                f"{self.path}: was changed while it was read. Start again when nothing writes to it, or give a copy."
+            )
+
+
+NEWLINE = ord("\n")
+SMALL = 2**20  # bytes of an index that is kept in memory
+IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c"))  # by byte, as bytes.isspace has it
+
+
+class LineIndex:
+    """The lines of a file that are not blank, each as (its first byte, the byte behind its end, its number from 1).
+
+    fingerprint: SHA-256 of the file's content, as hexadecimal digits.
+    Raises: UserError where there is no room for the temporary file, and for a file that changes.
+    """
+
+    def __init__(self, file: DataFile):
+        self._content, self._doubtful = hashlib.sha256(), array("q")
+        try:
+            with tempfile.TemporaryFile() as kept:
+                for starts in self._starts(file):
+                    kept.write(starts.astype(np.int64).tobytes())
+                # A map keeps a descriptor, of which a process has a thousand, and a folder may have as many files.
+                small = kept.tell() <= SMALL
+                kept.seek(0)  # which also writes what is in its buffer
+                borders = np.frombuffer(kept.read(), np.int64) if small else np.memmap(kept, np.int64, "r")
+        except OSError as error:
+            raise UserError(
+                f"{file.path}: its lines cannot be noted in a temporary file ({error.strerror or error}). Set TMPDIR "
+                "to a folder where there is room: 8 bytes a line are needed."
+            ) from None
+        self._borders = np.asarray(borders)  # where each line begins, and the last one ends
+        self.fingerprint = self._content.hexdigest()
+        blank = [line for line in self._doubtful if file.read(*self._borders[line : line + 2].tolist()).isspace()]
+        lines = len(self._borders) - 1
+        self._numbers = np.delete(np.arange(lines), blank) if blank else range(lines)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: int) -> tuple[int, int, int]:
+        line = int(self._numbers[index])
+        start, end = self._borders[line : line + 2].tolist()
+        return start, end, line + 1
+
+    def _starts(self, file: DataFile) -> Iterator[np.ndarray]:
+        """The first byte of each line, and at last the file's end; notes the lines that begin as blank ones do."""
+        begins, size, lines = True, 0, 0  # whether the next byte begins a line
+        for part in file.chunks():
+            self._content.update(part)
+            codes = np.frombuffer(part, np.uint8)
+            starts = np.flatnonzero(codes == NEWLINE) + 1
+            ended = len(starts) > 0 and bool(starts[-1] == len(codes))
+            starts = np.concatenate([[0] * begins, starts[: len(starts) - ended]]).astype(np.int64)
+            self._doubtful.extend((lines + np.flatnonzero(IS_BLANK[codes[starts]])).tolist())
+            yield starts + size
+            begins, size, lines = ended, size + len(codes), lines + len(starts)
+        yield np.array([size])
+
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 LONGEST_TEXT = 10_000_000  # characters; tokenizers take 20 seconds for as many, and minutes and all memory for more
@@ -84,7 +329,7 @@ class JsonLines:
             goes_on = isinstance(error, json.JSONDecodeError) and error.pos >= len(line.rstrip())
             spread = goes_on and data_ending(self.path) == ".jsonl"
             raise UserError(
-                f"{self.path}, line {number}: found {shortened(line.rstrip())}, which is no JSON "
+                f"{self.path}, line {number}: found {quoted(line.rstrip())}, which is no JSON "
                 f"({_reason(error)}). Write one JSON object a line"
                 f"{', or call the file .json if its JSON is spread over lines' if spread else ''}."
             ) from None
@@ -144,11 +389,9 @@ def unread_columns(schema: pyarrow.Schema) -> dict[str, Unread]:
     found = {}
     for field in schema:
         if any(map(_is_bytes, _within(field.type))):
-            found[field.name] = Unread(f"bytes (of the type {shortened(str(field.type))[1:-1]})")
+            found[field.name] = Unread(f"bytes (of the type {quoted(str(field.type))[1:-1]})")
         elif any(types.is_map(kind) and not _is_text(kind.key_type) for kind in _within(field.type)):
-            found[field.name] = Unread(
-                f"a map whose keys are no texts (of the type {shortened(str(field.type))[1:-1]})"
-            )
+            found[field.name] = Unread(f"a map whose keys are no texts (of the type {quoted(str(field.type))[1:-1]})")
     return found
 
 
@@ -272,7 +515,7 @@ def _json_objects(path: Path, text: str) -> list[tuple[str, object]]:
 def _no_json(path: Path, text: str, error: Exception) -> UserError:
     number = getattr(error, "lineno", 1)
     return UserError(
-        f"{path}, line {number}: found {shortened(text.split(chr(10))[number - 1])}, which is no JSON "
+        f"{path}, line {number}: found {quoted(text.split(chr(10))[number - 1])}, which is no JSON "
         f"here ({_reason(error)}). Write one list of objects, or one object a line."
     )
 
@@ -300,7 +543,7 @@ def _csv_list(path: Path, text: str) -> list[tuple[str, dict]]:
     except csv.Error as error:
         line = text.split("\n")[start - 1]
         raise UserError(
-            f"{path}, line {start}: found {shortened(line)}, which is no CSV ({error}). Close each double "
+            f"{path}, line {start}: found {quoted(line)}, which is no CSV ({error}). Close each double "
             "quote, and double the quotes inside of cells."
         ) from None
     return records
@@ -337,13 +580,13 @@ def check_text(where: str, column: str, value: object, may_be_blank: bool = Fals
     if not isinstance(value, str):
         problem = f"found {described(value)}; needed a string"
     elif not value.strip() and not may_be_blank:
-        problem = f"found {shortened(value)}; needed a text that is not blank"
+        problem = f"found {quoted(value)}; needed a text that is not blank"
     elif len(value) > LONGEST_TEXT:
         problem = f"found {len(value):,} characters; needed at most {LONGEST_TEXT:,}"
     elif "\0" in value:
-        problem = f"found a NUL character in {shortened(value)}; needed a text without it"
+        problem = f"found a NUL character in {quoted(value)}; needed a text without it"
     elif re.search("[\ud800-\udfff]", value):
-        problem = f"found half a surrogate pair in {shortened(value)}; needed complete characters"
+        problem = f"found half a surrogate pair in {quoted(value)}; needed complete characters"
     if problem:
         raise UserError(f"{where}, column {column}: {problem}. Mend the record or take it out.")
 
@@ -362,10 +605,10 @@ def described(value: object) -> str:
     if isinstance(value, Unread):
         return value.why
     name = type(value).__name__
-    return f"{kinds.get(type(value), f'a value of type {name}')} ({shortened(json.dumps(value, default=str))})"
+    return f"{kinds.get(type(value), f'a value of type {name}')} ({quoted(json.dumps(value, default=str))})"
 
 
-def shortened(text: str, limit: int = 60) -> str:
+def quoted(text: str, limit: int = 60) -> str:
     """The text in quotes with control characters escaped, cut at `limit` characters."""
     return repr(text if len(text) <= limit else text[:limit] + "...")
 
@@ -376,4 +619,4 @@ def _reason(error: Exception) -> str:
         return "brackets within brackets, too deep"
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg}, column {error.colno}"
-    return shortened(str(error).strip().split("\n")[0], 160)[1:-1]
+    return quoted(str(error).strip().split("\n")[0], 160)[1:-1]

@@ -1,0 +1,514 @@
+"""Examples: rows as token ids, and batches of them; of step 1, step 2, step 3's prompts, and mixed pretraining.
+
+    rows, held_out = load_rows("reviews/sft.jsonl", SFT, tokenizer, phase=1, seed=0, held_out=0.05)
+    examples = SFTExamples(rows, tokenizer, max_length=512, cache=cache_folder(None))
+    for indices in epoch_batches(len(examples), batch_size=8, epoch=0, seed=0, rank=rank(), world=world_size()):
+        batch = collate_sft([examples[index] for index in indices], pad_id)
+
+All rows are tokenised once, at the start: the order in which examples are visited (training/data/order.py) is then a
+question of numbers, the same for any number of ranks. What is cut or left out is counted and never silent. `rows` is
+what load_rows gives, or a list of such rows; with a folder for `cache`, a later run finds the ids there.
+"""
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow
+import torch
+from torch import Tensor
+
+from engine.algo.truncation import trim_query
+from engine.errors import UserError
+from engine.experience import PromptBatch
+from training.data import tables
+from training.data.files import Unread, quoted
+from training.data.tables import IDS, MadeTable, Progress, cached_table, count_of, ids_at, note
+from training.data.tokens import (
+    CUT,
+    DROPPED,
+    EMPTY,
+    EQUAL,
+    WHOLE,
+    Fit,
+    Lengths,
+    RowFit,
+    TextEncoder,
+    answered_texts,
+    padded,
+    together,
+)
+
+NOTED = 3  # rows of each kind whose numbers are kept, so that they can be shown
+ENOUGH = 0.95  # where a smaller share of the rows fits, that is warned of
+
+
+class FittedRows(Sequence):
+    """An Arrow table of the rows that are kept, and counts of the others.
+
+    rows: where they are from; fit: what of a row is shown to the model. cut, dropped: how many rows were cut, and left
+    out for their length; equal: left out because their answers are the same; empty: because the tokenizer makes no
+    tokens of them. needed: the length that 95 % of the rows but these two kinds would fit into. noted: by kind, the
+    numbers of the first rows of this kind. notes: (the number of the first row, how many rows) by the note that they
+    have (`Row.notes`). unread: what the columns hold that were not read, by name.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        fit: RowFit,
+        schema: pyarrow.Schema,
+        columns: Callable[[Fit, dict], tuple],
+        tokenizer,
+        cache: Path | None,
+        **settings,
+    ):
+        """columns: what stands in the table of a row that is kept. settings: all that `fit` depends on.
+
+        Raises UserError where the tokenizer makes no tokens of any row.
+        """
+
+        def examples(counts: Counter) -> Iterator[tuple]:
+            lengths, noted, notes, unread = Counter(), defaultdict(list), {}, {}
+            progress = Progress(len(rows), "tokenising", told=tables.note)
+            for number, (row, found) in enumerate(progress.over(fit.each(rows))):
+                counts[found.kind] += 1
+                for note in getattr(row, "notes", ()):
+                    first, count = notes.get(note, (number, 0))
+                    notes[note] = first, count + 1
+                if found.kind not in (EQUAL, EMPTY):  # which would be left out at any length
+                    lengths[found.needed] += 1
+                if len(noted[found.kind]) < NOTED:
+                    noted[found.kind].append(number)
+                unread |= {name: value.why for name, value in row.items() if isinstance(value, Unread)}
+                if not found.reason:
+                    yield columns(found, row)
+            counts.update(needed=_enough(lengths))
+            counts["noted"], counts["notes"], counts["unread"] = map(json.dumps, (noted, notes, unread))
+
+        self.source, self.fit = rows, fit
+        self.table = cached_table(MadeTable(schema, examples), cache, rows, tokenizer, **settings)
+        self.cut, self.dropped, self.equal = (count_of(self.table, kind) for kind in (CUT, DROPPED, EQUAL))
+        self.empty = count_of(self.table, EMPTY)
+        self.needed = count_of(self.table, "needed")
+        metadata = self.table.schema.metadata
+        self.noted, self.notes, self.unread = (
+            json.loads(metadata.get(name, b"{}")) for name in (b"noted", b"notes", b"unread")
+        )
+        if 0 < self.empty == len(rows):
+            raise UserError(
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'} makes no tokens of any of the {len(rows):,} "
+                f"rows, from {place_of(rows, 0)} on. Give data, or a model, that its tokenizer was made for."
+            )
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def told(self, noun: str) -> str:
+        """How many are kept, cut and dropped: "1,834 of 1,842 texts (226 cut: 12.3 %, 8 dropped: 0.4 %)", of 1,842."""
+        parts = [self._share(self.cut, "cut"), self._share(self.dropped, "dropped")]
+        if self.equal:
+            parts.append(self._share(self.equal, "left out as chosen and rejected are the same"))
+        if self.empty:
+            parts.append(self._share(self.empty, "left out as the tokenizer makes no tokens of them"))
+        whole = f" of {len(self.source):,}" if len(self) < len(self.source) else ""
+        return f"{len(self):,}{whole} {noun} ({', '.join(parts)})"
+
+    def note_lines(self) -> list[str]:
+        """A line for each note, with the share of the rows that have it."""
+        return [
+            f"in {100 * count / len(self.source):.1f} % of these {len(self.source):,} rows, first in "
+            f"{place_of(self.source, first)}: {note}"
+            for note, (first, count) in self.notes.items()
+        ]
+
+    def warnings(
+        self, flag: str, limit: int, overlong: str, most: Callable[[], int | None] = lambda: None
+    ) -> list[str]:
+        """A line where more than 5 % of the rows do not fit, with what to do; `limit` is the value of `flag`.
+
+        most: asked for the largest value of `flag` for which the models have positions, if they have a number of them.
+        """
+        too_long = self.cut + self.dropped
+        if self.needed <= limit or too_long <= (1 - ENOUGH) * len(self.source):
+            return []
+        other = "" if overlong == "cut_prompt" else ", or give --overlong cut_prompt, which keeps answers"
+        share = 100 * too_long / len(self.source)
+        done = " or ".join(word for word, count in (("cut", self.cut), ("dropped", self.dropped)) if count)
+        return [
+            f"warning: {share:.1f} % of these {len(self.source):,} rows are longer than {flag} {limit}, and were "
+            f"{done}; {100 * ENOUGH:.0f} % of them fit into {self.needed}. "
+            f"{_remedy(flag, limit, self.needed, most())}{other}."
+        ]
+
+    def _share(self, count: int, what: str) -> str:
+        return f"{count:,} {what}" + (f": {100 * count / len(self.source):.1f} %" if count else "")
+
+
+def place_of(rows: Sequence[dict], number: int) -> str:
+    """Where a row is from, in words."""
+    return rows.where(number) if hasattr(rows, "where") else f"row {number + 1}"
+
+
+def _enough(lengths: Mapping[int, int]) -> int:
+    """The length that a share ENOUGH of the rows do not exceed, of how many rows have each length; 0 for none."""
+    place, seen = math.ceil(ENOUGH * sum(lengths.values())), 0
+    for length in sorted(lengths):
+        seen += lengths[length]
+        if seen >= place:
+            return length
+    return 0
+
+
+def _remedy(flag: str, limit: int, needed: int, most: int | None) -> str:
+    if most is None:
+        return f"Give {flag} {needed}, if the model and memory allow"
+    if needed <= most:
+        return f"Give {flag} {needed}, if memory allows"
+    if limit < most:
+        return (
+            f"The model's positions allow {flag} {most} at most: give that, if memory allows, or another model, or "
+            "shorter rows"
+        )
+    return "The model has no positions for more: give another model, or shorter rows"
+
+
+class SFTExample(NamedTuple):
+    """The ids of a text, and the position of the first one that is to be learned (at least 1)."""
+
+    token_ids: list[int]
+    first_target: int
+
+
+def sft_fit(
+    tokenizer, max_length: int, loss_on: str = "response", overlong: str = "cut_prompt", stops: Iterable[int] = ()
+) -> RowFit:
+    """What of a row step 1 learns; arguments as of SFTExamples."""
+    if loss_on not in ("response", "all"):
+        raise UserError(f"loss_on is {loss_on!r}; choose 'response' or 'all'.")
+    lengths = Lengths(tokenizer, max_length, overlong, stops)
+
+    def fit(row: dict) -> Fit:
+        if "text" in row:
+            found, context = lengths.text(row["text"]), 1
+        else:
+            found = lengths.answered(row["prompt"], [row["response"]])
+            context = max(len(found.prompt), 1)
+        found = replace(found, learned=1 if loss_on == "all" else context)
+        if not found.reason and found.learned >= len(found.sequences[0]):
+            if found.kind == WHOLE:
+                return replace(found, reason="the tokenizer makes no token of it that could be learned", left_out=EMPTY)
+            return replace(found, reason=f"nothing that is to be learned is left within {max_length:,} tokens")
+        return found
+
+    def texts(row: dict) -> list[str]:
+        return [row["text"]] if "text" in row else answered_texts(row["prompt"], row["response"])
+
+    return RowFit(lengths.encoder, texts, fit)
+
+
+class SFTExamples(FittedRows):
+    """The examples of step 1: prompt + response + EOS, or text + EOS.
+
+    Learned is the response with its EOS, or with loss_on="all" everything behind the first token; of a `text` always
+    everything. What is longer than max_length is cut or left out as `overlong` says (training/data/tokens.py). What
+    lost its end has no EOS: it has not ended there, and a model that learned so would stop in the middle of its
+    sentences. stops: the ids beside EOS and the chat template's end of a turn at which step 3 stops: what is learned
+    ends there, too.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        tokenizer,
+        max_length: int,
+        loss_on: str = "response",
+        cache: Path | None = None,
+        overlong: str = "cut_prompt",
+        stops: Iterable[int] = (),
+    ):
+        schema = pyarrow.schema({"token_ids": IDS, "first_target": pyarrow.int32()})
+        settings = {"kind": "sft", "max_length": max_length, "loss_on": loss_on, "overlong": overlong}
+        settings["stops"] = sorted(stops)
+        fit = sft_fit(tokenizer, max_length, loss_on, overlong, stops)
+        super().__init__(
+            rows, fit, schema, lambda found, row: (found.sequences[0], found.learned), tokenizer, cache, **settings
+        )
+        if not len(self):
+            raise UserError(
+                f"none of the {len(rows)} texts has a token to be learned within max_length {max_length}; "
+                "raise it or shorten the prompts."
+            )
+
+    def __getitem__(self, index: int) -> SFTExample:
+        return SFTExample(ids_at(self.table, "token_ids", index), self.table["first_target"][index].as_py())
+
+
+@dataclass(frozen=True, slots=True)
+class SFTBatch:
+    """Right-padded examples.
+
+    sequences (B, S) int64; attention_mask (B, S) int64, 1 on tokens of the text, EOS included;
+    loss_mask (B, S - 1) bool, slot t says whether token t + 1, which is predicted from position t, is to be learned.
+    """
+
+    sequences: Tensor
+    attention_mask: Tensor
+    loss_mask: Tensor
+
+    def to(self, device) -> "SFTBatch":
+        return SFTBatch(self.sequences.to(device), self.attention_mask.to(device), self.loss_mask.to(device))
+
+
+def collate_sft(examples: list[SFTExample], pad_id: int) -> SFTBatch:
+    """The examples as one batch, padded to the longest."""
+    sequences, attention_mask = padded([example.token_ids for example in examples], pad_id)
+    first_targets = torch.tensor([[example.first_target] for example in examples])
+    is_target = (torch.arange(sequences.shape[1]) >= first_targets) & attention_mask.bool()
+    return SFTBatch(sequences, attention_mask, is_target[:, 1:])
+
+
+class Pair(NamedTuple):
+    """Two answers to one prompt, each as the ids of prompt + answer + EOS."""
+
+    chosen: list[int]
+    rejected: list[int]
+
+
+def pair_fit(tokenizer, max_length: int, overlong: str = "cut_prompt", stops: Iterable[int] = ()) -> RowFit:
+    """What of a pair is shown to the reward model; arguments as of PairExamples."""
+    lengths = Lengths(tokenizer, max_length, overlong, stops)
+
+    def fit(row: dict) -> Fit:
+        found = lengths.answered(row["prompt"], [row["chosen"], row["rejected"]])
+        same = found.answers[0] == found.answers[1]
+        if row["chosen"] == row["rejected"] or (same and not any(found.ends_lost)):
+            return replace(found, reason="chosen and rejected are the same", left_out=EQUAL)
+        if same:
+            return replace(found, reason=f"chosen and rejected are the same within {max_length:,} tokens")
+        return found
+
+    return RowFit(lengths.encoder, lambda row: answered_texts(row["prompt"], row["chosen"], row["rejected"]), fit)
+
+
+class PairExamples(FittedRows):
+    """The examples of step 2, a `Pair` each, both sides with the same prompt.
+
+    What is longer than max_length is cut or left out as `overlong` says (training/data/tokens.py); what lost its end
+    has no EOS, as in SFTExamples. Pairs whose sides are the same, from the start (`equal`) or by what was cut
+    (`dropped`), are left out: nothing can be learned from them. stops: as of SFTExamples.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        tokenizer,
+        max_length: int,
+        cache: Path | None = None,
+        overlong: str = "cut_prompt",
+        stops: Iterable[int] = (),
+    ):
+        schema = pyarrow.schema({"chosen": IDS, "rejected": IDS})
+        settings = {"kind": "pairs", "max_length": max_length, "overlong": overlong, "stops": sorted(stops)}
+        fit = pair_fit(tokenizer, max_length, overlong, stops)
+        super().__init__(rows, fit, schema, lambda found, row: tuple(found.sequences), tokenizer, cache, **settings)
+        if not len(self):
+            raise UserError(
+                f"none of the {len(rows)} pairs differs within max_length {max_length}; raise it, or look "
+                "whether chosen and rejected are the same text."
+            )
+
+    def __getitem__(self, index: int) -> Pair:
+        return Pair(ids_at(self.table, "chosen", index), ids_at(self.table, "rejected", index))
+
+
+@dataclass(frozen=True, slots=True)
+class PairBatch:
+    """Right-padded answers, the B chosen ones first, then their B rejected ones in the same order.
+
+    sequences (2B, S) int64; attention_mask (2B, S) int64; first_difference (B,) int64, the first position at which a
+    pair's two sequences differ, the end of the shorter one where that is how the longer one begins.
+    """
+
+    sequences: Tensor
+    attention_mask: Tensor
+    first_difference: Tensor
+
+    def to(self, device) -> "PairBatch":
+        return PairBatch(self.sequences.to(device), self.attention_mask.to(device), self.first_difference.to(device))
+
+
+def collate_pairs(pairs: list[Pair], pad_id: int) -> PairBatch:
+    """The pairs as one batch, padded to the longest answer of either kind."""
+    sequences, attention_mask = padded([pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], pad_id)
+    return PairBatch(sequences, attention_mask, torch.tensor([_first_difference(*pair) for pair in pairs]))
+
+
+def _first_difference(a: list[int], b: list[int]) -> int:
+    return next((position for position, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def prompt_fit(
+    tokenizer,
+    max_prompt_length: int,
+    overlong: str = "cut_prompt",
+    query_start: int | None = None,
+    query_end: int | None = None,
+) -> RowFit:
+    """What of a prompt the actor is shown; arguments as of Prompts."""
+    lengths = Lengths(tokenizer, max_prompt_length, overlong)
+    opening = lengths.encoder.opening
+    room = max_prompt_length - len(opening)
+    if room < 1:
+        raise UserError(
+            f"max_prompt_length is {max_prompt_length}; it needs to be at least {len(opening) + 1} to hold "
+            "one token of a prompt and what the tokenizer puts before it."
+        )
+
+    def query(row: dict) -> Fit:
+        ids = lengths.encoder.prompt(row["prompt"])
+        opened = lengths.encoder.opened(ids)
+        found = trim_query(ids[len(opened) :], room, query_start, query_end)
+        if found is None:
+            return Fit(
+                ids, [], min(len(ids), max_prompt_length), reason="the dialect's query_start or query_end is not in it"
+            )
+        return Fit(opened + found, [], len(opened) + len(found))
+
+    trimmed = query_start is not None or query_end is not None
+    return RowFit(
+        lengths.encoder, lambda row: [row["prompt"]], query if trimmed else lambda row: lengths.prompt(row["prompt"])
+    )
+
+
+class Prompts(FittedRows):
+    """The prompts of step 3, each a list of ids; `rows` are the rows of those that are kept, with all columns that are
+    read.
+
+    overlong: what becomes of prompts of more than max_prompt_length tokens (training/data/tokens.py). A prompt's
+    index, by which its samples are keyed, is its index among those kept.
+
+    query_start, query_end: tokens between which the prompt stands in its text, if given (`trim_query`): what follows
+    the start, cut on the right to max_prompt_length and then behind the last end. Texts without them are dropped.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[dict],
+        tokenizer,
+        max_prompt_length: int,
+        overlong: str = "cut_prompt",
+        cache: Path | None = None,
+        query_start: int | None = None,
+        query_end: int | None = None,
+    ):
+        fit = prompt_fit(tokenizer, max_prompt_length, overlong, query_start, query_end)
+        trimmed = query_start is not None or query_end is not None
+        schema = pyarrow.schema({"token_ids": IDS, "row": pyarrow.large_string()})
+        settings = {"kind": "prompts", "max_length": max_prompt_length, "overlong": overlong}
+        settings |= {"query": [query_start, query_end]} if trimmed else {}
+
+        def columns(found: Fit, row: dict) -> tuple[list[int], str]:
+            kept = {name: value for name, value in row.items() if not isinstance(value, Unread)}
+            return found.prompt, json.dumps(kept, default=str)  # str: of decimals, dates and times
+
+        super().__init__(rows, fit, schema, columns, tokenizer, cache, **settings)
+        self.rows = _JsonColumn(self.table["row"])
+        if not len(self):
+            raise UserError(
+                f"none of the {len(rows)} prompts has the dialect's query_start and query_end within "
+                f"{max_prompt_length} tokens. Raise that, or leave them out (--set query_start= query_end=)."
+                if trimmed
+                else f"none of the {len(rows)} prompts has at most {max_prompt_length} tokens; raise "
+                "max_prompt_length, or cut long prompts (--overlong cut_prompt) instead of dropping them."
+            )
+
+    def __getitem__(self, index: int) -> list[int]:
+        return ids_at(self.table, "token_ids", index)
+
+    def refuse_unread(self, columns: Iterable[str], asked: str) -> None:
+        """Raise UserError for a column that was not read; asked: who asks for these, as the message begins."""
+        for name in columns:
+            if name in self.unread:
+                raise UserError(
+                    f"{asked} the column {name}, which is not read: it holds {self.unread[name]}. Write what is "
+                    "needed of it into a column of texts or numbers: a file's path, say, or base64."
+                )
+
+
+class _JsonColumn(Sequence):
+    """A column of JSON texts as what they stand for, parsed when asked for."""
+
+    def __init__(self, column: pyarrow.ChunkedArray):
+        self.column = column
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def __getitem__(self, index: int) -> dict:
+        return json.loads(self.column[index].as_py())
+
+
+def collate_prompts(token_lists: list[list[int]], indices: Tensor, visits: Tensor, pad_id: int) -> PromptBatch:
+    """The prompts of one batch, left-padded to the longest.
+
+    indices, visits: (B,) int64, as PromptOrder gives them. The visit stands in `samples`, without which a prompt would
+    be given the same responses in each epoch.
+    """
+    input_ids, attention_mask = padded(token_lists, pad_id, left=True)
+    return PromptBatch(input_ids=input_ids, attention_mask=attention_mask, indices=indices, samples=visits)
+
+
+def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
+    """Texts as one batch of prompts with the indices 0, 1, ...: for use from Python, without a data set.
+
+    visit: how often they were answered before. With the same number they are given the same responses again, as long as
+    the policy is the same. Raises UserError for a text of which the tokenizer makes no tokens.
+    """
+    indices, encoder = torch.arange(len(texts)), TextEncoder(tokenizer)
+    token_lists = [encoder.prompt(text) for text in texts]
+    if not all(token_lists):
+        number = token_lists.index([])
+        raise UserError(f"prompt {number + 1}, {quoted(texts[number])}: the tokenizer makes no tokens of it.")
+    return collate_prompts(token_lists, indices, torch.full_like(indices, visit), tokenizer.pad_token_id)
+
+
+class TextBlocks(Sequence):
+    """The ids of the rows' `text`, one text behind the other, in blocks of exactly block_length ids."""
+
+    def __init__(self, rows: Sequence[dict], tokenizer, block_length: int, cache: Path | None = None):
+        def blocks(counts):
+            encoder, ids = TextEncoder(tokenizer), []
+            progress = Progress(len(rows), "tokenising texts", told=note)
+            for some, texts in together(progress.over(rows), lambda row: [row["text"]]):
+                encoder.ahead(texts)
+                for row in some:
+                    if row["text"].strip():
+                        ids.extend(encoder.prompt(row["text"]))
+                    cut = len(ids) - len(ids) % block_length
+                    yield from ((ids[start : start + block_length],) for start in range(0, cut, block_length))
+                    del ids[:cut]
+
+        schema = pyarrow.schema({"ids": pyarrow.list_(pyarrow.int32(), block_length)})
+        settings = {"kind": "blocks", "block_length": block_length}
+        self.table = cached_table(MadeTable(schema, blocks), cache, rows, tokenizer, **settings)
+        if not len(self):
+            raise UserError(
+                f"the {len(rows)} texts for pretraining make no block of {block_length} tokens; give more "
+                "text, or lower the lengths of prompts and answers."
+            )
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> list[int]:
+        return ids_at(self.table, "ids", index)
+
+
+def collate_blocks(blocks: list[list[int]]) -> Tensor:
+    """(B, L) int64."""
+    return torch.tensor(blocks)
