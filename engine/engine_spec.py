@@ -38,7 +38,7 @@ class EngineSpec:
     from elsewhere, and no such model is loaded. hydra_layers: how many of the actor's last layers train; the reference
     is then copies of those in the actor's engine. 0: all train, and the reference is an engine of its own.
     actor_lora, critic_lora: adapters that train instead of matrices, or None. share_trunk: one model for all roles.
-    pad_token: the rule for the tokenizer's pad token (engine/models/pad_tokens.py). chat_template: a file with one for
+    pad_token: the rule for the tokenizer's pad token (engine/models/reading.py). chat_template: a file with one for
     it, or None. trust_remote_code: whether code in the models' folders may run. attention: which code computes
     attention, of all models.
     reference, reward: stage 3 where the actor (the critic, if there is one) is at stage 3, else 0, unless given.

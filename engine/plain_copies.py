@@ -14,7 +14,7 @@ from torch import nn
 from engine import distributed
 from engine.distributed import RankGroup
 from engine.errors import RunStopped
-from engine.models.backbone import Backbone
+from engine.models.policy import Backbone
 from engine.zero.accelerator import on_gpu
 from engine.zero.engines import FrozenModel, TrainedModel
 

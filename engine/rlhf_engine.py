@@ -16,13 +16,10 @@ from engine.ema import EMA
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.host_memory import freed_memory_given_back
 from engine.models.hydra import check_hydra, load_hydra
-from engine.models.loaded_check import check_results
-from engine.models.loading import DTYPES, load_policy, load_scorer, new_critic
+from engine.models.loading import DTYPES, check_results, check_rows, load_policy, load_scorer, new_critic
 from engine.models.lora import LoraSpec, adapt
-from engine.models.policy import Policy
+from engine.models.policy import Policy, Scorer
 from engine.models.reading import read_tokenizer
-from engine.models.row_check import check_rows
-from engine.models.scorer import Scorer
 from engine.optim import build_optimizer
 from engine.reference import EngineReference, MovingReference, Reference
 from engine.reward.model import RewardModel

@@ -6,9 +6,8 @@ from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.loading import DTYPES, load_policy
-from engine.models.pad_tokens import classifier_pad_token_id
 from engine.models.places import base_of, same_model
-from engine.models.reading import read_config, read_tokenizer
+from engine.models.reading import classifier_pad_token_id, read_config, read_tokenizer
 from engine.models.trunk import ScoringRole, make_trunk, owner
 from engine.optim import optimizer_groups, optimizer_of
 from engine.zero.config import build_ds_config, refuse_offload_of_roles

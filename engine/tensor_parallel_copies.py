@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from engine import distributed
 from engine.distributed import RankGroup
-from engine.models.backbone import Backbone
-from engine.models.merging import merged_weights
-from engine.models.policy import Policy
-from engine.models.scorer import Scorer
+from engine.models.policy import Backbone, Policy, Scorer
+from engine.models.saving import merged_weights
 from engine.models.tensor_parallel import TensorParallelPlan, bare_model
 from engine.plain_copies import (
     Model,

@@ -7,8 +7,8 @@ from torch import nn
 
 from engine import distributed
 from engine.distributed import RankGroup
-from engine.models.backbone import Backbone
 from engine.models.loading import empty_like
+from engine.models.policy import Backbone
 from engine.plain_copies import (
     Model,
     PlainCopies,

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from engine.memory.blueprint import built
-from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
+from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
 from scripts.benchmark_models import make_models
 from scripts.harness.host_launches import run_ranks, start_alone, wait
 from scripts.harness.hosts import DEVICE, Link, TwoHosts

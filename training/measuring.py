@@ -19,11 +19,9 @@ from engine.errors import UserError
 from engine.experience_maker import ExperienceMaker
 from engine.models.checking import check_policy, check_scorer, check_vocabularies
 from engine.models.checking import check_rows as check_embedding
-from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
-from engine.models.fit import listed
 from engine.models.loading import load_policy, load_scorer
-from engine.models.reading import read_config, read_tokenizer, vocabulary_size
-from engine.models.weight_files import stored_name
+from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, read_config, read_tokenizer, vocabulary_size
+from engine.models.weight_files import listed, stored_name
 from engine.reference import EngineReference
 from engine.reward.base import RewardSource
 from engine.rlhf_engine import frozen_model

@@ -11,9 +11,8 @@ from engine import distributed
 from engine.algo.masked import masked_sum
 from engine.experience import position_ids
 from engine.models.checking import check_policy, check_rows
-from engine.models.classes import LANGUAGE_MODEL
 from engine.models.loading import DTYPES, load_policy
-from engine.models.reading import vocabulary_size
+from engine.models.reading import LANGUAGE_MODEL, vocabulary_size
 from engine.rlhf_engine import wrap_trained
 from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
 from training.data.forms import SFT

@@ -21,9 +21,8 @@ from engine import distributed
 from engine.algo.losses import pairwise_loss, pairwise_loss_from_difference
 from engine.experience import position_ids
 from engine.models.checking import check_policy, check_rows, check_trunk, check_vocabularies
-from engine.models.classes import CLASSIFIER
 from engine.models.loading import DTYPES, new_scorer
-from engine.models.pad_tokens import classifier_pad_token_id
+from engine.models.reading import CLASSIFIER, classifier_pad_token_id
 from engine.rlhf_engine import wrap_trained
 from engine.zero.engines import TrainedModel
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, pair_fit

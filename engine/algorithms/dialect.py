@@ -47,7 +47,7 @@ class Dialect:
     truncate_token: str = ""  # what is scored ends with the first such token
     truncate_after: int = 0  # at or after this position
     score_before_pad: bool = False  # and before the first pad token, where one was drawn
-    pad_token: str = "tokenizer"  # which token pads, by a rule of engine/models/pad_tokens.py
+    pad_token: str = "tokenizer"  # which token pads, by a rule of engine/models/reading.py
 
     # Which positions count. What was sampled is what is learned, EOS included, or the model never learns to stop.
     length_rule: str = "sampled"  # "sampled" tokens, or those "before_pad", those "not_pad", the whole "row"

@@ -13,15 +13,11 @@ from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.attention import USUAL, Attention
-from engine.models.backbone import Backbone
-from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
 from engine.models.hydra import HydraPolicy
 from engine.models.loading import DTYPES, as_computed
-from engine.models.lora import LoraSpec, adapt
-from engine.models.policy import Policy
-from engine.models.reading import read_config
-from engine.models.scorer import Scorer
-from engine.models.stack import decoder_stack
+from engine.models.lora import LoraSpec, adapt, decoder_stack
+from engine.models.policy import Backbone, Policy, Scorer
+from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, model_class, read_config
 from engine.models.trunk import make_trunk
 from engine.shared_trunk import scoring_roles
 from engine.whole_copies import architecture

@@ -15,8 +15,8 @@ from engine.memory.passes import Rows, decoding_passes, scoring_pass, training_p
 from engine.memory.workload import Cluster, Workload
 from engine.memory.zero_memory import FLOAT, Averages, Bytes, ZeroMemory, bucket_numbers
 from engine.models.attention import USUAL, Attention
-from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.lora import LoraSpec
+from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
 from engine.tensor_parallel_copies import divided_bytes, group_sizes, why_no_group

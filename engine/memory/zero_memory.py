@@ -25,7 +25,7 @@ from typing import Any
 
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.memory.blueprint import Blueprint
-from engine.models.on_disk import PIECE
+from engine.models.weight_files import PIECE
 from engine.zero.gathering import GATHER_BUCKET
 from engine.zero.long_batch import NOTHING_KEPT, Kept, what_to_keep
 

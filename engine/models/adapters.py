@@ -10,8 +10,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from engine.models.adapted_head import AdaptedLogProbHead
-from engine.models.heads import LogProbHead
+from engine.models.heads import AdaptedLogProbHead, LogProbHead
 
 
 class Adapters:

@@ -1,6 +1,10 @@
-"""Output heads that engines gather once a call: log-probs of given tokens, and a score for every token."""
+"""Output heads that engines gather once a call: log-probs of given tokens, and a score for every token; and a language
+model's head with adapters beside it.
+"""
 
+import torch
 import torch.nn.functional as F
+from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
 from engine.algo.logprobs import head_logprobs
@@ -37,3 +41,30 @@ class ScoreHead(nn.Linear):
         """(..., d) -> (..., 1) float32."""
         bias = None if self.bias is None else self.bias.float()
         return F.linear(hidden.float(), self.weight.float(), bias)
+
+
+class AdaptedLogProbHead(Linear):
+    """peft's layer around a LogProbHead, which can go on to log-probs as that does: the adapters' update is added to
+    each chunk of logits.
+
+    The head's matrix may be the embedding too: the update counts where logits are computed, and not in the embedding.
+    """
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, temperature: float = 1.0, with_entropy: bool = False
+    ):
+        """As LogProbHead's, with the adapters that are active."""
+        if labels is None:
+            return super().forward(hidden)
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if not names:
+            return self.base_layer(hidden, labels, temperature, with_entropy)
+        low = [self.scaling[name] * self.lora_A[name](self.lora_dropout[name](hidden)) for name in names]
+        up = [self._transposed(name, hidden) for name in names]
+        return self.base_layer(hidden, labels, temperature, with_entropy, torch.cat(low, -1), torch.cat(up))
+
+    def _transposed(self, name: str, like: Tensor) -> Tensor:
+        """B of an adapter, (dim, V), as its module's output: under ZeRO-3 a call of a module gathers its weight."""
+        unit = torch.eye(self.r[name], dtype=like.dtype, device=like.device)
+        # ZeRO-3 takes a layer's backward pass to be over when the gradient of its input is there.
+        return self.lora_B[name](unit.requires_grad_(torch.is_grad_enabled()))

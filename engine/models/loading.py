@@ -2,39 +2,69 @@
 
 An adapter's folder is loaded as its base, with the adapter merged into it: W + alpha / dim * B A in float32, then cast.
 With `merge` False the base stays as it is, and the module's `start` says which adapter is still to be given to it.
+
+Loading passes through transformers and, under ZeRO-3, through partitions of every weight. `other_weights` compares
+numbers of every weight with the files, whatever the model's size, at the end of a load. `check_results` compares what a
+small model computes within its engine with what transformers alone computes with the same folder. `check_rows` asks
+whether a model reads a row the same alone, beside longer ones, and without padding.
 """
 
+import copy
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from peft import PeftModel
+from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from engine import distributed
 from engine.errors import SharedError, UserError
+from engine.experience import position_ids
 from engine.host_memory import freed_memory_given_back
 from engine.models.adapter_folders import HEAD, AdapterFolder, read_adapter
 from engine.models.attention import USUAL, Attention
-from engine.models.backbone import Backbone
-from engine.models.buffers import restore_buffers
 from engine.models.checking import check_policy, check_scorer, check_trunk
-from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL, model_class
-from engine.models.deepspeed_chat import deepspeed_chat_names, deepspeed_chat_state, take_pad_token
-from engine.models.fit import Misfit, listed
-from engine.models.loaded_check import other_weights
-from engine.models.merging import merge_adapter
-from engine.models.on_disk import read_by_pieces
-from engine.models.openrlhf import renamed_state, take_settings
-from engine.models.pad_tokens import classifier_pad_token_id
 from engine.models.places import base_of
-from engine.models.policy import Policy
-from engine.models.reading import read_config, read_tokenizer
-from engine.models.scorer import Scorer
-from engine.models.weight_files import mapped_tensors, weights_folder
-from engine.zero.gathering import gathered_params, is_partitioned, own_part, set_parameter
+from engine.models.policy import Backbone, Policy, Scorer
+from engine.models.reading import (
+    CLASSIFIER,
+    LANGUAGE_MODEL,
+    classifier_pad_token_id,
+    model_class,
+    read_config,
+    read_tokenizer,
+)
+from engine.models.reward_formats import (
+    deepspeed_chat_names,
+    deepspeed_chat_state,
+    is_deepspeed_chat_scorer,
+    renamed_state,
+    take_pad_token,
+    take_settings,
+)
+from engine.models.saving import merge_adapter
+from engine.models.weight_files import (
+    Misfit,
+    listed,
+    mapped_tensors,
+    read_by_pieces,
+    restore_buffers,
+    stored_name,
+    weights_folder,
+)
+from engine.zero.gathering import (
+    full_numel,
+    full_shape,
+    gathered_params,
+    is_partitioned,
+    own_part,
+    own_run,
+    set_parameter,
+)
 from engine.zero.partitioned_loading import partitioned_loading
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -332,3 +362,156 @@ def _make_saveable(model) -> None:
             model.generation_config = GenerationConfig(
                 eos_token_id=generation.eos_token_id, pad_token_id=generation.pad_token_id
             )
+
+
+SAMPLE = 64  # numbers of a weight
+SMALL = 30_000_000  # parameters; rank 0 loads such a model once more
+OFF = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Too much for a mean difference, where results are of size 1; hundreds of times what rounding does."""
+
+
+def other_weights(model: nn.Module, stored: Mapping[str, Tensor]) -> list[str]:
+    """The names of weights that are not those of the files, each by SAMPLE numbers at even distances of what this rank
+    holds of it, in the dtype that it was cast to.
+
+    A tied weight is looked at under each of its names. Left out are weights that files hold in another arrangement
+    (the experts of a layer, say), or not at all, such as new heads. stored: the files' tensors, by name.
+    """
+    found = []
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        other = stored_name(name, model, stored)
+        if other is None or (given := stored[other]).shape != full_shape(weight):
+            continue
+        start, length = own_run(weight) if is_partitioned(weight) else (0, weight.numel())
+        places = torch.arange(SAMPLE) * (length - 1) // (SAMPLE - 1)
+        if length > 0:
+            numbers = own_part(weight).detach().reshape(-1)[places.to(weight.device)]
+            if not torch.equal(numbers.cpu(), given.reshape(-1)[start + places].to(numbers.dtype)):
+                found.append(name)
+    return found
+
+
+@torch.no_grad()
+def check_results(module: Backbone, call: Callable[..., Any], what: str) -> None:
+    """Compare log-probs, or values, of a small model with those that transformers computes with its folder, an adapter
+    there applied by peft (all ranks call this). No random numbers are drawn from the run's generators.
+
+    Left out are models of more than SMALL parameters, and DeepSpeed-Chat's reward models, which transformers cannot
+    open. A scorer's head, which may be new, is the module's own on both sides.
+
+    Args:
+        call: the module's forward pass, as an engine makes it.
+        what: how messages name the model.
+
+    Raises: SharedError where they differ by more than rounding does.
+    """
+    base, model = module.base, module.model
+    if base is None or sum(map(full_numel, model.parameters())) > SMALL or is_deepspeed_chat_scorer(base, what):
+        return
+    vocabulary, training = model.config.get_text_config().vocab_size, module.training
+    sequences = (torch.arange(16, device=distributed.device()) * 7919 % vocabulary).view(2, 8)
+    mask = torch.ones_like(sequences)
+    module.eval()
+    if isinstance(module, Policy):
+        found, head = call(sequences, mask, position_ids(mask), response_length=7)[0], None
+    else:
+        found = call(sequences, mask, position_ids(mask))
+        with gathered_params([model.score.weight]):
+            head = model.score.weight.detach().clone()
+    module.train(training)
+    message = None
+    if distributed.is_main():
+        expected = _expected(module, sequences, head)
+        off = float((found - expected).abs().mean() / expected.abs().mean().clamp(min=1.0))
+        if bool(expected.isfinite().all()) and not off <= OFF[next(model.parameters()).dtype]:  # NaN is told elsewhere
+            message = (
+                f"{what}: within its engine it computes other {'log-probs' if head is None else 'values'} than the "
+                f"model in {base} does in transformers: they differ by {off:.2g} of their size. Nothing was trained. "
+                "Open the folder with from_pretrained, write it anew with save_pretrained, and give that."
+            )
+    message = distributed.all_gather_objects(message)[0]
+    if message is not None:
+        raise SharedError(message)
+
+
+def _expected(module: Backbone, sequences: Tensor, head: Tensor | None) -> Tensor:
+    """By transformers alone, log-probs (B, T - 1) or values (B, T) of a batch (B, T) without padding."""
+    config = copy.deepcopy(module.model.config)  # what forward passes return is as the engine has it
+    own = type(config).from_pretrained(module.base)
+    if hasattr(own, "tie_word_embeddings"):  # an adapter of the head unties it in the engine's
+        config.tie_word_embeddings = own.tie_word_embeddings
+    with torch.random.fork_rng(devices=[sequences.device] if sequences.is_cuda else []):
+        plain: Any = (
+            type(module.model)
+            .from_pretrained(
+                module.base,
+                config=config,
+                dtype=next(module.parameters()).dtype,
+                attn_implementation=module.model.base_model.config._attn_implementation,
+            )
+            .to(sequences.device)
+        )
+        adapter = module.start or module.merged
+        if adapter is not None:
+            peft_config = copy.copy(adapter.config)
+            peft_config.task_type = None  # a critic may be made of a language model's adapter
+            PeftModel.from_pretrained(plain, adapter.path, config=peft_config)  # in place
+    plain.eval()
+    if head is None:
+        logprobs = plain(sequences, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        return logprobs.gather(-1, sequences[:, 1:, None]).squeeze(-1)
+    return plain.base_model(sequences, use_cache=False)[0].float() @ head.float()[0] + getattr(module, "offset", 0.0)
+
+
+SHORT, LONG = 5, 8  # tokens of the row that is asked for, and of the one beside it
+
+
+@torch.no_grad()
+def check_rows(module: Backbone, call: Callable[..., Tensor | tuple[Tensor, Tensor]], what: str) -> None:
+    """Compare the three, unless attention is torch's own of padded rows, as it usually is (all ranks call this).
+
+    Args:
+        call: the module's forward pass, as an engine makes it.
+        what: how messages name the model.
+
+    Raises: SharedError where padding is attended to, or rows without padding are read otherwise.
+    """
+    packs, name = module.packs, module.model.base_model.config._attn_implementation
+    if name == "sdpa" and not packs:
+        return
+    training = module.training
+    module.eval()
+    module.pack(False)
+    padded = _answers(module, call, LONG)
+    if not _same(module, padded[:1], _answers(module, call, SHORT)):
+        raise SharedError(
+            f"{what}: with --attn_implementation {name} this model attends to padding: a row has other results beside "
+            "a longer one than alone. Leave it out, or give sdpa or eager."
+        )
+    module.pack(packs)
+    if packs and not _same(module, _answers(module, call, LONG), padded):
+        raise SharedError(
+            f"{what}: this model reads rows without padding otherwise than padded ones. Give --packing padded."
+        )
+    module.train(training)
+
+
+def _answers(module: Backbone, call: Callable, width: int) -> Tensor:
+    """Log-probs or scores of the last tokens of a short row, and of a long one where the batch is as wide as that;
+    (1 or 2, n) float32."""
+    device = distributed.device()
+    row = torch.arange(1, LONG + 1, device=device) * 7919 % module.model.config.get_text_config().vocab_size
+    sequences = torch.stack([row, row.flip(0)] if width == LONG else [row])[:, -width:]
+    mask = torch.ones_like(sequences)
+    mask[0, : width - SHORT] = 0
+    given = sequences, mask, position_ids(mask)
+    if isinstance(module, Policy):
+        return call(*given, response_length=SHORT - 1)[0]
+    return call(*given)[:, -SHORT:]
+
+
+def _same(module: Backbone, found: Tensor, expected: Tensor) -> bool:
+    """On all ranks, within the rounding of the weights' dtype."""
+    tolerance = torch.finfo(next(module.parameters()).dtype).eps ** 0.5
+    near = (found - expected).abs() <= tolerance * expected.abs().max().clamp(min=1.0)
+    return not distributed.any_rank(not bool(near.all()))

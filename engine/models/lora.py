@@ -13,21 +13,44 @@ Sources: Hu et al. 2021 (LoRA), section 4.1; microsoft/DeepSpeedExamples 83757d9
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from peft import LoraConfig
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.errors import UserError, nearest
-from engine.models.adapter_folders import AdapterFolder, unset
+from engine.models.adapter_folders import AdapterFolder, read_adapter, unset
 from engine.models.adapters import Adapters, inject
-from engine.models.backbone import Backbone
-from engine.models.fingerprint import contents
-from engine.models.scorer import Scorer
-from engine.models.stack import ask_for_gradient, decoder_stack
+from engine.models.checking import contents
+from engine.models.policy import Backbone, Policy, Scorer
+from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, model_class, read_config
+
+
+def decoder_stack(model: PreTrainedModel) -> str | None:
+    """The name of the longest ModuleList of decoder layers (the classes in `_no_split_modules`), or None."""
+    kinds = set(model._no_split_modules or [])
+    lists = {
+        name: len(part)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) and {type(layer).__name__ for layer in part} <= kinds
+    }
+    return max(lists, key=lambda name: lists[name], default=None)
+
+
+def ask_for_gradient(_: nn.Module, inputs: tuple) -> None:
+    """Have the backward pass go through to the input of the first layer that trains, though nothing before it does.
+
+    A forward pre-hook. ZeRO-3, where it gathers a layer in one piece, takes the layer's backward pass to be over when
+    the gradient of its input is there. An input without a gradient would look like that from the start: weights would
+    be freed too early.
+    """
+    if torch.is_grad_enabled() and not inputs[0].requires_grad:
+        inputs[0].requires_grad_(True)
+
 
 ALL_LINEAR = "all-linear"
 
@@ -185,3 +208,82 @@ def _choose_trained(module: Backbone, spec: LoraSpec) -> None:
     stack = decoder_stack(module.model)
     if spec.only and stack is not None:
         module.model.get_submodule(f"{stack}.0").register_forward_pre_hook(ask_for_gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedModel:
+    """What of a model an adapter changes.
+
+    layers: the names of the adapted layers. trained, total: numbers of parameters, factors included in both. scorer:
+    whether it has a score head, which trains too.
+    """
+
+    spec: LoraSpec
+    layers: list[str]
+    trained: int
+    total: int
+    scorer: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        path: str,
+        spec: LoraSpec,
+        what: str,
+        scorer: bool = False,
+        trust_remote_code: bool = False,
+        goes_on: bool = True,
+    ) -> Self:
+        """What `adapt` would make of the model at `path`, as a scorer or a language model.
+
+        goes_on: whether an adapter at `path` is the one that trains; otherwise a new one stands beside it.
+
+        Raises: UserError, naming `what` (a flag), if something else stands there, no layer has such a name, or the
+        factors of a new adapter would be larger than every matrix that they are to change.
+        """
+        config = read_config(path, what, trust_remote_code)
+        kind = model_class(config, CLASSIFIER if scorer else LANGUAGE_MODEL, path, what, trust_remote_code)
+        start = read_adapter(path, what) if goes_on else None
+        if start is not None:
+            check_dim(start, spec)
+            spec = replace(spec, alpha=start.config.lora_alpha)
+        if scorer:
+            config.num_labels = 1
+        with torch.device("meta"):
+            model = kind._from_config(config)
+            module = Scorer(model) if scorer else Policy(model)
+            module.start = start
+            try:
+                adapt(module, spec, "model")
+            except UserError as error:  # of a folder's adapter it says which
+                raise UserError(str(error) if start is not None else f"{what} {path}: {error}") from None
+        assert module.adapters is not None
+        sides = [min(a.shape[1], b.shape[0]) for a, b in module.adapters.factors().values()]
+        if start is None and spec.dim > max(sides):
+            raise UserError(
+                f"{what} {path}: the dimension {spec.dim} is larger than {max(sides)}, the smaller side of the largest "
+                f"matrix that is adapted: no update has a higher rank. Give one of at most {max(sides)}, usually "
+                "far smaller."
+            )
+        counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+        return cls(
+            spec=spec,
+            layers=module.adapters.targets(),
+            trained=sum(number for number, trains in counts if trains),
+            total=sum(number for number, _ in counts),
+            scorer=scorer,
+        )
+
+    def told(self) -> str:
+        """One line: rank and rate, how much trains, and which layers have factors."""
+        spec = self.spec
+        kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in self.layers))
+        dropout = f", dropout {spec.dropout:g}" if spec.dropout else ""
+        rest = "beside the factors all that has none trains"
+        if spec.only:
+            rest = "all but these and the score head is frozen" if self.scorer else "all else is frozen"
+        return (
+            f"rank {spec.dim}, alpha {spec.alpha:g}, learning rate {spec.lr:g}{dropout}, in {len(self.layers)} layers "
+            f"({', '.join(kinds)}); {self.trained:,} of {self.total:,} parameters train "
+            f"({100 * self.trained / self.total:.2g} %), {rest}"
+        )

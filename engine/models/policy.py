@@ -1,9 +1,11 @@
-"""Policy: a causal language model that returns log-probs of given tokens.
+"""Policy, a causal language model that returns log-probs of given tokens, and Scorer, a reward model or critic: a number
+for every token. `Backbone` is what they have in common: a Hugging Face model, and how its trunk is called.
 
-Log-probs (B, T) are all that leaves it. The logits, (B, T, V), would be a step's largest tensor; they are computed a
-few rows at a time, so that no more than those few are ever in memory.
+Log-probs (B, T) are all that leaves a policy. The logits, (B, T, V), would be a step's largest tensor; they are computed
+a few rows at a time, so that no more than those few are ever in memory.
 """
 
+import inspect
 from typing import Any, Self
 
 import torch
@@ -13,10 +15,96 @@ from transformers import PreTrainedModel
 
 from engine.algo.logprobs import CHUNK_ELEMENTS, predicting, token_logprobs
 from engine.experience import position_ids as positions_from
-from engine.models.backbone import Backbone
-from engine.models.heads import LogProbHead
-from engine.models.packed_rows import PackedRows
+from engine.models.adapter_folders import AdapterFolder
+from engine.models.adapters import Adapters
+from engine.models.attention import PackedRows
+from engine.models.heads import LogProbHead, ScoreHead
 from engine.trace import traced
+from engine.zero.gathering import whole_copy
+
+
+class Backbone(nn.Module):
+    """A Hugging Face model, called with the arguments that its family's trunk takes.
+
+    replaced: settings of the model's own configuration, by name, for which loading has put others (`as_computed`); they
+    are put back into what is saved.
+    adapters: the LoRA adapters within the model, if it has some.
+    base: the path that its weights were loaded from. base_contents: the fingerprint by which an adapter's folder is to
+    know these; None without adapters. start: the adapter that training is to go on with, of a model that
+    was loaded without it; None otherwise. merged: the adapter that loading has merged into the weights.
+    packs: whether padding is taken out of rows before they go through the layers.
+    """
+
+    model: PreTrainedModel
+    adapters: Adapters | None = None
+    base: str | None = None
+    base_contents: str | None = None
+    start: AdapterFolder | None = None
+    merged: AdapterFolder | None = None
+    packs = False
+
+    def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
+        super().__init__()
+        self.model = model
+        self.replaced = replaced or {}
+        # Some families, BLOOM for one, take no positions: they count along the attention mask.
+        self._takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+
+    def with_model(self, model: PreTrainedModel) -> Self:
+        """A module of this kind and with these settings and adapters, for another model of the same architecture."""
+        other = type(self)(model, self.replaced)
+        other.pack(self.packs)
+        if self.adapters is not None:
+            other.adapters = self.adapters.within(model)
+        return other
+
+    def take_settings_of(self, other) -> None:
+        """Take over what another module of this architecture computes with besides its weights.
+
+        A module that holds the weights of different models in turn is given these settings with each.
+        """
+
+    def pack(self, packs: bool) -> None:
+        """Have rows go through the layers without their padding from now on, or with it."""
+        self.packs = packs
+
+    def checkpoint_activations(self) -> None:
+        """Keep each layer's input alone in forward passes, and compute the rest again in the backward pass."""
+        model = self.model
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})  # the first is its name from transformers 5.23 on, where the other one warns
+
+    def as_role(self, role: str) -> "Backbone":
+        """The Policy or Scorer that this is in a role: itself, unless it is several."""
+        return self
+
+    def take_role(self, role: str | None) -> None:
+        """Compute as one of the models that this one is from now on: None for what trains, and always for those that
+        are one model only."""
+        if self.adapters is not None:
+            self.adapters.take(role)
+        else:
+            assert role is None, f"a model without adapters was asked to be the {role}"
+
+    def inputs(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> dict:
+        """The keyword arguments of a forward pass without cache; all arguments (B, S) int64."""
+        named = {"input_ids": sequences, "attention_mask": attention_mask, "use_cache": False}
+        if self._takes_positions:
+            named["position_ids"] = position_ids
+        return named
+
+    def packed_inputs(self, rows: PackedRows, sequences: Tensor, position_ids: Tensor) -> dict:
+        """The same of rows without their padding; no mask, which would be taken for one of a padded batch."""
+        named = {"input_ids": rows.packed(sequences), "position_ids": rows.packed(position_ids), "use_cache": False}
+        return named | rows.arguments(self.model.base_model.config._attn_implementation)
+
+    def packed_states(self, rows: PackedRows, sequences: Tensor, position_ids: Tensor) -> Tensor:
+        """The trunk's last hidden states of all real tokens, (1, N, d)."""
+        return self.model.base_model(**self.packed_inputs(rows, sequences, position_ids))[0]
+
+    def hidden_states(self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """The trunk's last hidden states, (B, S, d)."""
+        return self.model.base_model(**self.inputs(sequences, attention_mask, position_ids))[0]
 
 
 class Policy(Backbone):
@@ -140,3 +228,67 @@ def _logits_logprobs(logits: Tensor, labels: Tensor, temperature: float, with_en
 
 def _alike(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and bool((first - second).abs().max() < 1e-3 * second.abs().max())
+
+
+class Scorer(Backbone):
+    """A reward model or critic: backbone, one linear head on every token, and a stored offset.
+
+    The gain of the normalisation is folded into the head's weight. The offset stands beside it, in the model's
+    config.json (`score_offset`), because Hugging Face's heads have no bias.
+
+    kept_heads: by role, frozen copies of a head that trains. They stand outside `model`, which is saved without them.
+    """
+
+    def __init__(self, model: PreTrainedModel, replaced: dict[str, Any] | None = None):
+        super().__init__(model, replaced)
+        model.score.__class__ = ScoreHead
+        self.offset = float(getattr(model.config, "score_offset", 0.0))
+        self.score_position = getattr(model.config, "score_position", "last_non_pad")
+        self.pad_token_id = model.config.pad_token_id
+        self.kept_heads = nn.ModuleDict()
+
+    def keep_head(self, role: str) -> None:
+        """Keep the head as it is now, to go on computing as `role` with it (all ranks call this)."""
+        self.kept_heads[role] = whole_copy(self.model.score).requires_grad_(False)
+
+    def with_model(self, model: PreTrainedModel) -> Self:
+        """A Scorer with these settings, adapters and kept heads, for another model of the same architecture."""
+        other = super().with_model(model)
+        for role in self.kept_heads:
+            other.keep_head(role)
+        return other
+
+    def take_settings_of(self, other: "Scorer") -> None:
+        """Take over the offset of another Scorer of this architecture."""
+        self.offset = other.offset
+
+    @traced("scorer forward")
+    def forward(
+        self, sequences: Tensor, attention_mask: Tensor, position_ids: Tensor, role: str | None = None
+    ) -> Tensor:
+        """The score at every token; all arguments (B, S) int64. Returns (B, S) float32; without padding zeros for it.
+
+        role: "reward" for the model as it was before training, where this one has that too.
+        """
+        self.take_role(role)
+        head = dict(self.kept_heads.items()).get(role or "", self.model.score)
+        if self.packs:
+            rows = PackedRows(attention_mask)
+            return rows.padded(head(self.packed_states(rows, sequences, position_ids)).squeeze(-1) + self.offset)
+        hidden = self.hidden_states(sequences, attention_mask, position_ids)
+        return head(hidden).squeeze(-1) + self.offset
+
+    def sequence_scores(self, token_scores: Tensor, sequences: Tensor, attention_mask: Tensor) -> Tensor:
+        """The score of each sequence: the one at the token that this model was trained to be read at.
+
+        `score_position` "last" is the last real token, EOS included: ours. "last_non_pad" is Hugging Face's rule, the
+        last token that differs from the pad token, hence the one before EOS where pad == eos: models of others.
+
+        Args: all (B, S). Returns (B,) float32.
+        """
+        counted = attention_mask.bool()
+        if self.score_position == "last_non_pad" and self.pad_token_id is not None:
+            counted = counted & (sequences != self.pad_token_id)
+        slots = torch.arange(sequences.shape[1], device=sequences.device)
+        last = torch.where(counted, slots, torch.zeros_like(slots)).amax(-1)
+        return token_scores.gather(1, last.unsqueeze(-1)).squeeze(-1)

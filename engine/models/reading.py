@@ -1,18 +1,169 @@
-"""A model's configuration and its tokenizer, read before anything large is loaded."""
+"""A model's configuration, class and tokenizer, read before anything large is loaded.
 
+The class is transformers' own, or one that the folder brings along where that is allowed.
+
+Whether the output head is a matrix of its own is decided here, by the weight files. Where config.json says that head
+and embedding are one (`tie_word_embeddings`), and the files hold two matrices that differ, transformers loads both;
+peft's merge_and_unload leaves such folders where one of the two was trained. Under ZeRO-3 it cannot compare them, as
+both are partitioned, and drops the head. Whatever is built by the configuration, from engines and copies to memory
+plans, then has that head too.
+
+Which token pads a response is each system's own rule, the field `pad_token` of its dialect. A system that takes
+`ids != pad` for what is real cannot tell EOS from padding where EOS pads. It then does not learn EOS, and reads the
+score one token earlier, so the rule belongs to what the system computes.
+"""
+
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import torch
 from jinja2 import TemplateSyntaxError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 from transformers.utils import import_utils, is_kernels_available
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from engine.algorithms.dialect import Dialect
 from engine.errors import UserError, shortened
 from engine.files import read_text
 from engine.git_lfs import refuse_pointers
-from engine.models.output_head import has_own_head
-from engine.models.pad_tokens import set_pad_token
 from engine.models.places import base_of, one_line, require_model
+from engine.models.weight_files import file_names, mapped_tensors, weight_files, weights_folder
+
+LANGUAGE_MODEL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+_CLASSES = {LANGUAGE_MODEL: MODEL_FOR_CAUSAL_LM_MAPPING, CLASSIFIER: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING}
+
+
+def model_class(config: PretrainedConfig, kind: str, path: str, what: str, trust_remote_code: bool = False) -> Any:
+    """The class that a model of this configuration is built as.
+
+    kind: LANGUAGE_MODEL or CLASSIFIER. trust_remote_code: whether a class in the model's folder, of which its
+    `auto_map` speaks, goes before one of transformers'.
+
+    Raises: UserError, naming `what` (a flag), where it is no decoder-only model or there is no such class.
+    """
+    own = (getattr(config, "auto_map", None) or {}).get(kind) if trust_remote_code else None
+    if own is not None:
+        try:
+            found = get_class_from_dynamic_module(own, base_of(path, what))
+            found.register_for_auto_class(kind)  # so that its code is saved with the model
+            return add_generation_mixin_to_remote_model(found)
+        except Exception as error:  # whatever the folder's code raises
+            raise UserError(
+                f"{what}: {path} names {own} as its class, and importing it raised {type(error).__name__}: "
+                f"{str(error)[:300]}. Mend the folder's code."
+            ) from None
+    family = type(config)
+    # BERT and its like are offered as causal models too, but they were trained on masked words.
+    decoder = family in MODEL_FOR_CAUSAL_LM_MAPPING and family not in MODEL_FOR_MASKED_LM_MAPPING
+    if family not in _CLASSES[kind] or not decoder or config.is_encoder_decoder:
+        raise UserError(
+            f"{what}: {path} is of type {config.model_type!r}, which is not a decoder-only model that "
+            "transformers offers for this role. Give one, such as Llama, Qwen, OPT or GPT-2."
+        )
+    return _CLASSES[kind][family]
+
+
+ROWS = 1 << 12  # of the two matrices, compared at a time
+
+
+def has_own_head(config: PretrainedConfig, path: str, what: str, trust_remote_code: bool = False) -> bool:
+    """Whether the weight files at `path` hold an output head other than the embedding to which it would be tied.
+
+    config: as config.json has it; where that ties nothing there is nothing to decide, and this is False. So it is where
+    the files are not on this machine, or are broken, which is for those to refuse who load them.
+    """
+    folder = weights_folder(path) if getattr(config, "tie_word_embeddings", False) else None
+    if folder is None:
+        return False
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if trust_remote_code and LANGUAGE_MODEL in (getattr(config, "auto_map", None) or {}):
+        kind = model_class(config, LANGUAGE_MODEL, path, what, trust_remote_code)
+    tied = getattr(kind, "_tied_weights_keys", None) or {}
+    pairs = tuple((file_names(head, kind), file_names(embedding, kind)) for head, embedding in tied.items())
+    try:
+        files = weight_files(folder, what)
+    except UserError:
+        return False
+    return _any_differ(folder, tuple((file, file.stat()[6:9]) for file in files if file.is_file()), pairs)
+
+
+@lru_cache(maxsize=32)
+def _any_differ(folder: Path, _files: tuple, pairs: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]) -> bool:
+    """Whether both of a pair are in the files, with other numbers. _files: and their sizes and times, which make the
+    answer another one."""
+    try:
+        stored = mapped_tensors(folder, str(folder))
+    except UserError:
+        return False
+    found = [[next((stored[name] for name in names if name in stored), None) for names in pair] for pair in pairs]
+    return any(one is not None and two is not None and not _equal(one, two) for one, two in found)
+
+
+def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
+    rows = zip(one.split(ROWS), two.split(ROWS))
+    return one.shape == two.shape and all(torch.equal(some.float(), others.float()) for some, others in rows)
+
+
+ADDED = "[PAD]"
+
+
+def set_pad_token(tokenizer, rule: str, path: str, room: bool) -> None:
+    """Give the tokenizer of the language model at `path` the pad token of a rule; EOS where the rule finds none.
+
+    Args:
+        rule: "tokenizer": the tokenizer's own.
+            "never_eos": its own, unless that is EOS or there is none: then "[PAD]" is added, if there is room.
+            "padding": its own; where there is none "<|padding|>", or what the tokenizer takes for that text: its
+            unknown token, which is EOS for GPT-2.
+            "eos": EOS.
+            "eos_unless_llama": EOS; but if the model has "llama" in its name, the tokenizer's own; where there is none
+            "[PAD]" is added, if there is room.
+        room: whether the model has a row of its embedding to spare for a token that is added.
+
+    Sources: microsoft/DeepSpeedExamples 83757d9c, dschat/utils/utils.py, `get_tokenizer` ("eos_unless_llama");
+    vwxyzjn/summarize_from_feedback_details ee77a9ab, ppo.py, and huggingface/trl f2cd5771, examples/scripts/ppo/ppo.py,
+    which add "[PAD]" ("never_eos"); CarperAI/trlx 3340c2f3, trainer/accelerate_base_trainer.py ("padding").
+    """
+    own, eos = tokenizer.pad_token, tokenizer.eos_token
+    if rule == "eos" or (rule == "eos_unless_llama" and "llama" not in path):
+        tokenizer.pad_token = eos or own
+    elif (rule == "never_eos" and own == eos) or (rule in ("never_eos", "eos_unless_llama") and own is None):
+        if room:
+            tokenizer.add_special_tokens({"pad_token": ADDED})
+    elif rule == "padding" and own is None:
+        tokenizer.pad_token_id = tokenizer.convert_tokens_to_ids("<|padding|>")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = eos
+
+
+def classifier_pad_token_id(tokenizer) -> int | None:
+    """The pad token of a new classifier's configuration: None where it doubles as EOS, so that Hugging Face's own
+    pooling cannot take a final EOS for padding."""
+    return None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
+
+
+def pad_token_line(tokenizer, dialect: Dialect, path: str) -> str:
+    """What a run says of its pad token; "" where nothing that the dialect computes depends on it."""
+    if dialect.length_rule not in ("not_pad", "before_pad"):
+        return ""
+    line = f"pad token {tokenizer.pad_token!r}"
+    if tokenizer.pad_token != tokenizer.eos_token:
+        return line
+    why = "the dialect's system cannot tell it from padding"
+    if dialect.pad_token == "never_eos":
+        why = f"the model has no row for {ADDED!r}, which the dialect's system adds"
+    elif dialect.pad_token == "eos_unless_llama" and "llama" in path:
+        why = f"the tokenizer's own, or the model has no row for {ADDED!r}, which the dialect's system adds"
+    return f"{line}, which is EOS ({why}): EOS is not learned"
+
 
 VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 

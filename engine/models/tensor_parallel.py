@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from engine.algo.logprobs import CHUNK_ELEMENTS, token_logprobs
 from engine.distributed import RankGroup
-from engine.models.backbone import Backbone
 from engine.models.heads import LogProbHead
+from engine.models.policy import Backbone
 
 # Styles of transformers' plans. By columns: a layer's outputs are divided; by rows: its inputs are.
 _COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")

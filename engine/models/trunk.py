@@ -21,13 +21,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from engine.models.adapter_folders import HEAD, AdapterFolder, unset
 from engine.models.adapters import Adapters, inject
-from engine.models.backbone import Backbone
-from engine.models.classes import CLASSIFIER, model_class
-from engine.models.fingerprint import contents
-from engine.models.lora import LoraSpec, check_dim, draw, lora_config, start_config
-from engine.models.policy import Policy
-from engine.models.scorer import Scorer
-from engine.models.stack import ask_for_gradient, decoder_stack
+from engine.models.checking import contents
+from engine.models.lora import LoraSpec, ask_for_gradient, check_dim, decoder_stack, draw, lora_config, start_config
+from engine.models.policy import Backbone, Policy, Scorer
+from engine.models.reading import CLASSIFIER, model_class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,19 +1,37 @@
-"""Which tensors a model's folder holds: their names, shapes and dtypes, read from the headers of its weight files."""
+"""Which tensors a model's folder holds, read from the headers of its weight files, and whether the model has them.
 
+`headers` are names, shapes and dtypes; those of `tensors_of` are read by pieces when they are copied. To fill a model with the
+weights of a file, transformers has all of them at once in a dictionary; with these in it the process that reads holds a
+piece of one tensor at a time, and neither a copy nor a mapping of the file.
+
+Transformers fills what it does not find with random numbers and passes over what it does not know, with a warning. Here
+it gives its verdict beforehand, on tensors without numbers (torch's "meta" device), so that prefixes, tied weights and
+conversions of old names are as in the real load, which takes its time: that one's own verdict is heard too.
+"""
+
+import contextlib
+import json
 import pickle
 import zipfile
-from collections.abc import Container
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import huggingface_hub
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 
+from engine import safetensors_files
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
 from engine.json_objects import parsed
+from engine.lazy import Lazy
 from engine.models.places import WEIGHT_FILES, one_line
 
 FLOATS = ("F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16")
@@ -184,3 +202,228 @@ def _of_pickle(file: Path, what: str) -> dict[str, Header]:
             f"{what}: {file} holds something else than tensors by their names. Give a model that save_pretrained wrote."
         )
     return {name: Header(tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in state.items()}
+
+
+PIECE = 1 << 24  # bytes read at a time
+# Those of weights, by safetensors' names; tensors of others are left to the libraries.
+DTYPES = {name: dtype for dtype, name in safetensors_files.DTYPES.items() if dtype.is_floating_point}
+
+
+@contextlib.contextmanager
+def read_by_pieces() -> Iterator[None]:
+    """Within this context the dictionaries that transformers reads from weight files hold `Lazy` tensors."""
+    read = modeling_utils.load_state_dict
+
+    def load_state_dict(checkpoint_file, map_location="cpu", **settings):
+        state = read(checkpoint_file, map_location=map_location, **settings)
+        return state if torch.device(map_location).type == "meta" else state | tensors_of(Path(checkpoint_file))
+
+    modeling_utils.load_state_dict = load_state_dict
+    try:
+        yield
+    finally:
+        modeling_utils.load_state_dict = read
+
+
+def tensors_of(file: Path) -> dict[str, Lazy]:
+    """Those weights of a safetensors file, or of one by torch.save, that can be read by pieces."""
+    if file.suffix == ".safetensors":
+        return _lazy_of_safetensors(file)
+    return _lazy_of_pickle(file) if zipfile.is_zipfile(file) else {}  # not of torch before 1.6
+
+
+def _lazy_of_safetensors(file: Path) -> dict[str, Lazy]:
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    return {
+        name: _at(file, 8 + length + entry["data_offsets"][0], entry["shape"], DTYPES[entry["dtype"]])
+        for name, entry in header.items()
+        if entry.get("dtype") in DTYPES
+    }
+
+
+def _lazy_of_pickle(file: Path) -> dict[str, Lazy]:
+    with FakeTensorMode():  # in which torch.load reads no numbers, and says where they stand
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    found: dict[str, Lazy] = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, Tensor) and tensor.dtype in DTYPES.values() and tensor.is_contiguous():
+            start: Any = tensor.untyped_storage()._checkpoint_offset
+            offset = start + int(tensor.storage_offset()) * tensor.dtype.itemsize
+            found[name] = _at(file, offset, tensor.shape, tensor.dtype)
+    return found
+
+
+def _at(file: Path, offset: int, shape, dtype: torch.dtype) -> Lazy:
+    return Lazy.of(tuple(shape), dtype, partial(_read, file, offset, dtype))
+
+
+def _read(file: Path, offset: int, dtype: torch.dtype, target: Tensor) -> None:
+    """Copy the numbers that stand from a byte of a file on to a contiguous tensor; raises OSError where it ends."""
+    if not target.numel():
+        return
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(offset)
+        for run in target.view(-1).split(PIECE // dtype.itemsize):
+            piece = torch.empty(len(run), dtype=dtype)
+            numbers: Any = piece.view(torch.uint8).numpy()
+            rest = memoryview(numbers)
+            while len(rest):
+                count = opened.readinto(rest)
+                if not count:
+                    raise OSError(f"{file} ends within a tensor. Was its writing cut off? Copy it again.")
+                rest = rest[count:]
+            run.copy_(piece)
+
+
+@torch.no_grad()
+def restore_buffers(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give a Hugging Face model the buffers that it has where it is not partitioned.
+
+    While ZeRO-3 builds a model, every tensor of floating-point numbers that is made is rounded to the weights' dtype
+    (deepspeed.zero.Init). transformers computes rotary frequencies in float32, and not all its versions do so again
+    once the model stands: rounded to bfloat16 they are off by up to 0.4 %, by which a token at position 1,000 turns as
+    one four places from it should.
+
+    Args:
+        dtype: of the weights.
+    """
+    here, stored = dict(model.named_buffers()), model.state_dict().keys()
+    names = [name for name in here if name not in stored]
+    if not names:
+        return
+    with torch.device("meta"):
+        kept_in = dict(type(model)._from_config(model.config, dtype=dtype).named_buffers())
+    with init_empty_weights(include_buffers=False):
+        exact = dict(type(model)._from_config(model.config, dtype=torch.float32).named_buffers())
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        buffer = exact[name].to(here[name].device, kept_in[name].dtype)
+        setattr(model.get_submodule(owner), last, buffer)
+
+
+SHOWN = 3  # names in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Names of the model's tensors that are missing, of the files' that are left over, and (name, the file's shape, the
+    model's shape) of those that differ."""
+
+    missing: tuple[str, ...]
+    left_over: tuple[str, ...]
+    misshapen: tuple[tuple[str, tuple, tuple], ...]
+
+    @classmethod
+    def of(cls, loading_info: Mapping) -> "Misfit":
+        """What transformers' `output_loading_info` says."""
+        missing, left_over, misshapen = (
+            tuple(sorted(loading_info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        )
+        return cls(missing, left_over, misshapen)
+
+    @property
+    def told(self) -> str:
+        """What differs, with the first few names; "" where nothing does."""
+        parts = []
+        if self.missing:
+            parts.append(f"{_counted(self.missing, 'is', 'are')} missing ({listed(self.missing)})")
+        if self.left_over:
+            parts.append(f"{_counted(self.left_over, 'is', 'are')} left over ({listed(self.left_over)})")
+        if self.misshapen:
+            shapes = [f"{name}: {tuple(has)}, not {tuple(needs)}" for name, has, needs in self.misshapen]
+            parts.append(f"{_counted(shapes, 'has', 'have')} another shape ({listed(shapes)} by config.json)")
+        return "; ".join(parts)
+
+    def refuse(self, path: str, what: str) -> None:
+        """Raise UserError, naming `what` (a flag) and the tensors, if there are any."""
+        if self.told:
+            raise UserError(
+                f"{what}: the weights in {path} are not those of the model that its config.json describes: "
+                f"{self.told}. {'What is missing would be random numbers. ' if self.missing else ''}Give the "
+                "config.json and the weights that were written together."
+            )
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _counted(names: tuple | list, one: str, several: str) -> str:
+    return f"1 tensor {one}" if len(names) == 1 else f"{len(names)} tensors {several}"
+
+
+def check_weights(
+    path: str, config: PretrainedConfig, model_class, what: str, names: Mapping[str, str] | None = None
+) -> None:
+    """Raise UserError, naming `what` (a flag), unless the weight files at `path` hold all tensors of the model and no
+    others, of its shapes, in floating-point numbers. Only headers are read.
+
+    config, model_class: what is to be built. names: in the files, of tensors that the model has other names for. A name
+    on the Hub of which nothing was fetched yet passes.
+    """
+    folder = weights_folder(path)
+    if folder is None:
+        return
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        raise UserError(
+            f"{what}: {path} is quantized ({method or 'quantization_config in config.json'}). Training needs weights "
+            "in fp32, fp16 or bf16: give the model as it was before, or dequantize it and save it again."
+        )
+    found = {(names or {}).get(name, name): header for name, header in headers(folder, what).items()}
+    check_headers(found, path, config, model_class, what)
+
+
+def check_headers(found: Mapping[str, Header], path: str, config: PretrainedConfig, model_class, what: str) -> None:
+    """As `check_weights`, of tensors that were `found` under the model's names."""
+    try:
+        misfit, _ = _verdict(found, config, model_class)
+        floats = {name: header for name, header in found.items() if header.is_float}
+        lacking, model = (misfit, None) if len(floats) == len(found) else _verdict(floats, config, model_class)
+    except Exception as error:  # whatever sizes that make no model lead transformers to
+        raise UserError(
+            f"{what}: no model can be built as {path}/config.json says ({type(error).__name__}: "
+            f"{one_line(error)[:300]}). Mend it, or write the model again."
+        ) from None
+    weights = tuple(name for name in misfit.left_over if not _is_computed(name, found))
+    replace(misfit, left_over=weights).refuse(path, what)
+    if model is None:
+        return
+    state = model.state_dict()
+    packed = [name for name in lacking.missing if name not in state or state[name].is_floating_point()]
+    if packed:
+        kinds = sorted({header.dtype for header in found.values() if not header.is_float})
+        raise UserError(
+            f"{what}: {_counted(packed, 'is', 'are')} of type {', '.join(kinds)} in {path} ({listed(packed)}), which "
+            "is not what weights to train are: they are packed or quantized, or were converted by mistake. Give the "
+            "model in fp32, fp16 or bf16."
+        )
+
+
+def _is_computed(name: str, found: Mapping[str, Header]) -> bool:
+    """Whether a tensor that is left over is none that is learned: older versions of transformers saved attention's
+    causal masks, (1, 1, S, S), and the frequencies of positions with the weights."""
+    if name.endswith(("masked_bias", "inv_freq")):
+        return True
+    shape = next((header.shape for key, header in found.items() if key.endswith(name) or name.endswith(key)), ())
+    return name.endswith(("attn.bias", "attention.bias")) and len(shape) == 4 and shape[:2] == (1, 1)
+
+
+def _verdict(found: Mapping[str, Header], config: PretrainedConfig, model_class) -> tuple[Misfit, nn.Module]:
+    state = {name: torch.empty(header.shape, device="meta") for name, header in found.items()}
+    model, info = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=torch.float32,
+        device_map="meta",
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    return Misfit.of(info), model

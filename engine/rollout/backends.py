@@ -5,7 +5,7 @@ from functools import partial
 
 from engine import distributed
 from engine.experience import PromptBatch, Rollout
-from engine.models.backbone import Backbone
+from engine.models.policy import Backbone
 from engine.plain_copies import Model, PlainCopies
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import Sampler

@@ -8,9 +8,8 @@ from transformers import PreTrainedModel
 
 from engine.errors import UserError
 from engine.experience import position_ids
-from engine.models.classes import LANGUAGE_MODEL, model_class
-from engine.models.packed_rows import BY_ROW
-from engine.models.reading import read_config
+from engine.models.attention import BY_ROW
+from engine.models.reading import LANGUAGE_MODEL, model_class, read_config
 from engine.rollout.cache import SlotCache
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers that keep keys and values

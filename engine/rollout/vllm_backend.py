@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from engine.algo.sampling import keyed_uniforms
 from engine.distributed import RankGroup
 from engine.experience import PromptBatch, Rollout
-from engine.models.merging import merged_weights
+from engine.models.saving import merged_weights
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import CHECK_EVERY, rollout_of
 from engine.rollout.draws import Draws

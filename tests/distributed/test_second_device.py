@@ -56,7 +56,7 @@ WAITS = {
     # tokens of which there are two log-probs
     "engine/experience_maker.py _log_ratios": [1, 1, 1, 1, 1, 1, 1, 1, 1],
     # transformers: whether a mask hides anything, once a padded pass
-    "engine/models/backbone.py Backbone.hidden_states": [15, 15, 12, 15, 16, 9, 8, 8, 8],
+    "engine/models/policy.py Backbone.hidden_states": [15, 15, 12, 15, 16, 9, 8, 8, 8],
     # lengths, to divide rows by
     "engine/packing.py micro_batches": [3, 3, 1, 1, 1, 1, 2, 3, 4],
     # once in 8 tokens

@@ -7,7 +7,7 @@ import torch
 
 from engine.experience import position_ids
 from engine.models.lora import LoraSpec
-from engine.models.merging import merged_weights
+from engine.models.saving import merged_weights
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.gathering import full_shape, set_parameter
 from tests.distributed.tiny_run import engine_spec

@@ -22,8 +22,7 @@ from engine.algorithms import Algorithm, Dialect
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
 from engine.models import heads
-from engine.models.policy import Policy
-from engine.models.scorer import Scorer
+from engine.models.policy import Policy, Scorer
 from engine.reference import EngineReference
 from engine.reward.model import RewardModel
 from tests.engine.fake_models import Resident, rollout_of

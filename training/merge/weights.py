@@ -24,14 +24,10 @@ from engine.errors import UserError
 from engine.lazy import Lazy
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.adapters import update
-from engine.models.classes import LANGUAGE_MODEL, model_class
-from engine.models.fit import listed
-from engine.models.merging import merged
-from engine.models.on_disk import tensors_of
 from engine.models.places import base_of, same_model
-from engine.models.reading import read_config
-from engine.models.saving import save_tokenizer
-from engine.models.weight_files import headers, stored_name, weight_files, weights_folder
+from engine.models.reading import LANGUAGE_MODEL, model_class, read_config
+from engine.models.saving import merged, save_tokenizer
+from engine.models.weight_files import headers, listed, stored_name, tensors_of, weight_files, weights_folder
 from engine.safetensors_files import file_order
 from engine.whole_files import PARTIAL, sync_tree
 from training.reporting.model_card import add_merge_card

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from engine.errors import UserError
-from engine.models.fingerprint import BLOCK, block_starts, fingerprint
+from engine.models.checking import BLOCK, block_starts, fingerprint
 from engine.models.places import base_of, can_be_hub_name, one_line, require_model
 from engine.reward.http_exchange import is_this_machine
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine

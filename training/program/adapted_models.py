@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
-from engine.models.lora import LoraSpec
-from engine.models.lora_check import AdaptedModel
+from engine.models.lora import AdaptedModel, LoraSpec
 from training.flags.lora_flags import LoraFlags
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.supervised_arguments import SupervisedFlags

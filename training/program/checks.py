@@ -4,9 +4,8 @@ from engine import distributed
 from engine.algorithms import Dialect, check
 from engine.errors import UserError
 from engine.models.checking import check_policy, check_rows, check_scorer, check_trunk, check_vocabularies
-from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.hydra import check_hydra
-from engine.models.reading import read_config
+from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, read_config
 from engine.rollout.families import check_attention
 from engine.rollout.vllm_engine import check_heads, vllm_version
 from engine.shared_trunk import scoring_roles

@@ -21,8 +21,7 @@ from safetensors import SafetensorError
 from engine import distributed
 from engine.errors import RunStopped
 from engine.host_memory import freed_memory_given_back
-from engine.models.merging import adapter_holds_all, adapter_state, merged_state
-from engine.models.saving import save_adapter, save_model
+from engine.models.saving import adapter_holds_all, adapter_state, merged_state, save_adapter, save_model
 from engine.whole_files import PARTIAL, exchange, remove_folder, sync_tree
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel, lent_state

@@ -7,8 +7,7 @@ from engine import distributed
 from engine.algorithms import Dialect, end_token_id, token_id
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
-from engine.models.pad_tokens import pad_token_line
-from engine.models.reading import vocabulary_size
+from engine.models.reading import pad_token_line, vocabulary_size
 from engine.rollout import SamplingConfig
 from training.data.examples import Prompts, TextBlocks, prompt_fit
 from training.data.forms import PROMPTS, TEXTS

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from engine.models.fingerprint import fingerprint, frozen_fingerprint
+from engine.models.checking import fingerprint, frozen_fingerprint
 from engine.reward.built_in import BUILT_IN
 from training.flags.rlhf_arguments import RLHFFlags
 from training.flags.user_function import load_function, names_file

@@ -5,7 +5,7 @@ import json
 from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
-from engine.models.fingerprint import frozen_fingerprint
+from engine.models.checking import frozen_fingerprint
 from engine.optim import CONSTANT_SCHEDULES
 from training.flags.supervised_arguments import SupervisedFlags
 from training.restarts.conditions import (

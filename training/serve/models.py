@@ -14,8 +14,8 @@ from engine.errors import UserError
 from engine.models.checking import check_policy, check_rows, check_scorer, check_vocabularies
 from engine.models.loading import DTYPES, load_policy, load_scorer
 from engine.models.places import base_of
+from engine.models.policy import Scorer
 from engine.models.reading import has_tokenizer, read_config, vocabulary_size
-from engine.models.scorer import Scorer
 from engine.rollout.families import check_attention
 from engine.zero import accelerator
 from training.data.tokens import TextEncoder

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from engine.errors import UserError
 from engine.experience import position_ids
-from engine.models.checking import check_policy, check_scorer, check_trunk
-from engine.models.fingerprint import fingerprint
+from engine.models.checking import check_policy, check_scorer, check_trunk, fingerprint
 from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.lora import LoraSpec, adapt
 from engine.models.reading import read_tokenizer

@@ -8,9 +8,9 @@ from engine.errors import UserError
 from engine.memory.blueprint import blueprints
 from engine.models import attention as module
 from engine.models.attention import IMPLEMENTATIONS, Attention
-from engine.models.classes import CLASSIFIER, LANGUAGE_MODEL
 from engine.models.hydra import load_hydra
 from engine.models.loading import empty_like, load_policy, load_scorer, new_scorer
+from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
 from scripts.harness.models import PAD, make_causal_lm, make_scorer
 
 EAGER = Attention("eager")

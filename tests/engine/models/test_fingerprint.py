@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from engine.models.fingerprint import BLOCK, BLOCKS, block_starts, fingerprint
+from engine.models.checking import BLOCK, BLOCKS, block_starts, fingerprint
 from scripts.harness import model_damages as damages
 from scripts.harness.models import make_causal_lm
 

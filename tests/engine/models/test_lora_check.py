@@ -6,8 +6,7 @@ from transformers import AutoConfig
 
 from engine.errors import UserError
 from engine.models.loading import load_policy, load_scorer
-from engine.models.lora import LoraSpec, adapt
-from engine.models.lora_check import AdaptedModel
+from engine.models.lora import AdaptedModel, LoraSpec, adapt
 from scripts.harness.models import make_causal_lm, make_config, make_scorer
 
 # The tiny Llama, 32 wide: queries and output 32 x 32, keys and values 16 x 32, three matrices of 32 x 48.

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.lazy import Lazy
-from engine.models.on_disk import tensors_of
+from engine.models.weight_files import tensors_of
 
 TENSORS = {
     "matrix": torch.randn(7, 5),
@@ -31,7 +31,7 @@ def file(request, tmp_path):
 
 @pytest.mark.parametrize("piece", [16, 1 << 24])
 def test_they_are_the_files(file, piece):
-    with mock.patch("engine.models.on_disk.PIECE", piece):
+    with mock.patch("engine.models.weight_files.PIECE", piece):
         found = tensors_of(file)
         assert found.keys() == TENSORS.keys()
         for name, expected in TENSORS.items():

@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine.memory.blueprint import module_on_paper
-from engine.models.classes import LANGUAGE_MODEL
 from engine.models.loading import empty_like, load_policy
-from engine.models.reading import read_config, read_tokenizer
+from engine.models.reading import LANGUAGE_MODEL, read_config, read_tokenizer
 from engine.models.saving import save_model
 from engine.zero.gathering import full_state
 from scripts.harness.models import make_causal_lm

@@ -14,13 +14,11 @@ from transformers import (
 
 from engine.errors import SharedError, UserError
 from engine.experience import position_ids
-from engine.models.attention import Attention
-from engine.models.classes import LANGUAGE_MODEL
+from engine.models.attention import BY_ROW, Attention, PackedRows
 from engine.models.hydra import load_hydra
-from engine.models.loading import empty_like, load_policy, load_scorer
+from engine.models.loading import check_rows, empty_like, load_policy, load_scorer
 from engine.models.lora import LoraSpec
-from engine.models.packed_rows import BY_ROW, PackedRows
-from engine.models.row_check import check_rows
+from engine.models.reading import LANGUAGE_MODEL
 from engine.models.trunk import ScoringRole, make_trunk
 from engine.rollout.families import takes_slot_masks
 from scripts.harness.models import VOCABULARY, make_causal_lm, make_config, make_scorer, save_random

@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.algorithms import get_dialect
 from engine.errors import UserError
 from engine.models.checking import check_vocabularies
-from engine.models.pad_tokens import pad_token_line
-from engine.models.reading import read_tokenizer
+from engine.models.reading import pad_token_line, read_tokenizer
 from engine.rlhf_engine import RLHFEngine
 from scripts.harness.models import (
     EOS,

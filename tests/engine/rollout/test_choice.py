@@ -7,8 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from engine.memory.copies import CopyNeed
-from engine.models.policy import Policy
-from engine.models.scorer import Scorer
+from engine.models.policy import Policy, Scorer
 from engine.rollout import ReplicaRollouts, Zero3Rollouts, build_rollouts
 from scripts.harness.models import make_tokenizer
 

@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec, adapt
-from engine.models.merging import merged_state
-from engine.models.saving import adapter_files
+from engine.models.saving import adapter_files, merged_state
 from engine.optim import is_factor
 from engine.zero.shards import Shard
 from scripts.harness.models import make_causal_lm

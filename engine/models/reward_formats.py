@@ -1,14 +1,68 @@
-"""Reward models of OpenRLHF: config.json says what their head is called, and what their scores are normalised by.
+"""Reward models in other systems' formats: DeepSpeed-Chat's and OpenRLHF's.
+
+DeepSpeed-Chat's is pytorch_model.bin with `rwtransformer.*` and `v_head.weight`. OpenRLHF's is a Hugging Face folder
+whose config.json says what its head is called, and what its scores are normalised by.
 
 Source: OpenRLHF/OpenRLHF 3c3be623, models/model.py (`_get_reward_model`), cli/train_rm.py, trainer/rm_trainer.py.
 """
 
+import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from engine.errors import UserError
-from engine.models.on_disk import tensors_of
-from engine.models.weight_files import weight_files
+from engine.models.reading import read_tokenizer
+from engine.models.weight_files import headers, tensors_of, weight_files
+
+FILE = "pytorch_model.bin"
+
+
+def is_deepspeed_chat_scorer(path: str, what: str) -> bool:
+    """Whether a reward model of this format stands in the folder `path`.
+
+    Raises: UserError, naming `what` (a flag), where weights are broken, or there are none.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or weight_files(folder, what) != [folder / FILE]:
+        return False
+    return "v_head.weight" in headers(folder, what)
+
+
+def deepspeed_chat_names(names: Iterable[str], prefix: str) -> dict[str, str]:
+    """What each weight is called by Hugging Face; prefix: the one that its model class has for the trunk."""
+    return {name: name.replace("rwtransformer.", f"{prefix}.", 1).replace("v_head.", "score.", 1) for name in names}
+
+
+def deepspeed_chat_state(path: str, prefix: str) -> dict:
+    """The weights under Hugging Face's names."""
+    file = Path(path) / FILE
+    state = torch.load(file, mmap=True, weights_only=True) | tensors_of(file)
+    names = deepspeed_chat_names(state, prefix)
+    return {names[name]: tensor for name, tensor in state.items()}
+
+
+def take_pad_token(config, path: str, what: str, trust_remote_code: bool = False) -> None:
+    """Put the pad token that the model was trained with into its configuration, or None.
+
+    DeepSpeed-Chat reads the score before the first pad token, and config.json says that this is EOS whatever it was.
+    It was EOS, and the score stands on the token before it, unless the model that the reward model was made from has
+    "llama" in its name: those keep their own pad token, or get one that is added, and are read at EOS. Such a folder
+    has a tokenizer_config.json only if its user put it there, and then that one says which the pad token is.
+
+    Source: microsoft/DeepSpeedExamples 83757d9c, dschat/utils: utils.py, `get_tokenizer` and `save_hf_format`;
+    model/model_utils.py, `create_hf_model`.
+    """
+    tokenizer_config = Path(path) / "tokenizer_config.json"
+    if tokenizer_config.is_file() and json.loads(tokenizer_config.read_text()).get("pad_token"):
+        config.pad_token_id = read_tokenizer(path, what, trust_remote_code=trust_remote_code).pad_token_id
+        return
+    saved = json.loads((Path(path) / "config.json").read_text())
+    if "llama" in (saved.get("_name_or_path") or saved["model_type"]):
+        config.pad_token_id = None
+
 
 ARCHITECTURE = "RewardModel"  # their class, by config.json
 _SETTINGS = ("value_head_prefix", "normalize_reward", "mean", "std")
