@@ -15,8 +15,7 @@ from engine.experience import Experience, Rollout
 from engine.packing import micro_batches
 from engine.plain_copies import together
 from engine.reference import Reference
-from engine.reward.base import RewardSource
-from engine.reward.model import RewardModel
+from engine.reward.base import RewardModel, RewardSource
 from engine.zero.engines import TrainedModel
 
 # Responses of each rank whose log-probs by the sampler are compared with a forward pass's where it makes none of all.

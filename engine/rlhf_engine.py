@@ -22,7 +22,7 @@ from engine.models.policy import Policy, Scorer
 from engine.models.reading import read_tokenizer
 from engine.optim import build_optimizer
 from engine.reference import EngineReference, MovingReference, Reference
-from engine.reward.model import RewardModel
+from engine.reward.base import RewardModel
 from engine.shared_trunk import shared_trunk
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig, build_ds_config

@@ -180,7 +180,7 @@ EMPTY = dict.fromkeys(project(), "")  # the project's modules without their impo
 
 def test_the_project_keeps_its_direction():
     modules = project()
-    assert {"engine.algo.masked", "engine.rollout", "engine.reward.model", "training.ppo_trainer"} <= set(modules)
+    assert {"engine.algo.masked", "engine.rollout", "engine.reward.base", "training.ppo_trainer"} <= set(modules)
     assert breaches(modules) == []
 
 

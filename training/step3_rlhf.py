@@ -17,8 +17,7 @@ import training.program.import_errors  # noqa: F401  before what may not be ther
 from torch.utils.data import ConcatDataset
 
 from engine import distributed
-from engine.reward.base import RewardSource
-from engine.reward.combined import CombinedReward
+from engine.reward.base import CombinedReward, RewardSource
 from engine.reward.server import ServerReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts

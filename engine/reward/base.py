@@ -1,12 +1,29 @@
-"""Where scores come from."""
+"""Where scores come from: the protocol `RewardSource`, a frozen reward model, and a score made of several parts.
+
+    reward = CombinedReward({"model": (models.reward, 1.0), "function": (FunctionReward(f, tokenizer), 0.5)},
+                            length_penalty=0.01)
+
+`AgreedReward` makes a source of the user's fail on all ranks or on none. `EarlyCalls` call a function, or ask a server, in
+threads, before anybody waits for what they return.
+"""
 
 import contextlib
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+import math
+import threading
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from engine import distributed
+from engine.errors import RunStopped, shortened
 from engine.experience import Rollout
+from engine.trace import traced
+from engine.zero.engines import FrozenModel, FrozenRole
 
 COLUMNS = ("prompt", "response", "score", "kl", "tokens")
 HELD_OUT = (
@@ -67,3 +84,262 @@ class RewardSource(Protocol):
     def on_device(self) -> contextlib.AbstractContextManager:
         """Context in which whatever is needed is on the device; by default nothing is."""
         return contextlib.nullcontext()
+
+
+def decoded(rollout: Rollout, tokenizer, special_tokens: bool = False) -> tuple[list[str], list[str]]:
+    """The prompts as they were given to the policy (a long one has lost its beginning) and the responses.
+
+    Special tokens are left out, EOS and a chat template's among them, unless they are asked for; padding always is. A
+    stop string stands in the response it ended.
+    """
+    decode = partial(tokenizer.decode, skip_special_tokens=not special_tokens)
+    real = rollout.attention_mask[:, : rollout.prompt_length].bool()
+    prompts, responses = [], []
+    for row in range(len(rollout)):
+        prompt, response = rollout.prompts[row][real[row]], rollout.responses[row][rollout.response_mask[row]]
+        text = decode(prompt)
+        # Decoded behind its prompt, because many tokenizers drop the space that a text begins with.
+        whole = decode(torch.cat([prompt, response]))
+        prompts.append(text)
+        responses.append(whole[len(text) :] if whole.startswith(text) else decode(response))
+    return prompts, responses
+
+
+ALONE = 60.0  # seconds after which a failure is told that the other ranks have not come to hear of
+
+
+class AgreedReward(RewardSource):
+    """A source of the user's; what it raises on one rank stops the run on all, before any weight changes.
+
+    name: how messages call the source.
+    """
+
+    def __init__(self, source: RewardSource, name: str):
+        self.source, self.name = source, name
+
+    @classmethod
+    def made(cls, source: Callable[[Any], RewardSource], tokenizer, name: str) -> "AgreedReward":
+        """Make the source of the tokenizer; raises RunStopped on all ranks where that fails on one."""
+        made = problem = None
+        try:
+            made = source(tokenizer)
+        except RunStopped:
+            raise  # on all ranks
+        except BaseException as error:  # whatever the user's code raises, sys.exit too
+            problem = f"raised {described(error)} as it was made"
+        stop_together(problem, name, "It is made of the tokenizer, once on each rank. Mend it.")
+        assert made is not None
+        return cls(made, name)
+
+    def score(self, rollout: Rollout) -> Tensor:
+        """(B,) float32, as the source gives them; raises RunStopped on all ranks where it fails on one."""
+        return self._agreed(self.source.score, rollout)["scores"]
+
+    def parts(self, rollout: Rollout) -> dict[str, Tensor]:
+        """What adds up to the score, as the source has it; raises RunStopped on all ranks where it fails on one."""
+        whole = type(self.source).parts is RewardSource.parts
+        return self._agreed(self.source.score if whole else self.source.parts, rollout)
+
+    def weights(self) -> Mapping[str, float]:
+        """The source's own."""
+        return self.source.weights()
+
+    def prepare(self, rollout: Rollout) -> None:
+        """The source's own, if it has one; raises RunStopped on all ranks where it fails on one."""
+        if type(self.source).prepare is RewardSource.prepare:
+            return
+        problem = None
+        try:
+            self.source.prepare(rollout)
+        except BaseException as error:  # whatever the user's code raises, sys.exit too
+            problem = f"raised {described(error)}"
+        stop_together(problem, self.name, "It is told which responses come next. Mend it.")
+
+    def on_device(self) -> contextlib.AbstractContextManager:
+        """The source's own."""
+        return self.source.on_device()
+
+    def _agreed(self, call: Callable, rollout: Rollout) -> dict[str, Tensor]:
+        parts: dict[str, Tensor] = {}
+        problem = None
+        try:
+            returned = call(rollout)
+            parts = returned if isinstance(returned, dict) else {"scores": returned}
+            problem = _misshapen(parts, len(rollout))
+        except RunStopped:
+            raise  # on all ranks
+        except BaseException as error:  # whatever the user's code raises, sys.exit too
+            problem = f"raised {described(error)}"
+        stop_together(problem, self.name, "Its score gives one number a response, a tensor (B,). Mend it.")
+        return {name: values.float() for name, values in parts.items()}
+
+
+def _misshapen(parts: dict, count: int) -> str | None:
+    for name, values in parts.items():
+        if name in TAKEN or (name == "scores" and len(parts) > 1):
+            return f"calls a part of its score {name!r}, which is the name of something else that is measured"
+        if not isinstance(values, Tensor):
+            return f"returned {shortened(values)}, which is no tensor"
+        if values.shape != torch.Size([count]):
+            return f"returned a tensor of shape {tuple(values.shape)} for {count} responses"
+    return None if parts else "returned nothing"
+
+
+def stop_together(problem: str | None, name: str, contract: str) -> None:
+    """Raise RunStopped on all ranks where one has a problem with the user's code (all ranks call this).
+
+    Where the others do not come, because the user's code calls them together itself, this rank's problem is told alone.
+    """
+    alone = threading.Timer(ALONE, print, [f"rank {distributed.rank()}: {name} {problem}. The others are waited for."])
+    alone.daemon = True
+    if problem is not None:
+        alone.start()
+    try:
+        problems = [text for text in distributed.all_gather_objects(problem) if text is not None]
+    finally:
+        alone.cancel()
+    if problems:
+        raise RunStopped(f"{name} {problems[0]}. {contract}", good_until=math.inf)
+
+
+def described(error: BaseException) -> str:
+    """What the user's code raised, with the deepest line of the file that was called; for the place of the call."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    place = f" ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{place}"
+
+
+Numbers = tuple[list[float], str | None]  # a number for each response; or what is wrong, in words
+
+
+class EarlyCalls:
+    """Begun calls, in their order and in threads of their own, by the responses that they are of.
+
+    threads: how many calls are made at once.
+    """
+
+    def __init__(self, threads: int = 1) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reward")
+        self._begun: dict[Hashable, tuple[Any, Future[Numbers], int]] = {}
+
+    def begin(self, keys: Sequence[Hashable], texts: Sequence[Any], call: Callable[[], Numbers]) -> None:
+        """Begin a call for responses, of which each has a key, and texts by which it is recognised. call: raises
+        nothing."""
+        if not self.left(keys, texts):
+            return  # responses that are drawn again, for lack of memory
+        future = self._pool.submit(call)
+        self._begun |= {key: (text, future, place) for place, (key, text) in enumerate(zip(keys, texts, strict=True))}
+
+    def left(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> list[int]:
+        """The places of those that were not begun with the same texts, or were taken since."""
+        pairs = enumerate(zip(keys, texts, strict=True))
+        return [place for place, (key, text) in pairs if key not in self._begun or self._begun[key][0] != text]
+
+    def taken(self, keys: Sequence[Hashable], texts: Sequence[Any]) -> tuple[dict[int, float], str | None]:
+        """The numbers of those that were begun with the same texts, by their places, when their calls have returned;
+        and what was wrong with one. They are then forgotten."""
+        found: dict[int, float] = {}
+        problem = None
+        for place, (key, text) in enumerate(zip(keys, texts, strict=True)):
+            begun, future, position = self._begun.pop(key, (None, None, 0))
+            if future is None or begun != text:
+                continue
+            values, wrong = future.result()
+            problem = problem or wrong
+            if not wrong:
+                found[place] = values[position]
+        return found, problem
+
+
+class RewardModel(RewardSource):
+    """The frozen reward model, read at the token that it was trained to be read at: in an engine of its own, or what
+    the critic's engine still has of it.
+
+    models: the engines of its own that it has.
+    """
+
+    def __init__(self, model: FrozenModel | FrozenRole):
+        self.model = model
+        self.models = [model] if isinstance(model, FrozenModel) else []
+
+    @traced("reward model")
+    def score(self, rollout: Rollout) -> Tensor:
+        """(B,) float32, with the stored normalisation."""
+        token_scores = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
+        return self.model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
+
+    def parts(self, rollout: Rollout) -> dict[str, Tensor]:
+        """The score alone."""
+        return {"scores": self.score(rollout)}
+
+    def on_device(self):
+        """Context in which the weights are on the device."""
+        return self.model.on_device()
+
+
+def sum_in_words(terms: Sequence[tuple[str, float]], length_penalty: float = 0.0) -> str:
+    """What a CombinedReward computes, as people read it: "0.5 reward model + 0.5 right - 0.01 a token".
+
+    terms: each source, in words, with its weight.
+    """
+    if length_penalty:
+        terms = [*terms, ("a token", -length_penalty)]
+    (first, weight), *others = terms
+    if not others and weight == 1.0:
+        return first
+    signed = [f"{'-' if number < 0 else '+'} {abs(number):g} {what}" for what, number in others]
+    return " ".join([f"{weight:g} {first}", *signed])
+
+
+class CombinedReward(RewardSource):
+    """sum over sources of weight * score - length_penalty * tokens
+
+    What the dialect does with scores (scaling, missing ends, clipping) comes after the sum.
+
+    Args:
+        sources: name -> (source, weight).
+        length_penalty: for each sampled token, EOS included.
+    """
+
+    def __init__(self, sources: Mapping[str, tuple[RewardSource, float]], *, length_penalty: float = 0.0):
+        assert sources, "a score needs at least one source"
+        self.sources, self.length_penalty = dict(sources), length_penalty
+
+    def score(self, rollout: Rollout) -> Tensor:
+        """(B,) float32."""
+        weights = self.weights()
+        parts = [weights.get(name, 1.0) * part for name, part in self.parts(rollout).items()]
+        return torch.stack(parts).sum(0)
+
+    def parts(self, rollout: Rollout) -> dict[str, Tensor]:
+        """What adds up to the score, by name, each (B,) float32.
+
+        "scores_NAME" of each source, before its weight, and "length_penalty" where there is one, with its sign.
+        """
+        parts = {f"scores_{name}": source.score(rollout).float() for name, (source, _) in self.sources.items()}
+        if self.length_penalty:
+            parts["length_penalty"] = -self.length_penalty * rollout.response_mask.sum(-1).float()
+        return parts
+
+    def weights(self) -> Mapping[str, float]:
+        """Each source's, by the name of its part. One of weight 0 is measured alone."""
+        return {f"scores_{name}": weight for name, (_, weight) in self.sources.items()}
+
+    def begin(self, rollout: Rollout) -> None:
+        """As in RewardSource, by each source."""
+        for source, _ in self.sources.values():
+            source.begin(rollout)
+
+    def prepare(self, rollout: Rollout) -> None:
+        """As in RewardSource, by each source."""
+        for source, _ in self.sources.values():
+            source.prepare(rollout)
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Context in which every source is on the device."""
+        with contextlib.ExitStack() as stack:
+            for source, _ in self.sources.values():
+                stack.enter_context(source.on_device())
+            yield

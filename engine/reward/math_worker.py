@@ -1,4 +1,4 @@
-"""The process that compares answers by math-verify, one a line; `engine.reward.math_answers.MathVerify` starts it.
+"""The process that compares answers by math-verify, one a line; `engine.reward.built_in.MathVerify` starts it.
 
     python -P engine/reward/math_worker.py
 

@@ -10,7 +10,7 @@ from engine.experience import Rollout
 from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec
 from engine.reference import EngineReference
-from engine.reward.model import RewardModel
+from engine.reward.base import RewardModel
 from engine.rlhf_engine import RLHFEngine, frozen_model
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig

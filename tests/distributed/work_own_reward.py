@@ -2,7 +2,7 @@
 
 from engine import distributed
 from engine.errors import RunStopped
-from engine.reward.combined import CombinedReward
+from engine.reward.base import CombinedReward
 from engine.reward.function import FunctionReward
 from engine.rlhf_engine import EngineSpec, RLHFEngine
 from engine.rollout import build_rollouts

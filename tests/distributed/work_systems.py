@@ -6,8 +6,7 @@ from torch import Tensor
 from engine import distributed
 from engine.algorithms import Dialect, algorithm
 from engine.experience import PromptBatch, Rollout
-from engine.reward.base import RewardSource
-from engine.reward.combined import CombinedReward
+from engine.reward.base import CombinedReward, RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.zero.engines import TrainedModel

@@ -24,7 +24,7 @@ from engine.experience_maker import ExperienceMaker
 from engine.models import heads
 from engine.models.policy import Policy, Scorer
 from engine.reference import EngineReference
-from engine.reward.model import RewardModel
+from engine.reward.base import RewardModel
 from tests.engine.fake_models import Resident, rollout_of
 from tests.engine.meters import LiveBytes
 

@@ -9,8 +9,7 @@ import torch
 
 from engine import distributed
 from engine.errors import RunStopped
-from engine.reward.agreed import AgreedReward
-from engine.reward.base import TAKEN, RewardSource
+from engine.reward.base import TAKEN, AgreedReward, RewardSource
 from scripts.harness.models import EOS, PAD, make_tokenizer
 from tests.engine.fake_models import rollout_of
 from training.reporting.evaluation import sample_rows

@@ -8,8 +8,7 @@ import torch
 from engine.algorithms import Algorithm, get_dialect
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
-from engine.reward.base import RewardSource
-from engine.reward.combined import CombinedReward
+from engine.reward.base import CombinedReward, RewardSource
 from scripts.harness.models import EOS, PAD
 from tests.engine.fake_models import Row, TableModels, rollout_of
 from tests.training.given_rollouts import next_step, untrained

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from engine.errors import RunStopped
-from engine.reward.base import RewardSource
-from engine.reward.combined import CombinedReward
+from engine.reward.base import CombinedReward, RewardSource
 from engine.reward.function import FunctionReward
 from engine.rollout.decode import Sampler
 from scripts.harness.models import BOS, EOS, PAD, make_causal_lm, make_tokenizer

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.reward.http_exchange import Fault, Mistake, exchange
-from engine.reward.server_forms import Item, WrongAnswer, decoded
+from engine.reward.server import Fault, Item, Mistake, WrongAnswer, decoded_scores, exchange
 
 ITEMS = [Item("7.0", "What is 2 + 2?", " 4", {})]
 
@@ -95,4 +94,4 @@ def test_a_head_that_goes_on_and_on_is_not_waited_for(trickle):
 )
 def test_a_score_that_is_given_twice_within_an_object_is_none(body):
     with pytest.raises(WrongAnswer, match="stood 2 times"):
-        decoded("items", body, ITEMS)
+        decoded_scores("items", body, ITEMS)

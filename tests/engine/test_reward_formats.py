@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.reward.formats import Format
+from engine.reward.built_in import Format
 
 THOUGHT = "<think>12 and 30</think>"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.errors import RunStopped
+from engine.reward.base import decoded
 from engine.reward.function import FunctionReward
-from engine.reward.texts import decoded
 from scripts.harness.models import BOS, EOS, PAD, make_tokenizer
 from tests.engine.fake_models import rollout_of
 

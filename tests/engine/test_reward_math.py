@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.errors import RunStopped, UserError
+from engine.reward.built_in import MathVerify
 from engine.reward.function import FunctionReward
-from engine.reward.math_answers import MathVerify
 from engine.reward.math_worker import answers_in
 from scripts.harness.models import EOS, PAD, make_tokenizer
 from tests.engine.fake_models import rollout_of

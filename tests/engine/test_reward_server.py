@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from engine.errors import RunStopped, UserError
-from engine.reward.combined import CombinedReward
-from engine.reward.server import ServerReward, ServerSettings, probe
-from engine.reward.server_forms import Item, decoded, encoded
+from engine.reward.base import CombinedReward
+from engine.reward.server import Item, ServerReward, ServerSettings, decoded_scores, encoded_request, probe
 from scripts.harness import free_port
 from scripts.harness.models import BOS, EOS, PAD, make_tokenizer
 from tests.engine.fake_models import rollout_of
@@ -124,7 +123,7 @@ def test_the_server_and_the_requests_of_the_page():
     items = [Item("7.0", "What is 2 + 2?", " 4", {"answer": "4"}), Item("9.0", "What is 1 + 2?", " 5", {"answer": "3"})]
     whole = Item("", "<s> What is 2 + 2?", " 4 </s>", {"answer": "4"})
     asked, answer, theirs, their_answer = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
-    assert json.loads(encoded("items", items)) == json.loads(asked)
-    assert decoded("items", answer.encode(), items) == [1.0, 0.0]
-    assert json.loads(encoded("openrlhf", [whole])) == json.loads(theirs)
-    assert decoded("openrlhf", their_answer.encode(), [whole]) == [1.0]
+    assert json.loads(encoded_request("items", items)) == json.loads(asked)
+    assert decoded_scores("items", answer.encode(), items) == [1.0, 0.0]
+    assert json.loads(encoded_request("openrlhf", [whole])) == json.loads(theirs)
+    assert decoded_scores("openrlhf", their_answer.encode(), [whole]) == [1.0]

@@ -5,9 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from engine.reward.http_exchange import is_this_machine, retry_after
-from engine.reward.server_forms import Item
-from engine.reward.servers import ServerError, Servers, delay
+from engine.reward.server import Item, ServerError, Servers, delay, is_this_machine, retry_after
 from scripts.harness import free_port
 from tests.reward_server import serving
 

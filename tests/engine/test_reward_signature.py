@@ -3,8 +3,7 @@
 import pytest
 
 from engine.errors import RunStopped
-from engine.reward.function import FunctionReward
-from engine.reward.signature import Signature
+from engine.reward.function import FunctionReward, Signature
 from scripts.harness.models import EOS, PAD, make_tokenizer
 from tests.engine.fake_models import rollout_of
 

@@ -8,8 +8,7 @@ import pytest
 
 from engine.errors import RunStopped
 from engine.memory.changes import Setting
-from engine.reward.base import RewardSource
-from engine.reward.combined import CombinedReward
+from engine.reward.base import CombinedReward, RewardSource
 from engine.reward.function import FunctionReward
 from tests.training.flags.command_lines import step3
 from training import step3_rlhf

@@ -10,7 +10,7 @@ from engine.algorithms import Dialect, get_dialect
 from engine.experience import Rollout, TrainingBatch
 from engine.models.loading import load_policy, load_scorer
 from engine.reference import EngineReference
-from engine.reward.model import RewardModel
+from engine.reward.base import RewardModel
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_scorer
 from tests.engine.fake_models import PrefixModels, Resident, rollout_of
 from tests.training.given_rollouts import batch_of

@@ -22,9 +22,7 @@ from engine import distributed
 from engine.models.places import base_of
 from engine.models.reading import read_config
 from engine.models.weight_files import weights_folder
-from engine.reward.base import RewardSource
-from engine.reward.combined import CombinedReward
-from engine.reward.model import RewardModel
+from engine.reward.base import CombinedReward, RewardModel, RewardSource
 from engine.rollout import RolloutBackend
 from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from engine.errors import UserError
 from engine.reward.base import OBJECTIVE
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
-from engine.reward.signature import Signature
+from engine.reward.function import Signature
 from training.data.examples import Prompts
 from training.flags.model_flags import ModelFlags
 from training.flags.user_function import is_source, load_function

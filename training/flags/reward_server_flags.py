@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from engine.errors import UserError, without_query
-from engine.reward.server import ServerSettings
-from engine.reward.server_forms import FORMS, OWN_FIELDS
+from engine.reward.server import FORMS, OWN_FIELDS, ServerSettings
 from training.flags.arguments import flag
 from training.flags.reward_function_flags import RewardFunctionFlags
 

@@ -11,15 +11,13 @@ from types import ModuleType
 
 from engine.errors import UserError, shortened
 from engine.git_lfs import refuse_pointers
-from engine.reward.agreed import AgreedReward
-from engine.reward.base import RewardSource
+from engine.reward.base import AgreedReward, RewardSource
 from engine.reward.built_in import BUILT_IN
-from engine.reward.function import FunctionReward
-from engine.reward.signature import Signature
+from engine.reward.function import FunctionReward, Signature
 
 
 def load_function(name: str) -> Callable:
-    """Import a function that can be called as `engine.reward.signature` has it; or a class of RewardSource that is made
+    """Import a function that can be called as `engine.reward.function` has it; or a class of RewardSource that is made
     of the tokenizer.
 
     Modules are also looked for in the current directory, behind all else. A file's folder may hold modules that it

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import UserError
-from engine.reward.base import RewardSource
-from engine.reward.combined import CombinedReward
-from engine.reward.model import RewardModel
+from engine.reward.base import CombinedReward, RewardModel, RewardSource
 from training.flags.reward_functions import MODEL, names
 from training.flags.user_function import function_source, load_function
 from training.measuring import HeldOut, Measuring, policy_measures, stored_names

@@ -21,7 +21,7 @@ import torch
 from engine.errors import UserError
 from engine.models.checking import BLOCK, block_starts, fingerprint
 from engine.models.places import base_of, can_be_hub_name, one_line, require_model
-from engine.reward.http_exchange import is_this_machine
+from engine.reward.server import is_this_machine
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from engine.zero.extensions import own_folder
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path

@@ -2,7 +2,7 @@
 
 from engine import distributed
 from engine.algorithms import NOTES, Dialect
-from engine.reward.combined import sum_in_words
+from engine.reward.base import sum_in_words
 from training.flags.reward_functions import score_parts
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.adapted_models import adapted_lines, adapted_roles

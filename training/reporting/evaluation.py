@@ -14,7 +14,7 @@ from engine import distributed
 from engine.errors import RunStopped
 from engine.experience import Rollout
 from engine.experience_maker import ExperienceMaker
-from engine.reward.texts import decoded
+from engine.reward.base import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.whole_files import write_whole
 from training.data.examples import Prompts, collate_prompts

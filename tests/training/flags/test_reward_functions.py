@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import UserError
-from engine.reward.formats import Format
+from engine.reward.built_in import Format
 from tests.training.data.tiny_tokenizers import word_tokenizer
 from tests.training.flags.command_lines import parse
 from training.data.examples import Prompts

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
-from engine.reward.server import ServerSettings, probe
-from engine.reward.servers import Servers
+from engine.reward.server import Servers, ServerSettings, probe
 from scripts.harness.models import BOS, EOS, PAD
 
 pytestmark = pytest.mark.slow
