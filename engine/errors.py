@@ -24,7 +24,7 @@ class RunStopped(Exception):
     Its message says at which step, with which samples, and what to look at. Exit code 1; restart points stay.
 
     good_until: the last step after which the weights were sound, infinite where they all were: the program then names
-    the newest restart point up to there (training/restarts/last_good.py). None: nothing is said of restart points.
+    the newest restart point up to there (training/checkpoints/saving.py). None: nothing is said of restart points.
     """
 
     def __init__(self, message: str, good_until: float | None = None):

@@ -35,8 +35,7 @@ from scripts.harness.programs import (
     write_partitioned,
 )
 from scripts.harness.step3_rlhf import write_watch
-from training.restarts.layout import point_folder
-from training.restarts.shard_files import ShardFiles
+from training.checkpoints.files import ShardFiles, point_folder
 
 LIMIT = {"fp32": 1e-5, "bf16": 1e-1}
 RESPONSES = 12  # a step, over all ranks

@@ -21,7 +21,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": 
 
 from scripts.harness.point_damages import DAMAGES, tried
 from scripts.harness.programs import Tiny, launch
-from training.restarts.layout import point_folder, points_in, step_of
+from training.checkpoints.files import point_folder, points_in, step_of
 
 WHOLE_PROGRAM = ("flipped bit: actor/rank_00000.safetensors, at 60%", "missing: trainer_state.json", "manifest: null")
 

@@ -14,6 +14,8 @@ from engine.models.checking import check_policy, check_rows
 from engine.models.loading import DTYPES, load_policy
 from engine.models.reading import LANGUAGE_MODEL, vocabulary_size
 from engine.rlhf_engine import wrap_trained
+from training.checkpoints.conditions import supervised_conditions
+from training.checkpoints.resuming import ResumePoint
 from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
 from training.data.forms import SFT
 from training.flags.supervised_arguments import SFTFlags
@@ -31,8 +33,6 @@ from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import read_metrics
 from training.reporting.standard_errors import Estimate, Units, change_told, value_told, with_errors
 from training.reporting.verdict import conclude, of_sft
-from training.restarts.resume_point import ResumePoint
-from training.restarts.supervised_conditions import supervised_conditions
 from training.supervised import SupervisedTrainer
 
 

@@ -25,6 +25,8 @@ from engine.models.loading import DTYPES, new_scorer
 from engine.models.reading import CLASSIFIER, classifier_pad_token_id
 from engine.rlhf_engine import wrap_trained
 from engine.zero.engines import TrainedModel
+from training.checkpoints.conditions import Conditions, supervised_conditions
+from training.checkpoints.resuming import ResumePoint
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, pair_fit
 from training.data.forms import PAIRS
 from training.flags.supervised_arguments import RewardFlags
@@ -42,9 +44,6 @@ from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import read_metrics
 from training.reporting.standard_errors import Estimate, Units, chance_told, change_told, value_told, with_errors
 from training.reporting.verdict import conclude, of_reward
-from training.restarts.conditions import Conditions
-from training.restarts.resume_point import ResumePoint
-from training.restarts.supervised_conditions import supervised_conditions
 from training.score_normalization import normalization_prompts, score_statistics, starting_scale
 from training.supervised import SupervisedTrainer
 

@@ -21,6 +21,9 @@ from engine.reward.base import CombinedReward, RewardSource
 from engine.reward.server import ServerReward
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import RolloutBackend, build_rollouts
+from training.checkpoints.conditions import BEFORE, FIRST, fingerprints
+from training.checkpoints.resuming import ResumePoint, restore, set_aside_newer
+from training.checkpoints.saving import last_good_named
 from training.critic_pretraining import SEED, CriticPretraining
 from training.data.order import ShuffledPrompts, ShuffledTexts
 from training.flags.reward_functions import MODEL, SERVER, score_parts
@@ -45,11 +48,6 @@ from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
 from training.reporting.guards import rounding_bound
 from training.reporting.reward_change import without_scores
-from training.restarts.conditions import BEFORE, FIRST
-from training.restarts.inputs import fingerprints
-from training.restarts.last_good import last_good_named
-from training.restarts.restore import restore
-from training.restarts.resume_point import ResumePoint, set_aside_newer
 
 
 def main(args: RLHFFlags) -> None:

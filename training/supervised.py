@@ -15,6 +15,10 @@ from engine.errors import RunStopped
 from engine.host_memory import give_back_at
 from engine.optim import lr_factor
 from engine.zero.engines import TrainedModel
+from training.checkpoints.conditions import BEFORE, OWED, Conditions
+from training.checkpoints.files import config_files
+from training.checkpoints.resuming import ResumePoint, restore, set_aside_newer
+from training.checkpoints.saving import Checkpoints, last_good_named
 from training.data.order import EpochBatches, epoch_batches
 from training.flags.supervised_arguments import SupervisedFlags
 from training.learner import accumulate_gradients
@@ -33,12 +37,6 @@ from training.reporting.standard_errors import Units, gathered, metrics_told
 from training.reporting.step_metrics import peak_memory_gb
 from training.reporting.views import View
 from training.reporting.wall_clock import seconds_by_part, time_lines
-from training.restarts.checkpoints import Checkpoints
-from training.restarts.conditions import BEFORE, OWED, Conditions
-from training.restarts.config_files import config_files
-from training.restarts.last_good import last_good_named
-from training.restarts.restore import restore
-from training.restarts.resume_point import ResumePoint, set_aside_newer
 
 
 class SupervisedTrainer:

@@ -18,7 +18,7 @@ from scripts.harness import ROOT, step3_rlhf
 from scripts.harness.models import make_adapter
 from scripts.harness.programs import TIMEOUT, Tiny, begun, by_deepspeed, command_line, differences, write_partitioned
 from scripts.harness.step3_rlhf import WRITING, write_watch
-from training.restarts.layout import points_in
+from training.checkpoints.files import points_in
 
 PHASES = ("evaluating", WRITING, "train", "generate", "make_experience", "saving models", "loading models")
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.errors import UserError
-from training.restarts.resume_point import ResumePoint
+from training.checkpoints.resuming import ResumePoint
 
 Damage = Callable[[Path, Path], None]
 ACTOR, OTHER = "actor/rank_00000.safetensors", "actor/rank_00001.safetensors"

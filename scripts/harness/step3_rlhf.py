@@ -34,11 +34,10 @@ from engine.rlhf_engine import RLHFEngine
 from engine.zero.extensions import load_extension
 from engine.zero.gathering import full_state
 from training import step3_rlhf
+from training.checkpoints.files import rank_file, write_shards
+from training.checkpoints.saving import PendingPoint
 from training.ppo_trainer import StepReport
 from training.program.phases import Place
-from training.restarts.layout import rank_file
-from training.restarts.pending_point import PendingPoint
-from training.restarts.shard_files import write_shards
 
 WRITING = "writing beside training"
 

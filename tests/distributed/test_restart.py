@@ -8,9 +8,9 @@ import torch
 from scripts.harness.programs import snapshot
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_restart import SAVED_AFTER, STEPS
-from training.restarts import adapter_point
-from training.restarts.export import export
-from training.restarts.shard_files import ShardFiles
+from training.checkpoints import resuming
+from training.checkpoints.export import export
+from training.checkpoints.files import ShardFiles
 
 RUNS = {
     f"{dtype}_{stage}{suffix}": {"stage": stage, "config": f"stage{stage}{suffix}.json", "dtype": dtype}
@@ -87,7 +87,7 @@ def test_everything_is_loaded_as_it_was_saved(whole, resumed, run):
 @pytest.mark.parametrize("run", RUNS)
 def test_an_export_is_what_the_run_would_have_saved(whole, output, run, tmp_path, monkeypatch):
     for load in ("load_policy", "new_scorer"):  # which would have a whole model in memory
-        monkeypatch.setattr(adapter_point, load, None)
+        monkeypatch.setattr(resuming, load, None)
     point = str(Path(output) / run)
     roles = ["actor"] if run == "rloo" else ["actor", "critic"]
     exported = {role: export(point, str(tmp_path / role), model=role) for role in roles}

@@ -4,12 +4,10 @@ from pathlib import Path
 
 from engine import distributed
 from engine.rlhf_engine import RLHFEngine
-from training.restarts.checkpoints import Checkpoints
-from training.restarts.conditions import Conditions
-from training.restarts.config_files import config_files
-from training.restarts.restore import restore
-from training.restarts.resume_point import ResumePoint
-from training.restarts.schedule import Schedule
+from training.checkpoints.conditions import Conditions
+from training.checkpoints.files import Schedule, config_files
+from training.checkpoints.resuming import ResumePoint, restore
+from training.checkpoints.saving import Checkpoints
 
 
 def save_point(output: str | Path, models: RLHFEngine, state: dict) -> Path:

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from scripts.harness.point_damages import DAMAGES, tried
-from training.restarts.layout import points_in
+from training.checkpoints.files import points_in
 
 
 @pytest.mark.parametrize("name", DAMAGES)

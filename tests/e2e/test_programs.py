@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from scripts.harness.programs import MACHINE, metric_lines
 from tests.e2e.chain import AVERAGED, EVALUATION, EVERY_STEP, STEPS, assert_finite
+from training.checkpoints.files import rank_file
 from training.reporting.standard_errors import ENDINGS
-from training.restarts.layout import rank_file
 
 
 @pytest.mark.parametrize("path", ("sft", "ppo/actor", "ppo/actor_ema", "resumed/actor", "resumed/actor_ema"))

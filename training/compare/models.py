@@ -10,11 +10,11 @@ from pathlib import Path
 from engine import distributed
 from engine.errors import SharedError, UserError
 from engine.models.places import ADAPTER_CONFIG
+from training.checkpoints.export import export
+from training.checkpoints.files import CONFIG, holds_point, points_in, step_of
+from training.checkpoints.resuming import ResumePoint
 from training.program import output_lock
 from training.program.agreement import checked
-from training.restarts.export import export
-from training.restarts.layout import CONFIG, holds_point, points_in, step_of
-from training.restarts.resume_point import ResumePoint
 
 OF_RUNS = ("actor", "actor_adapter", "adapter")
 """Where the trained model of a run stands in its output folder; an actor's adapter stands alone where disks are

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from engine.errors import UserError
+from training.checkpoints.files import Schedule
 from training.flags.arguments import RunFlags, flag
-from training.restarts.schedule import Schedule
 
 
 @dataclass(kw_only=True)

@@ -30,8 +30,8 @@ from engine.models.saving import merged, save_tokenizer
 from engine.models.weight_files import headers, listed, stored_name, tensors_of, weight_files, weights_folder
 from engine.safetensors_files import file_order
 from engine.whole_files import PARTIAL, sync_tree
+from training.checkpoints.export import write_weights
 from training.reporting.model_card import add_merge_card
-from training.restarts.export import write_weights
 
 SFT, TRAINED = "--sft_model_name_or_path", "--trained_model_name_or_path"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")

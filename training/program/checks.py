@@ -11,13 +11,13 @@ from engine.rollout.vllm_engine import check_heads, vllm_version
 from engine.shared_trunk import scoring_roles
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
+from training.checkpoints.resuming import ResumePoint
 from training.flags.reward_functions import load_functions
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.adapted_models import adapted_roles
 from training.program.hub import check_hub
 from training.program.model_files import check_positions, generation_stops, is_pretrained_critic
 from training.program.startup import check_run
-from training.restarts.resume_point import ResumePoint
 
 
 def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from training.restarts.schedule import Schedule
+from training.checkpoints.files import Schedule
 
 POINTS = 3
 """Restart points that a run should have before its end: what a warning's advice comes to."""

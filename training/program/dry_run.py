@@ -22,6 +22,8 @@ import torch
 from engine.algorithms import Dialect
 from engine.errors import UserError, shown_command, without_query
 from engine.zero.communication import slots_by_host
+from training.checkpoints.conditions import fingerprints
+from training.checkpoints.resuming import ResumePoint
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.first_lines import changes_since, dialect_lines, plan_lines, score_lines
@@ -30,8 +32,6 @@ from training.program.plan import make_plan
 from training.program.reward_server import check_server
 from training.program.startup import leave, run
 from training.reporting.run_record import command_line
-from training.restarts.inputs import fingerprints
-from training.restarts.resume_point import ResumePoint
 
 PROGRAMS = {"step1_sft": "SFTFlags", "step2_reward": "RewardFlags", "step3_rlhf": "RLHFFlags"}
 

@@ -3,6 +3,7 @@
 from engine import distributed
 from engine.algorithms import NOTES, Dialect
 from engine.reward.base import sum_in_words
+from training.checkpoints.conditions import Conditions
 from training.flags.reward_functions import score_parts
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.adapted_models import adapted_lines, adapted_roles
@@ -11,7 +12,6 @@ from training.program.data_lines import counted, too_long
 from training.program.model_files import is_pretrained_critic, model_notes
 from training.program.plan import Plan
 from training.program.reward_server import server_lines
-from training.restarts.conditions import Conditions
 
 
 def first_lines(args: RLHFFlags, plan: Plan, changed: dict) -> str:

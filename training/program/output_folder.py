@@ -31,6 +31,7 @@ from engine.files import read_text
 from engine.json_objects import parsed
 from engine.models.places import base_of, is_adapter
 from engine.whole_files import OLD, PARTIAL, remove_folder, restored, sync, write_whole
+from training.checkpoints.files import AUTO, CHECKPOINTS, MANIFEST, files_in, points_in
 from training.flags.arguments import RunFlags
 from training.program import output_lock
 from training.program.agreement import checked
@@ -41,8 +42,6 @@ from training.reporting.profiling import PROFILE
 from training.reporting.run_record import RUN_FILE
 from training.reporting.sinks import MetricWriter
 from training.reporting.views import View
-from training.restarts.layout import AUTO, CHECKPOINTS, MANIFEST, points_in
-from training.restarts.manifest import files_in
 
 WRITTEN_FILE = "written.json"
 POINTS = "checkpoints/step_*"

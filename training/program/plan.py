@@ -9,14 +9,14 @@ from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.reading import pad_token_line, vocabulary_size
 from engine.rollout import SamplingConfig
+from training.checkpoints.conditions import Conditions
+from training.checkpoints.resuming import AUTO, ResumePoint
 from training.data.examples import Prompts, TextBlocks, prompt_fit
 from training.data.forms import PROMPTS, TEXTS
 from training.data.rows import load_rows
 from training.flags.reward_functions import check_columns, load_functions
 from training.flags.rlhf_arguments import RLHFFlags
 from training.program.model_files import generation_stops
-from training.restarts.conditions import Conditions
-from training.restarts.resume_point import AUTO, ResumePoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def make_plan(
 ) -> Plan:
     """What this rank reads for itself; raises UserError before any model is loaded.
 
-    inputs: `training.restarts.inputs.fingerprints`, by rank 0.
+    inputs: `training.checkpoints.conditions.fingerprints`, by rank 0.
     """
     tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path", dialect.pad_token)
     prompts, held_out, fingerprints = read_prompts(args, dialect, tokenizer)

@@ -7,6 +7,9 @@ from typing import NoReturn
 from engine import distributed
 from engine.host_memory import give_back_at
 from engine.zero.engines import TrainedModel
+from training.checkpoints.conditions import BEFORE, FIRST, OWED
+from training.checkpoints.files import config_files
+from training.checkpoints.saving import Checkpoints
 from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
 from training.program import model_folders, output_folder, output_lock, stopping
@@ -25,9 +28,6 @@ from training.reporting.run_record import RUN_FILE, write_run_record
 from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, summary_text
 from training.reporting.verdict import conclude, of_ppo
-from training.restarts.checkpoints import Checkpoints
-from training.restarts.conditions import BEFORE, FIRST, OWED
-from training.restarts.config_files import config_files
 
 SCORE = "eval/score"
 

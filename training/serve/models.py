@@ -18,10 +18,10 @@ from engine.models.policy import Scorer
 from engine.models.reading import has_tokenizer, read_config, vocabulary_size
 from engine.rollout.families import check_attention
 from engine.zero import accelerator
+from training.checkpoints.export import export
+from training.checkpoints.files import STATE_FILE, holds_point
 from training.data.tokens import TextEncoder
 from training.program.model_files import generation_stops
-from training.restarts.export import export
-from training.restarts.layout import STATE_FILE, holds_point
 from training.serve.decoder import Decoder
 from training.serve.flags import ServeFlags
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from training.checkpoints.files import Schedule
 from training.program.course import Course
-from training.restarts.schedule import Schedule
 
 
 def lines(count: int, epochs: float = 1.0, evaluates=None, **schedule) -> list[str]:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from training.checkpoints.files import point_folder
 from training.program import output_folder
-from training.restarts.layout import point_folder
 
 
 def begun(folder) -> None:

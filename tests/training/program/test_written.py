@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from training.checkpoints.files import point_folder
 from training.program import output_folder
 from training.program.output_folder import POINTS, Written
-from training.restarts.layout import point_folder
 
 
 def listed(folder, *files: str, **models: list[str]) -> None:

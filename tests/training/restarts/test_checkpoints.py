@@ -9,11 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.restarts.tiny_points import TinyRun, write_points
-from training.restarts import checkpoints as module
-from training.restarts import pending_point
-from training.restarts.layout import point_folder
-from training.restarts.manifest import damages
-from training.restarts.shard_files import ShardFiles
+from training.checkpoints import saving
+from training.checkpoints import saving as module
+from training.checkpoints.files import ShardFiles, damages, point_folder
 
 
 def names(output_dir: Path) -> list[str]:
@@ -37,15 +35,15 @@ def test_a_point_holds_the_numbers_of_its_step(tmp_path):
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_training_goes_on_while_a_point_is_written_unless_that_is_not_wanted(tmp_path, monkeypatch, asynchronous):
-    going_on = pending_point.threading.Event()
-    write = pending_point.write_shards
+    going_on = saving.threading.Event()
+    write = saving.write_shards
 
     def write_later(path, shards):
         if asynchronous:
             going_on.wait(60)
         return write(path, shards)
 
-    monkeypatch.setattr(pending_point, "write_shards", write_later)
+    monkeypatch.setattr(saving, "write_shards", write_later)
     run = TinyRun(tmp_path, steps=1, asynchronous=asynchronous)
     run.step = 1
     run.checkpoints.save_if_due(1)
@@ -76,19 +74,19 @@ def test_a_failed_write_leaves_the_run_going_and_is_tried_again(tmp_path, monkey
     run, clock = TinyRun(tmp_path, steps=2), [0.0]
     monkeypatch.setattr(run.checkpoints, "_clock", lambda: clock[0])
     run.train_to(2)
-    write, full = pending_point.write_shards, [True]
+    write, full = saving.write_shards, [True]
 
     def write_or_fail(path, shards):
         write(path, shards)
         if full[0]:
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(pending_point, "write_shards", write_or_fail)
+    monkeypatch.setattr(saving, "write_shards", write_or_fail)
     run.train_to(4)
     assert names(tmp_path) == ["step_000002"]
     assert run.said[-1].startswith("RESTART POINT NOT WRITTEN, of step 4: rank 0: [Errno 28] No space left on device")
     assert "step_000002 is untouched" in run.said[-1]
-    monkeypatch.setattr(pending_point, "write_shards", write)
+    monkeypatch.setattr(saving, "write_shards", write)
     run.train_to(5)
     assert names(tmp_path) == ["step_000002"]
     clock[0] = module.RETRY_AFTER + 1

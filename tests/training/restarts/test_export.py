@@ -14,9 +14,9 @@ from engine.optim import is_factor
 from engine.zero.shards import Shard
 from scripts.harness.models import make_causal_lm
 from tests.training.restarts.tiny_points import TinyRun, flip_bit
-from training.restarts import adapter_point
-from training.restarts.export import INDEX, main
-from training.restarts.manifest import damages
+from training.checkpoints import resuming
+from training.checkpoints.export import INDEX, main
+from training.checkpoints.files import damages
 
 CONFIG = {"dtype": "bfloat16", "model_type": "gpt2", "vocab_size": 3}
 
@@ -153,7 +153,7 @@ def test_a_merged_model_is_written_while_its_base_is_read(run, tmp_path, family,
     run.checkpoints.config_files = {f"actor/{name}": text.encode() for name, text in texts.items()}
     run.step = 3
     point = run.checkpoints.save(3, wait=True)
-    monkeypatch.setattr(adapter_point, "load_policy", None)  # which would have a whole model in memory
+    monkeypatch.setattr(resuming, "load_policy", None)  # which would have a whole model in memory
     assert exported(point, tmp_path / "hf") == 0
     found = load_file(tmp_path / "hf" / "model.safetensors")
     expected = merged_state(model.module, model.state)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from training.restarts.inputs import source_fingerprint
+from training.checkpoints.conditions import source_fingerprint
 
 
 def test_it_is_the_source_of_the_file_and_of_where_the_class_is_written(tmp_path, monkeypatch):

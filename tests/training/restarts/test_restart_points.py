@@ -7,10 +7,10 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.restarts.tiny_points import IDENTITY, TinyRun, flip_bit, write_points
+from training.checkpoints.conditions import Conditions
+from training.checkpoints.files import points_in
+from training.checkpoints.resuming import ResumePoint, set_aside_newer
 from training.program.output_folder import is_point
-from training.restarts.conditions import Conditions
-from training.restarts.layout import points_in
-from training.restarts.resume_point import ResumePoint, set_aside_newer
 
 
 def find(path, output_dir="elsewhere", **run) -> ResumePoint:
@@ -108,14 +108,14 @@ def test_a_damaged_point_that_is_named_is_refused_with_the_older_whole_one(tmp_p
 
 def test_a_point_of_another_format_is_refused_by_it_and_passed_over_for_none(tmp_path, monkeypatch):
     write_points(tmp_path, 5, 10)
-    monkeypatch.setattr("training.restarts.manifest.FORMAT", 2)
+    monkeypatch.setattr("training.checkpoints.files.FORMAT", 2)
     for path in (tmp_path, tmp_path / "checkpoints" / "step_000010"):
         with pytest.raises(UserError, match="step_000010: the restart point is of format 1, and .* reads format 2"):
             find(path)
 
 
 def test_an_average_is_not_lost_by_a_flag_that_was_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.restarts.checkpoints.state_file", state_with_average)
+    monkeypatch.setattr("training.checkpoints.saving.state_file", state_with_average)
     folder = write_points(tmp_path, 5)[0]
     with pytest.raises(UserError, match="it has a moving average, which would be lost. Give --enable_ema"):
         find(folder)

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from engine.zero.shards import Shard
-from training.restarts.checkpoints import Checkpoints
-from training.restarts.conditions import Conditions
-from training.restarts.schedule import Schedule
+from training.checkpoints.conditions import Conditions
+from training.checkpoints.files import Schedule
+from training.checkpoints.saving import Checkpoints
 
 IDENTITY = {"seed": 1, "--dtype": "fp32"}
 

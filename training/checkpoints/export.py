@@ -1,9 +1,9 @@
 """A Hugging Face folder from a restart point, without engines and a tensor at a time.
 
-    python -m training.restarts.export out/checkpoints/step_000100 exported
-    python -m training.restarts.export out exported_ema --ema               # of the newest whole point of a run
+    python -m training.checkpoints.export out/checkpoints/step_000100 exported
+    python -m training.checkpoints.export out exported_ema --ema               # of the newest whole point of a run
 
-    python -m training.restarts.export out exported_adapter --adapter       # of a LoRA run, the adapter alone
+    python -m training.checkpoints.export out exported_adapter --adapter       # of a LoRA run, the adapter alone
 
 What is written opens with from_pretrained, and is what the run would have saved after that step, bit by bit. It takes
 the memory of the largest tensor, and no GPU. Of a LoRA run the point does not hold the model that it began with, which,
@@ -31,11 +31,9 @@ from engine.models.adapter_folders import BASE, SCORE, WEIGHTS
 from engine.models.places import ADAPTER_CONFIG, is_adapter
 from engine.safetensors_files import file_order
 from engine.whole_files import sync
+from training.checkpoints.files import CONFIG, EMA, PARTIAL, ShardFiles, write_bytes, write_tensors
+from training.checkpoints.resuming import OF_MODELS, AdapterPoint, ResumePoint
 from training.reporting.model_card import add_card
-from training.restarts.adapter_point import OF_MODELS, AdapterPoint
-from training.restarts.layout import CONFIG, EMA, PARTIAL
-from training.restarts.resume_point import ResumePoint
-from training.restarts.shard_files import ShardFiles, write_bytes, write_tensors
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"

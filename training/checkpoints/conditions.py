@@ -1,4 +1,4 @@
-"""What a restart point's trainer_state.json says: the state, what must be equal in a run that goes on, what may change.
+"""What a checkpoint's trainer_state.json says: the state, what must be equal in a run that goes on, what may change.
 
 steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale    the state: PPOTrainer.state_dict; steps_done
                     below 0 while the critic is pretrained
@@ -7,12 +7,16 @@ models              step counts and loss scales: TrainedModel.scalars of each
 ema                 whether there is a moving average
 identity            what must be equal, or the state would have no meaning or another one
 settings            what may change; every change that has an effect is printed
+
+What a run reads at paths that it is given, besides data, is known again by fingerprints among the settings.
 """
 
 import dataclasses
 import hashlib
+import inspect
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,11 +25,73 @@ from transformers import PreTrainedTokenizerBase
 from engine import distributed
 from engine.algorithms import Dialect
 from engine.errors import UserError, without_query
+from engine.models.checking import fingerprint, frozen_fingerprint
 from engine.optim import CONSTANT_SCHEDULES
+from engine.reward.built_in import BUILT_IN
 from training.flags.lora_flags import LoraFlags
 from training.flags.reward_functions import short_names
 from training.flags.rlhf_arguments import RLHFFlags
-from training.restarts.inputs import BASE, FUNCTION, MODELS, changed_models
+from training.flags.supervised_arguments import SupervisedFlags
+from training.flags.user_function import load_function, names_file
+
+MODELS = ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
+FUNCTION = "reward_function"
+BASE = "base of "  # before the flag: the weights that stay as they are beside LoRA's factors
+
+
+def fingerprints(args: RLHFFlags) -> dict[str, str]:
+    """By flag, those of the models and of the reward function's source that are on this machine; with LoRA also those
+    of the models' bases, which differ where a model is an adapter."""
+    found = {}
+    for name in MODELS:
+        path = getattr(args, name)
+        if path is not None and args.looks_at(path):
+            found[f"--{name}"] = fingerprint(path, f"--{name}")
+            if any(map(args.lora, args.lora_models)):
+                found[f"{BASE}--{name}"] = frozen_fingerprint(path, f"--{name}")
+    if args.reward_function:
+        found[f"--{FUNCTION}"] = sources_fingerprint(args.reward_function)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def sources_fingerprint(names: Sequence[str]) -> str | None:
+    """A hash of the files of all functions; that of its file where there is one. None where there are no files."""
+    found = [each for name in names if name not in BUILT_IN if (each := source_fingerprint(name)) is not None]
+    return found[0] if len(found) == 1 else hashlib.sha256(" ".join(found).encode()).hexdigest() if found else None
+
+
+def source_fingerprint(name: str) -> str | None:
+    """A hash of the files in which the reward function `name` is named and written; a class's too. None where there are
+    none. What these files import is not looked at."""
+    function, where = load_function(name), name.rpartition(":")[0]
+    files = {where if names_file(where) else getattr(sys.modules[where], "__file__", None), _written_in(function)}
+    texts = [Path(file).read_bytes() for file in sorted(filter(None, {_resolved(file) for file in files}))]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest() if texts else None
+
+
+def changed_models(now: Mapping[str, object], then: Mapping[str, object], contents: Callable[[str], str]) -> list[str]:
+    """Flags of models that name the same path in both settings, with other contents; contents: flag -> its key."""
+    return [
+        flag
+        for flag in (f"--{name}" for name in MODELS)
+        if now.get(flag) == then.get(flag)
+        and None not in (now.get(contents(flag)), then.get(contents(flag)))
+        and now[contents(flag)] != then[contents(flag)]
+    ]
+
+
+def _written_in(function: Callable) -> str | None:
+    for candidate in (inspect.unwrap(function), type(function)):
+        try:
+            return inspect.getsourcefile(candidate)
+        except TypeError:  # an object that can be called, or one that is built in
+            continue
+    return None
+
+
+def _resolved(file: str | None) -> str | None:
+    return None if file is None or not Path(file).is_file() else str(Path(file).resolve())
+
 
 OWED = "metrics_without_evaluation"
 """In a state: the metrics of its step, where it was written before the evaluation that goes into their line."""
@@ -309,3 +375,52 @@ def state_file(trainer_state: Mapping, scalars: Mapping, conditions: Conditions,
         "settings": conditions.settings,
     }
     return json.dumps(state, indent=2) + "\n"
+
+
+MODEL = "--model_name_or_path"
+FIXED_SUPERVISED_FLAGS = ("dtype", "dropout", "max_seq_len", "overlong", "loss_on", "pairwise_loss")
+FREE_FLAGS = (
+    "model_name_or_path",
+    "learning_rate",
+    "weight_decay",
+    "lr_scheduler_type",
+    "num_warmup_steps",
+    "max_grad_norm",
+    "sft_model_name_or_path",
+    "normalization_samples",
+)
+
+
+def supervised_conditions(
+    args: SupervisedFlags, data: list[str], total_steps: int, tokenizer: PreTrainedTokenizerBase
+) -> Conditions:
+    """Those of this run. data: fingerprints of the training rows and of the held-out ones.
+
+    Which examples a step sees is drawn from the seed for all ranks together: it must see as many as before.
+    """
+    examples = args.per_device_train_batch_size * args.gradient_accumulation_steps * distributed.world_size()
+    identity = {
+        "seed": args.seed,
+        DATA: data,
+        **template_identity(tokenizer),
+        "examples a step": examples,
+        **{f"--{name}": getattr(args, name) for name in FIXED_SUPERVISED_FLAGS if hasattr(args, name)},
+        **lora_identity(args),
+        **frozen_identity({"": MODEL}, _bases(args), args),
+    }
+    settings = {
+        **{f"--{name}": getattr(args, name) for name in FREE_FLAGS if hasattr(args, name)},
+        TOTAL_STEPS: total_steps,
+        RANKS: distributed.world_size(),
+        "--zero_stage": args.engine_config().stage,
+        **lora_rates(args),
+    }
+    idle = frozenset({TOTAL_STEPS} if args.lr_scheduler_type in CONSTANT_SCHEDULES else ())
+    return Conditions(*json.loads(json.dumps([identity, settings])), idle)
+
+
+def _bases(args: SupervisedFlags) -> dict[str, str]:
+    """The fingerprint of the weights that stay as they are beside LoRA's factors, if there are such and it is known."""
+    path = args.model_name_or_path
+    found = frozen_fingerprint(path, MODEL) if args.lora() is not None and args.looks_at(path) else None
+    return {f"{BASE}{MODEL}": found} if found else {}

@@ -1,4 +1,4 @@
-"""Restart points as a training loop writes them: when one is due, written beside training, the older ones pruned.
+"""Checkpoints as a training loop writes them: when one is due, written beside training, the older ones pruned.
 
     checkpoints = Checkpoints(output_dir, Schedule(steps=100), models=models.trained, state=..., config_files=...)
     ...                                             # a step has been trained
@@ -6,27 +6,191 @@
     ...
     checkpoints.wait()                              # at the end of the run
 
-All ranks call all methods together, between steps.
+All ranks call all methods together, between steps. What is written is copied at once; a thread of each rank writes it,
+and rank 0's makes the checkpoint whole. An older one is deleted once a newer one is whole, and nothing is deleted that
+the program did not write.
 """
 
+import contextlib
+import json
+import math
 import os
+import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from engine import distributed
 from engine.ema import EMA
-from engine.whole_files import remove_folder
+from engine.errors import RunStopped, UserError
+from engine.whole_files import remove_folder, sync
 from engine.zero.engines import TrainedModel
 from engine.zero.shards import Shard
+from training.checkpoints.conditions import Conditions, state_file
+from training.checkpoints.files import EMA as EMA_FOLDER
+from training.checkpoints.files import (
+    MANIFEST,
+    PARTIAL,
+    PRUNED,
+    REFERENCE,
+    STATE_FILE,
+    Damage,
+    FileRecord,
+    Manifest,
+    Schedule,
+    files_in,
+    point_folder,
+    points_in,
+    rank_file,
+    set_aside,
+    step_of,
+    write_bytes,
+    write_shards,
+)
+from training.program.joining import from_here
 from training.program.phases import phase
-from training.restarts.conditions import Conditions, state_file
-from training.restarts.layout import EMA as EMA_FOLDER
-from training.restarts.layout import PARTIAL, REFERENCE, STATE_FILE, point_folder, rank_file, set_aside
-from training.restarts.pending_point import PendingPoint, copied
-from training.restarts.pruning import prune
-from training.restarts.schedule import Schedule
+
+LOOKING_FOR_RANKS = 0.05  # seconds between rank 0's looks for what the others have written
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rank knows of a point's writing: why it cannot come to an end here, and whether (rank 0) it is whole."""
+
+    problem: str | None = None
+    whole: bool = False
+
+
+class PendingPoint:
+    """Writes one restart point in a thread of its own; `outcome` is what has come of it so far.
+
+    A rank that has written its files says so by a small file beside them, rank_N.json, with their sizes and hashes.
+    Rank 0 waits for all of these, writes the manifest from them and renames the folder. So a point becomes whole
+    without a collective call, and training does not wait for it.
+
+    final: the folder it will be. shards: this rank's, by the path of their file within the point; they are not to
+    change until it is written. texts: small files that rank 0 writes, by their paths.
+    """
+
+    def __init__(
+        self, final: Path, step: int, shards: Mapping[str, list[Shard]], texts: Mapping[str, bytes], started: float
+    ):
+        self.final, self.step, self.started = final, step, started
+        self.partial = final.with_name(final.name + PARTIAL)
+        self.outcome = Outcome()
+        self.seconds, self.size = 0.0, 0
+        self._shards, self._texts = shards, texts
+        self._rank, self._ranks = distributed.rank(), distributed.world_size()
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"restart point {step}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until this rank's part is done."""
+        self._thread.join()
+
+    def give_up(self) -> None:
+        """Stop waiting for other ranks, and take away what was written (all ranks have ended their part, or will not
+        end it)."""
+        self._given_up.set()
+        self._thread.join()
+        if self._rank == 0:
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _run(self) -> None:
+        try:
+            files = {name: write_shards(self.partial / name, shards) for name, shards in self._shards.items()}
+            if self._rank == 0:
+                files |= {name: write_bytes(self.partial / name, text) for name, text in self._texts.items()}
+            self._shards = {}  # the copies' memory is free again
+            if self._rank == 0:
+                self._complete(files)
+            else:
+                self._announce(files)
+        except Exception as error:  # of the disk above all; whatever it is, the run goes on
+            self.outcome = Outcome(problem=from_here(f"rank {self._rank}: {error or type(error).__name__}"))
+
+    def _announce(self, files: Mapping[str, FileRecord]) -> None:
+        for folder in {(self.partial / name).parent for name in files}:
+            sync(folder)
+        path = self._announcement(self._rank)
+        unfinished = path.with_suffix(".tmp")
+        unfinished.unlink(missing_ok=True)
+        write_bytes(unfinished, json.dumps(files).encode())
+        unfinished.rename(path)
+
+    def _announcement(self, rank: int) -> Path:
+        return self.partial / f"rank_{rank:05d}.json"
+
+    def _complete(self, files: dict[str, FileRecord]) -> None:
+        for rank in range(1, self._ranks):
+            path = self._announcement(rank)
+            while not path.exists():
+                if self._given_up.wait(LOOKING_FOR_RANKS):
+                    return
+            files |= {name: FileRecord(*record) for name, record in json.loads(path.read_text()).items()}
+            path.unlink()
+        manifest = Manifest(self.step, dict(sorted(files.items())))
+        write_bytes(self.partial / MANIFEST, manifest.text().encode())
+        for folder in [path for path in self.partial.rglob("*") if path.is_dir()]:
+            sync(folder)
+        sync(self.partial)
+        self.partial.rename(self.final)
+        sync(self.final.parent)
+        sync(self.final.parent.parent)
+        self.seconds, self.size = time.monotonic() - self.started, manifest.size
+        self.outcome = Outcome(whole=True)
+
+
+def copied(shards: list[Shard]) -> list[Shard]:
+    """Shards whose values stand in host memory and do not change with the live state."""
+    held = [replace(shard, values=_in_host_memory(shard.values)) for shard in shards]
+    if any(shard.values.is_cuda for shard in shards):
+        torch.cuda.synchronize()
+    return held
+
+
+def _in_host_memory(values: Tensor) -> Tensor:
+    if values.device.type == "cpu":
+        return values.detach().clone()
+    held = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return held.copy_(values.detach(), non_blocking=values.is_cuda)
+
+
+def prune(output_dir: Path, keep: int, best: int | None, say: Callable[[str], None]) -> None:
+    """Delete all restart points but the newest `keep` (0: delete none) and that of the step `best` (rank 0 does).
+
+    A folder that holds anything beside what its manifest names is left. A point is renamed before it is deleted, so
+    that a kill in between leaves none that is half there.
+    """
+    if not keep:
+        return
+    for point in points_in(output_dir)[:-keep]:
+        if step_of(point) == best:
+            continue
+        try:
+            if _is_ours(point):
+                going = point.with_name(point.name + PRUNED)
+                remove_folder(going)
+                remove_folder(point.rename(going))
+        except OSError as error:
+            say(f"the older restart point {point} could not be deleted: {error}. It may be deleted by hand.")
+
+
+def _is_ours(point: Path) -> bool:
+    try:
+        return not point.is_symlink() and files_in(point) == {MANIFEST, *Manifest.read(point).files}
+    except (Damage, UserError):
+        return False
+
 
 RETRY_AFTER = 60.0  # seconds after a failed write
 LOOKING = 0.02  # seconds between looks while the run waits for a point
@@ -40,7 +204,7 @@ class Checkpoints:
         state: () -> what of the run is to be gone on with beside models and EMA, as of now; for JSON.
         conditions: under which the run trains.
         reference: the weights of a reference that is refreshed (`MovingReference.kept`).
-        config_files: what stands under config/, by path; see `training.restarts.config_files`.
+        config_files: what stands under config/, by path; see `training.checkpoints.files`.
         resumed: the point that the run went on from, if any.
         scores: held-out scores of points that are there already, by step; larger is better.
         say: prints a line on the main rank.
@@ -220,3 +384,39 @@ class Checkpoints:
 def _amount(size: int) -> str:
     """Bytes as people read them."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+
+
+@contextlib.contextmanager
+def last_good_named(checkpoints: Checkpoints, weights_of: Callable[[], int | None]) -> Iterator[None]:
+    """Within this context a RunStopped, which all ranks raise together, comes to name a restart point.
+
+    Where the weights are sound and those of a finished step, their restart point is written, if it is not there.
+    Otherwise the newest sound one is named, or that there is none.
+
+    weights_of: () -> the step after which the weights are what they are; None in the middle of an update.
+    """
+    try:
+        yield
+    except RunStopped as stop:
+        if stop.good_until is None:
+            raise
+        step = weights_of() if stop.good_until == math.inf else None
+        saved = checkpoints.save(step, wait=True) if step else None
+        checkpoints.wait()
+        if saved is not None:
+            ending = f"The state after step {step} is saved: go on from it with --resume {saved}."
+        else:
+            ending = last_good(checkpoints.output_dir, stop.good_until)
+        raise RunStopped(f"{stop}\n{ending}") from None
+
+
+def last_good(output_dir: Path, good_until: float) -> str:
+    """A sentence on the newest restart point of at most this step, and on those after it."""
+    steps = {step_of(point) or 0: point for point in points_in(output_dir) if (point / MANIFEST).is_file()}
+    good = [step for step in steps if step <= good_until]
+    spoilt = [steps[step].name for step in sorted(steps) if step > good_until]
+    later = f" {', '.join(spoilt)} came after it: do not go on from there." if spoilt else ""
+    if not good:
+        return f"There is no restart point of a sound step in {output_dir}: --save_steps N writes them.{later}"
+    point = steps[max(good)]
+    return f"The last good restart point is {point}: go on from it with --resume {point}.{later}"

@@ -1,0 +1,384 @@
+"""The files of checkpoints: where they stand, how they are written and read, and whether they are whole.
+
+    OUTPUT_DIR/checkpoints/step_000100/     step_-00005: 5 steps of the critic's pretraining before the first step
+        actor/rank_00000.safetensors ...    numbers of the actor's training state, a file for each rank that wrote
+        critic/ ema/ reference/             the same of the critic, of the moving average, and of the weights of a
+                                            reference that is refreshed, if there are any
+        config/actor/ config/critic/        config.json and tokenizer, as beside a saved model
+        trainer_state.json                  training/checkpoints/conditions.py says what stands there
+        manifest.json                       size and hash of each of these files; written last
+
+A checkpoint is written as step_000100.partial and renamed when it is complete. step_000100.abandoned is one that a run
+left behind which then went on from an older one.
+
+A key of a file of numbers is name@start: the run's first number has this place in the flattened tensor. The shapes of
+whole tensors stand in the files' metadata. Reading is the safetensors library's; writing is not, because the hash of a
+file is to be that of the numbers in memory and not of what the disk made of them, and no second copy is wanted.
+
+manifest.json: {"format": 1, "step": 100, "files": {"actor/rank_00000.safetensors": [size, blake2b], ...},
+                "digest": the hash of the rest}
+"""
+
+import hashlib
+import json
+import os
+import re
+import socket
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from engine import distributed
+from engine.errors import UserError
+from engine.json_objects import parsed
+from engine.models.saving import adapter_files, save_model
+from engine.safetensors_files import DTYPES, write_safetensors
+from engine.zero.engines import TrainedModel
+from engine.zero.shards import Shard
+from training.program.agreement import SharedError
+
+CHECKPOINTS = "checkpoints"
+AUTO = "auto"  # for --resume: the newest point in --output_dir, if there is one
+STATE_FILE, MANIFEST = "trainer_state.json", "manifest.json"
+CONFIG, EMA, REFERENCE = "config", "ema", "reference"
+PARTIAL, PRUNED, ABANDONED = ".partial", ".pruned", ".abandoned"
+
+
+def point_folder(output_dir: Path, step: int) -> Path:
+    """Where the restart point of a step stands."""
+    return output_dir / CHECKPOINTS / f"step_{step:06d}"
+
+
+def rank_file(rank: int) -> str:
+    """The name of a rank's file of numbers."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a folder is named after as a restart point's; None where it is not so named."""
+    match = re.fullmatch(r"step_(-?\d+)", folder.name)
+    return int(match[1]) if match else None
+
+
+def holds_point(folder: Path) -> bool:
+    """Whether the files of a restart point stand in a folder, whatever its name, or some of them."""
+    return any((folder / name).is_file() for name in (MANIFEST, STATE_FILE))
+
+
+def points_in(output_dir: Path) -> list[Path]:
+    """The folders of restart points in a run's output folder, whole or not, by step."""
+    folder = output_dir / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    steps = {path: step_of(path) for path in folder.iterdir() if path.is_dir()}
+    return sorted((path for path, step in steps.items() if step is not None), key=lambda path: (steps[path], path.name))
+
+
+def unfinished_in(output_dir: Path) -> list[Path]:
+    """The folders of restart points that were being written, or being deleted."""
+    found = (output_dir / CHECKPOINTS).glob("step_*")
+    return sorted(path for path in found if re.fullmatch(rf"step_-?\d+({PARTIAL}|{PRUNED})", path.name))
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a restart point, so that --resume does not find it; returns its new name."""
+    names = (folder.with_name(f"{folder.name}{ABANDONED}{number}") for number in ("", *range(2, 10_000)))
+    aside = next(name for name in names if not os.path.lexists(name))
+    return folder.rename(aside)
+
+
+CHUNK = 1 << 24  # bytes written at a time
+
+
+class FileRecord(NamedTuple):
+    """What a manifest says of a file: its size in bytes, and the BLAKE2b hash of what it is to hold."""
+
+    size: int
+    blake2b: str
+
+
+class _HashedFile:
+    """A new file that is hashed as it is written, and is on the disk when it has been closed by `finish`."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file, self._hash, self._size = path.open("xb", buffering=0), hashlib.blake2b(), 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of `data`."""
+        view = memoryview(data)
+        self._hash.update(view)
+        self._size += len(view)
+        while len(view):
+            view = view[self._file.write(view[:CHUNK]) :]
+
+    def finish(self) -> FileRecord:
+        """Have the disk hold it."""
+        os.fsync(self._file.fileno())
+        return FileRecord(self._size, self._hash.hexdigest())
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Write a new small file to the disk."""
+    with _HashedFile(path) as file:
+        file.write(data)
+        return file.finish()
+
+
+def write_shards(path: Path, shards: Sequence[Shard]) -> FileRecord:
+    """Write these runs as a new safetensors file to the disk; values on a device are fetched one after the other."""
+    runs = {f"{shard.name}@{shard.start}": shard.values for shard in shards if shard.values.numel()}
+    shapes = {shard.name: shard.shape for shard in shards}
+    return write_tensors(path, runs, {"shapes": json.dumps(shapes)})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
+    """Write a new safetensors file to the disk, a tensor at a time: iterating may load each when its turn comes."""
+    with _HashedFile(path) as file:
+        write_safetensors(file.write, tensors, metadata)
+        return file.finish()
+
+
+class _Run(NamedTuple):
+    start: int
+    end: int
+    file: object
+    key: str
+
+
+class ShardFiles:
+    """The numbers that the files in a folder hold together; a `ShardSource`.
+
+    Raises: UserError where there are no such files, or one is none that `write_shards` wrote.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._runs: dict[str, list[_Run]] = defaultdict(list)
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise UserError(f"{folder}: no restart point's numbers are there. Give a whole restart point.")
+        for path in paths:
+            try:
+                self._open(path)
+            except (SafetensorError, KeyError, ValueError, AttributeError) as error:
+                raise UserError(f"{path}: no file of a restart point ({error}). Use another restart point.") from None
+        for runs in self._runs.values():
+            runs.sort(key=lambda run: run.start)
+
+    def _open(self, path: Path) -> None:
+        file = safe_open(str(path), framework="pt", device="cpu")
+        shapes = parsed(file.metadata()["shapes"])
+        self._shapes.update({name: tuple(shape) for name, shape in shapes.items()})
+        for key in file.keys():
+            name, _, start = key.rpartition("@")
+            (length,) = file.get_slice(key).get_shape()
+            self._runs[name].append(_Run(int(start), int(start) + length, file, key))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The full shape of each tensor, by its name."""
+        return self._shapes
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out` (n,), of any device, with the numbers start .. start+n of the named tensor.
+
+        Raises: UserError where the files do not hold all of them.
+        """
+        place, end = start, start + out.numel()
+        for run in self._runs.get(name, ()):
+            if run.start <= place < run.end:
+                until = min(run.end, end)
+                values = run.file.get_slice(run.key)[place - run.start : until - run.start]
+                out[place - start : until - start].copy_(values)
+                place = until
+            if place == end:
+                return
+        if place < end:
+            raise UserError(
+                f"{self.folder}: holds no numbers {place} to {end} of {name}. The restart point is of another model."
+            )
+
+    def whole(self, name: str) -> Tensor:
+        """The full tensor of this name, in host memory."""
+        shape, runs = self._shapes[name], self._runs[name]
+        tensor = torch.empty(shape, dtype=self.dtype(name))
+        if runs:
+            self.read(name, 0, tensor.view(-1))
+        return tensor
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What the numbers of a tensor are kept in."""
+        by_name = {text: dtype for dtype, text in DTYPES.items()}
+        run = self._runs[name][0]
+        return by_name[run.file.get_slice(run.key).get_dtype()]
+
+
+FORMAT = 1
+READ_AT_ONCE = 1 << 24  # bytes
+LARGEST = 1 << 26  # bytes of a manifest: of hundreds of thousands of files
+
+
+class Damage(Exception):
+    """What is wrong with a restart point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """step: after which the point was written. files: by their paths within the point, the manifest's own left out."""
+
+    step: int
+    files: Mapping[str, FileRecord]
+
+    def text(self) -> str:
+        """What manifest.json holds."""
+        content = {"format": FORMAT, "step": self.step, "files": {name: list(self.files[name]) for name in self.files}}
+        return json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(record.size for record in self.files.values())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """That of the point in `folder`.
+
+        Raises: Damage where it is not there, or not as it was written. UserError where it is of another format.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise Damage(f"{MANIFEST} is missing")
+        try:
+            if path.stat().st_size > LARGEST:
+                raise Damage(f"{MANIFEST} is too large for one")
+            content = json.loads(path.read_bytes())
+            digest = content.pop("digest")
+            if digest != _digest(content):
+                raise Damage(f"{MANIFEST} is not as it was written")
+            if content["format"] != FORMAT:
+                raise UserError(
+                    f"--resume {folder}: the restart point is of format {content['format']!r}, and this version of the "
+                    f"program reads format {FORMAT}. Go on with the version that wrote it, or begin anew."
+                )
+            return cls(content["step"], {name: FileRecord(*record) for name, record in content["files"].items()})
+        except OSError as error:
+            raise Damage(f"{MANIFEST} cannot be read ({error.strerror})") from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise Damage(f"{MANIFEST} is not as it was written") from None
+
+
+def _digest(content: dict) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=32).hexdigest()
+
+
+def files_in(folder: Path) -> set[str]:
+    """Everything below a folder but folders, by its path within it."""
+    found = set()
+    for parent, folders, names in os.walk(folder):
+        inner = Path(parent)
+        links = [name for name in folders if (inner / name).is_symlink()]
+        found |= {str((inner / name).relative_to(folder)) for name in (*names, *links)}
+    return found
+
+
+def damages(folder: Path) -> list[str]:
+    """What is wrong with a restart point, an item a file; [] where it is whole (all ranks call this).
+
+    The files to be hashed are shared out over the ranks; every rank is told of all that was found.
+
+    Raises: UserError on all ranks where one does not see the folder, or where the point is of another format.
+    """
+    old, found = None, []
+    try:
+        found = _own_damages(folder)
+    except UserError as error:
+        old = str(error)
+    unseen = None if folder.is_dir() else f"rank {distributed.rank()} on {socket.gethostname()}"
+    answers = distributed.all_gather_objects((old, unseen, found))
+    for old, unseen, _ in answers:
+        if old is not None:
+            raise SharedError(old)
+        if unseen is not None:
+            raise SharedError(
+                f"--resume {folder}: not there for {unseen}. Put the restart point where every node sees it."
+            )
+    return list(dict.fromkeys(line for _, _, lines in answers for line in lines))
+
+
+def _own_damages(folder: Path) -> list[str]:
+    try:
+        manifest = Manifest.read(folder)
+    except Damage as damage:
+        return [str(damage)]
+    named = step_of(folder)
+    if named is not None and named != manifest.step:
+        return [f"it is named after step {named} and was written after step {manifest.step}"]
+    there = files_in(folder) - {MANIFEST}
+    found = [f"{name} is missing" for name in sorted(set(manifest.files) - there)]
+    found += [f"{name} does not belong there" for name in sorted(there - set(manifest.files))]
+    ranks = distributed.world_size() if distributed.is_initialized() else 1
+    by_size = sorted(there & set(manifest.files), key=lambda name: (manifest.files[name].size, name))
+    for name in by_size[distributed.rank() % ranks :: ranks]:
+        problem = _problem(folder / name, manifest.files[name])
+        if problem is not None:
+            found.append(f"{name} {problem}")
+    return found
+
+
+def _problem(path: Path, record: FileRecord) -> str | None:
+    if not path.is_file():
+        return "is no file"
+    try:
+        size = path.stat().st_size
+        if size != record.size:
+            return f"has {size} bytes, and was written with {record.size}"
+        found = hashlib.blake2b()
+        with path.open("rb", buffering=0) as file:
+            while data := file.read(READ_AT_ONCE):
+                found.update(data)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if found.hexdigest() == record.blake2b else "holds other bytes than were written"
+
+
+def config_files(models: Mapping[str, TrainedModel], tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """What stands beside the weights of a saved model, whole or an adapter, by "MODEL/FILE"."""
+    found = {}
+    for name, model in models.items():
+        found |= {f"{name}/{file}": text.encode() for file, text in adapter_files(model.module).items()}
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(model.module, {}, tokenizer, folder)
+            for path in sorted(Path(folder).iterdir()):
+                if path.suffix != ".safetensors":  # that of no weights
+                    found[f"{name}/{path.name}"] = path.read_bytes()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When restart points are written and which are kept.
+
+    steps, minutes: between points; 0 for none by this count. keep: the newest so many; 0 for all. keep_best: the one of
+    the best held-out score too. asynchronous: whether training goes on while a point is written.
+    """
+
+    steps: int = 0
+    minutes: float = 0.0
+    keep: int = 0
+    keep_best: bool = False
+    asynchronous: bool = True
