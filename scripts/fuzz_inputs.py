@@ -301,7 +301,7 @@ class FuzzInputs:
         return {name: defaults[name] for name in rng.sample(given, min(count, len(given)))} | self.tiny.flags(step)
 
     def _parsed(self, step: int):
-        from training.flags.parsing import parse_flags
+        from training.config.parsing import parse_flags
 
         return parse_flags(PROGRAMS[step][1], command_line(self.tiny.flags(step, output_dir="out")), "")
 

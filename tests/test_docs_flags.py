@@ -9,13 +9,11 @@ import pytest
 from engine.algorithms import Dialect
 from tests.training.flags.command_lines import REQUIRED_FLAGS
 from training.compare.flags import CompareFlags
-from training.flags import deepspeed_chat
-from training.flags.memory_flags import MemoryFlags
-from training.flags.other_steps import STEPS
-from training.flags.other_systems import HEADINGS, rows
-from training.flags.parsing import parse_flags
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import RewardFlags, SFTFlags
+from training.config import other_systems
+from training.config.other_systems import HEADINGS, rows
+from training.config.parsing import STEPS, parse_flags
+from training.config.step3 import MemoryFlags, RLHFFlags
+from training.config.supervised import RewardFlags, SFTFlags
 from training.merge.flags import MergeFlags
 from training.serve.flags import ServeFlags
 
@@ -35,7 +33,7 @@ def flags() -> set[str]:
     """All that some program of ours takes."""
     classes = (SFTFlags, RewardFlags, RLHFFlags, MergeFlags, CompareFlags, ServeFlags, MemoryFlags)
     named = {spec.name for one in classes for spec in dataclasses.fields(one)}
-    return named | deepspeed_chat.STEP3.keys() | deepspeed_chat.SUPERVISED.keys()
+    return named | other_systems.STEP3.keys() | other_systems.SUPERVISED.keys()
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.algorithms import get_dialect, parse_settings
-from training.flags.flag_docs import STEPS
+from training.config.flag_docs import STEPS
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = {

@@ -20,9 +20,9 @@ from scripts.harness import models as tiny_models
 from scripts.harness.models import EOS, PAD
 from scripts.harness.programs import Tiny, command_line, metric_lines
 from tests import extending
+from training.config.parsing import parse_flags
+from training.config.step3 import RLHFFlags
 from training.data.examples import prompt_batch
-from training.flags.parsing import parse_flags
-from training.flags.rlhf_arguments import RLHFFlags
 from training.ppo_trainer import PPOConfig, PPOTrainer, StepReport
 from training.reporting.step_metrics import STEP_METRICS
 

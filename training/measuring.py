@@ -29,10 +29,10 @@ from engine.rollout import RolloutBackend, SamplingConfig, build_rollouts
 from engine.rollout.families import check_attention
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
+from training.config.measuring import MeasuringFlags
 from training.data.examples import Prompts, prompt_fit
 from training.data.forms import PROMPTS, SFT
 from training.data.rows import load_rows
-from training.flags.measuring_flags import MeasuringFlags
 from training.program.model_files import check_positions, generation_stops
 from training.reporting.evaluation import Evaluator
 from training.reporting.variety import distinct_bigrams, known_share, words_of

@@ -21,8 +21,8 @@ from engine.memory.gpus import gpu_bytes
 from engine.memory.memory_plan import as_json, table
 from engine.models.places import base_of
 from engine.models.reading import read_config
-from training.flags.memory_flags import MemoryFlags
-from training.flags.parsing import parse_flags
+from training.config.parsing import parse_flags
+from training.config.step3 import MemoryFlags
 from training.program.adapted_models import adapted_roles
 from training.program.memory_lines import change_lines, workload
 from training.program.model_files import check_positions

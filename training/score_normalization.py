@@ -12,11 +12,11 @@ from engine.rlhf_engine import frozen_model
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from engine.zero.engines import FrozenModel, TrainedModel
+from training.config.supervised import RewardFlags
 from training.data.examples import Prompts, collate_prompts
 from training.data.forms import PROMPTS
 from training.data.order import epoch_permutation
 from training.data.rows import load_rows
-from training.flags.supervised_arguments import RewardFlags
 from training.program.model_files import generation_stops
 from training.program.phases import phase
 from training.reporting.progress import ProgressBar

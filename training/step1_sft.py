@@ -16,9 +16,9 @@ from engine.models.reading import LANGUAGE_MODEL, vocabulary_size
 from engine.rlhf_engine import wrap_trained
 from training.checkpoints.conditions import supervised_conditions
 from training.checkpoints.resuming import ResumePoint
+from training.config.supervised import SFTFlags
 from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
 from training.data.forms import SFT
-from training.flags.supervised_arguments import SFTFlags
 from training.program import dry_run
 from training.program.adapted_models import adapted_lines, adapted_model
 from training.program.agreement import agreed, checked

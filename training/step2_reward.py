@@ -27,9 +27,9 @@ from engine.rlhf_engine import wrap_trained
 from engine.zero.engines import TrainedModel
 from training.checkpoints.conditions import Conditions, supervised_conditions
 from training.checkpoints.resuming import ResumePoint
+from training.config.supervised import RewardFlags
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, pair_fit
 from training.data.forms import PAIRS
-from training.flags.supervised_arguments import RewardFlags
 from training.program import dry_run
 from training.program.adapted_models import adapted_lines, adapted_model
 from training.program.agreement import agreed, checked

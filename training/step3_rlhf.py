@@ -24,11 +24,10 @@ from engine.rollout import RolloutBackend, build_rollouts
 from training.checkpoints.conditions import BEFORE, FIRST, fingerprints
 from training.checkpoints.resuming import ResumePoint, restore, set_aside_newer
 from training.checkpoints.saving import last_good_named
+from training.config.reward import MODEL, SERVER, function_source, score_parts
+from training.config.step3 import RLHFFlags
 from training.critic_pretraining import SEED, CriticPretraining
 from training.data.order import ShuffledPrompts, ShuffledTexts
-from training.flags.reward_functions import MODEL, SERVER, score_parts
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.user_function import function_source
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.program import dry_run, stopping
 from training.program.agreement import agreed, checked

@@ -19,8 +19,8 @@ from training.checkpoints.conditions import BEFORE, OWED, Conditions
 from training.checkpoints.files import config_files
 from training.checkpoints.resuming import ResumePoint, restore, set_aside_newer
 from training.checkpoints.saving import Checkpoints, last_good_named
+from training.config.supervised import SupervisedFlags
 from training.data.order import EpochBatches, epoch_batches
-from training.flags.supervised_arguments import SupervisedFlags
 from training.learner import accumulate_gradients
 from training.program import model_folders, output_lock, stopping
 from training.program.output_folder import begin_output_dir, open_writer

@@ -19,7 +19,7 @@ from engine import distributed
 from engine.models.loading import load_policy
 from engine.rlhf_engine import RLHFEngine
 from scripts.comparison.tasks import known_words
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.measuring import policy_measures
 from training.program.agreement import agreed
 from training.program.plan import make_plan

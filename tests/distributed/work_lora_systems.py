@@ -3,8 +3,8 @@
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import SamplingConfig, build_rollouts
 from tests.distributed.tiny_run import SAMPLING, TinyPrompts, timeless
-from training.flags.parsing import parse_flags
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.parsing import parse_flags
+from training.config.step3 import RLHFFlags
 from training.ppo_trainer import PPOConfig, PPOTrainer
 
 STEPS = 2

@@ -11,8 +11,8 @@ from unittest import mock
 from engine import distributed
 from engine.distributed import RankGroup
 from engine.errors import UserError
-from training.flags.parsing import parse_flags
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.parsing import parse_flags
+from training.config.step3 import RLHFFlags
 from training.preflight import facts, preflight
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 from engine import distributed
 from scripts.harness.programs import PROGRAMS, Tiny, command_line
-from training.flags.parsing import parse_flags
+from training.config.parsing import parse_flags
 from training.program import output_lock
 from training.supervised import SupervisedTrainer
 

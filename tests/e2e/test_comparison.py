@@ -33,8 +33,8 @@ from scripts.comparison.results import Compared, Results, Search, choose
 from scripts.comparison.runs import LINE_SCALES, Ended, Result
 from scripts.comparison.tasks import TASKS, known_words
 from scripts.harness.programs import run_words
-from training.flags.parsing import parse_flags
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.parsing import parse_flags
+from training.config.step3 import RLHFFlags
 from training.measuring import policy_measures
 from training.program.startup import run
 

@@ -12,7 +12,7 @@ from engine.models.loading import load_policy, load_scorer
 from scripts.harness import adapter_damages, model_damages
 from scripts.harness.model_damages import CONFIGURATIONS, HEADERS, OF_ACTORS, RAN
 from scripts.harness.models import make_adapter, make_causal_lm, make_scorer
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.program.checks import check_models
 
 NOT_IN_HEADERS = ("NaN in a tensor", "infinity in a tensor")  # found once weights are loaded: test_fit.py

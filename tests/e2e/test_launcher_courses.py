@@ -4,9 +4,9 @@ import pytest
 
 from engine import distributed
 from tests.e2e.test_launcher_plans import rows, words_of
-from training.flags.parsing import parse_flags
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import RewardFlags, SFTFlags
+from training.config.parsing import parse_flags
+from training.config.step3 import RLHFFlags
+from training.config.supervised import RewardFlags, SFTFlags
 from training.program.course import POINTS, Course
 from training.program.data_lines import course as supervised_course
 from training.program.plan import count_steps

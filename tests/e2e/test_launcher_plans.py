@@ -12,8 +12,8 @@ from engine.memory.gpus import gpu_bytes
 from scripts.harness import ROOT
 from scripts.simulation.scaling import configuration
 from training import memory_plan
-from training.flags.memory_flags import MemoryFlags
-from training.flags.parsing import parse_flags
+from training.config.parsing import parse_flags
+from training.config.step3 import MemoryFlags
 from training.program.memory_lines import workload
 
 PAGE = ROOT / "docs" / "memory.md"

@@ -12,7 +12,7 @@ from engine.algorithms import get_dialect
 from engine.errors import RunStopped
 from engine.experience import Rollout, TrainingBatch
 from engine.rollout import SamplingConfig
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.learner import MixedPretraining, mini_batch_rows
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.reporting.metrics import Accumulator

@@ -28,11 +28,10 @@ from engine.errors import UserError, without_query
 from engine.models.checking import fingerprint, frozen_fingerprint
 from engine.optim import CONSTANT_SCHEDULES
 from engine.reward.built_in import BUILT_IN
-from training.flags.lora_flags import LoraFlags
-from training.flags.reward_functions import short_names
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import SupervisedFlags
-from training.flags.user_function import load_function, names_file
+from training.config.models import LoraFlags
+from training.config.reward import load_function, names_file, short_names
+from training.config.step3 import RLHFFlags
+from training.config.supervised import SupervisedFlags
 
 MODELS = ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
 FUNCTION = "reward_function"

@@ -32,8 +32,7 @@ from training.compare.flags import CompareFlags
 from training.compare.measures import Sample
 from training.compare.models import Model, config_of, exported, located, named
 from training.compare.report import Comparison, content, page, table
-from training.flags.reward_functions import check_columns, load_given
-from training.flags.user_function import function_source
+from training.config.reward import check_columns, function_source, load_given
 from training.measuring import (
     HeldOut,
     Measuring,

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from engine.errors import UserError
 from training.compare.models import named
-from training.flags.arguments import REQUIRED, flag
-from training.flags.measuring_flags import MeasuringFlags
-from training.flags.reward_function_flags import check_built_in
+from training.config.flags import REQUIRED, flag
+from training.config.measuring import MeasuringFlags
+from training.config.models import check_built_in
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from engine import distributed
 from engine.errors import RunStopped
 from engine.models.checking import check_policy
 from engine.whole_files import write_whole
-from training.flags.user_function import load_function
+from training.config.reward import load_function
 from training.measuring import check_answering, check_same_tokens, check_scoring, read_held_out
 from training.merge.flags import MergeFlags
 from training.merge.frontier import Frontier, Point, best_within, draw, table

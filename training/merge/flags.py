@@ -7,8 +7,8 @@ from typing import ClassVar
 from engine.algo.weight_changes import METHODS
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
-from training.flags.arguments import REQUIRED, flag
-from training.flags.measuring_flags import MeasuringFlags
+from training.config.flags import REQUIRED, flag
+from training.config.measuring import MeasuringFlags
 
 FRONTIER = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
 WITHOUT_DATA = ("known_texts_path", "reward_model_name_or_path", "reward_function", "max_kl")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from engine.errors import UserError
 from engine.reward.base import CombinedReward, RewardModel, RewardSource
-from training.flags.reward_functions import MODEL, names
-from training.flags.user_function import function_source, load_function
+from training.config.reward import MODEL, function_source, load_function, names
 from training.measuring import HeldOut, Measuring, policy_measures, stored_names
 from training.merge.flags import MergeFlags
 from training.merge.weights import MergedWeights

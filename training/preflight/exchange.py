@@ -26,7 +26,7 @@ import psutil
 from engine import distributed
 from engine.errors import UserError
 from engine.json_objects import parsed
-from training.flags.arguments import RunFlags
+from training.config.flags import RunFlags
 from training.preflight.facts import Fact, facts_of_node
 from training.preflight.table import Node
 from training.program.environment import slurm_hosts

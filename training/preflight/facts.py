@@ -24,11 +24,11 @@ from engine.models.places import base_of, can_be_hub_name, one_line, require_mod
 from engine.reward.server import is_this_machine
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from engine.zero.extensions import own_folder
+from training.config.flags import RunFlags
+from training.config.reward import names_file
+from training.config.step3 import RLHFFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path
 from training.data.tables import cache_folder
-from training.flags.arguments import RunFlags
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.user_function import names_file
 from training.program.memory_lines import planned_model, setting_here
 from training.program.unwritten import reason_of
 from training.reporting.run_record import versions

@@ -23,7 +23,7 @@ from engine import distributed
 from engine.distributed import RankGroup
 from engine.errors import SharedError, UserError
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
-from training.flags.arguments import RunFlags
+from training.config.flags import RunFlags
 from training.preflight.exchange import Exchange, facts_of_rank, hosts_by_rank, nodes_of
 from training.preflight.facts import Fact, nearest
 from training.preflight.table import (

@@ -6,9 +6,9 @@ from engine.algorithms import Dialect
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
 from engine.models.lora import AdaptedModel, LoraSpec
-from training.flags.lora_flags import LoraFlags
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import SupervisedFlags
+from training.config.models import LoraFlags
+from training.config.step3 import RLHFFlags
+from training.config.supervised import SupervisedFlags
 
 
 def adapted_lines(found: dict[str, AdaptedModel]) -> list[str]:

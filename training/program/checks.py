@@ -12,8 +12,8 @@ from engine.shared_trunk import scoring_roles
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
 from training.checkpoints.resuming import ResumePoint
-from training.flags.reward_functions import load_functions
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.reward import load_functions
+from training.config.step3 import RLHFFlags
 from training.program.adapted_models import adapted_roles
 from training.program.hub import check_hub
 from training.program.model_files import check_positions, generation_stops, is_pretrained_critic

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from engine import distributed
+from training.config.flags import DataFlags
+from training.config.supervised import SupervisedFlags
 from training.data.examples import NOTED, FittedRows
 from training.data.tokens import CUT, DROPPED, EMPTY
-from training.flags.data_arguments import DataFlags
-from training.flags.supervised_arguments import SupervisedFlags
 from training.program.course import Course
 from training.program.model_files import model_notes, most_tokens
 from training.reporting.shown_rows import shown_rows

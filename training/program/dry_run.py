@@ -24,8 +24,8 @@ from engine.errors import UserError, shown_command, without_query
 from engine.zero.communication import slots_by_host
 from training.checkpoints.conditions import fingerprints
 from training.checkpoints.resuming import ResumePoint
+from training.config.step3 import RLHFFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
-from training.flags.rlhf_arguments import RLHFFlags
 from training.program.first_lines import changes_since, dialect_lines, plan_lines, score_lines
 from training.program.memory_lines import memory_lines, memory_of_one_model
 from training.program.plan import make_plan

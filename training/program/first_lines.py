@@ -4,8 +4,8 @@ from engine import distributed
 from engine.algorithms import NOTES, Dialect
 from engine.reward.base import sum_in_words
 from training.checkpoints.conditions import Conditions
-from training.flags.reward_functions import score_parts
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.reward import score_parts
+from training.config.step3 import RLHFFlags
 from training.program.adapted_models import adapted_lines, adapted_roles
 from training.program.course import Course
 from training.program.data_lines import counted, too_long

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from engine import distributed
 from engine.errors import UserError
 from engine.models.places import ADAPTER_CONFIG, is_adapter, one_line
-from training.flags.hub_flags import HubFlags
+from training.config.flags import HubFlags
 from training.program.output_folder import WRITTEN_FILE, Written
 from training.program.phases import phase
 from training.reporting.model_card import is_hub_name

@@ -17,9 +17,9 @@ from engine.memory.memory_plan import gb, table, verdict
 from engine.memory.planning import OneModel, plan_one_model
 from engine.rollout import ROLLOUT_BACKENDS
 from engine.zero.accelerator import on_gpu, ranks_of_this_machine
-from training.flags.arguments import RunFlags
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import RewardFlags, SupervisedFlags
+from training.config.flags import RunFlags
+from training.config.step3 import RLHFFlags
+from training.config.supervised import RewardFlags, SupervisedFlags
 from training.reporting.phase_memory import phase_memory
 
 

@@ -8,8 +8,8 @@ from transformers import GenerationConfig
 from engine.errors import UserError
 from engine.models.places import base_of, one_line
 from engine.models.reading import read_config
+from training.config.flags import RunFlags
 from training.data.tokens import stop_token_ids
-from training.flags.arguments import RunFlags
 
 
 def generation_stops(path: str, tokenizer, trust_remote_code: bool = False) -> tuple[int, ...]:

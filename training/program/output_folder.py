@@ -32,7 +32,7 @@ from engine.json_objects import parsed
 from engine.models.places import base_of, is_adapter
 from engine.whole_files import OLD, PARTIAL, remove_folder, restored, sync, write_whole
 from training.checkpoints.files import AUTO, CHECKPOINTS, MANIFEST, files_in, points_in
-from training.flags.arguments import RunFlags
+from training.config.flags import RunFlags
 from training.program import output_lock
 from training.program.agreement import checked
 from training.program.output_lock import LOCK_FILE

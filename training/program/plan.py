@@ -11,11 +11,11 @@ from engine.models.reading import pad_token_line, vocabulary_size
 from engine.rollout import SamplingConfig
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.resuming import AUTO, ResumePoint
+from training.config.reward import check_columns, load_functions
+from training.config.step3 import RLHFFlags
 from training.data.examples import Prompts, TextBlocks, prompt_fit
 from training.data.forms import PROMPTS, TEXTS
 from training.data.rows import load_rows
-from training.flags.reward_functions import check_columns, load_functions
-from training.flags.rlhf_arguments import RLHFFlags
 from training.program.model_files import generation_stops
 
 

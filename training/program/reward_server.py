@@ -3,7 +3,7 @@
 from engine import distributed
 from engine.errors import UserError, without_query
 from engine.reward.server import FORMS, probe
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.program.plan import Plan, by_part
 
 

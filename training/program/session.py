@@ -10,7 +10,7 @@ from engine.zero.engines import TrainedModel
 from training.checkpoints.conditions import BEFORE, FIRST, OWED
 from training.checkpoints.files import config_files
 from training.checkpoints.saving import Checkpoints
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.ppo_trainer import PPOTrainer, StepReport
 from training.program import model_folders, output_folder, output_lock, stopping
 from training.program.hub import push

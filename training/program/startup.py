@@ -22,9 +22,8 @@ from typing import NoReturn
 
 from engine import distributed
 from engine.errors import EndedEarly, RunStopped, SharedError, UserError
-from training.flags.absolute_paths import make_paths_absolute
-from training.flags.arguments import RunFlags
-from training.flags.parsing import parse_flags
+from training.config.flags import RunFlags, make_paths_absolute
+from training.config.parsing import parse_flags
 from training.program import environment, output_lock, stopping, unwritten
 from training.program.joining import USER_ERROR, MeetingPoint, from_here
 from training.program.output_folder import check_output_dirs

@@ -397,7 +397,7 @@ def _listed(value: str | Sequence[str] | None) -> list[str]:
 
 
 # Names on the Hub. A run's flags have absolute paths for all that stands on the disk
-# (training/flags/absolute_paths.py), so that what could be a name on the Hub is one.
+# (training/config/flags.py), so that what could be a name on the Hub is one.
 _NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?")
 
 

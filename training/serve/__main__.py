@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 
 from engine.errors import UserError
-from training.flags.parsing import parse_flags
+from training.config.parsing import parse_flags
 from training.program.startup import leave, quiet_libraries
 from training.reporting.sample_tables import visible
 from training.serve.flags import ServeFlags

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.errors import UserError
 from engine.rollout import DECODING
-from training.flags.arguments import TokenizerFlags, flag
+from training.config.flags import TokenizerFlags, flag
 
 TAKEN = ("prompt", "messages", "seed")  # what stands beside the models in the answer of PUT /
 

@@ -21,7 +21,7 @@ from scripts.harness.models import (
     make_tokenizer,
     save_random,
 )
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.program.plan import sampling_config
 
 ADDED = VOCABULARY  # the id of a token that is added

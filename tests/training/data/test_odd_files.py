@@ -12,10 +12,10 @@ from engine.errors import UserError
 from engine.files import open_file
 from engine.zero.config import stage_of_file
 from tests.training.data.reading import rows_of
+from training.config.parsing import read_yaml
 from training.data.files import DataFile, read_records
 from training.data.forms import PROMPTS, SFT
 from training.data.sources import open_source
-from training.flags.yaml_file import read_yaml
 
 
 @pytest.fixture

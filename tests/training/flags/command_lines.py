@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pytest
 
 from engine.errors import UserError
-from training.flags.arguments import REQUIRED, RunFlags, flag
-from training.flags.parsing import parse_flags
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import RewardFlags, SFTFlags
+from training.config.flags import REQUIRED, RunFlags, flag
+from training.config.parsing import parse_flags
+from training.config.step3 import RLHFFlags
+from training.config.supervised import RewardFlags, SFTFlags
 
 SUPERVISED = ["--data_path", "d.jsonl", "--output_dir", "out", "--model_name_or_path", "m"]
 REQUIRED_FLAGS = {

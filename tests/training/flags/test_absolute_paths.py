@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from training.flags.absolute_paths import make_paths_absolute
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.flags import make_paths_absolute
+from training.config.step3 import RLHFFlags
 
 REQUIRED = {"data_path": ["p"], "actor_model_name_or_path": "a", "critic_model_name_or_path": "c"}
 

@@ -5,9 +5,9 @@ import pytest
 from engine.algorithms import DIALECTS
 from engine.errors import UserError
 from tests.training.flags.command_lines import REQUIRED_FLAGS, parse, refusal, step3
-from training.flags.parsing import parse_flags
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import RewardFlags, SFTFlags
+from training.config.parsing import parse_flags
+from training.config.step3 import RLHFFlags
+from training.config.supervised import RewardFlags, SFTFlags
 
 AT_LEAST = {  # flag: (the highest value that is refused, the lowest that is taken, what the message says)
     RLHFFlags: {

@@ -9,9 +9,9 @@ from engine.errors import UserError
 from scripts.harness.models import make_causal_lm
 from tests.training.flags.command_lines import REQUIRED_FLAGS, parse, refusal
 from training.compare.flags import CompareFlags
-from training.flags.arguments import TokenizerFlags
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import RewardFlags, SFTFlags
+from training.config.flags import TokenizerFlags
+from training.config.step3 import RLHFFlags
+from training.config.supervised import RewardFlags, SFTFlags
 from training.merge.flags import MergeFlags
 from training.preflight.facts import inputs_of
 from training.serve.flags import ServeFlags

@@ -4,7 +4,7 @@ import pytest
 
 from engine.algorithms import DIALECTS
 from tests.training.flags.command_lines import dialect_refusal, refusal, step3, with_rewards
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 
 
 def test_a_missing_end_is_one_rule():

@@ -4,8 +4,8 @@ import pytest
 
 from engine.algorithms import get_dialect
 from engine.errors import UserError
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import RewardFlags
+from training.config.step3 import RLHFFlags
+from training.config.supervised import RewardFlags
 
 HYDRA = get_dialect("default").override(name="mine", hydra_layers=2)
 FUNCTION = {"critic_model_name_or_path": None, "reward_function": "module:function"}

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from training.flags import flag_docs
+from training.config import flag_docs
 
 PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
 
 
 def test_the_page_is_what_the_code_makes():
-    assert PAGE.read_text() == flag_docs.document(), "run: python -m training.flags.flag_docs > docs/flags.md"
+    assert PAGE.read_text() == flag_docs.document(), "run: python -m training.config.flag_docs > docs/flags.md"
 
 
 @pytest.mark.parametrize("title, flags_class", flag_docs.STEPS)

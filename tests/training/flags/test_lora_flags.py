@@ -6,8 +6,8 @@ from engine.algorithms import DIALECTS
 from engine.errors import UserError
 from engine.models.lora import LoraSpec
 from tests.training.flags.command_lines import parse
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import RewardFlags, SFTFlags
+from training.config.step3 import RLHFFlags
+from training.config.supervised import RewardFlags, SFTFlags
 
 
 def spec(**fields) -> LoraSpec:

@@ -4,8 +4,8 @@ import pytest
 
 from engine.errors import UserError
 from engine.rollout import ROLLOUT_BACKENDS
-from training.flags.parsing import parse_flags
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.parsing import parse_flags
+from training.config.step3 import RLHFFlags
 
 
 def refusal(*words: str) -> str:

@@ -3,10 +3,10 @@
 import pytest
 
 from tests.training.flags.command_lines import dialect_refusal, refusal
-from training.flags.other_steps import STEPS
-from training.flags.other_systems import HEADINGS, rows
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import RewardFlags, SFTFlags
+from training.config.other_systems import HEADINGS, rows
+from training.config.parsing import STEPS
+from training.config.step3 import RLHFFlags
+from training.config.supervised import RewardFlags, SFTFlags
 
 
 @pytest.mark.parametrize(

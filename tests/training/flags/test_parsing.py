@@ -8,10 +8,10 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.flags.command_lines import REQUIRED_FLAGS, Flags, parse, refusal
-from training.flags import deepspeed_chat, other_steps
-from training.flags.parsing import parse_flags
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import RewardFlags, SFTFlags
+from training.config import other_systems, parsing
+from training.config.parsing import parse_flags
+from training.config.step3 import RLHFFlags
+from training.config.supervised import RewardFlags, SFTFlags
 
 
 def test_defaults_and_values():
@@ -101,7 +101,7 @@ def test_flags_of_other_steps_are_named(flags_class, word, told):
 
 @pytest.mark.parametrize("flags_class", REQUIRED_FLAGS)
 def test_what_is_named_in_place_of_another_steps_flag_is_there(flags_class):
-    counterparts = other_steps.IN_STEP_3 if flags_class is RLHFFlags else other_steps.IN_STEPS_1_AND_2
+    counterparts = parsing.IN_STEP_3 if flags_class is RLHFFlags else parsing.IN_STEPS_1_AND_2
     named = {name for told in counterparts.values() for name in re.findall(r"--(\w+)", told)}
     assert named and named <= set(flags_class.__dataclass_fields__)
 
@@ -128,7 +128,7 @@ def test_required_flags_are_enough():
         parse(flags_class=flags_class)
 
 
-@pytest.mark.parametrize("flags_class, old", [(SFTFlags, deepspeed_chat.SUPERVISED), (RLHFFlags, deepspeed_chat.STEP3)])
+@pytest.mark.parametrize("flags_class, old", [(SFTFlags, other_systems.SUPERVISED), (RLHFFlags, other_systems.STEP3)])
 def test_old_flags_are_accepted_with_one_line_or_refused(flags_class, old):
     for name, flag_ in old.items():
         value = {bool: [], int: ["64"], float: ["0.5"], str: ["x"]}[flag_.kind]

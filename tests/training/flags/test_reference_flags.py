@@ -4,7 +4,7 @@ import pytest
 
 from engine.errors import UserError
 from tests.training.flags.command_lines import refusal, step3
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 
 
 def spec_of(**values):

@@ -6,10 +6,10 @@ from engine.errors import UserError
 from engine.reward.built_in import Format
 from tests.training.data.tiny_tokenizers import word_tokenizer
 from tests.training.flags.command_lines import parse
+from training.config.reward import check_columns, load_functions, names, score_parts, short_names
+from training.config.step3 import RLHFFlags
 from training.data.examples import Prompts
 from training.data.files import Unread
-from training.flags.reward_functions import check_columns, load_functions, names, score_parts, short_names
-from training.flags.rlhf_arguments import RLHFFlags
 
 SOURCE = """
 from engine.reward.base import RewardSource

@@ -5,8 +5,8 @@ import pytest
 from engine.errors import UserError, shown_command
 from engine.reward.server import ServerSettings
 from tests.training.flags.command_lines import parse
-from training.flags.reward_functions import score_parts
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.reward import score_parts
+from training.config.step3 import RLHFFlags
 
 URL = "http://10.0.0.7:8000/score"
 

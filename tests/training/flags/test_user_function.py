@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from engine.errors import UserError
-from training.flags.user_function import is_source, load_function
+from training.config.reward import is_source, load_function
 
 NAMES = (f"reward_of_a_test_{number}" for number in itertools.count())
 GOOD = "def f(prompts, responses):\n    return [len(response) for response in responses]\n"

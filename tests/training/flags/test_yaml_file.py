@@ -3,7 +3,7 @@
 import pytest
 
 from tests.training.flags.command_lines import Flags, parse, refusal
-from training.flags.parsing import parse_flags
+from training.config.parsing import parse_flags
 
 
 @pytest.fixture

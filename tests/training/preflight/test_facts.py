@@ -13,8 +13,8 @@ from engine.errors import UserError
 from scripts.harness import free_port
 from scripts.harness.programs import Tiny
 from tests.reward_server import serving
-from training.flags.parsing import parse_flags
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.parsing import parse_flags
+from training.config.step3 import RLHFFlags
 from training.preflight import facts
 from training.preflight.facts import Fact, bytes_in_short, content, disk, inputs_of, looked_at
 

@@ -6,8 +6,8 @@ import pytest
 
 from scripts.harness.models import POSITIONS, make_causal_lm
 from tests.training.data.tiny_tokenizers import word_tokenizer
+from training.config.supervised import RewardFlags, SFTFlags
 from training.data.examples import PairExamples, Prompts, SFTExamples
-from training.flags.supervised_arguments import RewardFlags, SFTFlags
 from training.program import dry_run
 from training.program.data_lines import counted, supervised_lines, too_long
 from training.reporting.shown_rows import shown_rows

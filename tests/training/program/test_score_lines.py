@@ -4,7 +4,7 @@ import pytest
 
 from engine.algorithms import get_dialect
 from tests.training.flags.command_lines import parse
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.program.first_lines import score_lines
 
 REWARD = ("--reward_model_name_or_path", "reward")

@@ -11,7 +11,7 @@ from engine.errors import SharedError
 from scripts.harness import free_port
 from scripts.harness.programs import Tiny, command_line
 from training import step3_rlhf
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.preflight import preflight
 from training.program import joining, startup, watch
 from training.program.joining import MeetingPoint

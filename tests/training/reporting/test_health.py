@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.reporting.good_run import run, the_finding
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 from training.reporting import health as health_module
 from training.reporting.health import ALARM, FINE, LOOK, health
 

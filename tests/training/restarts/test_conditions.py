@@ -11,7 +11,7 @@ from engine import distributed
 from engine.algorithms import Dialect, get_dialect
 from engine.errors import UserError
 from training.checkpoints.conditions import Conditions, state_file
-from training.flags.rlhf_arguments import RLHFFlags
+from training.config.step3 import RLHFFlags
 
 DEFAULT = get_dialect("default")
 HERE = Path("out/checkpoints/step_000002")

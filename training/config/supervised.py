@@ -9,19 +9,16 @@ from engine.engine_spec import OptimizerSpec
 from engine.errors import UserError
 from engine.optim import LR_SCHEDULES
 from engine.zero.config import EngineConfig, build_ds_config, stage_of_file
-from training.flags import deepspeed_chat
-from training.flags.arguments import REQUIRED, OldFlag, flag
-from training.flags.data_arguments import DataFlags
-from training.flags.hub_flags import HubFlags
-from training.flags.lora_flags import ModelLoraFlags
-from training.flags.restart_flags import RestartFlags
+from training.config import other_systems
+from training.config.flags import REQUIRED, DataFlags, HubFlags, OldFlag, RestartFlags, flag
+from training.config.models import ModelLoraFlags
 
 
 @dataclass(kw_only=True)
 class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
     """What steps 1 and 2 share."""
 
-    old_flags: ClassVar[dict[str, OldFlag]] = deepspeed_chat.SUPERVISED
+    old_flags: ClassVar[dict[str, OldFlag]] = other_systems.SUPERVISED
 
     held_out: float = flag(
         0.05, "how much of --data_path is held out where nothing else is: a fraction, or a number of rows"

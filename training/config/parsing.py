@@ -1,4 +1,9 @@
-"""A command line, and the YAML file that it names, as a dataclass of flags."""
+"""YAML files of settings: one mapping, read safely, in which no key stands twice.
+
+What is said of a flag that this step does not have and another one has.
+
+A command line, and the YAML file that it names, as a dataclass of flags.
+"""
 
 import argparse
 import dataclasses
@@ -9,11 +14,83 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from engine.errors import UserError, nearest_names, without_query
-from training.flags.arguments import REQUIRED, OldFlag, ProgramFlags, check_name
-from training.flags.other_steps import flag_of_other_steps, step_of
-from training.flags.other_systems import flag_of_other_systems
-from training.flags.yaml_file import read_yaml
+from engine.files import read_text
+from training.config.flags import REQUIRED, OldFlag, ProgramFlags, check_name
+from training.config.other_systems import flag_of_other_systems
+from training.config.step3 import RLHFFlags
+from training.config.supervised import RewardFlags, SFTFlags
 from training.reporting.sample_tables import visible
+
+
+def read_yaml(path: str) -> dict:
+    """The mapping in the file; raises UserError for a file that holds none."""
+    import yaml
+
+    class UniqueKeys(yaml.SafeLoader):
+        """YAML in which a key that comes twice is a mistake, and not the later value."""
+
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for key_node, _ in node.value:
+                if key_node.value in seen if isinstance(key_node.value, str) else False:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key_node.value} stands there twice", key_node.start_mark
+                    )
+                seen.add(str(key_node.value))
+            return super().construct_mapping(node, deep)
+
+    try:
+        found = yaml.load(read_text(path), UniqueKeys)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"--config {path}{where}: no valid YAML ({_yaml_problem(error)}).") from None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"--config {path}: found {'nothing' if found is None else reprlib.repr(found)}; needed lines "
+            "like `output_dir: out`."
+        )
+    return found
+
+
+def _yaml_problem(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "brackets within brackets, too deep"
+    return visible(getattr(error, "problem", None) or getattr(error, "reason", None) or str(error))
+
+
+STEPS = {SFTFlags: 1, RewardFlags: 2, RLHFFlags: 3}
+
+# What serves a flag's purpose in the steps that do not have it.
+IN_STEP_3 = {
+    "held_out": "here --num_eval_prompts says how many prompts are held out",
+    "max_seq_len": "here --max_prompt_seq_len and --max_answer_seq_len say how long a prompt and its answer may be",
+    "learning_rate": "here --actor_learning_rate and --critic_learning_rate are given apart",
+    "model_name_or_path": "here --actor_model_name_or_path and --critic_model_name_or_path are given apart",
+}
+IN_STEPS_1_AND_2 = {
+    "num_eval_prompts": "here --held_out says how many rows are held out",
+    "actor_learning_rate": "here it is --learning_rate",
+    "actor_model_name_or_path": "here it is --model_name_or_path",
+}
+
+
+def step_of(arguments_class: type[ProgramFlags]) -> int | None:
+    """The step whose flags these are; None of another program's."""
+    return next((step for known, step in STEPS.items() if issubclass(arguments_class, known)), None)
+
+
+def flag_of_other_steps(arguments_class: type[ProgramFlags], name: str) -> str | None:
+    """Of which steps `name` is a flag, and what there is here in its place; None where no other step has it."""
+    steps = [str(step) for other, step in STEPS.items() if name in other.__dataclass_fields__]
+    if not steps or name in arguments_class.__dataclass_fields__:
+        return None
+    counterparts = IN_STEP_3 if issubclass(arguments_class, RLHFFlags) else IN_STEPS_1_AND_2
+    instead = f"; {counterparts[name]}" if name in counterparts else ""
+    return f"It is a flag of step{'s' if len(steps) > 1 else ''} {' and '.join(steps)}{instead}."
+
 
 UNTOLD = ("local_rank", "help")
 """Words that every command line may have, and that no misspelt flag was meant to be."""

@@ -1,4 +1,13 @@
-"""Flags as fields of dataclasses: `flag()` gives a field its help, RunFlags has those that all three programs share."""
+"""Flags as fields of dataclasses: `flag()` gives a field its help, RunFlags has those that all three programs share.
+
+Paths of flags made absolute before anything runs that could change the working directory, as a user's code may.
+
+The flags by which a trained model is uploaded to the Hugging Face Hub, which all three steps share.
+
+The flags of restart points, which all three steps share.
+
+The flags by which all three steps name their data.
+"""
 
 import dataclasses
 import math
@@ -10,12 +19,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedTokenizerBase
 
 from engine.errors import UserError, without_query
 from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.places import base_of
 from engine.models.reading import read_chat_template, read_tokenizer
+from training.checkpoints.files import Schedule
+from training.data.forms import Form
+from training.data.rows import Rows, checked_weights, load_rows, parse_split
+from training.data.tables import cache_folder
+from training.data.tokens import OVERLONG, Fit
 
 REQUIRED = dataclasses.MISSING
 
@@ -259,4 +274,169 @@ def check_name(name: str, value: str) -> None:
     if len(encoded) > LONGEST_PATH or any(len(part) > LONGEST_PART for part in encoded.split(b"/")):
         raise UserError(
             f"--{name} {reprlib.repr(value)}: {len(value)} characters are too long for a name. Give a shorter one."
+        )
+
+
+WRITTEN = ("output_dir", "tensorboard_path", "data_output_path")
+"""Folders that may still have to be made; what is read is a path only if it stands there, else a name on the Hub."""
+READ = ("_path", "_dataset_name", "config", "chat_template", "resume", "reward_function")
+
+
+def make_paths_absolute(args: ProgramFlags) -> None:
+    """Replace each flag's relative path by the absolute one; links stay as they are."""
+    for spec in dataclasses.fields(args):
+        value = getattr(args, spec.name)
+        if spec.name in WRITTEN and value is not None:
+            setattr(args, spec.name, _to_be_made(value))
+        elif spec.name.endswith(READ) and isinstance(value, str):
+            setattr(args, spec.name, _if_there(value, spec.name))
+        elif spec.name.endswith(READ) and isinstance(value, list):
+            setattr(args, spec.name, [_if_there(item, spec.name) for item in value])
+
+
+def _to_be_made(value: str) -> str:
+    """The absolute path, without `..`: behind a folder that is yet to be made, that would name another place later."""
+    path = Path(value).expanduser().absolute()
+    return os.path.realpath(path) if ".." in path.parts else str(path)
+
+
+def _if_there(value: str, name: str) -> str:
+    """The absolute path of what stands there, of a function's file too; the name as it is where nothing does."""
+    if name == "resume" and value == "auto":
+        return value
+    where, colon, function = value.rpartition(":") if name == "reward_function" else (value, "", "")
+    path = Path(where).expanduser()
+    try:
+        there = bool(where) and path.exists() and not (colon and path.is_dir())
+    except OSError:  # a name that is too long, a folder that may not be entered
+        there = False
+    return f"{path.absolute()}{colon}{function}" if there else value
+
+
+@dataclass(kw_only=True)
+class HubFlags(RunFlags):
+    """Whether, and where to, the trained model is uploaded."""
+
+    push_to_hub: bool = flag(
+        False,
+        "upload the trained model (step 3: the actor) to the Hugging Face Hub when the run has ended well; one that "
+        "cannot be uploaded stays in its folder, and the command is printed that tries again",
+        group="sharing",
+    )
+    hub_model_id: str | None = flag(None, "where to, as OWNER/NAME; a repository that is not there is made")
+    hub_private: bool = flag(True, "make it for its owner alone; a public one is only written to with false")
+
+    def validate_hub(self) -> None:
+        """Raise UserError for an upload without a place, a place without an upload, or a name that is none."""
+        if self.push_to_hub != (self.hub_model_id is not None):
+            raise UserError("--push_to_hub and --hub_model_id OWNER/NAME go together: give both or neither.")
+        if self.hub_model_id is None:
+            return
+        given = f"--hub_model_id {self.hub_model_id}"
+        try:
+            validate_repo_id(self.hub_model_id)
+        except HFValidationError as error:
+            raise UserError(f"{given}: no name of the Hub ({error}). Give OWNER/NAME.") from None
+        if "/" not in self.hub_model_id:
+            raise UserError(f"{given}: whose it is to be does not stand there. Give OWNER/NAME.")
+
+
+@dataclass(kw_only=True)
+class RestartFlags(RunFlags):
+    """When restart points are written, which are kept, and what a run goes on from."""
+
+    save_steps: int = flag(0, "steps between restart points; 0 for none", group="restart points")
+    save_minutes: float = flag(0.0, "minutes between restart points, also beside --save_steps; 0 for none")
+    keep_checkpoints: int = flag(0, "keep the newest so many restart points; 0 for all")
+    keep_best_checkpoint: bool = flag(
+        False, "keep the one of the best held-out score too, and write one wherever an evaluation finds a better score"
+    )
+    async_checkpoints: bool = flag(
+        True, "go on training while a restart point is written, from a copy of the state in host memory"
+    )
+    resume: str | None = flag(
+        None,
+        "a restart point, or the output folder of a run, to go on from; auto: the newest one in --output_dir, or the "
+        "beginning where that has none",
+    )
+
+    def schedule(self) -> Schedule:
+        """When restart points are written and which are kept."""
+        return Schedule(
+            steps=self.save_steps,
+            minutes=self.save_minutes,
+            keep=self.keep_checkpoints,
+            keep_best=self.keep_best_checkpoint,
+            asynchronous=self.async_checkpoints,
+        )
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        self.at_least(0, "save_steps", "save_minutes", "keep_checkpoints")
+        if self.keep_best_checkpoint and not self.keep_checkpoints:
+            raise UserError(
+                "--keep_best_checkpoint with --keep_checkpoints 0: all restart points are kept. Give "
+                "--keep_checkpoints 1 or more, or leave --keep_best_checkpoint out."
+            )
+
+
+@dataclass(kw_only=True)
+class DataFlags(RunFlags):
+    """Which data sets are read, how often each is seen in a pass, and which part of it this step reads."""
+
+    phase: ClassVar[int]  # the step: 1, 2 or 3
+
+    data_path: list[str] = flag(
+        REQUIRED,
+        "data sets: names on the Hub, folders, or .json, .jsonl, .csv, .parquet files, also as .gz or .zst",
+        group="data",
+    )
+    data_weights: list[float] = flag(
+        [], "how often each of them is seen in one pass (2: twice, 0.5: half of it); by default once"
+    )
+    data_split: str | None = flag(
+        None,
+        "proportions in which every data set is divided among steps 1, 2 and 3, such "
+        "as 2,4,4; by default each step reads all of it",
+    )
+    eval_data_path: list[str] = flag([], "held-out rows; by default the data set's own test split, or some of its rows")
+    overlong: str = flag(
+        "cut_prompt",
+        "what becomes of rows that are too long: prompts lose their beginning, up to a user's turn where there are "
+        "turns (cut_prompt); texts lose their end, and prompts of step 3 are left out (cut_answer); rows are left out "
+        "(drop)",
+        choices=OVERLONG,
+    )
+    data_output_path: str | None = flag(
+        None, "where tokenised data is kept for the next run; by default ~/.cache/four-engine-rlhf"
+    )
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work."""
+        RunFlags.validate(self)
+        checked_weights(self.data_weights, self.data_path)
+        parse_split(self.data_split)
+
+    @property
+    def cache(self) -> Path | None:
+        """Where tokenised data is kept; nowhere in a dry run."""
+        return None if self.dry_run else cache_folder(self.data_output_path)
+
+    def load_rows(self, form: Form, tokenizer, fit: Callable[[dict], Fit], **held_out) -> tuple[Rows, Rows]:
+        """(training rows, held-out rows) of this step; `held_out` as load_rows of training/data/rows.py has it.
+
+        fit: what of a row is shown to the model; held-out rows are counted without those that it drops.
+        Raises: UserError for a data set that is not there or cannot be read.
+        """
+        return load_rows(
+            self.data_path,
+            form,
+            tokenizer,
+            phase=self.phase,
+            seed=self.seed,
+            weights=self.data_weights or None,
+            split=self.data_split,
+            eval_data_path=self.eval_data_path or None,
+            keeps=lambda row: not fit(row).reason,
+            **held_out,
         )

@@ -8,8 +8,7 @@ from typing import ClassVar
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.zero.config import EngineConfig
-from training.flags.arguments import flag
-from training.flags.data_arguments import DataFlags
+from training.config.flags import DataFlags, flag
 
 
 @dataclass(kw_only=True)

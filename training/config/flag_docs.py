@@ -1,6 +1,6 @@
 """Writes docs/flags.md from the dataclasses of the flags:
 
-python -m training.flags.flag_docs > docs/flags.md
+python -m training.config.flag_docs > docs/flags.md
 """
 
 import dataclasses
@@ -9,16 +9,16 @@ import typing
 
 from engine.algorithms import Dialect
 from training.compare.flags import CompareFlags
-from training.flags.algorithm_flags import DIALECT_FLAGS
-from training.flags.arguments import REQUIRED, ProgramFlags
-from training.flags.rlhf_arguments import RLHFFlags
-from training.flags.supervised_arguments import RewardFlags, SFTFlags
+from training.config.algorithm import DIALECT_FLAGS
+from training.config.flags import REQUIRED, ProgramFlags
+from training.config.step3 import RLHFFlags
+from training.config.supervised import RewardFlags, SFTFlags
 from training.merge.flags import MergeFlags
 from training.serve.flags import ServeFlags
 
 HEAD = """# Flags
 
-Made by `python -m training.flags.flag_docs > docs/flags.md` from the dataclasses of the flags. Every flag can also
+Made by `python -m training.config.flag_docs > docs/flags.md` from the dataclasses of the flags. Every flag can also
 stand in a YAML file (`--config run.yaml`, keys without dashes, flags on the command line win):
 
 ```yaml

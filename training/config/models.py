@@ -1,0 +1,612 @@
+"""The flags of LoRA: DeepSpeed-Chat's names and meanings, and beside them what users of peft expect.
+
+Source: microsoft/DeepSpeedExamples 83757d9c, applications/DeepSpeed-Chat/training/step*/main.py. `--lora_module_name`
+is "decoder.layers." there, OPT's; here all linear layers but the head, which for OPT are the same ones.
+
+The flags that say which functions score responses, and how much each part of the score counts.
+
+The flags of reward servers: where they are, what they are sent, and how long they are waited for.
+
+The flags that say which models there are, what scores responses, and how DeepSpeed runs each model.
+"""
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+from engine.algorithms import Dialect
+from engine.engine_spec import EngineSpec, OptimizerSpec, frozen_stage
+from engine.errors import UserError, without_query
+from engine.models.adapter_folders import read_adapter
+from engine.models.lora import ALL_LINEAR, LoraSpec
+from engine.reward.server import FORMS, OWN_FIELDS, ServerSettings
+from engine.zero.config import EngineConfig, build_ds_config, refuse_offload_of_roles, stage_of_file
+from training.config.algorithm import MOVING, AlgorithmFlags, ReferenceFlags
+from training.config.flags import REQUIRED, RunFlags, flag
+
+LEARNING_RATE = 5e-4  # DeepSpeed-Chat's, of actor and critic alike
+
+
+@dataclass(kw_only=True)
+class LoraFlags(RunFlags):
+    """What the adapters of a run have in common; a step's own flags say of which rank each model's is.
+
+    lora_models: what stands before `lora_dim` and its like, once for each model that can have an adapter.
+    """
+
+    lora_models: ClassVar[tuple[str, ...]]
+
+    only_optimize_lora: bool = flag(
+        False,
+        "train the factors alone (and a score head); otherwise all that is not adapted, such as biases, norms and "
+        "embeddings, trains too, with the model's own learning rate",
+        group="LoRA",
+    )
+    lora_alpha: float | None = flag(
+        None, "updates are scaled by alpha / dimension; by default 1, as in DeepSpeed-Chat (peft's is 8)"
+    )
+    lora_target_modules: list[str] = flag(
+        [],
+        "the adapted layers by the last part of their names, such as q_proj v_proj, or all-linear: all but the output "
+        "head, which is the default; all-linear lm_head has that one too",
+    )
+    lora_dropout: float | None = flag(None, "dropout before the factors, while steps 1 and 2 train; step 3 has none")
+
+    save_merged: str = flag(
+        "auto",
+        "beside the adapters save the models with these merged into them, too; auto: where the disk has room for them",
+        choices=("auto", "true", "false"),
+    )
+
+    def validate_lora(self) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        self.at_least(0, "lora_dropout", *self._names("dim"), *self._names("learning_rate"))
+        self.above(0, "lora_alpha")
+        self.finite("lora_alpha")
+        if self.lora_dropout is not None and self.lora_dropout >= 1:
+            raise UserError(f"--lora_dropout {self.lora_dropout}: must be less than 1.")
+        for model in self.lora_models:
+            self._refuse_without_dim((f"{model}lora_module_name", f"{model}lora_learning_rate"), (f"{model}lora_dim",))
+            if getattr(self, f"{model}lora_module_name") and self.lora_target_modules:
+                raise UserError(
+                    f"--{model}lora_module_name {getattr(self, f'{model}lora_module_name')} and --lora_target_modules "
+                    f"{' '.join(self.lora_target_modules)} say the same. Give one of them."
+                )
+        if self.save_merged == "false" and not self.only_optimize_lora and any(map(self.lora, self.lora_models)):
+            raise UserError(
+                "--save_merged false without --only_optimize_lora: an adapter has no place for the biases, norms and "
+                "embeddings that train too, so that the merged model is all there is to save. Leave it out, or give "
+                "--only_optimize_lora."
+            )
+        shared = ("only_optimize_lora", "lora_alpha", "lora_target_modules", "lora_dropout", "save_merged")
+        self._refuse_without_dim(shared, self._names("dim"))
+
+    def lora(self, model: str = "") -> LoraSpec | None:
+        """The adapter that is asked for of a model, or None. model: one of `lora_models`."""
+        dim, rate = getattr(self, f"{model}lora_dim"), getattr(self, f"{model}lora_learning_rate")
+        if not dim:
+            return None
+        targets = getattr(self, f"{model}lora_module_name") or tuple(self.lora_target_modules)
+        if self.scores(model) and ALL_LINEAR in self.lora_target_modules:
+            targets = ()  # what stands beside it is of a language model's output head, which a scorer has none of
+        return LoraSpec(
+            dim=dim,
+            alpha=1.0 if self.lora_alpha is None else self.lora_alpha,
+            targets=ALL_LINEAR if targets in ((), (ALL_LINEAR,)) else targets,
+            dropout=self.lora_dropout or 0.0,
+            lr=LEARNING_RATE if rate is None else rate,
+            only=self.only_optimize_lora,
+            seed=self.seed,
+        )
+
+    def scores(self, model: str) -> bool:
+        """Whether a model, one of `lora_models`, has a score head in place of an output head."""
+        return model == "critic_"
+
+    def check_rate(self, model: str, rate: float, by: str | None = None) -> None:
+        """Raise UserError where factors are to learn beside weights whose rate is 0, of which theirs is no multiple.
+
+        rate: of the model's weights. model: one of `lora_models`. by: the flag that it has factors by, if it is not the
+        one of their rank.
+        """
+        dim = getattr(self, f"{model}lora_dim")
+        if (dim or by) and not rate:
+            raise UserError(
+                f"--{model}learning_rate 0 with {by or f'--{model}lora_dim {dim}'}: the rate of the "
+                f"factors, --{model}lora_learning_rate, is held as a multiple of this one. Give one above 0; "
+                "--only_optimize_lora keeps all but the factors as they are."
+            )
+
+    def _names(self, ending: str) -> list[str]:
+        return [f"{model}lora_{ending}" for model in self.lora_models]
+
+    def _refuse_without_dim(self, names: tuple[str, ...], dims: tuple[str, ...] | list[str]) -> None:
+        if any(getattr(self, dim) for dim in dims):
+            return
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value is not False and value not in ([], "auto"):
+                words = value if isinstance(value, list) else [] if value is True else [value]
+                raise UserError(
+                    f"{' '.join([f'--{name}', *map(str, words)])} needs {' or '.join(f'--{dim}' for dim in dims)}, "
+                    "the rank of the factors: without it there is no LoRA. Give it, or leave the flag out."
+                )
+
+
+@dataclass(kw_only=True)
+class ModelLoraFlags(LoraFlags):
+    """The adapter of steps 1 and 2."""
+
+    lora_models: ClassVar[tuple[str, ...]] = ("",)
+
+    lora_dim: int = flag(0, "rank of the factors that train in place of matrices; 0: no LoRA, all weights train")
+    lora_module_name: str | None = flag(
+        None, "adapt the linear layers whose names contain this; by default --lora_target_modules says which"
+    )
+    lora_learning_rate: float | None = flag(None, f"the factors' peak learning rate; by default {LEARNING_RATE}")
+
+
+@dataclass(kw_only=True)
+class RoleLoraFlags(LoraFlags):
+    """The adapters of step 3."""
+
+    lora_models: ClassVar[tuple[str, ...]] = ("actor_", "critic_")
+
+    actor_lora_dim: int = flag(
+        0, "rank of the factors that train in place of the actor's matrices; 0: no LoRA, all its weights train"
+    )
+    critic_lora_dim: int = flag(0, "the same, of the critic")
+    actor_lora_module_name: str | None = flag(
+        None,
+        "adapt the actor's linear layers whose names contain this; by default --lora_target_modules says which",
+    )
+    critic_lora_module_name: str | None = flag(None, "the same, of the critic's layers")
+    actor_lora_learning_rate: float | None = flag(
+        None, f"peak learning rate of the actor's factors; by default {LEARNING_RATE}"
+    )
+    critic_lora_learning_rate: float | None = flag(
+        None, f"peak learning rate of the critic's factors; by default {LEARNING_RATE}"
+    )
+    share_trunk: bool = flag(
+        False,
+        "one model serves actor, critic, reference and reward model, each with an adapter and a head of its own; needs "
+        "--only_optimize_lora",
+    )
+
+    def validate_lora(self) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        super().validate_lora()
+        if self.lora_dropout:
+            raise UserError(
+                f"--lora_dropout {self.lora_dropout}: PPO compares the probabilities that a response had when it was "
+                "sampled with those that it has now, and dropout would change them by itself. Leave it out, or give 0."
+            )
+        if self.share_trunk and not (self.only_optimize_lora and self.actor_lora_dim):
+            raise UserError(
+                "--share_trunk needs --only_optimize_lora and --actor_lora_dim: what all four models share must not "
+                "train."
+            )
+
+
+@dataclass(kw_only=True)
+class RewardFunctionFlags(AlgorithmFlags):
+    """What the score of step 3 is made of, beside the reward model."""
+
+    reward_function: list[str] = flag(
+        [],
+        "functions of your own, module:function or file.py:function, that are given prompts and responses as texts, "
+        "and columns of the data, and return a number for each response; or RewardSource classes "
+        "(docs/extending.md); or built-in ones: math_verify, format (docs/verifiable.md)",
+        group="rewards",
+    )
+    reward_weights: list[float] = flag(
+        [],
+        "the weight of each function in the score, and then of the reward server, by default 1; one of weight 0 is "
+        "measured alone. The reward model's is --reward_model_weight",
+    )
+    answer_column: str | None = flag(
+        None, "the column with the right answers, for math_verify (pip install .[math]); by default answer"
+    )
+    response_format: str | None = flag(
+        None,
+        "the regular expression that whole responses have to match, for format; by default reasoning in <think> tags, "
+        "and an answer in <answer> tags",
+    )
+    overlap_rewards: bool = flag(
+        False,
+        "call each function, from a thread of its own, and ask the reward server for responses that are done while "
+        "others are still drawn; what it says of a response must not depend on the others, nor on the thread",
+    )
+    reward_model_weight: float = flag(1.0, "the reward model's weight in the score")
+    length_penalty: float = flag(0.0, "subtracted from the score for each token of the response")
+
+    def validate_functions(self) -> None:
+        """Raise UserError for columns and forms that belong to no function, or are none."""
+        self.finite("reward_model_weight", "length_penalty")
+        functions = self.reward_function
+        if len(set(functions)) < len(functions):
+            twice = next(name for name in functions if functions.count(name) > 1)
+            raise UserError(f"--reward_function {' '.join(functions)}: {twice} is given twice. Give it once.")
+        if not self.other_rewards and self.overlap_rewards:
+            raise UserError(
+                "--overlap_rewards needs --reward_function or --reward_url: it is not for the reward model."
+            )
+        check_built_in(self)
+
+    @classmethod
+    def no_flag(cls, name: str, value: str) -> str | None:
+        """Also for the name that --reward_weights had when there was one function."""
+        return f"Give --reward_weights {value}." if name == "reward_function_weight" else super().no_flag(name, value)
+
+
+def check_built_in(args) -> None:
+    """Raise UserError for a column or a form that belongs to no function, or is none. args: flags with
+    `reward_function`, `answer_column` and `response_format`."""
+    for name, function in (("answer_column", "math_verify"), ("response_format", "format")):
+        if getattr(args, name) is not None and function not in args.reward_function:
+            raise UserError(f"--{name} {getattr(args, name)} needs --reward_function {function}.")
+    try:
+        re.compile(args.response_format or "")
+    except re.error as error:
+        raise UserError(
+            f"--response_format {args.response_format}: is no regular expression ({error}). Mend it."
+        ) from None
+
+
+@dataclass(kw_only=True)
+class RewardServerFlags(RewardFunctionFlags):
+    """Scores from elsewhere, in the place of the reward model or beside it."""
+
+    reward_url: list[str] = flag(
+        [],
+        "where a reward server is sent responses, http://HOST:PORT/PATH (docs/reward_server.md); several servers that "
+        "say the same share the work, and one that is away is left out while others answer",
+        group="reward server",
+    )
+    reward_url_form: str = flag(
+        "items",
+        "the form of requests and answers: ours, in which ids say which score is whose (items), or OpenRLHF's "
+        "(openrlhf)",
+        choices=FORMS,
+    )
+    reward_url_columns: list[str] = flag(
+        [], "columns of the data that are sent along; with the form openrlhf one, as labels"
+    )
+    reward_url_batch_size: int = flag(64, "the most responses in one request")
+    reward_url_timeout: float = flag(180.0, "seconds in which a request has to be answered")
+    reward_url_patience: float = flag(
+        600.0,
+        "for how many seconds a request is made again that cannot be delivered or is answered 429 or 5xx, before the "
+        "run stops with a restart point",
+    )
+
+    def validate_server(self) -> None:
+        """Raise UserError for URLs that are none, and for values that cannot work."""
+        for url in self.reward_url:
+            check_reward_url(url)
+        if len(set(self.reward_url)) < len(self.reward_url):
+            raise UserError(
+                f"--reward_url {' '.join(map(without_query, self.reward_url))}: one is given twice. Give it once."
+            )
+        self.at_least(1, "reward_url_batch_size")
+        self.above(0, "reward_url_timeout")
+        self.finite("reward_url_timeout")
+        self.at_least(0, "reward_url_patience")
+        columns, most = self.reward_url_columns, FORMS[self.reward_url_form].most_columns
+        said = f"--reward_url_columns {' '.join(columns)}"
+        if taken := [name for name in columns if name in OWN_FIELDS and self.reward_url_form == "items"]:
+            raise UserError(f"{said}: {taken[0]} is what something else in a request is called. Leave it out.")
+        if most is not None and len(columns) > most:
+            raise UserError(
+                f"{said}: {len(columns)} columns, and the form {self.reward_url_form} has room for {most}. Name {most}."
+            )
+        for spec in dataclasses.fields(RewardServerFlags) if not self.reward_url else ():
+            usual = [] if spec.default is dataclasses.MISSING else spec.default
+            if spec.name.startswith("reward_url_") and getattr(self, spec.name) != usual:
+                raise UserError(f"--{spec.name} needs --reward_url: there is no reward server.")
+
+    @property
+    def other_rewards(self) -> list[str]:
+        """Functions, and then the server."""
+        return [*self.reward_function, *self.reward_url[:1]]
+
+    def reward_server(self) -> ServerSettings | None:
+        """What is to be known of the servers; None where there are none."""
+        if not self.reward_url:
+            return None
+        return ServerSettings(
+            urls=self.reward_url,
+            form=self.reward_url_form,
+            columns=self.reward_url_columns,
+            batch_size=self.reward_url_batch_size,
+            timeout=self.reward_url_timeout,
+            patience=self.reward_url_patience,
+        )
+
+
+def check_reward_url(url: str) -> None:
+    """Raise UserError for what is no URL of a server, or holds a user's name; a password or key in it is not shown."""
+    shown = re.sub("//.*@[^/]*", "//...", url).partition("?")[0]
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        parts, whole = urlsplit(""), False
+    if not whole or parts.fragment or not url.isascii() or not url.isprintable() or " " in url:
+        raise UserError(f"--reward_url {shown}: is no URL of a server. Give http://HOST:PORT/PATH.")
+    if parts.username is not None or parts.password is not None:
+        raise UserError(
+            f"--reward_url {shown}: holds a user's name, which would stand in messages and files. Leave it out."
+        )
+
+
+@dataclass(kw_only=True)
+class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
+    """The models of step 3, their adapters and their engines."""
+
+    actor_model_name_or_path: str = flag(
+        REQUIRED, "the SFT model that the actor and the reference start from", group="models"
+    )
+    critic_model_name_or_path: str | None = flag(
+        None,
+        "the reward model that the critic starts from; with --reward_function or --reward_url it may be left out, and "
+        "the critic is then the SFT model with a new head; in dialects without such a critic it names the reward model "
+        "alone",
+    )
+    reward_model_name_or_path: str | None = flag(
+        None, "the reward model; by default the critic's path, or none with --reward_function or --reward_url"
+    )
+    actor_dropout: float | None = flag(None, "0, as it is anyway: responses are learned by the function that gave them")
+    critic_dropout: float | None = flag(None, "0, as it is anyway")
+
+    actor_zero_stage: int | None = flag(
+        None, "ZeRO stage of the actor, and 3 or 0 of the reference (default 0)", group="engines"
+    )
+    critic_zero_stage: int | None = flag(None, "ZeRO stage of the critic, and 3 or 0 of the reward (default 0)")
+    offload: bool = flag(False, "optimizer states (stage 3: parameters too) of actor and critic in host memory")
+    offload_reference_model: bool = flag(False, "the reference in host memory while it is not used")
+    offload_reward_model: bool = flag(False, "the reward model in host memory while it is not used")
+    actor_ds_config: str | None = flag(None, "DeepSpeed JSON of the actor, instead of one of configs/ds")
+    critic_ds_config: str | None = flag(None, "DeepSpeed JSON of the critic")
+    reference_ds_config: str | None = flag(None, "DeepSpeed JSON of the reference")
+    reward_ds_config: str | None = flag(None, "DeepSpeed JSON of the reward model")
+    actor_gradient_checkpointing: bool = flag(False, "compute the actor's activations again in backward passes")
+    critic_gradient_checkpointing: bool = flag(False, "compute the critic's activations again in backward passes")
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        RewardServerFlags.validate(self)
+        self.validate_lora()
+        self.validate_functions()
+        self.validate_server()
+        for role in ("actor", "critic"):
+            self._trained(role).check_stage()
+        self._validate_rewards(self.resolved_dialect()[0])
+        for name in ("actor_dropout", "critic_dropout"):
+            if getattr(self, name):
+                raise UserError(
+                    f"--{name} {getattr(self, name)}: PPO compares the probabilities that a response had "
+                    "when it was sampled with those that it has now, and dropout would change them by "
+                    "itself. Leave it out, or give 0."
+                )
+        self.validate_reference()
+        for role in ("reference", "reward"):
+            offload, path = f"offload_{role}_model", getattr(self, f"{role}_ds_config")
+            EngineConfig(role, 0, getattr(self, offload), path).check_offload(f"--{offload}", trained=False)
+
+    def _validate_rewards(self, dialect: Dialect) -> None:
+        role = "critic" if dialect.critic_start == "reward_model" else "reward"
+        given = self.critic_model_name_or_path if role == "critic" else self.reward_path
+        if not self.other_rewards and given is None:
+            raise UserError(
+                f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
+                "your own with --reward_function, or a server with --reward_url."
+            )
+        self._validate_weights()
+        beside = "--reward_function" if self.reward_function else "--reward_url"
+        if self.reward_path is None:
+            for name in ("reward_ds_config", "offload_reward_model"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"--{name} is given, but there is no reward model beside {beside}. Name "
+                        "one with --reward_model_name_or_path."
+                    )
+            if self.reward_weights and not any(self.reward_weights):
+                said = " ".join(f"{weight:g}" for weight in self.reward_weights)
+                raise UserError(f"--reward_weights {said}: every score would be 0. Give one that is not.")
+            if self.reward_model_weight != 1.0:
+                raise UserError(
+                    f"--reward_model_weight {self.reward_model_weight}: there is no reward model beside "
+                    f"{beside}. Name one with --reward_model_name_or_path."
+                )
+
+    def _validate_weights(self) -> None:
+        weights, others = self.reward_weights, self.other_rewards
+        if not weights:
+            return
+        said = f"--reward_weights {' '.join(f'{weight:g}' for weight in weights)}"
+        if not others:
+            raise UserError(
+                f"{said} needs --reward_function or --reward_url. The reward model's weight is --reward_model_weight."
+            )
+        if len(weights) != len(others):
+            parts = [*self.reward_function, *["the reward server"] * bool(self.reward_url)]
+            raise UserError(
+                f"{said}: {len(weights)} weights. They belong to {', '.join(parts)}, in this order: give {len(others)} "
+                "or none. The reward model's weight is --reward_model_weight. To mix the reward model in by half, give "
+                f"{self.half_by_model}."
+            )
+        if not all(map(math.isfinite, weights)):
+            raise UserError(f"{said}: must be finite.")
+
+    @property
+    def half_by_model(self) -> str:
+        """The flags by which the reward model is half of the score, and the other half what else scores."""
+        model = self.reward_path or self.critic_model_name_or_path or "REWARD_MODEL"
+        count = len(self.other_rewards)
+        weights = " ".join([f"{0.5 / count:g}"] * count)
+        return f"--reward_model_name_or_path {model} --reward_model_weight 0.5 --reward_weights {weights}"
+
+    @property
+    def reward_path(self) -> str | None:
+        """The reward model's path; None where functions or a server alone give the scores."""
+        if self.reward_model_name_or_path is not None or self.other_rewards:
+            return self.reward_model_name_or_path
+        return self.critic_model_name_or_path
+
+    def stage(self, role: str) -> int:
+        """The ZeRO stage of the actor or the critic."""
+        given, path = getattr(self, f"{role}_zero_stage"), getattr(self, f"{role}_ds_config")
+        if given is None and path is not None:
+            given = stage_of_file(path, role)
+        return given or 0
+
+    def _trained(self, role: str) -> EngineConfig:
+        return EngineConfig(role, self.stage(role), self.offload, getattr(self, f"{role}_ds_config"))
+
+    def engine_spec(self, dialect: Dialect) -> EngineSpec:
+        """Which engines are to be built; raises UserError where flags contradict the dialect or a DeepSpeed file."""
+        self._check(dialect)
+
+        def optimizer(lr: float, weight_decay: float) -> OptimizerSpec:
+            return OptimizerSpec(
+                lr=lr,
+                betas=dialect.betas,
+                eps=dialect.eps,
+                weight_decay=weight_decay,
+                max_grad_norm=dialect.max_grad_norm,
+                form=dialect.optimizer,
+                decay=dialect.decay,
+            )
+
+        def frozen(role: str, partner: EngineConfig, offload: bool) -> EngineConfig:
+            path = getattr(self, f"{role}_ds_config")
+            stage = stage_of_file(path, role) if path else None
+            return EngineConfig(role, frozen_stage(partner) if stage is None else stage, offload, path)
+
+        actor, critic = self._trained("actor"), self._trained("critic")
+        scored = self.reward_path is not None
+        spec = EngineSpec(
+            actor_path=self.actor_model_name_or_path,
+            with_critic=dialect.has_critic,
+            critic_path=self.critic_model_name_or_path if dialect.critic_start == "reward_model" else None,
+            reward_path=self.reward_path,
+            with_reward_model=scored,
+            hydra_layers=dialect.hydra_layers,
+            actor_lora=self.lora("actor_"),
+            critic_lora=self._critic_lora(dialect),
+            share_trunk=self.share_trunk,
+            pad_token=dialect.pad_token,
+            chat_template=self.chat_template,
+            trust_remote_code=self.trust_remote_code,
+            attention=self.attention,
+            dtype=self.dtype,
+            actor=actor,
+            critic=critic,
+            actor_optimizer=optimizer(dialect.actor_lr, dialect.actor_weight_decay),
+            critic_optimizer=optimizer(dialect.critic_lr, dialect.critic_weight_decay),
+            micro_batch_size=self.per_device_training_batch_size,
+            actor_gradient_checkpointing=self.actor_gradient_checkpointing,
+            critic_gradient_checkpointing=self.critic_gradient_checkpointing,
+            ema_decay=dialect.ema_decay if self.keeps_average else None,
+            ema_device=self.ema_device,
+            reference_is_ema=self.reference == MOVING,
+            reference_refresh_steps=self.reference_refresh_steps,
+            reference_mixup_alpha=self.reference_mixup_alpha,
+        )
+        self._check_shared(spec, dialect)
+        engines = {"reference": frozen("reference", actor, self.offload_reference_model)}
+        if scored:
+            partner = critic if dialect.has_critic else actor
+            engines["reward"] = frozen("reward", partner, self.offload_reward_model)
+        return replace(spec, **{role: config for role, config in engines.items() if role not in spec.hosts})
+
+    def engine_configs(self, dialect: Dialect) -> dict[str, dict]:
+        """Each engine's whole DeepSpeed configuration; raises UserError for a contradiction."""
+        configs, choices = {}, self.engine_spec(dialect).engine_configs
+        for config in choices:
+            trained = config.role in ("actor", "critic")
+            configs[config.role] = build_ds_config(
+                config,
+                dtype=self.dtype,
+                micro_batch_size=self.per_device_training_batch_size,
+                trained=trained,
+                gradient_clipping=dialect.max_grad_norm if trained and not self.share_trunk else 0.0,  # by role
+            )
+        if self.share_trunk:
+            refuse_offload_of_roles(configs["actor"])
+        return configs
+
+    def _check(self, dialect: Dialect) -> None:
+        """Raise UserError for flags of models that this dialect does not have, and for offload of what has nothing."""
+        for name in (
+            "critic_zero_stage",
+            "critic_ds_config",
+            "critic_gradient_checkpointing",
+            "critic_pretrain_steps",
+            "critic_warmup_steps",
+            "critic_lora_dim",
+        ):
+            if not dialect.has_critic and getattr(self, name):
+                value = "" if getattr(self, name) is True else f" {getattr(self, name)}"
+                raise UserError(f"--{name}{value}: the dialect {dialect.name} has no critic. Leave it out.")
+        path = self.critic_model_name_or_path
+        if dialect.critic_start != "reward_model" and path is not None and path != self.reward_path:
+            start = "starts with a new head on the SFT model" if dialect.has_critic else "does not exist"
+            add = f", or give --reward_model_name_or_path {path} to have it score, too" * (self.reward_path is None)
+            raise UserError(
+                f"--critic_model_name_or_path {path}: in the dialect {dialect.name} the critic {start}, and "
+                f"the scores come from elsewhere. Leave it out{add}."
+            )
+        for role in ("actor", "critic") if dialect.has_critic else ("actor",):
+            if role == "actor" or not self.share_trunk:
+                self._trained(role).check_offload()
+        if self.share_trunk and self.critic_ds_config is not None:
+            raise UserError(
+                f"--critic_ds_config {self.critic_ds_config} with --share_trunk: actor and critic are one engine, "
+                "which has the actor's configuration. Leave it out, and give --actor_ds_config."
+            )
+        if self.share_trunk and self.critic_zero_stage not in (None, self.stage("actor")):
+            raise UserError(
+                f"--critic_zero_stage {self.critic_zero_stage} with --share_trunk: actor and critic are one engine, at "
+                f"the actor's stage, {self.stage('actor')}. Leave it out."
+            )
+        self.check_rate("actor_", dialect.actor_lr)
+        if dialect.has_critic:
+            self.check_rate("critic_", dialect.critic_lr, "--share_trunk" if self.share_trunk else None)
+        if dialect.hydra_layers and self.actor_lora_dim:
+            raise UserError(
+                f"--actor_lora_dim {self.actor_lora_dim} with hydra_layers {dialect.hydra_layers} (dialect "
+                f"{dialect.name}): a hydra's last layers train whole. Leave it out, or set hydra_layers to 0."
+            )
+
+    def _critic_lora(self, dialect: Dialect) -> LoraSpec | None:
+        """The critic's adapter; within a shared trunk it has one in any case, of its start's rank or the actor's."""
+        given = self.lora("critic_")
+        if given is not None or not self.share_trunk or not dialect.has_critic:
+            return given
+        actor, path = self.lora("actor_"), self.critic_model_name_or_path
+        start = read_adapter(path, "--critic_model_name_or_path") if path is not None else None
+        assert actor is not None, "validate_lora"
+        starts_so = start is not None and dialect.critic_start == "reward_model"
+        return replace(actor, lr=LEARNING_RATE, dim=start.config.r if start is not None and starts_so else actor.dim)
+
+    def _check_shared(self, spec: EngineSpec, dialect: Dialect) -> None:
+        """Raise UserError for flags of engines that do not exist, because another one plays their role."""
+        for role, what in spec.shared.items():
+            for name in (f"{role}_ds_config", f"offload_{role}_model"):
+                if not getattr(self, name, None):
+                    continue
+                if role == "reference" and spec.reference_moves:
+                    cause = next(f"{name} {value}" for name, value in self.moving_reference().items() if value)
+                    remedy = f"train without {cause}"
+                elif role == "reference" and spec.hydra_layers:
+                    cause = f"hydra_layers {spec.hydra_layers} (dialect {dialect.name})"
+                    remedy = "set hydra_layers to 0"
+                else:
+                    cause = "--share_trunk" if spec.share_trunk else "--only_optimize_lora"
+                    remedy = f"train without {cause}"
+                raise UserError(f"--{name} with {cause}: {what}. Leave it out, or {remedy}.")

@@ -1,0 +1,238 @@
+"""The flags of rollouts: which backend draws responses, and how.
+
+The flags of step 3.
+
+The flags of the memory planner: step 3's, and which machines.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from engine.algorithms import Dialect
+from engine.errors import UserError
+from engine.memory.gpus import gpu_bytes, parsed_bytes
+from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
+from engine.zero.accelerator import ranks_of_this_machine
+from training.config import other_systems
+from training.config.flags import HubFlags, OldFlag, RestartFlags, RunFlags, flag
+from training.config.models import ModelFlags
+
+# Flags that say nothing to another backend: the flag, its usual value, and the backends that it is for.
+_OF_COPIES = ("auto", "replica", "zero3")
+_OWN = {
+    "decoding": ("auto", _OF_COPIES),
+    "replicas_between_steps": ("keep", _OF_COPIES),
+    "overlap_rewards": (False, _OF_COPIES),
+    "inference_tp_size": (None, ("auto", "replica")),
+    "vllm_tensor_parallel_size": (1, ("vllm",)),
+    "vllm_sampler": ("keyed", ("vllm",)),
+}
+
+
+@dataclass(kw_only=True)
+class RolloutFlags(RunFlags):
+    """By which backend responses are drawn, and what is said to it."""
+
+    rollout_backend: str = flag(
+        "auto",
+        "how responses are generated: with a whole copy of the actor on each rank, gathered once per update "
+        "(replica), through its ZeRO-3 partitions (zero3), or by vLLM in these processes (vllm, which has to be "
+        "installed); auto takes the copy where it fits in memory, else one that several ranks hold together "
+        "(--inference_tp_size), else the partitions",
+        choices=ROLLOUT_BACKENDS,
+        group="rollouts",
+        old_values=other_systems.OLD_BACKENDS,
+    )
+    decoding: str = flag(
+        "auto",
+        "how single tokens go through a whole copy: by the model's own code (plain), by a recording of its "
+        "operations (recorded; auto on CPUs), or by CUDA graphs of it (graphs; auto on GPUs)",
+        choices=DECODING,
+    )
+    replicas_between_steps: str = flag(
+        "keep",
+        "what becomes of the whole copies that responses and experience are made with, while actor and critic train",
+        choices=("keep", "free", "host"),
+    )
+    inference_tp_size: int | None = flag(
+        None,
+        "how many neighbouring ranks of a node hold a copy of a model together, each a part of every matrix (tensor "
+        "parallelism): with --rollout_backend replica always, with auto where no whole copy fits on a rank; by "
+        "default there as few as it fits on, and 1 is never",
+    )
+    vllm_tensor_parallel_size: int = flag(
+        1, "over how many neighbouring ranks of a node vLLM spreads the actor, with --rollout_backend vllm"
+    )
+    vllm_sampler: str = flag(
+        "keyed",
+        "what draws in vLLM: our random numbers, which give the rows that the other backends give, up to rounding "
+        "(keyed), or its own sampler (own)",
+        choices=SAMPLERS,
+    )
+
+    def validate_rollouts(self) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        for name, (usual, backends) in _OWN.items():
+            if self.rollout_backend not in backends and getattr(self, name) != usual:
+                raise UserError(
+                    f"--{name} {getattr(self, name)} with --rollout_backend {self.rollout_backend}: it is for "
+                    f"{', '.join(backends)} alone. Leave it out."
+                )
+        self.at_least(1, "vllm_tensor_parallel_size", "inference_tp_size")
+        if "RANK" in os.environ:  # not in a program that plans for other machines
+            self.check_groups(ranks_of_this_machine())
+        self._validate_decoding()
+
+    def check_groups(self, ranks: int) -> None:
+        """Raise UserError where a node's ranks cannot be divided into the groups that were asked for."""
+        name = {"replica": "inference_tp_size", "vllm": "vllm_tensor_parallel_size"}.get(self.rollout_backend)
+        parts = name and getattr(self, name)
+        if parts and ranks % parts:
+            raise UserError(
+                f"--{name} {parts}: the {ranks} ranks of a node cannot be divided into groups of {parts}. Give a "
+                f"number that divides {ranks}."
+            )
+
+    def _validate_decoding(self) -> None:
+        if self.decoding not in ("recorded", "graphs"):
+            return
+        if self.replicas_between_steps != "keep":
+            raise UserError(
+                f"--decoding {self.decoding} with --replicas_between_steps {self.replicas_between_steps}: "
+                "such passes belong to weights that stay where they are. Leave one of them out."
+            )
+        if self.rollout_backend == "zero3":
+            raise UserError(
+                f"--decoding {self.decoding} with --rollout_backend zero3: ZeRO's hooks cannot be "
+                f"{self.decoding}. Leave one of them out."
+            )
+
+
+@dataclass(kw_only=True)
+class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
+    """Step 3: the algorithm's flags, the models', and those of prompts, lengths, rollouts and restart points."""
+
+    phase: ClassVar[int] = 3
+    old_flags: ClassVar[dict[str, OldFlag]] = other_systems.STEP3
+
+    max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", group="lengths")
+    max_answer_seq_len: int = flag(256, "longest response, in tokens")
+    stop: list[str] = flag([], "strings that end a response, beside the tokens that do")
+    num_train_epochs: int = flag(1, "passes over the prompts")
+    max_steps: int | None = flag(None, "steps to train, instead of --num_train_epochs")
+    enable_test_mode: bool = flag(False, "end after --test_stop_step steps, with learning rates as for the whole run")
+    test_stop_step: int = flag(0, "after how many steps --enable_test_mode ends the run")
+
+    unsupervised_dataset_name: str | None = flag(
+        None,
+        "texts that the actor goes on learning as language (mixed pretraining): a data set as in --data_path",
+        group="mixed pretraining",
+    )
+    unsupervised_dataset_config_name: str | None = flag(None, "which configuration of that data set")
+    unsup_coef: float = flag(
+        27.8, "coefficient of the loss on these texts: gamma in equation 2 of the InstructGPT paper"
+    )
+
+    num_eval_prompts: int = flag(
+        128, "how many held-out prompts are answered at each evaluation; 0 for none", group="looking and saving"
+    )
+    eval_steps: int = flag(0, "steps between evaluations; 0: before the first and after the last step only")
+    print_answers_interval: int = flag(10, "steps between tables of samples; 0 for none")
+    profile_steps: list[int] = flag(
+        [],
+        "steps, from 1, that torch.profiler records (and slows down): a trace a rank in OUTPUT_DIR/profile, which "
+        "ui.perfetto.dev opens",
+    )
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        ModelFlags.validate(self)
+        RestartFlags.validate(self)
+        self.validate_hub()
+        self.at_least(1, "max_prompt_seq_len", "max_answer_seq_len", "num_train_epochs", "max_steps")
+        self.at_least(
+            0,
+            "num_eval_prompts",
+            "unsup_coef",
+            "test_stop_step",
+            "eval_steps",
+            "print_answers_interval",
+        )
+        if any(step < 1 for step in self.profile_steps):
+            raise UserError(f"--profile_steps {min(self.profile_steps)}: steps are counted from 1.")
+        dialect = self.resolved_dialect()[0]
+        self.validate_rollouts()
+        self._validate_ends(dialect)
+        if self.unsupervised_dataset_config_name is not None and self.unsupervised_dataset_name is None:
+            raise UserError(
+                f"--unsupervised_dataset_config_name {self.unsupervised_dataset_config_name} needs "
+                "--unsupervised_dataset_name."
+            )
+        if self.enable_test_mode != (self.test_stop_step > 0):
+            raise UserError("--enable_test_mode and --test_stop_step N (1 or more) go together: give both or neither.")
+
+    @classmethod
+    def no_flag(cls, name: str, value: str) -> str | None:
+        """Also for the name that --overlong had when step 3 alone had it."""
+        if name == "overlong_prompts":
+            return f"Give --overlong {'cut_prompt' if value == 'truncate' else value}, which all three steps have."
+        return super().no_flag(name, value)
+
+    def _validate_ends(self, dialect: Dialect) -> None:
+        if "" in self.stop:
+            raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
+        if self.stop and dialect.sampling != "until_eos":
+            raise UserError(
+                f"--stop {' '.join(self.stop)}: the dialect's sampling is {dialect.sampling!r}, which gives "
+                "every response the same length. Leave it out, or --set sampling=until_eos."
+            )
+        if dialect.truncate_after >= self.max_answer_seq_len:
+            raise UserError(
+                f"truncate_after {dialect.truncate_after} with --max_answer_seq_len "
+                f"{self.max_answer_seq_len}: no response reaches that slot, so none would have an end. Raise "
+                "the one, or lower the other with --set truncate_after=N."
+            )
+
+
+SEARCHES = ("batch", "gpus")
+LEAST_HOST = 10**9  # bytes; a smaller number was given without its unit
+
+
+@dataclass(kw_only=True)
+class MemoryFlags(RLHFFlags):
+    """Step 3's flags, of which those of data and output may be left out, and the machines."""
+
+    output_dir: str = flag("memory_plan", "nothing is written")
+    data_path: list[str] = flag([], "nothing is read")
+
+    gpu: str = flag(
+        "a100-80g", "one GPU: a name such as a100-40g, v100-32g or h100-80g, or bytes: 24GB, 23.6GiB", group="machines"
+    )
+    num_gpus: int = flag(1, "GPUs of a node")
+    num_nodes: int = flag(1, "nodes")
+    host_memory: str | None = flag(
+        None, "memory of a node, such as 512GB; by default nothing is said of whether it fits"
+    )
+    search: str | None = flag(
+        None,
+        "look for the largest batches that fit (batch: --per_device_generation_batch_size and "
+        "--per_device_training_batch_size together), or for the fewest GPUs (gpus)",
+        choices=SEARCHES,
+    )
+    json: bool = flag(False, "print the plan as JSON, in bytes")
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work."""
+        RLHFFlags.validate(self)
+        self.at_least(1, "num_gpus", "num_nodes")
+        gpu_bytes(self.gpu)
+        if self.host_memory is not None and (parsed_bytes(self.host_memory) or 0) < LEAST_HOST:
+            raise UserError(
+                f"--host_memory {self.host_memory}: give a node's memory in bytes, with a unit, as 512GB or 503GiB."
+            )
+
+    @property
+    def host_bytes(self) -> int | None:
+        """What --host_memory says."""
+        return parsed_bytes(self.host_memory) if self.host_memory is not None else None
