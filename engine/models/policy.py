@@ -1,8 +1,8 @@
-"""Policy, a causal language model that returns log-probs of given tokens, and Scorer, a reward model or critic: a number
-for every token. `Backbone` is what they have in common: a Hugging Face model, and how its trunk is called.
+"""Policy, a causal language model that returns log-probs of given tokens, and Scorer, a reward model or critic: a
+number for every token. `Backbone` is what they have in common: a Hugging Face model, and how its trunk is called.
 
-Log-probs (B, T) are all that leaves a policy. The logits, (B, T, V), would be a step's largest tensor; they are computed
-a few rows at a time, so that no more than those few are ever in memory.
+Log-probs (B, T) are all that leaves a policy. The logits, (B, T, V), would be a step's largest tensor; they are
+computed a few rows at a time, so that no more than those few are ever in memory.
 """
 
 import inspect

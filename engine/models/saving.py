@@ -1,7 +1,7 @@
 """Policies and Scorers written as Hugging Face folders: whole models, or adapters alone.
 
-Adapters are merged into their models' matrices, in place or on the way to a file: W + alpha / dim * B A in float32, cast
-to W's dtype.
+Adapters are merged into their models' matrices, in place or on the way to a file: W + alpha / dim * B A in float32,
+cast to W's dtype.
 """
 
 import contextlib

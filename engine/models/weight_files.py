@@ -1,8 +1,8 @@
 """Which tensors a model's folder holds, read from the headers of its weight files, and whether the model has them.
 
-`headers` are names, shapes and dtypes; those of `tensors_of` are read by pieces when they are copied. To fill a model with the
-weights of a file, transformers has all of them at once in a dictionary; with these in it the process that reads holds a
-piece of one tensor at a time, and neither a copy nor a mapping of the file.
+`headers` are names, shapes and dtypes; those of `tensors_of` are read by pieces when they are copied. To fill a model
+with the weights of a file, transformers has all of them at once in a dictionary; with these in it the process that
+reads holds a piece of one tensor at a time, and neither a copy nor a mapping of the file.
 
 Transformers fills what it does not find with random numbers and passes over what it does not know, with a warning. Here
 it gives its verdict beforehand, on tensors without numbers (torch's "meta" device), so that prefixes, tied weights and

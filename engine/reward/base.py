@@ -3,8 +3,8 @@
     reward = CombinedReward({"model": (models.reward, 1.0), "function": (FunctionReward(f, tokenizer), 0.5)},
                             length_penalty=0.01)
 
-`AgreedReward` makes a source of the user's fail on all ranks or on none. `EarlyCalls` call a function, or ask a server, in
-threads, before anybody waits for what they return.
+`AgreedReward` makes a source of the user's fail on all ranks or on none. `EarlyCalls` call a function, or ask a server,
+in threads, before anybody waits for what they return.
 """
 
 import contextlib

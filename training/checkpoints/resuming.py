@@ -58,7 +58,7 @@ SHOWN = 3  # damaged files that a message names
 class ResumePoint:
     """A restart point, found once in a run, seen to be whole, and handed on.
 
-    folder: .../checkpoints/step_N. state: what its state file holds; training/checkpoints/conditions.py says what that is.
+    folder: .../checkpoints/step_N. state: what its state file holds; `conditions` says what that is.
     in_output_dir: whether its run stands in this run's --output_dir, where the curves then go on. passed_over: a line
     for each newer point that is damaged.
     """

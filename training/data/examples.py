@@ -77,9 +77,9 @@ class FittedRows(Sequence):
             progress = Progress(len(rows), "tokenising", told=tables.note)
             for number, (row, found) in enumerate(progress.over(fit.each(rows))):
                 counts[found.kind] += 1
-                for note in getattr(row, "notes", ()):
-                    first, count = notes.get(note, (number, 0))
-                    notes[note] = first, count + 1
+                for each in getattr(row, "notes", ()):
+                    first, count = notes.get(each, (number, 0))
+                    notes[each] = first, count + 1
                 if found.kind not in (EQUAL, EMPTY):  # which would be left out at any length
                     lengths[found.needed] += 1
                 if len(noted[found.kind]) < NOTED:
