@@ -89,6 +89,7 @@ def test_auto_is_told_what_training_takes_by_the_plan(monkeypatch, backend, plan
     monkeypatch.setattr(memory_lines, "on_gpu", lambda: True)
     told = choose()  # there is no such model
     assert (isinstance(told, str) and told.startswith("what training takes is not known (")) == planned
+    monkeypatch.setattr(memory_lines, "this_cluster", lambda: None)
     monkeypatch.setattr(Setting, "planned", lambda setting: SimpleNamespace(training=12345))
     assert (choose() == 12345) == planned
 
