@@ -11,7 +11,7 @@ LINT = ["ruff>=0.17,<0.18", "mypy>=2.4,<3"]
 # What vLLM 0.32 asks for, said again: else pip fetches the newest torch with all of CUDA before it reads that.
 BESIDE_VLLM = ["torch==2.13.*", "transformers>=5.17,<5.20", "setuptools>=78.1.1,<81"]
 DS_CONFIGS = "engine.zero.configs"  # where an installed engine finds configs/ds; a checkout reads the folder itself
-PAGES = "training.flags.pages"  # and where it finds the pages of other systems' flags, of docs
+PAGES = "training.config.pages"  # and where it finds the pages of other systems' flags, of docs
 
 setup(
     name="four-engine-rlhf",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.algorithms import Dialect
-from tests.training.flags.command_lines import REQUIRED_FLAGS
+from tests.training.config.command_lines import REQUIRED_FLAGS
 from training.compare.flags import CompareFlags
 from training.config import other_systems
 from training.config.other_systems import HEADINGS, rows

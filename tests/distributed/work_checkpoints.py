@@ -6,7 +6,7 @@ from pathlib import Path
 
 from engine import distributed
 from engine.errors import UserError
-from tests.training.restarts.tiny_points import TinyRun, flip_bit
+from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
 from training.checkpoints import files, saving
 from training.checkpoints.resuming import ResumePoint
 

@@ -38,7 +38,7 @@ def test_it_holds_the_packages_and_the_engines_configurations(wheel):
     expected = {path.relative_to(ROOT) for name in ("engine", "training") for path in (ROOT / name).rglob("*.py")}
     configs = sorted((ROOT / "configs" / "ds").glob("*.json"))
     expected |= {Path("engine/zero/configs", path.name) for path in configs}
-    expected |= {Path("training/flags/pages", path.name) for path in (ROOT / "docs").glob("from_*.md")}
+    expected |= {Path("training/config/pages", path.name) for path in (ROOT / "docs").glob("from_*.md")}
     for pattern in ("pages/*.css", "pages/*.js", "serve/*.html"):
         expected |= {path.relative_to(ROOT) for path in (ROOT / "training").glob(pattern)}
     found = {path.relative_to(wheel) for path in wheel.rglob("*") if path.is_file()}

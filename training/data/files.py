@@ -1,29 +1,15 @@
-"""Compressed data files, decompressed into temporary files that have no name.
-
-A record is read where it stands, and within a compressed stream nothing can be found again. Each process has a copy of
-its own in $TMPDIR, which is gone with the process, however that ends; nothing is written beside the data.
-
-One data file, of which all that is read belongs to the same content.
-
-    file = DataFile(path)
-    for part in file.chunks(): ...
-    file.read(start, end)                                    # bytes; UserError if the file was changed since
-
-The file is read where a record is asked for and is not mapped into memory: reading behind the end of a mapped file that
-was cut meanwhile kills the process.
-
-Where the lines of a data file stand: eight bytes a line, of many in a temporary file that is mapped into memory.
-
-lines = LineIndex(file)
-start, end, number = lines[0]                            # bytes of the first line that is not blank, and its number
-
-Records: what stands in a data file, as it was read and not yet checked, each with its place in the file.
+"""Data files: the records of .jsonl, .json, .csv and .parquet, also as .gz or .zst, each with its place in the file.
 
     records = read_records("reviews/sft.jsonl")
     where, record = records[0]                               # "reviews/sft.jsonl, line 1", {"text": "..."}
 
-JSON and CSV are read here and not by the loaders of the `datasets` library: these give no line numbers, guess types,
-and keep copies by a file's time stamp. A record is parsed when it is asked for.
+Files are read here and not by the loaders of the `datasets` library: these give no line numbers, guess types (a text
+that looks like a date becomes one), and keep copies by a file's time stamp. A record is parsed when it is asked for.
+
+A file is read where a record is asked for and is not mapped into memory: reading behind the end of a mapped file that
+was cut meanwhile kills the process. Compressed files and Parquet, in which no record can be found again, are written
+out once into a temporary file without a name in $TMPDIR, which is gone with the process, however that ends. All that is
+read of a file belongs to one content: a file that changes is refused.
 """
 
 import csv
@@ -48,11 +34,30 @@ from engine.files import open_file
 from engine.git_lfs import lfs_problem
 from training.data.tables import decode_apart, mapped_parquet
 
+ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by ending, as Arrow calls them
 BEGINNINGS = {".gz": rb"\x1f\x8b", ".zst": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}  # the last: a frame to skip
 LARGEST_RATIO = 200  # of texts and tables; the same few bytes over and over give 1,000 and more
 ALWAYS_ALLOWED = 2**28  # bytes, whatever the ratio
 CHUNK = 2**20  # bytes
+LONGEST_TEXT = 10_000_000  # characters; tokenizers take 20 seconds for as many, and minutes and all memory for more
+LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters; the csv module's own limit is 131,072
+SMALL_INDEX = 2**20  # bytes of an index of lines that is kept in memory
+NO_BLANK = re.compile(r"[^ \t\r\n]")  # with which a JSON value begins
+IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c"))  # by byte, as bytes.isspace has it
+
+
+class Records(Protocol):
+    """The records of one file or split, as (where, record): the place that messages name, and any JSON value.
+
+    fingerprint: a hash of the content. Caches and restart points know the data by it.
+    """
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[str, object]: ...
 
 
 def data_ending(path: str | Path) -> str:
@@ -73,11 +78,16 @@ def decompressed(path: Path, file: IO[bytes]) -> IO[bytes]:
     Raises: UserError for what is not compressed as its ending says, or cut off, or damaged, or far larger than data
     are; and where there is no room.
     """
-    _check_beginning(path, file)
+    kind, beginning = COMPRESSIONS[compression(path)], file.read(8)
+    if beginning and not re.match(BEGINNINGS[compression(path)], beginning):
+        raise UserError(
+            f"{path}: begins with {shortened(beginning)}, which no {kind} file does. Take {path.suffix} off its name "
+            "if it is not compressed, or fetch it again."
+        )
     limit, size = largest_content(file), 0
     again = os.fdopen(os.dup(file.fileno()), "rb")  # for the stream, which closes it
     again.seek(0)
-    stream = pyarrow.CompressedInputStream(again, COMPRESSIONS[compression(path)])
+    stream = pyarrow.CompressedInputStream(again, kind)
     try:
         copy = tempfile.TemporaryFile()  # noqa: SIM115
         while part := _next_part(path, file, stream):
@@ -108,45 +118,18 @@ def check_arrow(path: Path) -> None:
         decode_apart(file, None, [], str(path), largest_content(file))
 
 
-def _check_beginning(path: Path, file: IO[bytes]) -> None:
-    beginning = file.read(8)
-    if beginning and not re.match(BEGINNINGS[compression(path)], beginning):
-        kind = COMPRESSIONS[compression(path)]
-        raise UserError(
-            f"{path}: begins with {shortened(beginning)}, which no {kind} file does. Take {path.suffix} off its name "
-            "if it is not compressed, or fetch it again."
-        )
-
-
-def refuse_compressed(path: Path, beginning: bytes) -> None:
-    """Raise UserError for content, after what the file's name says was undone, that is still compressed."""
-    for ending, pattern in BEGINNINGS.items():
-        if re.match(pattern, beginning):
-            kind = COMPRESSIONS[ending]
-            raise UserError(
-                f"{path}: holds {kind} data inside of {COMPRESSIONS[compression(path)]} data. Decompress it once."
-                if compression(path)
-                else f"{path}: holds {kind} data. Call it {path.name}{ending}, or decompress it."
-            )
-
-
 def _next_part(path: Path, file: IO[bytes], stream: pyarrow.CompressedInputStream) -> bytes:
     try:
         return stream.read(CHUNK)
     except (OSError, pyarrow.ArrowException) as error:
         advice = "Was its writing or fetching cut off? Write or fetch it again."
-        if compression(path) == ".gz" and _is_padded(file):
+        end = os.pread(file.fileno(), 16, max(0, os.fstat(file.fileno()).st_size - 16))
+        if compression(path) == ".gz" and end == bytes(16):  # more zeros than a member ends in; an empty one has 9
             advice = (
                 "It ends in zeros: filled up, as on tapes, or not written to its end. Decompress it with `gzip -dc`, "
                 "which tells the two apart, and give what comes out."
             )
         raise UserError(f"{path}: cannot be decompressed ({str(error).removesuffix('.')}). {advice}") from None
-
-
-def _is_padded(file: IO[bytes]) -> bool:
-    """Whether it ends in more zeros than a gzip member does, of which an empty one has 9."""
-    size = os.fstat(file.fileno()).st_size
-    return os.pread(file.fileno(), 16, max(0, size - 16)) == bytes(16)
 
 
 class DataFile:
@@ -179,17 +162,17 @@ class DataFile:
     def chunks(self) -> Iterator[bytes]:
         """The content from the first byte on, some of it at a time."""
         self.file.seek(0)
-        while part := self._next():
+        while True:
+            try:
+                part = self.file.read(CHUNK)
+            except OSError as error:
+                raise UserError(
+                    f"{self.path}: cannot be read ({error.strerror}). Look at its disk, or give a copy."
+                ) from None
+            if not part:
+                break
             yield part
         self.check()
-
-    def _next(self) -> bytes:
-        try:
-            return self.file.read(CHUNK)
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot be read ({error.strerror}). Look at its disk, or give a copy."
-            ) from None
 
     def read(self, start: int = 0, end: int | None = None) -> bytes:
         """The bytes from `start` up to `end`, or up to the end of the file."""
@@ -222,11 +205,6 @@ class DataFile:
             )
 
 
-NEWLINE = ord("\n")
-SMALL = 2**20  # bytes of an index that is kept in memory
-IS_BLANK = np.isin(np.arange(256), list(b" \t\n\r\x0b\x0c"))  # by byte, as bytes.isspace has it
-
-
 class LineIndex:
     """The lines of a file that are not blank, each as (its first byte, the byte behind its end, its number from 1).
 
@@ -241,7 +219,7 @@ class LineIndex:
                 for starts in self._starts(file):
                     kept.write(starts.astype(np.int64).tobytes())
                 # A map keeps a descriptor, of which a process has a thousand, and a folder may have as many files.
-                small = kept.tell() <= SMALL
+                small = kept.tell() <= SMALL_INDEX
                 kept.seek(0)  # which also writes what is in its buffer
                 borders = np.frombuffer(kept.read(), np.int64) if small else np.memmap(kept, np.int64, "r")
         except OSError as error:
@@ -269,32 +247,13 @@ class LineIndex:
         for part in file.chunks():
             self._content.update(part)
             codes = np.frombuffer(part, np.uint8)
-            starts = np.flatnonzero(codes == NEWLINE) + 1
+            starts = np.flatnonzero(codes == ord("\n")) + 1
             ended = len(starts) > 0 and bool(starts[-1] == len(codes))
             starts = np.concatenate([[0] * begins, starts[: len(starts) - ended]]).astype(np.int64)
             self._doubtful.extend((lines + np.flatnonzero(IS_BLANK[codes[starts]])).tolist())
             yield starts + size
             begins, size, lines = ended, size + len(codes), lines + len(starts)
         yield np.array([size])
-
-
-ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-LONGEST_TEXT = 10_000_000  # characters; tokenizers take 20 seconds for as many, and minutes and all memory for more
-NO_BLANK = re.compile(r"[^ \t\r\n]")  # with which a JSON value begins
-LONGEST_CELL = 2**31 - 1  # of a CSV file, in characters; the csv module's own limit is 131,072
-
-
-class Records(Protocol):
-    """The records of one file or split, as (where, record): the place that messages name, and any JSON value.
-
-    fingerprint: a hash of the content. Caches and restart points know the data by it.
-    """
-
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[str, object]: ...
 
 
 class RecordList:
@@ -450,7 +409,7 @@ def read_records(path: str | Path) -> Records:
         )
     if compression(path):
         file.decompress()
-    refuse_compressed(path, file.read(0, 8))
+    _refuse_compressed(path, file.read(0, 8))
     if ending == ".parquet":
         return _parquet(file)
     if ending == ".csv":
@@ -464,6 +423,18 @@ def read_records(path: str | Path) -> Records:
         read = _json_objects
     content = file.read()
     return RecordList(read(path, _decoded(path, content)), hashlib.sha256(content).hexdigest())
+
+
+def _refuse_compressed(path: Path, beginning: bytes) -> None:
+    """Raise UserError for content, after what the file's name says was undone, that is still compressed."""
+    for ending, pattern in BEGINNINGS.items():
+        if re.match(pattern, beginning):
+            kind = COMPRESSIONS[ending]
+            raise UserError(
+                f"{path}: holds {kind} data inside of {COMPRESSIONS[compression(path)]} data. Decompress it once."
+                if compression(path)
+                else f"{path}: holds {kind} data. Call it {path.name}{ending}, or decompress it."
+            )
 
 
 def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
@@ -531,7 +502,8 @@ def _csv_list(path: Path, text: str) -> list[tuple[str, dict]]:
             if not cells:
                 continue
             if header is None:
-                header = _csv_header(where, cells)
+                header = [cell.strip() for cell in cells]
+                _check_names(where, header)
                 continue
             if len(cells) > len(header):
                 raise UserError(
@@ -547,12 +519,6 @@ def _csv_list(path: Path, text: str) -> list[tuple[str, dict]]:
             "quote, and double the quotes inside of cells."
         ) from None
     return records
-
-
-def _csv_header(where: str, cells: list[str]) -> list[str]:
-    names = [cell.strip() for cell in cells]
-    _check_names(where, names)
-    return names
 
 
 def _check_names(where: str, names: list[str]) -> None:

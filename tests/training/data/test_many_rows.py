@@ -31,7 +31,7 @@ from training.data.tables import KnownRows, NotHandedOver, Progress, recorded, r
 )
 def test_lines_are_found_whatever_pieces_a_file_is_read_in(tmp_path, monkeypatch, chunk, content, lines):
     monkeypatch.setattr(files, "CHUNK", chunk)
-    monkeypatch.setattr(files, "SMALL", 2**20 if chunk == 1 else 0)
+    monkeypatch.setattr(files, "SMALL_INDEX", 2**20 if chunk == 1 else 0)
     (tmp_path / "rows.jsonl").write_bytes(content)
     index = LineIndex(DataFile(tmp_path / "rows.jsonl"))
     assert [index[number] for number in range(len(index))] == lines

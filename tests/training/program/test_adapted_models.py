@@ -7,7 +7,7 @@ import pytest
 from engine.errors import UserError
 from scripts.harness.models import make_causal_lm, make_tokenizer
 from tests.engine.models.test_adapter_folders import write_adapter
-from tests.training.flags.command_lines import parse
+from tests.training.config.command_lines import parse
 from training.config.step3 import RLHFFlags
 from training.config.supervised import SFTFlags
 from training.program.adapted_models import adapted_model, adapted_roles

@@ -7,7 +7,7 @@ from engine.errors import UserError
 from engine.memory import Cluster, MemoryPlan, Moment
 from engine.memory.zero_memory import Bytes
 from engine.rollout import ROLLOUT_BACKENDS
-from tests.training.flags.command_lines import step3
+from tests.training.config.command_lines import step3
 from training.program import memory_lines
 from training.program.memory_lines import comparison, memory_compared
 from training.reporting.phase_memory import PhaseMemory

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.errors import EndedEarly, UserError
-from tests.training.flags.command_lines import step3
+from tests.training.config.command_lines import step3
 from training.program import model_folders, output_lock, stopping
 from training.program.checks import check_models
 from training.program.model_files import PRETRAINING_RECORD, is_pretrained_critic

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.algorithms import get_dialect
-from tests.training.flags.command_lines import parse
+from tests.training.config.command_lines import parse
 from training.config.step3 import RLHFFlags
 from training.program.first_lines import score_lines
 

@@ -7,7 +7,7 @@ import pytest
 from engine.errors import UserError
 from scripts.harness.models import make_causal_lm
 from tests import fake_vllm
-from tests.training.flags.command_lines import parse
+from tests.training.config.command_lines import parse
 from training.config.step3 import RLHFFlags
 from training.program.checks import check_files, check_vllm
 

@@ -11,7 +11,7 @@ from engine.errors import UserError
 from engine.models.loading import load_policy
 from engine.zero.shards import Shard
 from scripts.harness.models import EOS, make_adapter, make_causal_lm, make_scorer
-from tests.training.restarts.tiny_points import TinyRun, flip_bit
+from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
 from training.serve.decoder import Generation, Settings
 from training.serve.flags import ServeFlags
 from training.serve.models import load_models

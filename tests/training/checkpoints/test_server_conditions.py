@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import UserError
-from tests.training.restarts.test_conditions import HERE, conditions, written
+from tests.training.checkpoints.test_conditions import HERE, conditions, written
 
 
 def test_a_key_in_a_servers_url_is_not_kept_and_may_change():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.training.flags.command_lines import dialect_refusal, refusal
+from tests.training.config.command_lines import dialect_refusal, refusal
 from training.config.other_systems import HEADINGS, rows
 from training.config.parsing import STEPS
 from training.config.step3 import RLHFFlags

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.algorithms import DIALECTS
-from tests.training.flags.command_lines import dialect_refusal, refusal, step3, with_rewards
+from tests.training.config.command_lines import dialect_refusal, refusal, step3, with_rewards
 from training.config.step3 import RLHFFlags
 
 

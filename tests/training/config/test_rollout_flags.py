@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import UserError
-from tests.training.flags.command_lines import parse
+from tests.training.config.command_lines import parse
 from training.config.step3 import RLHFFlags
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from engine.algorithms import DIALECTS
 from engine.errors import UserError
-from tests.training.flags.command_lines import REQUIRED_FLAGS, parse, refusal, step3
+from tests.training.config.command_lines import REQUIRED_FLAGS, parse, refusal, step3
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags

@@ -4,7 +4,7 @@ import pytest
 
 from engine.algorithms import DIALECTS
 from engine.errors import UserError
-from tests.training.flags.command_lines import REQUIRED_FLAGS, dialect_refusal, refusal, step3, with_rewards
+from tests.training.config.command_lines import REQUIRED_FLAGS, dialect_refusal, refusal, step3, with_rewards
 from training.config.algorithm import DIALECT_FLAGS
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags

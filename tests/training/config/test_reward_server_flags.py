@@ -4,7 +4,7 @@ import pytest
 
 from engine.errors import UserError, shown_command
 from engine.reward.server import ServerSettings
-from tests.training.flags.command_lines import parse
+from tests.training.config.command_lines import parse
 from training.config.reward import score_parts
 from training.config.step3 import RLHFFlags
 

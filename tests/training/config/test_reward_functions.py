@@ -4,8 +4,8 @@ import pytest
 
 from engine.errors import UserError
 from engine.reward.built_in import Format
+from tests.training.config.command_lines import parse
 from tests.training.data.tiny_tokenizers import word_tokenizer
-from tests.training.flags.command_lines import parse
 from training.config.reward import check_columns, load_functions, names, score_parts, short_names
 from training.config.step3 import RLHFFlags
 from training.data.examples import Prompts

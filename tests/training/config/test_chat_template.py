@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import UserError
 from scripts.harness.models import make_causal_lm
-from tests.training.flags.command_lines import REQUIRED_FLAGS, parse, refusal
+from tests.training.config.command_lines import REQUIRED_FLAGS, parse, refusal
 from training.compare.flags import CompareFlags
 from training.config.flags import TokenizerFlags
 from training.config.step3 import RLHFFlags

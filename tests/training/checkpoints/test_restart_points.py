@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import UserError
-from tests.training.restarts.tiny_points import IDENTITY, TinyRun, flip_bit, write_points
+from tests.training.checkpoints.tiny_points import IDENTITY, TinyRun, flip_bit, write_points
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import points_in
 from training.checkpoints.resuming import ResumePoint, set_aside_newer

@@ -13,7 +13,7 @@ from engine.models.saving import adapter_files, merged_state
 from engine.optim import is_factor
 from engine.zero.shards import Shard
 from scripts.harness.models import make_causal_lm
-from tests.training.restarts.tiny_points import TinyRun, flip_bit
+from tests.training.checkpoints.tiny_points import TinyRun, flip_bit
 from training.checkpoints import resuming
 from training.checkpoints.export import INDEX, main
 from training.checkpoints.files import damages

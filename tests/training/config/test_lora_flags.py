@@ -5,7 +5,7 @@ import pytest
 from engine.algorithms import DIALECTS
 from engine.errors import UserError
 from engine.models.lora import LoraSpec
-from tests.training.flags.command_lines import parse
+from tests.training.config.command_lines import parse
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.training.flags.command_lines import Flags, parse, refusal
+from tests.training.config.command_lines import Flags, parse, refusal
 from training.config.parsing import parse_flags
 
 

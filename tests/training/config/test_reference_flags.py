@@ -3,7 +3,7 @@
 import pytest
 
 from engine.errors import UserError
-from tests.training.flags.command_lines import refusal, step3
+from tests.training.config.command_lines import refusal, step3
 from training.config.step3 import RLHFFlags
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.restarts.tiny_points import TinyRun, write_points
+from tests.training.checkpoints.tiny_points import TinyRun, write_points
 from training.checkpoints import saving
 from training.checkpoints import saving as module
 from training.checkpoints.files import ShardFiles, damages, point_folder

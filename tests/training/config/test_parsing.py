@@ -7,7 +7,7 @@ from operator import attrgetter
 import pytest
 
 from engine.errors import UserError
-from tests.training.flags.command_lines import REQUIRED_FLAGS, Flags, parse, refusal
+from tests.training.config.command_lines import REQUIRED_FLAGS, Flags, parse, refusal
 from training.config import other_systems, parsing
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags

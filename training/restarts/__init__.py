@@ -1,0 +1,1 @@
+"""The former name of `training.checkpoints`, for `python -m training.restarts.export`."""
