@@ -45,7 +45,7 @@ def _without_critic(folder: str, output: str, stage: int) -> dict:
         "critic": engine.critic,
         "models": len(engine.engines),
         "trained": list(engine.trained),
-        "reward": weights(engine.reward.base),
+        "reward": weights(engine.reward.model),
     }
     rollout = whole_rollout(prompt_batch([0, 1, 2, 3]))
     one_step(engine.actor, rollout)
