@@ -275,11 +275,11 @@ def test_no_script_imports_a_test_and_no_test_a_script_that_is_only_a_trial():
             "names HfDeepSpeedConfig",
         ),
         (
-            "training.program.session",
+            "training.runtime.session",
             "from reporting import Sum",
             "reporting.Sum instead of training.reporting.Sum",
         ),
-        ("training.program.session", "import program", "program instead of training.program"),
+        ("training.runtime.session", "import program", "program instead of training.program"),
         ("training.data.order", "from . import rows", "relative import ..rows"),
         ("training.data.order", "from .rows import load_rows", "relative import .rows.load_rows"),
         ("engine.reward.new", "import importlib\nimportlib.import_module('training.data.rows')", "imports at run time"),

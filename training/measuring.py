@@ -33,9 +33,9 @@ from training.config.measuring import MeasuringFlags
 from training.data.examples import Prompts, prompt_fit
 from training.data.forms import PROMPTS, SFT
 from training.data.rows import load_rows
-from training.program.model_files import check_positions, generation_stops
 from training.reporting.evaluation import Evaluator
 from training.reporting.variety import distinct_bigrams, known_share, words_of
+from training.runtime.models import check_positions, generation_stops
 
 DIALECT = Dialect(name="measured", critic_start="none", critic_lr=0.0, advantage_estimator="rloo", samples_per_prompt=2)
 """Responses up to EOS, and log-probs at the temperature that they are drawn at. Nothing is learned by its estimator."""

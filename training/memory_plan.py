@@ -23,9 +23,8 @@ from engine.models.places import base_of
 from engine.models.reading import read_config
 from training.config.parsing import parse_flags
 from training.config.step3 import MemoryFlags
-from training.program.adapted_models import adapted_roles
-from training.program.memory_lines import change_lines, workload
-from training.program.model_files import check_positions
+from training.runtime.memory_lines import change_lines, workload
+from training.runtime.models import adapted_roles, check_positions
 
 OLDER = ("v100", "t4")  # which compute in fp16
 BATCHES = ("per_device_generation_batch_size", "per_device_training_batch_size")

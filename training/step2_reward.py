@@ -10,7 +10,7 @@ AutoModelForSequenceClassification; its score plus `score_offset` of config.json
 
 from collections.abc import Mapping
 
-import training.program.import_errors  # noqa: F401  before what may not be there
+import training.runtime.import_errors  # noqa: F401  before what may not be there
 
 # isort: split
 import numpy as np
@@ -30,20 +30,19 @@ from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import RewardFlags
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, pair_fit
 from training.data.forms import PAIRS
-from training.program import dry_run
-from training.program.adapted_models import adapted_lines, adapted_model
-from training.program.agreement import agreed, checked
-from training.program.data_lines import supervised_lines, warnings
-from training.program.hub import check_hub, push
-from training.program.model_files import check_positions, generation_stops
-from training.program.shared_folder import check_shared
-from training.program.startup import check_run, leave, run
-from training.program.stopping import models_told
 from training.reporting import views
 from training.reporting.metrics import Accumulator
 from training.reporting.metrics_file import read_metrics
 from training.reporting.standard_errors import Estimate, Units, chance_told, change_told, value_told, with_errors
 from training.reporting.verdict import conclude, of_reward
+from training.runtime import dry_run
+from training.runtime.agreement import agreed, checked
+from training.runtime.first_lines import supervised_lines, warnings
+from training.runtime.hub import check_hub, push
+from training.runtime.models import adapted_lines, adapted_model, check_positions, generation_stops
+from training.runtime.output_folder import check_shared
+from training.runtime.startup import check_run, leave, run
+from training.runtime.stopping import models_told
 from training.score_normalization import normalization_prompts, score_statistics, starting_scale
 from training.supervised import SupervisedTrainer
 

@@ -11,7 +11,7 @@ import contextlib
 from pathlib import Path
 from typing import NoReturn
 
-import training.program.import_errors  # noqa: F401  before what may not be there
+import training.runtime.import_errors  # noqa: F401  before what may not be there
 
 # isort: split
 from torch.utils.data import ConcatDataset
@@ -29,24 +29,20 @@ from training.config.step3 import RLHFFlags
 from training.critic_pretraining import SEED, CriticPretraining
 from training.data.order import ShuffledPrompts, ShuffledTexts
 from training.ppo_trainer import PPOConfig, PPOTrainer
-from training.program import dry_run, stopping
-from training.program.agreement import agreed, checked
-from training.program.checks import check_files
-from training.program.first_lines import first_lines
-from training.program.memory_lines import memory_compared, training_bytes
-from training.program.output_folder import begin_output_dir
-from training.program.phases import phase, place
-from training.program.plan import Plan, make_plan
-from training.program.pretraining import pretrain
-from training.program.reward_server import check_server
-from training.program.session import Session
-from training.program.shared_folder import check_shared
-from training.program.startup import leave, run
-from training.program.stopping import models_told
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
 from training.reporting.guards import rounding_bound
 from training.reporting.reward_change import without_scores
+from training.runtime import dry_run, stopping
+from training.runtime.agreement import agreed, checked
+from training.runtime.first_lines import first_lines
+from training.runtime.memory_lines import memory_compared, training_bytes
+from training.runtime.output_folder import begin_output_dir, check_shared
+from training.runtime.phases import phase, place
+from training.runtime.plan import Plan, check_files, check_server, make_plan
+from training.runtime.session import Session, pretrain
+from training.runtime.startup import leave, run
+from training.runtime.stopping import models_told
 
 
 def main(args: RLHFFlags) -> None:

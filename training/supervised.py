@@ -22,10 +22,6 @@ from training.checkpoints.saving import Checkpoints, last_good_named
 from training.config.supervised import SupervisedFlags
 from training.data.order import EpochBatches, epoch_batches
 from training.learner import accumulate_gradients
-from training.program import model_folders, output_lock, stopping
-from training.program.output_folder import begin_output_dir, open_writer
-from training.program.phases import phase, place
-from training.program.unwritten import check_all_written, going_on
 from training.reporting.arithmetic import TrainingArithmetic
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
@@ -37,6 +33,10 @@ from training.reporting.standard_errors import Units, gathered, metrics_told
 from training.reporting.step_metrics import peak_memory_gb
 from training.reporting.views import View
 from training.reporting.wall_clock import seconds_by_part, time_lines
+from training.runtime import model_folders, output_folder, stopping
+from training.runtime.output_folder import begin_output_dir, open_writer
+from training.runtime.phases import phase, place
+from training.runtime.unwritten import check_all_written, going_on
 
 
 class SupervisedTrainer:
@@ -188,7 +188,7 @@ class SupervisedTrainer:
 
     def after_step(self, metrics: dict[str, float]) -> dict[str, float] | None:
         """Log the step; evaluate and save where it is time to; end where the run was asked to."""
-        output_lock.check_held()
+        output_folder.check_held()
         self.owed = {**metrics, **self.checkpoints.take_metrics()}
         reason = stopping.agreed()
         if reason:

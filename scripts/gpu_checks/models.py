@@ -23,7 +23,7 @@ from scripts.benchmark_models import SPREAD, llama_config, save_models
 from scripts.gpu_checks.check import Trial
 from training.data.tokens import padded
 from training.ppo_trainer import PPOConfig, PPOTrainer
-from training.program.startup import run
+from training.runtime.startup import run
 
 TINY = "260k"  # what every Llama becomes in a dry run, and OPT something as small
 OPT = {
@@ -158,7 +158,7 @@ def program(step: int, **flags: object) -> str:
     printed = _Copied(sys.stdout)
     with (
         mock.patch("engine.distributed.shutdown"),
-        mock.patch("training.program.session.plot_curves"),
+        mock.patch("training.runtime.session.plot_curves"),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
     ):

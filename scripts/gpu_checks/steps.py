@@ -22,7 +22,7 @@ from scripts.gpu_checks.check import Skipped, Trial
 from scripts.gpu_checks.decoding import sixteen_bits, told
 from scripts.gpu_checks.models import new_trainer, prompts, random_models, rows
 from training.ppo_trainer import PPOTrainer
-from training.program import model_folders
+from training.runtime import model_folders
 
 SEARCHED = 20  # fp16: steps in which the loss scale has to have been found
 

@@ -150,7 +150,7 @@ def make_adapter(folder: Path | str, base: str, *, scorer: bool = False, dim: in
     """
     from engine.models.loading import load_policy, new_scorer  # here, because most tests want no engine
     from engine.models.lora import LoraSpec, adapt
-    from training.program import model_folders
+    from training.runtime import model_folders
 
     module = new_scorer(base, torch.float32, PAD, seed) if scorer else load_policy(base, torch.float32)
     if scorer:

@@ -28,7 +28,7 @@ import torch
 from scripts.harness import ROOT, free_port, models
 from training import step1_sft, step2_reward, step3_rlhf
 from training.config.step3 import RLHFFlags
-from training.program.startup import run
+from training.runtime.startup import run
 
 TIMEOUT = 300.0  # seconds
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "backslashreplace"}

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the project, where this is run by a launcher
 
-import training.program.import_errors  # noqa: F401  before what may not be there
+import training.runtime.import_errors  # noqa: F401  before what may not be there
 
 # isort: split
 import json
@@ -37,7 +37,7 @@ from training import step3_rlhf
 from training.checkpoints.files import rank_file, write_shards
 from training.checkpoints.saving import PendingPoint
 from training.ppo_trainer import StepReport
-from training.program.phases import Place
+from training.runtime.phases import Place
 
 WRITING = "writing beside training"
 

@@ -11,7 +11,7 @@ from engine.models.saving import merged_weights
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.gathering import full_shape, set_parameter
 from tests.distributed.tiny_run import engine_spec
-from training.program import model_folders
+from training.runtime import model_folders
 
 SEQUENCES = torch.arange(4, 20).view(2, 8)
 

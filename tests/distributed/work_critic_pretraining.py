@@ -7,7 +7,7 @@ from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engi
 from tests.engine.zero.inspecting import masters
 from training.critic_pretraining import CriticPretraining
 from training.ppo_trainer import PPOTrainer
-from training.program import model_folders
+from training.runtime import model_folders
 
 STEPS, TOTAL, SAVED_AT = 3, 2, -1  # pretraining, PPO, and after which a point is written
 

@@ -19,7 +19,7 @@ from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import engine_spec, prompt_batch
 from tests.distributed.work_hydra import local_bytes
 from tests.engine.zero.inspecting import weights
-from training.program import model_folders
+from training.runtime import model_folders
 
 LR = 1e-2
 RESPONSE = 4

@@ -16,7 +16,7 @@ from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from scripts.harness.models import BOS, EOS, PAD, save_random
 from tests.host_memory import HostMemory
-from training.program import model_folders
+from training.runtime import model_folders
 
 
 def loaded_and_saved(path: str, warm: str, output: str, stage: int, settings: str | None = None) -> dict[str, int]:

@@ -15,7 +15,7 @@ from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, timeless
 from tests.engine.zero.inspecting import parameter_bytes, pretend_cpus_have_fp16, weights
 from training.critic_pretraining import CriticPretraining
 from training.ppo_trainer import PPOConfig, PPOTrainer
-from training.program import model_folders
+from training.runtime import model_folders
 
 STEPS, SAVED_AFTER = 3, 2
 

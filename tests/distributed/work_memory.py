@@ -14,9 +14,9 @@ from tests.distributed.tiny_run import DIALECT
 from tests.engine.meters import LiveBytes
 from training.data.examples import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
-from training.program import model_folders
 from training.reporting import step_metrics
 from training.reporting.phase_memory import PhaseMemory
+from training.runtime import model_folders
 
 EOS = 2
 

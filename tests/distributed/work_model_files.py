@@ -13,7 +13,7 @@ from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from engine.zero.gathering import full_state
 from scripts.harness.models import PAD, make_tokenizer
-from training.program import model_folders
+from training.runtime import model_folders
 
 HEAD_SEED = 5
 

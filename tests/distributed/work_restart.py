@@ -8,7 +8,7 @@ from tests.distributed.tiny_points import load_point, save_point
 from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
 from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16, weights
 from training.ppo_trainer import PPOTrainer
-from training.program import model_folders
+from training.runtime import model_folders
 
 STEPS, SAVED_AFTER = 4, 2
 

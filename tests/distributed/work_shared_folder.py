@@ -8,7 +8,7 @@ from unittest import mock
 
 from engine import distributed
 from engine.errors import UserError
-from training.program import output_lock, shared_folder
+from training.runtime import output_folder
 
 
 def looked(folder: str) -> dict[str, tuple[str | None, list[str]]]:
@@ -21,12 +21,12 @@ def looked(folder: str) -> dict[str, tuple[str | None, list[str]]]:
     if not distributed.is_main():
         threading.Timer(0.5, lambda: late.symlink_to(root / "late")).start()
     found["late"] = _raised(late)
-    shared_folder.PATIENCE = 0.3
+    output_folder.PATIENCE = 0.3
     found["apart"] = _raised(own / "new")
     if not distributed.is_main():  # what another run has left on this disk
-        output_lock.take(own)
+        output_folder.take_lock(own)
     found["with another's lock"] = _raised(own)
-    output_lock.release()
+    output_folder.release_lock()
     full = OSError(errno.EROFS, "Read-only file system")
     refused = mock.patch.object(tempfile, "TemporaryFile", side_effect=None if distributed.is_main() else full)
     with refused:
@@ -36,15 +36,15 @@ def looked(folder: str) -> dict[str, tuple[str | None, list[str]]]:
 
 def _raised(folder: Path) -> tuple[str | None, list[str]]:
     if distributed.is_main():
-        output_lock.take(folder)
+        output_folder.take_lock(folder)
     raised = None
     try:
-        shared_folder.check_shared(str(folder))
+        output_folder.check_shared(str(folder))
     except UserError as error:
         raised = str(error)
     left = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     distributed.barrier()
     if distributed.is_main():
-        output_lock.release()
+        output_folder.release_lock()
     distributed.barrier()
     return raised, left

@@ -8,7 +8,7 @@ from unittest import mock
 from engine import distributed
 from scripts.harness.programs import PROGRAMS, Tiny, command_line
 from training.config.parsing import parse_flags
-from training.program import output_lock
+from training.runtime import output_folder
 from training.supervised import SupervisedTrainer
 
 SAVE_STEPS, BROKEN_AT = 3, 6  # the points of steps 3 and 6; the step after 5 does not come to its end
@@ -63,7 +63,7 @@ def run(step: int, flags: dict, output_dir: Path) -> bool:
     with contextlib.suppress(Killed):
         module.main(args)
         ended = True
-    output_lock.release()
+    output_folder.release_lock()
     distributed.barrier()
     return ended
 

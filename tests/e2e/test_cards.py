@@ -10,9 +10,9 @@ import yaml
 from scripts.harness.models import make_causal_lm
 from scripts.harness.programs import command_line, run_caught, run_here
 from training.checkpoints.export import main as export
-from training.program import output_folder
 from training.reporting import model_card
 from training.reporting.model_card import CARD, is_edited, known_names, signed
+from training.runtime import output_folder
 
 
 @pytest.fixture(scope="module")

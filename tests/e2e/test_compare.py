@@ -15,7 +15,7 @@ from scripts.harness.models import make_adapter, make_causal_lm
 from scripts.harness.programs import Result, assert_one_message, command_line, launch_module, run_here, snapshot
 from tests.distributed import plain
 from training.compare import __main__ as compare
-from training.program.startup import run
+from training.runtime.startup import run
 
 
 @pytest.fixture(scope="module")

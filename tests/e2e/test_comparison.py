@@ -36,7 +36,7 @@ from scripts.harness.programs import run_words
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
 from training.measuring import policy_measures
-from training.program.startup import run
+from training.runtime.startup import run
 
 TASK = TASKS["quickstart"]
 

@@ -13,7 +13,7 @@ from scripts.harness import adapter_damages, model_damages
 from scripts.harness.model_damages import CONFIGURATIONS, HEADERS, OF_ACTORS, RAN
 from scripts.harness.models import make_adapter, make_causal_lm, make_scorer
 from training.config.step3 import RLHFFlags
-from training.program.checks import check_models
+from training.runtime.plan import check_models
 
 NOT_IN_HEADERS = ("NaN in a tensor", "infinity in a tensor")  # found once weights are loaded: test_fit.py
 NUMBERS = ("NaN in A", "infinity in B", "all numbers 0", "NaN in a .bin", "NaN in the head", "NaN in the base")

@@ -11,7 +11,7 @@ import pytest
 
 from scripts.harness import free_port
 from scripts.harness.programs import assert_one_message, run_here
-from training.program import hub
+from training.runtime import hub
 
 ID = "someone/tiny"
 

@@ -7,9 +7,8 @@ from tests.e2e.test_launcher_plans import rows, words_of
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
-from training.program.course import POINTS, Course
-from training.program.data_lines import course as supervised_course
-from training.program.plan import count_steps
+from training.runtime.first_lines import POINTS, Course, supervised_course
+from training.runtime.plan import count_steps
 
 FLAGS = {1: SFTFlags, 2: RewardFlags, 3: RLHFFlags}
 RM_STATIC = 76_256

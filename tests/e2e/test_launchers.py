@@ -1,7 +1,7 @@
 """The launchers, one for each model size: what they would start, and that a dry run of it is right.
 
 The scripts run with stand-ins for `python` and `deepspeed` on the PATH that print their words; the words of a dry run
-are then given to training/program/dry_run.py in this process. One whole dry run goes through a shell.
+are then given to training/runtime/dry_run.py in this process. One whole dry run goes through a shell.
 """
 
 import json
@@ -16,7 +16,7 @@ import pytest
 
 from scripts.harness import ROOT
 from tests.e2e.launching import flag_of, launched, words_of, write_hostfile
-from training.program import dry_run
+from training.runtime import dry_run
 
 STEPS = {1: "step1_sft.py", 2: "step2_reward.py", 3: "step3_rlhf.py"}
 SIZES = {  # launcher: (nodes, dtype, {step: {engine: ZeRO stage}}), by default
@@ -140,7 +140,7 @@ def test_restart_points_come_before_the_end(size, stand_ins):
 def test_its_dry_run_is_right(size, step, stand_ins, in_dry_run, tmp_path, capfd):
     nodes, dtype, stages = SIZES[size]
     words = words_of(stand_ins, size, str(step), "--dry_run")
-    assert words[:3] == ["python", "-m", "training.program.dry_run"]
+    assert words[:3] == ["python", "-m", "training.runtime.dry_run"]
     code, printed, said = in_dry_run(words[3:], capfd)
     assert (code, said) == (0, "")
     assert shlex.split(printed.splitlines()[1]) == words[3:]

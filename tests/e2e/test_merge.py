@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from scripts.harness.programs import Result, assert_one_message, command_line, snapshot
 from training.merge import __main__ as merge
 from training.merge.frontier import Point, best_within
-from training.program.startup import run
+from training.runtime.startup import run
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from scripts.harness.programs import assert_one_message, metric_lines, run_here, snapshot
-from training.program import output_lock
-from training.program.processes import start_of
+from training.runtime import output_folder
+from training.runtime.processes import start_of
 
 
 def test_a_folder_that_cannot_be_written(tiny, capfd):
@@ -50,8 +50,8 @@ def test_another_run_is_overwritten_on_request_only(step, tiny, tmp_path, capfd)
 @pytest.mark.parametrize("step", (1, 2, 3))
 def test_a_folder_that_another_run_writes_into(step, tiny, tmp_path, capfd):
     parent = os.getppid()
-    record = {**output_lock.this_process(), "pid": parent, "process_started": start_of(parent)}
-    (tmp_path / output_lock.LOCK_FILE).write_text(json.dumps(record))
+    record = {**output_folder.this_process(), "pid": parent, "process_started": start_of(parent)}
+    (tmp_path / output_folder.LOCK_FILE).write_text(json.dumps(record))
     (tmp_path / "metrics.jsonl").write_text("")
     flags, before = tiny.flags(step, output_dir=tmp_path, overwrite_output_dir=True), snapshot(tmp_path)
     expected = [f"--output_dir {tmp_path}: another run writes there, process {parent} on this machine"]

@@ -14,9 +14,9 @@ from engine.rollout.joined import copied, joined
 from tests.engine.fake_models import PrefixModels, rollout_of
 from tests.training.given_rollouts import next_step, untrained
 from training.group_sampling import GroupSampler, Sampled
-from training.program.first_lines import dynamic_sampling_line
 from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import StepLog
+from training.runtime.first_lines import dynamic_sampling_line
 
 PAD, K, PER_BATCH = 0, 3, 4
 RLOO = get_dialect("default").override(

@@ -12,7 +12,7 @@ from engine.reward.base import CombinedReward, RewardSource
 from engine.reward.function import FunctionReward
 from tests.training.config.command_lines import step3
 from training import step3_rlhf
-from training.program import memory_lines
+from training.runtime import memory_lines
 from training.step3_rlhf import build_reward, choose_rollouts, exact_sampler
 
 

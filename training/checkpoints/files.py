@@ -43,7 +43,7 @@ from engine.models.saving import adapter_files, save_model
 from engine.safetensors_files import DTYPES, write_safetensors
 from engine.zero.engines import TrainedModel
 from engine.zero.shards import Shard
-from training.program.agreement import SharedError
+from training.runtime.agreement import SharedError
 
 CHECKPOINTS = "checkpoints"
 AUTO = "auto"  # for --resume: the newest point in --output_dir, if there is one

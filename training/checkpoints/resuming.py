@@ -48,7 +48,7 @@ from training.checkpoints.files import (
     unfinished_in,
 )
 from training.checkpoints.files import EMA as EMA_FOLDER
-from training.program.agreement import SharedError, checked
+from training.runtime.agreement import SharedError, checked
 
 STATE_FIELDS = {"steps_done": int, "models": dict, "ema": bool, "identity": dict, "settings": dict}
 SHOWN = 3  # damaged files that a message names

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import torch
 
-import training.program.import_errors  # noqa: F401  before what may not be there
+import training.runtime.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
 from engine.models.places import base_of
 from engine.models.reading import read_config
@@ -43,11 +43,11 @@ from training.measuring import (
     stored_names,
 )
 from training.merge.weights import stored_weights
-from training.program.agreement import agreed, checked
-from training.program.model_files import check_positions
-from training.program.phases import phase
-from training.program.shared_folder import check_shared
-from training.program.startup import check_run, leave, run
+from training.runtime.agreement import agreed, checked
+from training.runtime.models import check_positions
+from training.runtime.output_folder import check_shared
+from training.runtime.phases import phase
+from training.runtime.startup import check_run, leave, run
 
 DATA, PAGE = "comparison.json", "comparison.html"
 OF_FILES = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}

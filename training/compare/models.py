@@ -13,8 +13,8 @@ from engine.models.places import ADAPTER_CONFIG
 from training.checkpoints.export import export
 from training.checkpoints.files import CONFIG, holds_point, points_in, step_of
 from training.checkpoints.resuming import ResumePoint
-from training.program import output_lock
-from training.program.agreement import checked
+from training.runtime import output_folder
+from training.runtime.agreement import checked
 
 OF_RUNS = ("actor", "actor_adapter", "adapter")
 """Where the trained model of a run stands in its output folder; an actor's adapter stands alone where disks are
@@ -105,7 +105,7 @@ def exported(models: Sequence[Model], output_dir: str) -> Iterator[list[Model]]:
     """
     folder = Path(output_dir) / EXPORTED
     if distributed.is_main() and any(model.is_point for model in models):
-        output_lock.remove_with(folder)  # whoever interrupts this ends the process from another thread
+        output_folder.remove_with(folder)  # whoever interrupts this ends the process from another thread
     try:
         yield [_exported(model, folder / str(place)) for place, model in enumerate(models)]
     finally:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import training.program.import_errors  # noqa: F401  before what may not be there
+import training.runtime.import_errors  # noqa: F401  before what may not be there
 from engine import distributed
 from engine.errors import RunStopped
 from engine.models.checking import check_policy
@@ -35,11 +35,11 @@ from training.merge.weights import (
     save_merged,
     stored_weights,
 )
-from training.program.agreement import agreed, checked
-from training.program.phases import phase
-from training.program.shared_folder import check_shared
-from training.program.startup import check_run, leave, run
 from training.reporting.evaluation import write_rows
+from training.runtime.agreement import agreed, checked
+from training.runtime.output_folder import check_shared
+from training.runtime.phases import phase
+from training.runtime.startup import check_run, leave, run
 
 
 def main(args: MergeFlags) -> None:

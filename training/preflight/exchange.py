@@ -29,8 +29,8 @@ from engine.json_objects import parsed
 from training.config.flags import RunFlags
 from training.preflight.facts import Fact, facts_of_node
 from training.preflight.table import Node
-from training.program.environment import slurm_hosts
-from training.program.joining import open_store, start_key
+from training.runtime.environment import slurm_hosts
+from training.runtime.joining import open_store, start_key
 
 BETWEEN = 0.1  # seconds between looks, of each rank
 ANSWER = 45.0  # seconds in which the store answers each of many ranks that ask at once

@@ -37,11 +37,11 @@ from training.preflight.table import (
     table,
     verdict,
 )
-from training.program.environment import on_several_hosts
-from training.program.joining import USER_ERROR, MeetingPoint
-from training.program.phases import phase
-from training.program.terminal import harmless
-from training.program.watch import JOINING, watching
+from training.runtime.environment import on_several_hosts
+from training.runtime.joining import USER_ERROR, MeetingPoint
+from training.runtime.phases import phase
+from training.runtime.terminal import harmless
+from training.runtime.watch import JOINING, watching
 
 REPORTS = 45.0  # seconds without a further report, after which those that are missing are missed
 OTHERS = 15.0  # seconds that others are waited for when one cannot begin
@@ -140,7 +140,7 @@ def _follow(args: RunFlags) -> int:
 
 
 class _CannotBegin:
-    """What a rank has said whose program cannot begin (training/program/joining.py), and whether others need be waited
+    """What a rank has said whose program cannot begin (training/runtime/joining.py), and whether others need be waited
     for."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.errors import UserError, shortened
 from engine.json_objects import parsed
 from engine.whole_files import write_whole
-from training.program.unwritten import note, written_after_all
+from training.runtime.unwritten import note, written_after_all
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -27,12 +27,12 @@ from engine.models.places import base_of
 from engine.whole_files import write_whole
 from training.data.files import ENDINGS as DATA_ENDINGS
 from training.data.sources import DEEPSPEED_CHAT_FILES
-from training.program.unwritten import note
 from training.reporting.health import FINE
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
 from training.reporting.run_record import RUN_FILE, git_state, read_run_record, versions
 from training.reporting.standard_errors import ENDINGS, with_error
 from training.reporting.summary import EVALUATED, RunSummary
+from training.runtime.unwritten import note
 
 CARD = "README.md"
 TEMPLATE = """\

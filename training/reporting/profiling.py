@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity
 
 from engine import distributed
 from engine.zero.accelerator import on_gpu
-from training.program.unwritten import going_on
+from training.runtime.unwritten import going_on
 
 PROFILE = "profile"  # the folder in the output folder
 

@@ -25,7 +25,7 @@ from engine.errors import UserError, shortened, shown_command
 from engine.json_objects import parsed
 from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
-from training.program.environment import is_slurm_task
+from training.runtime.environment import is_slurm_task
 
 RUN_FILE = "run.json"
 _starts: dict[Path, list[dict]] = {}  # as this process has written them: the folder may be moved meanwhile

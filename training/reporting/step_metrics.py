@@ -17,9 +17,9 @@ from engine.algo.rewards import groups_alike
 from engine.algorithms import Algorithm
 from engine.experience import Experience, TrainingBatch
 from engine.zero.accelerator import on_gpu
-from training.program import phases
 from training.reporting.metrics import Accumulator
 from training.reporting.phase_memory import phase_memory
+from training.runtime import phases
 
 USUAL_RATIOS = (0.5, 2.0)  # of the actor's probability over the sampler's; what is outside is counted
 

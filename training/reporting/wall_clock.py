@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from training.program.phases import place
 from training.reporting.metrics_file import read_metrics
+from training.runtime.phases import place
 
 # Parts of a run that lie outside of its steps, by the names of their metrics, and how they are called in words.
 BEFORE = {"redone": "steps done again", "start": "start-up", "critic_pretrain": "critic's pretraining"}

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 from engine.errors import UserError
 from training.config.parsing import parse_flags
-from training.program.startup import leave, quiet_libraries
 from training.reporting.sample_tables import visible
+from training.runtime.startup import leave, quiet_libraries
 from training.serve.flags import ServeFlags
 
 NEEDED = ("fastapi", "uvicorn")

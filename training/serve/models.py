@@ -21,7 +21,7 @@ from engine.zero import accelerator
 from training.checkpoints.export import export
 from training.checkpoints.files import STATE_FILE, holds_point
 from training.data.tokens import TextEncoder
-from training.program.model_files import generation_stops
+from training.runtime.models import generation_stops
 from training.serve.decoder import Decoder
 from training.serve.flags import ServeFlags
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.errors import UserError
 from training.data.forms import Form
 from training.data.rows import load_rows
-from training.program.startup import quiet_libraries
+from training.runtime.startup import quiet_libraries
 from training.toy.reviews import refuse_non_empty
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")  # in the order of their ids, 0 to 3

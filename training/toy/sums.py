@@ -18,7 +18,7 @@ from pathlib import Path
 from engine.errors import UserError
 from training.data.forms import PROMPTS
 from training.data.rows import load_rows
-from training.program.startup import quiet_libraries
+from training.runtime.startup import quiet_libraries
 from training.toy.reviews import refuse_non_empty
 
 NEW_TOKENS = 4  # three digits and EOS

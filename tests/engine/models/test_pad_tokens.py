@@ -22,7 +22,7 @@ from scripts.harness.models import (
     save_random,
 )
 from training.config.step3 import RLHFFlags
-from training.program.plan import sampling_config
+from training.runtime.plan import sampling_config
 
 ADDED = VOCABULARY  # the id of a token that is added
 

@@ -17,7 +17,7 @@ from engine.rollout import ReplicaRollouts, SamplingConfig
 from engine.zero.communication import init
 from engine.zero.config import EngineConfig
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_tokenizer
-from training.program.model_files import generation_stops
+from training.runtime.models import generation_stops
 
 PROMPTS = ([5, 9, 33], [17], [40, 41, 42, 43], [6, 60])
 LONGEST = 20

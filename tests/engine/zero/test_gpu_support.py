@@ -9,7 +9,7 @@ import torch
 
 from engine.errors import SharedError, UserError
 from engine.zero.gpu_support import has_code, main, usable_gpus
-from training.program.environment import check_gpus
+from training.runtime.environment import check_gpus
 
 ROOT = Path(__file__).resolve().parents[3]
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]

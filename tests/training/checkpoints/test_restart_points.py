@@ -10,7 +10,7 @@ from tests.training.checkpoints.tiny_points import IDENTITY, TinyRun, flip_bit, 
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import points_in
 from training.checkpoints.resuming import ResumePoint, set_aside_newer
-from training.program.output_folder import is_point
+from training.runtime.output_folder import is_point
 
 
 def find(path, output_dir="elsewhere", **run) -> ResumePoint:

@@ -10,7 +10,7 @@ from tests.engine.models.test_adapter_folders import write_adapter
 from tests.training.config.command_lines import parse
 from training.config.step3 import RLHFFlags
 from training.config.supervised import SFTFlags
-from training.program.adapted_models import adapted_model, adapted_roles
+from training.runtime.models import adapted_model, adapted_roles
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from engine.models.loading import load_policy, load_scorer, new_scorer
 from engine.models.lora import LoraSpec, adapt
 from scripts.harness.models import PAD, make_causal_lm, make_scorer, make_tokenizer
 from tests.engine.meters import LiveBytes
-from training.program import model_folders
+from training.runtime import model_folders
 
 SEQUENCES = torch.arange(4, 20).view(2, 8)
 MASK = torch.ones_like(SEQUENCES)

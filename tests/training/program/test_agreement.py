@@ -9,7 +9,7 @@ import pytest
 from engine import distributed
 from engine.errors import SharedError, UserError
 from training.data.tables import Found, KnownRows, handed_over
-from training.program.agreement import agreed, checked
+from training.runtime.agreement import agreed, checked
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 from training.checkpoints.files import Schedule
-from training.program.course import Course
+from training.runtime.first_lines import Course
 
 
 def lines(count: int, epochs: float = 1.0, evaluates=None, **schedule) -> list[str]:

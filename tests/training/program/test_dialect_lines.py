@@ -3,7 +3,7 @@
 import pytest
 
 from engine.algorithms import DIALECTS, NOTES, get_dialect
-from training.program.first_lines import dialect_lines
+from training.runtime.first_lines import dialect_lines
 
 
 @pytest.mark.parametrize("name", DIALECTS)

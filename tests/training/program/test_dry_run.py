@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from training.program import dry_run
+from training.runtime import dry_run
 
 HOSTS = "a slots=8\nb slots=8\n# b is slow\nc slots=4\n"
 
@@ -58,7 +58,7 @@ def test_nodes_that_are_missing(launcher, missing, hosts):
 @pytest.mark.parametrize(
     "words, told",
     [
-        ([], "no program in ''. Put `python -m training.program.dry_run` before a whole command"),
+        ([], "no program in ''. Put `python -m training.runtime.dry_run` before a whole command"),
         (["deepspeed", "main.py", "--seed", "1"], "no program in 'deepspeed main.py --seed 1'."),
         (
             ["deepspeed", "--num_gpus", "all", "training/step1_sft.py"],

@@ -11,7 +11,7 @@ import torch
 from engine import distributed
 from engine.errors import UserError
 from scripts.harness import free_port
-from training.program.environment import (
+from training.runtime.environment import (
     AGENTS_STORE,
     check_port,
     first_host,

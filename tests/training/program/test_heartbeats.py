@@ -10,9 +10,9 @@ import time
 import pytest
 
 from engine import trace
-from training.program import heartbeats
-from training.program.heartbeats import Connection, Monitor, Reporter, Verdict
-from training.program.phases import Place
+from training.runtime import heartbeats
+from training.runtime.heartbeats import Connection, Monitor, Reporter, Verdict
+from training.runtime.phases import Place
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_silence_of_a_process_that_runs_is_no_end(two_ranks):
 def test_silence_of_a_stopped_process_is_an_end(two_ranks, monkeypatch):
     _, reporters = two_ranks
     verdict(reporters, seconds=0.5)
-    monkeypatch.setattr("training.program.heartbeats.state_of", lambda pid: "T")
+    monkeypatch.setattr("training.runtime.heartbeats.state_of", lambda pid: "T")
     found = verdict(reporters[:1])
     assert "rank 1" in found.message and "is stopped (a signal stopped its process)" in found.message
     assert found.stuck == [[reporters[1].machine, os.getpid()]]
@@ -107,7 +107,7 @@ def test_silence_of_a_stopped_process_is_an_end(two_ranks, monkeypatch):
 def test_ranks_that_all_stand_still_are_ended_and_one_is_named(two_ranks, monkeypatch):
     monitor, reporters = two_ranks
     monitor.timeout = 30
-    monkeypatch.setattr("training.program.phases.place.phase", "generate")
+    monkeypatch.setattr("training.runtime.phases.place.phase", "generate")
     trace.moved("vLLM takes weights")
     found = verdict(reporters)
     assert "no rank has moved for" in found.message and "--timeout_minutes" in found.message
@@ -187,7 +187,7 @@ def test_a_rank_has_one_connection_and_another_one_takes_nobodys_place():
 def test_where_rank_0_was_is_known_though_nobody_listened_before_it_died(two_ranks, monkeypatch, capfd):
     monitor, reporters = two_ranks
     verdict(reporters, seconds=0.5)
-    monkeypatch.setattr("training.program.heartbeats.place", Place("train", 3))
+    monkeypatch.setattr("training.runtime.heartbeats.place", Place("train", 3))
     monitor.pass_on(reporters[0].say())
     monitor.close()
     time.sleep(0.1)

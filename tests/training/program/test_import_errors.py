@@ -14,8 +14,8 @@ import pytest
 import training
 from engine import distributed
 from scripts.harness import free_port
-from training.program import import_errors, joining
-from training.program.joining import MeetingPoint
+from training.runtime import import_errors, joining
+from training.runtime.joining import MeetingPoint
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_on_one_host_what_stood_there_is_called(second_of_two_hosts, monkeypatch
     "rank, said", [("0", "Ctrl-C (SIGINT): ended before the run began; nothing is lost.\n"), ("1", "")]
 )
 def test_a_ctrl_c_before_the_run_leaves_no_trace(rank, said):
-    program = "import training.program.import_errors; raise KeyboardInterrupt"
+    program = "import training.runtime.import_errors; raise KeyboardInterrupt"
     environment = {**os.environ, "RANK": rank, "WORLD_SIZE": "2"}
     ended = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600
@@ -111,5 +111,5 @@ def test_the_programs_import_it_before_anything_but_torch_and_numpy(step):
     source = Path(training.__file__).with_name(f"{step}.py").read_text(encoding="utf-8")
     imports = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = [node.names[0].name if isinstance(node, ast.Import) else node.module for node in imports]
-    before = {name.partition(".")[0] for name in names[: names.index("training.program.import_errors")]}
+    before = {name.partition(".")[0] for name in names[: names.index("training.runtime.import_errors")]}
     assert before <= {"torch", "numpy", *sys.stdlib_module_names}, before

@@ -9,10 +9,10 @@ import pytest
 
 from engine import distributed
 from scripts.harness import free_port
-from training.program import joining, watch
-from training.program.joining import MeetingPoint
-from training.program.phases import phase
-from training.program.watch import JOINING, Watch
+from training.runtime import joining, watch
+from training.runtime.joining import MeetingPoint
+from training.runtime.phases import phase
+from training.runtime.watch import JOINING, Watch
 
 ERROR = ("error: on gpu2: rank 1 sees no GPU", 2)
 

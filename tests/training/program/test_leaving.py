@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from training.program import watch
-from training.program.stopping import Reason, StopRequest
-from training.program.watch import Watch
+from training.runtime import watch
+from training.runtime.stopping import Reason, StopRequest
+from training.runtime.watch import Watch
 
 # abort() stands in the place of a library's destructor, as gloo's threads have been seen to end runs that were done.
 PROGRAM = """
 import atexit, ctypes, sys
-from training.program.startup import leave
+from training.runtime.startup import leave
 
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.abort, None, None)

@@ -8,9 +8,9 @@ from engine.memory import Cluster, MemoryPlan, Moment
 from engine.memory.zero_memory import Bytes
 from engine.rollout import ROLLOUT_BACKENDS
 from tests.training.config.command_lines import step3
-from training.program import memory_lines
-from training.program.memory_lines import comparison, memory_compared
 from training.reporting.phase_memory import PhaseMemory
+from training.runtime import memory_lines
+from training.runtime.memory_lines import comparison, memory_compared
 
 MEASURED = {"generate": 2_000_000_000, "make_experience": 2_500_000_000, "train": 4_100_000_000}
 

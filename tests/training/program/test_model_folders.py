@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import RunStopped
-from training.program import model_folders, unwritten
-from training.program.output_folder import COMPLETE, Written, finish_interrupted
+from training.runtime import model_folders, unwritten
+from training.runtime.output_folder import COMPLETE, Written, finish_interrupted
 
 OLD = {"config.json": "old", "model-00001-of-00002.safetensors": "old", "model-00002-of-00002.safetensors": "old"}
 NEW = {"config.json": "new", "model.safetensors": "new"}

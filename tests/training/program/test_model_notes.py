@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 from scripts.harness.models import make_config
-from training.program.model_files import model_notes
+from training.runtime.models import model_notes
 
 
 def test_one_line_for_each_setting_names_the_flags(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from training.checkpoints.files import point_folder
-from training.program import output_folder
+from training.runtime import output_folder
 
 
 def begun(folder) -> None:

@@ -7,10 +7,10 @@ import pytest
 
 from engine.errors import EndedEarly, UserError
 from tests.training.config.command_lines import step3
-from training.program import model_folders, output_lock, stopping
-from training.program.checks import check_models
-from training.program.model_files import PRETRAINING_RECORD, is_pretrained_critic
-from training.program.pretraining import pretrain
+from training.runtime import model_folders, output_folder, stopping
+from training.runtime.models import PRETRAINING_RECORD, is_pretrained_critic
+from training.runtime.plan import check_models
+from training.runtime.session import pretrain
 
 
 class Notes:
@@ -63,7 +63,7 @@ def asked(monkeypatch, tmp_path) -> list:
     """Reasons to end that the borders see, one after the other; then none."""
     reasons = []
     monkeypatch.setattr(stopping, "agreed", lambda: reasons.pop(0) if reasons else None)
-    monkeypatch.setattr(output_lock, "check_held", lambda: None)
+    monkeypatch.setattr(output_folder, "check_held", lambda: None)
     monkeypatch.setattr(model_folders, "merged_wanted", lambda choice, models, folder: True)
     saved = {"critic_pretrained": tmp_path / "critic_pretrained"}
     monkeypatch.setattr(model_folders, "save_forms", lambda *given: saved[given[3]].mkdir() or saved)
@@ -120,9 +120,9 @@ def test_a_critic_is_no_reward_model(tmp_path, monkeypatch):
     (tmp_path / PRETRAINING_RECORD).write_text("{}")
     assert is_pretrained_critic(str(tmp_path)) and not is_pretrained_critic(str(tmp_path / "elsewhere"))
     for name in ("check_policy", "check_rows", "check_attention", "check_trunk", "check_scorer", "check_vocabularies"):
-        monkeypatch.setattr(f"training.program.checks.{name}", lambda *given: None)
+        monkeypatch.setattr(f"training.runtime.plan.{name}", lambda *given: None)
     for name in ("generation_stops", "read_config", "check_positions"):
-        monkeypatch.setattr(f"training.program.checks.{name}", lambda *given, **named: None)
+        monkeypatch.setattr(f"training.runtime.plan.{name}", lambda *given, **named: None)
     args = step3(critic_model_name_or_path=str(tmp_path))
     for name in ("check_attention", "read_tokenizer"):
         monkeypatch.setattr(type(args), name, lambda *given: None)

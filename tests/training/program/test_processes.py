@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from training.program.processes import is_another_rank, start_of, state_of, this_machine
+from training.runtime.processes import is_another_rank, start_of, state_of, this_machine
 
 
 def waited_for(condition) -> bool:
@@ -36,7 +36,7 @@ def test_a_process_until_it_is_gone():
 
 
 def test_another_rank_is_a_process_with_the_same_words():
-    words = """import os, time; from training.program.processes import is_another_rank
+    words = """import os, time; from training.runtime.processes import is_another_rank
 print(is_another_rank(int(os.environ["OTHER"]))) if "OTHER" in os.environ else time.sleep(600)"""
     one = subprocess.Popen([sys.executable, "-c", words, "--local_rank=0"])
     try:
@@ -52,7 +52,7 @@ print(is_another_rank(int(os.environ["OTHER"]))) if "OTHER" in os.environ else t
 
 def test_a_machine_that_does_not_tell_its_boot(monkeypatch):
     other = subprocess.run(
-        [sys.executable, "-c", "from training.program.processes import this_machine; print(this_machine())"],
+        [sys.executable, "-c", "from training.runtime.processes import this_machine; print(this_machine())"],
         capture_output=True,
         text=True,
         check=True,

@@ -5,7 +5,7 @@ import pytest
 from engine.algorithms import get_dialect
 from tests.training.config.command_lines import parse
 from training.config.step3 import RLHFFlags
-from training.program.first_lines import score_lines
+from training.runtime.first_lines import score_lines
 
 REWARD = ("--reward_model_name_or_path", "reward")
 SCALED = ("score_scaling=running", "score_order=clip_scale", "missing_end=replace", "missing_end_value=-1")

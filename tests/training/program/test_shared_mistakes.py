@@ -13,8 +13,8 @@ from scripts.harness.programs import Tiny, command_line
 from training import step3_rlhf
 from training.config.step3 import RLHFFlags
 from training.preflight import preflight
-from training.program import joining, startup, watch
-from training.program.joining import MeetingPoint
+from training.runtime import joining, startup, watch
+from training.runtime.joining import MeetingPoint
 
 
 def test_a_file_that_one_host_lacks_is_told_where_the_others_wait(tmp_path, monkeypatch, capfd):

@@ -10,14 +10,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from engine.errors import SharedError
 from scripts.harness import ROOT
-from training.program import watch
-from training.program.heartbeats import Reporter, Verdict
-from training.program.startup import _told
-from training.program.terminal import ERROR_FILE, print_line, write_error_file
+from training.runtime import watch
+from training.runtime.heartbeats import Reporter, Verdict
+from training.runtime.startup import _told
+from training.runtime.terminal import ERROR_FILE, print_line, write_error_file
 
 PRINTS = """
 import sys
-from training.program.terminal import flush_all, keep_printing
+from training.runtime.terminal import flush_all, keep_printing
 keep_printing()
 for number in range(1000):
     print("x" * 100, flush=number % 2 == 0)

@@ -9,7 +9,7 @@ from scripts.harness.models import make_causal_lm
 from tests import fake_vllm
 from tests.training.config.command_lines import parse
 from training.config.step3 import RLHFFlags
-from training.program.checks import check_files, check_vllm
+from training.runtime.plan import check_files, check_vllm
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from training.checkpoints.files import point_folder
-from training.program import output_folder
-from training.program.output_folder import POINTS, Written
+from training.runtime import output_folder
+from training.runtime.output_folder import POINTS, Written
 
 
 def listed(folder, *files: str, **models: list[str]) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from engine.errors import UserError
 from engine.trace import traced
-from training.program.plan import check_profile_steps
 from training.reporting.profiling import Profiler, set_aside_newer
+from training.runtime.plan import check_profile_steps
 
 
 class FakeModel:

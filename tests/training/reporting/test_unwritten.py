@@ -7,11 +7,11 @@ import pytest
 
 from engine.errors import RunStopped
 from scripts.harness.programs import metric_lines
-from training.program import unwritten
-from training.program.unwritten import check_all_written
 from training.reporting import sinks
 from training.reporting.metrics_file import JsonlSink
 from training.reporting.sinks import MetricWriter
+from training.runtime import unwritten
+from training.runtime.unwritten import check_all_written
 
 
 @pytest.fixture(autouse=True)

@@ -6,19 +6,19 @@ import psutil
 import pytest
 
 from tests.training.reporting.metric_rows import write
-from training.program import phases
-from training.program.phases import OUTSIDE, Place, phase
 from training.reporting.sinks import MetricWriter
 from training.reporting.wall_clock import WallClock, seconds_after, seconds_by_part, time_lines
+from training.runtime import phases
+from training.runtime.phases import OUTSIDE, Place, phase
 
 
 @pytest.fixture
 def now(monkeypatch):
     """A clock that stands still until it is set, and a place of this process that began at 100."""
     clock = {"now": 100.0}
-    monkeypatch.setattr("training.program.phases.time.monotonic", lambda: clock["now"])
+    monkeypatch.setattr("training.runtime.phases.time.monotonic", lambda: clock["now"])
     place = Place(_counted=100.0)
-    monkeypatch.setattr("training.program.phases.place", place)
+    monkeypatch.setattr("training.runtime.phases.place", place)
     monkeypatch.setattr("training.reporting.wall_clock.place", place)
     return lambda seconds: clock.update(now=seconds)
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from engine.errors import SharedError, UserError
 from training.data.tables import Found, recorded, repeated
-from training.program.joining import first_of, from_here
+from training.runtime.joining import first_of, from_here
 
 Result = TypeVar("Result")
 

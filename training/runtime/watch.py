@@ -16,13 +16,13 @@ import time
 from collections.abc import Iterator
 
 from engine import distributed
-from training.program import output_lock
-from training.program.heartbeats import EVERYWHERE, Monitor, Reporter, Verdict, meeting_address
-from training.program.joining import USER_ERROR, MeetingPoint, from_here
-from training.program.phases import place
-from training.program.processes import Launchers, is_another_rank
-from training.program.stopping import SIGNALS, Followed, Reason, StopRequest, listening
-from training.program.terminal import print_line, write_error_file
+from training.runtime import output_folder
+from training.runtime.heartbeats import EVERYWHERE, Monitor, Reporter, Verdict, meeting_address
+from training.runtime.joining import USER_ERROR, MeetingPoint, from_here
+from training.runtime.phases import place
+from training.runtime.processes import Launchers, is_another_rank
+from training.runtime.stopping import SIGNALS, Followed, Reason, StopRequest, listening
+from training.runtime.terminal import print_line, write_error_file
 
 SECONDS = 1.0  # between looks
 LAST_LOOK = 3.0  # seconds that a request waits before the first step: another rank's end may be what brought it
@@ -244,5 +244,5 @@ def end(code: int, message: str) -> None:
 def leave_now(code: int) -> None:
     """End this process without waiting for its main thread; the output folder is given back."""
     with contextlib.suppress(Exception):
-        output_lock.release()
+        output_folder.release_lock()
     os._exit(code)

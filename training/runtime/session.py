@@ -1,23 +1,24 @@
-"""What surrounds the training loop of step 3: evaluation, metrics, tables, restart points, models, the summary."""
+"""What surrounds the training loop of step 3: evaluation, metrics, tables, restart points, models, the summary; and the
+critic's pretraining as a run does it.
+"""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import NoReturn
 
 from engine import distributed
+from engine.errors import without_query
 from engine.host_memory import give_back_at
+from engine.whole_files import write_whole
 from engine.zero.engines import TrainedModel
 from training.checkpoints.conditions import BEFORE, FIRST, OWED
 from training.checkpoints.files import config_files
 from training.checkpoints.saving import Checkpoints
 from training.config.step3 import RLHFFlags
+from training.critic_pretraining import CriticPretraining
+from training.group_sampling import PromptFeed
 from training.ppo_trainer import PPOTrainer, StepReport
-from training.program import model_folders, output_folder, output_lock, stopping
-from training.program.hub import push
-from training.program.output_folder import open_writer
-from training.program.phases import phase
-from training.program.plan import Plan
-from training.program.unwritten import check_all_written, going_on
 from training.reporting import views
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
@@ -28,6 +29,13 @@ from training.reporting.run_record import RUN_FILE, write_run_record
 from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, summary_text
 from training.reporting.verdict import conclude, of_ppo
+from training.runtime import model_folders, output_folder, stopping
+from training.runtime.hub import push
+from training.runtime.models import PRETRAINING_RECORD
+from training.runtime.output_folder import open_writer
+from training.runtime.phases import phase, place
+from training.runtime.plan import Plan
+from training.runtime.unwritten import check_all_written, going_on
 
 SCORE = "eval/score"
 
@@ -107,7 +115,7 @@ class Session:
 
         After the last step the models are saved first: nothing that fails behind that can cost them.
         """
-        output_lock.check_held()
+        output_folder.check_held()
         args, step, last = self.args, report.step, report.step == self.plan.last_step
         self.owed, self._first = {**report.metrics, **self.checkpoints.take_metrics(), **self._first}, {}
         reason = stopping.agreed()
@@ -238,3 +246,70 @@ def held_out_scores(output_dir: Path) -> dict[int, float]:
 
 def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
+
+
+FOLDER = output_folder.PRETRAINED[0]
+
+
+def pretrain(session: Session, pretraining: CriticPretraining, feed: PromptFeed) -> None:
+    """Every step of it that is not done, and the folder of the critic.
+
+    Steps are numbered up to 0, which the held-out scores before the first PPO step have too: the last one's metrics
+    wait for them (`Session.before_first_step`).
+    """
+    trainer, writer = pretraining.trainer, session.writer
+    shown = {"loss": "critic_pretrain/loss", "explained variance": "critic_pretrain/explained_variance"}
+    how = {"unit": "critic pretraining step", "below": pretraining.steps}
+    writer.count(pretraining.steps, shown=shown, first_step=pretraining.steps_done, **how)
+    with stopping.at_borders():
+        while trainer.steps_done < 0:
+            place.step = trainer.steps_done + 1
+            with phase("pretraining the critic"):
+                report = pretraining.step(feed.prompts(pretraining.steps_done))
+            _after_step(session, pretraining, report)
+    writer.count(session.plan.last_step, shown=session.view.bar)
+
+
+def _after_step(session: Session, pretraining: CriticPretraining, report: StepReport) -> None:
+    output_folder.check_held()
+    session.owed = {**report.metrics, **session.checkpoints.take_metrics()}
+    if report.step == 0:
+        _save(session, pretraining, report.metrics)
+    reason = stopping.agreed()
+    if reason:
+        session.end_early(reason, report)
+    if report.step < 0:
+        session.log_step(report.step, 0)
+        session.checkpoints.save_if_due(report.step)
+    stopping.request.saved = session.checkpoints.newest
+    give_back_at(report.step)
+
+
+@phase("saving models")
+def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, float]) -> None:
+    """Write the critic, as those of a run's end are written, with a record of how it came to be (all ranks call
+    this)."""
+    critic, output_dir = session.models.critic, session.output_dir
+    merged = model_folders.merged_wanted(session.args.save_merged, [critic], output_dir)
+    saved = model_folders.save_forms(critic, session.own_tokenizer, output_dir, FOLDER, merged)
+    if not distributed.is_main():
+        return
+    args, dialect = session.args, session.plan.dialect
+    record = {
+        "steps": pretraining.steps,
+        "learning_rate": args.critic_pretrain_learning_rate or dialect.critic_lr,
+        "gamma": dialect.gamma,
+        "actor": args.actor_model_name_or_path,
+        "critic": args.critic_model_name_or_path,
+        "reward_model": args.reward_path,
+        "reward_function": args.reward_function,
+        "reward_url": list(map(without_query, args.reward_url)),
+        **metrics,
+    }
+    for name, folder in saved.items():
+        with going_on(folder / PRETRAINING_RECORD):
+            output_folder.list_model(output_dir, name, [PRETRAINING_RECORD])
+            write_whole(folder / PRETRAINING_RECORD, json.dumps(record, indent=2) + "\n")
+    explained = metrics.get("critic_pretrain/explained_variance")
+    told = f", explained variance {explained:.2f}" if explained is not None else ""
+    session.writer.write(f"critic pretrained in {pretraining.steps} steps{told}: {', '.join(map(str, saved.values()))}")

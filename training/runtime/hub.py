@@ -18,9 +18,9 @@ from engine import distributed
 from engine.errors import UserError
 from engine.models.places import ADAPTER_CONFIG, is_adapter, one_line
 from training.config.flags import HubFlags
-from training.program.output_folder import WRITTEN_FILE, Written
-from training.program.phases import phase
 from training.reporting.model_card import is_hub_name
+from training.runtime.output_folder import WRITTEN_FILE, Written
+from training.runtime.phases import phase
 
 UPLOADED = ("actor", "actor_adapter", ".", "adapter")
 """The folder that is uploaded: the first of these that was saved, the whole model before the adapter."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from engine import distributed
-from training.program.environment import AGENTS_STORE, on_several_hosts
+from training.runtime.environment import AGENTS_STORE, on_several_hosts
 
 LOOK_EVERY = 5.0  # seconds; with a connection of its own each time, which rank 0 need not hold for every rank
 PATIENCE = 30.0  # seconds; the imports of others may take longer than this rank's

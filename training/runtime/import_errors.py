@@ -2,7 +2,7 @@
 where all ranks are to meet; or a Ctrl-C.
 
 A program imports this module for what that does: it has an error that no one handles end the other ranks, too, with one
-message that names the host. `training.program.startup.run` sees to errors that come later. Of what may be broken on
+message that names the host. `training.runtime.startup.run` sees to errors that come later. Of what may be broken on
 this host nothing is needed but torch and numpy, without which the launchers end by themselves.
 """
 
@@ -14,8 +14,8 @@ import traceback
 from types import TracebackType
 
 from engine.errors import UserError
-from training.program.environment import of_srun, on_several_hosts
-from training.program.terminal import print_line, write_error_file
+from training.runtime.environment import of_srun, on_several_hosts
+from training.runtime.terminal import print_line, write_error_file
 
 
 def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -45,7 +45,7 @@ def tell_all_hosts(kind: type[BaseException], error: BaseException, trace: Trace
     if printed:
         print_line(message)
     with contextlib.suppress(ImportError):
-        from training.program.joining import MeetingPoint  # which needs torch
+        from training.runtime.joining import MeetingPoint  # which needs torch
 
         printed = MeetingPoint(environment).announce(message, 2) or printed  # by rank 0, where it is reached
     if not printed:

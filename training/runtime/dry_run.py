@@ -1,6 +1,6 @@
 """What a command would do, without GPUs and downloads: put this before it.
 
-    python -m training.program.dry_run deepspeed --hostfile hosts --num_gpus 8 training/step3_rlhf.py --data_path ...
+    python -m training.runtime.dry_run deepspeed --hostfile hosts --num_gpus 8 training/step3_rlhf.py --data_path ...
 
 The same as --dry_run in a program's own flags, which then counts the processes that it was started with. Prints the
 command, some rows as the model sees them and each engine's DeepSpeed configuration, after everything was checked that
@@ -26,12 +26,11 @@ from training.checkpoints.conditions import fingerprints
 from training.checkpoints.resuming import ResumePoint
 from training.config.step3 import RLHFFlags
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, open_source
-from training.program.first_lines import changes_since, dialect_lines, plan_lines, score_lines
-from training.program.memory_lines import memory_lines, memory_of_one_model
-from training.program.plan import make_plan
-from training.program.reward_server import check_server
-from training.program.startup import leave, run
 from training.reporting.run_record import command_line
+from training.runtime.first_lines import changes_since, dialect_lines, plan_lines, score_lines
+from training.runtime.memory_lines import memory_lines, memory_of_one_model
+from training.runtime.plan import check_server, make_plan
+from training.runtime.startup import leave, run
 
 PROGRAMS = {"step1_sft": "SFTFlags", "step2_reward": "RewardFlags", "step3_rlhf": "RLHFFlags"}
 
@@ -197,7 +196,7 @@ def main(words: Sequence[str]) -> int:
     place = next((place for place, word in enumerate(words) if _program(word) in PROGRAMS), None)
     if place is None:
         print(
-            f"error: no program in {shown_command(words)!r}. Put `python -m training.program.dry_run` before a whole "
+            f"error: no program in {shown_command(words)!r}. Put `python -m training.runtime.dry_run` before a whole "
             f"command with one of {', '.join(f'{name}.py' for name in PROGRAMS)}.",
             file=sys.stderr,
         )

@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 
 from engine import trace
 from engine.errors import UserError
-from training.program.joining import USER_ERROR, first_of
-from training.program.phases import ALONE, place
-from training.program.processes import state_of, this_machine
-from training.program.terminal import print_line, write_error_file
+from training.runtime.joining import USER_ERROR, first_of
+from training.runtime.phases import ALONE, place
+from training.runtime.processes import state_of, this_machine
+from training.runtime.terminal import print_line, write_error_file
 
 ROUND = 1.0  # seconds
 SETTLE = 2  # rounds before the first sign of a failure is judged: the cause may come behind its effects

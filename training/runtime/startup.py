@@ -24,14 +24,14 @@ from engine import distributed
 from engine.errors import EndedEarly, RunStopped, SharedError, UserError
 from training.config.flags import RunFlags, make_paths_absolute
 from training.config.parsing import parse_flags
-from training.program import environment, output_lock, stopping, unwritten
-from training.program.joining import USER_ERROR, MeetingPoint, from_here
-from training.program.output_folder import check_output_dirs
-from training.program.phases import phase
-from training.program.terminal import flush_all, keep_printing, print_line, write_error_file
-from training.program.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 from training.reporting.sample_tables import visible
 from training.reporting.sinks import check_wandb
+from training.runtime import environment, output_folder, stopping, unwritten
+from training.runtime.joining import USER_ERROR, MeetingPoint, from_here
+from training.runtime.output_folder import check_output_dirs
+from training.runtime.phases import phase
+from training.runtime.terminal import flush_all, keep_printing, print_line, write_error_file
+from training.runtime.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 
 COLLECTIVES = 7 * 24 * 60.0  # minutes, of a collective call: those that hang are ended by the watch, which knows more
 
@@ -80,7 +80,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         with watching(args.grace_seconds, args.timeout_minutes) as watch:
             return _in_group(main, args, watch)
     finally:
-        output_lock.release()
+        output_folder.release_lock()
 
 
 def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:

@@ -1,0 +1,269 @@
+"""What a run prints first: its dialect, score, data, steps and engines, and changes since a restart point.
+
+Of its course: epochs, steps, and when it evaluates and writes restart points. Of its data: how many rows are kept, cut
+and dropped, what to do about it, and some of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine import distributed
+from engine.algorithms import NOTES, Dialect
+from engine.reward.base import sum_in_words
+from training.checkpoints.conditions import Conditions
+from training.checkpoints.files import Schedule
+from training.config.flags import DataFlags
+from training.config.reward import score_parts
+from training.config.step3 import RLHFFlags
+from training.config.supervised import SupervisedFlags
+from training.data.examples import NOTED, FittedRows
+from training.data.tokens import CUT, DROPPED, EMPTY
+from training.reporting.shown_rows import shown_rows
+from training.runtime.models import adapted_lines, adapted_roles, is_pretrained_critic, model_notes, most_tokens
+from training.runtime.plan import Plan, server_lines
+
+POINTS = 3
+"""Restart points that a run should have before its end: what a warning's advice comes to."""
+NO_POINTS = "no restart points: a run that dies begins anew (--save_steps, --save_minutes)"
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The steps of a run, counted from 1, of which no model has to be there to know them.
+
+    steps: how many. epochs: passes over the rows that they come to. schedule: of restart points. evaluates: whether
+    held-out rows are looked at after a step; None where there are none. Before the first step they are in any case.
+    """
+
+    steps: int
+    epochs: float
+    schedule: Schedule
+    evaluates: Callable[[int], bool] | None = None
+
+    @property
+    def evaluations(self) -> int:
+        """How many, with the one before the first step."""
+        return 0 if self.evaluates is None else 1 + sum(map(self.evaluates, range(1, self.steps + 1)))
+
+    @property
+    def points(self) -> int:
+        """Restart points that are due by number, before the last step: what a run that dies goes on from."""
+        return (self.steps - 1) // self.schedule.steps if self.schedule.steps else 0
+
+    def lines(self) -> list[str]:
+        """All of it in one line; and a warning where restart points are asked for and none comes before the end."""
+        schedule = self.schedule
+        when = [f"{_counted(self.points, 'restart point')} before the end, {_every(schedule.steps)}"]
+        when = when if schedule.steps else []
+        if schedule.minutes:
+            when.append(f"a restart point every {schedule.minutes:g} minutes")
+        if schedule.keep_best:
+            when.append("one wherever an evaluation finds a better score")
+        said = f"{_counted(self.evaluations, 'evaluation')}; {' and '.join(when) or NO_POINTS}"
+        told = [f"the run: {_counted(self.steps, 'step')}, {_epochs(self.epochs)}; {said}"]
+        if self.points or schedule.minutes or schedule.keep_best or not schedule.steps:
+            return told
+        why = f"--save_steps {schedule.steps}, and the run has {self.steps}"
+        often = max(1, self.steps // (POINTS + 1))
+        advice = f"Give --save_steps {often}, or --save_minutes" if self.steps > 1 else "Give --save_minutes"
+        return [
+            *told,
+            f"warning: no restart point before the last step ({why}): a run that dies begins anew. {advice}.",
+        ]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
+
+
+def _every(steps: int) -> str:
+    return "every step" if steps == 1 else f"every {steps} steps"
+
+
+def _epochs(epochs: float) -> str:
+    """ "1 epoch", "0.37 epochs"; a run's last rows that are too few for a step do not count against it."""
+    told = f"{epochs:.2f}".rstrip("0").rstrip(".")
+    return f"{told} epoch{'' if told == '1' else 's'}"
+
+
+ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompts": "the actor goes on"}
+
+
+def counted(rows: FittedRows, noun: str, held_out: FittedRows | None, asked: int = 0) -> str:
+    """ "1,834 texts (226 cut: 12.3 %, 8 dropped: 0.4 %), 96 held out".
+
+    asked: the number of held-out rows that was asked for, wherever they are from; 0 where no flag says one. (That of
+    steps 1 and 2, --held_out, is of rows of --data_path alone, and has them or ends the run.)
+    """
+    if held_out is None:
+        return f"{rows.told(noun)}, 0 held out"
+    unlike = held_out.cut or held_out.dropped or held_out.empty
+    told = held_out.told("held out") if unlike else f"{len(held_out):,} held out"
+    fewer = f" (fewer than the {asked} asked for: the held-out data have no more that fit)"
+    return f"{rows.told(noun)}, {told}{fewer if len(held_out) < asked else ''}"
+
+
+def too_long(
+    rows: FittedRows,
+    noun: str,
+    flag: str,
+    args: DataFlags,
+    tokenizer,
+    models: Sequence[str | None],
+    beside: int = 0,
+) -> list[str]:
+    """The warning of rows that are too long, if many are, and some rows as the model is shown them.
+
+    flag: which limits them. models: paths of those that are given the rows, beside which each needs `beside` positions.
+    In a dry run three rows of each kind; otherwise one that is cut, one that is dropped and one of which the tokenizer
+    makes no tokens, if any is.
+    """
+    whole = args.dry_run
+    examples = shown_rows(rows, tokenizer, NOTED) if whole else shown_rows(rows, tokenizer, 1, (CUT, DROPPED, EMPTY))
+    title = f"what the model is shown of the {noun} (at -> {ARROW[noun]}):"
+    return [
+        *rows.note_lines(),
+        *warnings(rows, flag, args, models, beside),
+        *([title, *(f"  {line}" for line in examples)] if examples else []),
+    ]
+
+
+def warnings(rows: FittedRows, flag: str, args: DataFlags, models: Sequence[str | None], beside: int = 0) -> list[str]:
+    """The warning of rows that are too long, if many are; arguments as of too_long."""
+    limit = getattr(args, flag.removeprefix("--"))
+    return rows.warnings(flag, limit, args.overlong, lambda: most_tokens(args, models, beside))
+
+
+def supervised_lines(
+    args: SupervisedFlags, noun: str, examples: FittedRows, held_out: FittedRows, tokenizer
+) -> list[str]:
+    """The first lines of steps 1 and 2, whose examples are called `noun`; in a dry run with more of them shown."""
+    return [
+        f"{counted(examples, noun, held_out)}; {args.total_steps(len(examples))} steps on "
+        f"{distributed.ranks_in_words()}",
+        *supervised_course(args, len(examples)).lines(),
+        *too_long(examples, noun, "--max_seq_len", args, tokenizer, [args.model_name_or_path]),
+        *model_notes(args, "model_name_or_path"),
+    ]
+
+
+def supervised_course(args: SupervisedFlags, examples: int) -> Course:
+    """The steps of a whole run over so many examples, also of one that goes on."""
+    total, an_epoch = args.total_steps(examples), args.steps_per_epoch(examples)
+    return Course(total, total / an_epoch, args.schedule(), lambda step: args.evaluates(step, examples))
+
+
+def first_lines(args: RLHFFlags, plan: Plan, changed: dict) -> str:
+    """All of them; `changed` as dialect_lines has it."""
+    lines = [dialect_lines(plan.dialect, changed), *score_lines(args, plan.dialect)]
+    return "\n".join([*lines, *plan_lines(args, plan), *changes_since(plan)])
+
+
+def dialect_lines(dialect: Dialect, changed: dict) -> str:
+    """The dialect's name, where it departs from its system, and where flags depart from it.
+
+    changed: {field: (the dialect's value, the given one)}.
+    """
+    note = f"\n  {NOTES[dialect.name]}" if dialect.name in NOTES else ""
+    return f"dialect {dialect.name}{note}" + "".join(
+        f"\n  {field} = {given} (given; the dialect's is {usual})" for field, (usual, given) in changed.items()
+    )
+
+
+def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
+    """What the score is made of and what is done to it before it enters the rewards; and a warning where the critic
+    starts from a reward model that the score does not use."""
+    terms = [(part.what, part.weight) for part in score_parts(args)]
+    changes = _score_changes(dialect, args.max_answer_seq_len)
+    lines = [f"score = {', '.join([sum_in_words(terms, args.length_penalty), *changes])}"]
+    critic = args.critic_model_name_or_path
+    if critic is not None and args.reward_path is None and not is_pretrained_critic(critic):
+        lines.append(
+            f"WARNING: the score does not use the reward model {critic}, from which the critic starts. To mix it in by "
+            f"half, give {args.half_by_model}"
+        )
+    return lines
+
+
+def _score_changes(dialect: Dialect, longest: int) -> list[str]:
+    """What `Algorithm.process_scores` does to a score, in its order. longest: tokens that a response may have."""
+    scaled = {
+        "none": "",
+        "running": "divided by the standard deviation of all scores so far",
+        "first_batch": "divided by the standard deviation of the first batch's scores",
+    }[dialect.score_scaling]
+    completed = {
+        "none": "",
+        "replace": f"replaced by {dialect.missing_end_value:g} where a response has no end",
+        "subtract": f"less {dialect.missing_end_value:g} where a response has no end",
+    }[dialect.missing_end]
+    clipped = f"clipped at {dialect.score_clip:g}" if dialect.score_clip is not None else ""
+    changes = [scaled, completed, clipped] if dialect.score_order == "scale_clip" else [clipped, scaled, completed]
+    if dialect.overlong_buffer:
+        most, buffer = dialect.overlong_penalty, dialect.overlong_buffer
+        changes.append(f"less up to {most:g} in the last {buffer:.0%} of {longest} tokens")
+    return [change for change in changes if change]
+
+
+def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
+    """What is about to run: data, steps, engines; and prompts that are too long, in a dry run with more examples."""
+    stages = ", ".join(f"{config.role} {config.stage}" for config in plan.spec.engine_configs)
+    blocks = f"; {len(plan.texts)} blocks of text for mixed pretraining" if plan.texts else ""
+    scorer = ""
+    if args.critic_model_name_or_path is not None and plan.dialect.critic_start != "reward_model":
+        critic = "the SFT model with a new head" if plan.dialect.has_critic else "there is none"
+        scorer = f"\n--critic_model_name_or_path names the reward model alone; the critic: {critic}"
+    pad_token = f"\n{plan.pad_token}" if plan.pad_token else ""
+    models = [args.actor_model_name_or_path, args.critic_model_name_or_path, args.reward_model_name_or_path]
+    return [
+        f"{counted(plan.prompts, 'prompts', plan.held_out, args.num_eval_prompts)}{blocks}; {plan.total_steps} steps "
+        f"of {args.rows_per_rank * distributed.world_size()} responses on {distributed.ranks_in_words()}",
+        *course(args, plan).lines(),
+        *dynamic_sampling_line(plan.dialect),
+        *pretraining_lines(args),
+        *too_long(
+            plan.prompts, "prompts", "--max_prompt_seq_len", args, plan.tokenizer, models, args.max_answer_seq_len
+        ),
+        f"ZeRO stages: {stages}; {args.dtype}{scorer}{pad_token}",
+        *model_notes(args, *(f"{role}_model_name_or_path" for role in ("actor", "critic", "reward"))),
+        *adapted_lines(adapted_roles(args, plan.dialect)),
+        *(f"{what}: no second copy" for what in plan.spec.shared.values()),
+        *server_lines(args),
+    ]
+
+
+def dynamic_sampling_line(dialect: Dialect) -> list[str]:
+    """What a step may draw beside its own prompts; nothing in a dialect that learns all that is drawn."""
+    most = dialect.dynamic_sampling
+    if most == 1:
+        return []
+    return [
+        f"dynamic sampling: a step draws up to {most} batches of prompts, until groups whose scores differ fill it; "
+        "epochs may pass so many times as fast"
+    ]
+
+
+def pretraining_lines(args: RLHFFlags) -> list[str]:
+    """What comes before the first step, if anything does."""
+    steps, responses = args.critic_pretrain_steps, args.rows_per_rank * distributed.world_size()
+    if not steps:
+        return []
+    return [f"before the first step the critic is pretrained: {steps} steps of {responses} responses of the SFT model"]
+
+
+def course(args: RLHFFlags, plan: Plan) -> Course:
+    """The steps of the whole run, also of one that goes on."""
+
+    def evaluates(step: int) -> bool:
+        return step == plan.last_step or bool(args.eval_steps and step % args.eval_steps == 0)
+
+    drawn = args.per_device_generation_batch_size * args.generation_batches * distributed.world_size()
+    epochs = plan.last_step * drawn / len(plan.prompts)
+    return Course(plan.last_step, epochs, args.schedule(), evaluates if plan.held_out is not None else None)
+
+
+def changes_since(plan: Plan) -> list[str]:
+    """Which restart point the run goes on from, and a line for each setting that has changed since."""
+    if plan.resume is None:
+        return []
+    return plan.resume.lines() + plan.conditions.changes_since(Conditions.read(plan.resume.state))

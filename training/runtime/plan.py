@@ -1,0 +1,307 @@
+"""What a run of step 3 is settled to be before a model is loaded, and what can be wrong with it: files, models, machine,
+dialect, and whether its reward servers are there and give scores.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from engine import distributed
+from engine.algorithms import Dialect, check, end_token_id, token_id
+from engine.engine_spec import EngineSpec
+from engine.errors import UserError, without_query
+from engine.models.checking import check_policy, check_rows, check_scorer, check_trunk, check_vocabularies
+from engine.models.hydra import check_hydra
+from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
+from engine.reward.server import FORMS, probe
+from engine.rollout import SamplingConfig
+from engine.rollout.families import check_attention
+from engine.rollout.vllm_engine import check_heads, vllm_version
+from engine.shared_trunk import scoring_roles
+from engine.zero.accelerator import on_gpu
+from engine.zero.extensions import refuse_missing
+from training.checkpoints.conditions import Conditions
+from training.checkpoints.resuming import AUTO, ResumePoint
+from training.config.reward import check_columns, load_functions
+from training.config.step3 import RLHFFlags
+from training.data.examples import Prompts, TextBlocks, prompt_fit
+from training.data.forms import PROMPTS, TEXTS
+from training.data.rows import load_rows
+from training.runtime.hub import check_hub
+from training.runtime.models import adapted_roles, check_positions, generation_stops, is_pretrained_critic
+from training.runtime.startup import check_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that is settled before a model is loaded.
+
+    total_steps: of the whole run, by which learning rates fall; last_step: the one that it ends with. resume: what is
+    gone on from, if anything. pad_token: what is said of it.
+    """
+
+    dialect: Dialect
+    tokenizer: object
+    spec: EngineSpec
+    reward_functions: Mapping[str, Callable]
+    prompts: Prompts
+    held_out: Prompts | None
+    texts: TextBlocks | None
+    sampling: SamplingConfig
+    total_steps: int
+    last_step: int
+    resume: ResumePoint | None
+    conditions: Conditions
+    pad_token: str
+
+    @property
+    def scores_changed(self) -> bool:
+        """Whether the run goes on with another reward than it had."""
+        return self.resume is not None and self.conditions.scores_changed_since(Conditions.read(self.resume.state))
+
+
+def make_plan(
+    args: RLHFFlags, dialect: Dialect, point: ResumePoint | None, inputs: Mapping[str, str] | None = None
+) -> Plan:
+    """What this rank reads for itself; raises UserError before any model is loaded.
+
+    inputs: `training.checkpoints.conditions.fingerprints`, by rank 0.
+    """
+    tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path", dialect.pad_token)
+    prompts, held_out, fingerprints = read_prompts(args, dialect, tokenizer)
+    total_steps = count_steps(args, len(prompts))
+    last_step = min(total_steps, args.test_stop_step or total_steps)
+    functions = load_functions(args)
+    check_columns(functions, by_part(prompts, held_out))
+    texts, texts_fingerprints = read_texts(args, tokenizer)
+    conditions = Conditions.of(args, dialect, fingerprints + texts_fingerprints, total_steps, tokenizer, inputs)
+    if point:
+        point.check(conditions, last_step)
+    # A command that goes on by itself may name steps that an earlier start has recorded.
+    first = point.steps_done + 1 if point and args.resume != AUTO else 1
+    check_profile_steps(args.profile_steps, first, last_step)
+    return Plan(
+        dialect=dialect,
+        tokenizer=tokenizer,
+        spec=args.engine_spec(dialect),
+        reward_functions=functions,
+        prompts=prompts,
+        held_out=held_out,
+        texts=texts,
+        sampling=sampling_config(args, dialect, tokenizer),
+        total_steps=total_steps,
+        last_step=last_step,
+        resume=point,
+        conditions=conditions,
+        pad_token=pad_token_line(tokenizer, dialect, args.actor_model_name_or_path),
+    )
+
+
+def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts, Prompts | None, list[str]]:
+    """The prompts, the held-out ones if there are any, and the fingerprints of both."""
+    query = tuple(token_id(tokenizer, dialect, field) for field in ("query_start", "query_end"))
+    parts = args.load_rows(
+        PROMPTS,
+        tokenizer,
+        prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong, *query),
+        held_out=args.num_eval_prompts,
+        eval_limit=args.num_eval_prompts,
+        held_out_flag="--num_eval_prompts",
+    )
+    prompts, held_out = (
+        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, *query) if len(rows) else None
+        for rows in parts
+    )
+    return prompts, held_out, [rows.fingerprint for rows in parts]
+
+
+def by_part(prompts: Prompts, held_out: Prompts | None) -> dict[str, Prompts]:
+    """The prompts, and those held out if there are any, by what messages call them."""
+    parts = {"the prompts": prompts, "the held-out prompts": held_out}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def count_steps(args: RLHFFlags, prompts: int) -> int:
+    """How many steps the whole run has; raises UserError if there are too few prompts for one."""
+    a_step = args.per_device_generation_batch_size * args.generation_batches * distributed.world_size()
+    total = args.max_steps or prompts * args.num_train_epochs // a_step
+    if prompts < a_step or total == 0:
+        raise UserError(
+            f"--data_path {' '.join(args.data_path)}: {prompts} prompts are too few for one step, "
+            f"which takes {a_step} over {distributed.world_size()} ranks. Lower the batch sizes or add "
+            "prompts."
+        )
+    return total
+
+
+def sampling_config(args: RLHFFlags, dialect: Dialect, tokenizer) -> SamplingConfig:
+    """How responses are drawn; raises UserError where the dialect names an end that is no token."""
+    end_token_id(tokenizer, dialect)
+    return SamplingConfig.of(
+        dialect,
+        generation_stops(args.actor_model_name_or_path, tokenizer, args.trust_remote_code),
+        args.dtype,
+        max_new_tokens=args.max_answer_seq_len,
+        pad_token_id=tokenizer.pad_token_id,
+        stop_strings=tuple(args.stop),
+        seed=args.seed,
+        vocabulary_size=vocabulary_size(tokenizer),
+    )
+
+
+def check_profile_steps(steps: list[int], first: int, last: int) -> None:
+    """Raise UserError for steps outside of those that the run trains."""
+    outside = [str(step) for step in steps if not first <= step <= last]
+    if outside:
+        these = (
+            f"this run trains steps {first} to {last}. Name some of these"
+            if first <= last
+            else f"this run ends with step {last}, which is done. Leave the flag out"
+        )
+        raise UserError(f"--profile_steps {' '.join(outside)}: {these}.")
+
+
+def read_texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]]:
+    """The texts of mixed pretraining, in blocks as long as prompt and response, and their fingerprint; none without."""
+    if args.unsupervised_dataset_name is None:
+        return None, []
+    rows, _ = load_rows(
+        args.unsupervised_dataset_name,
+        TEXTS,
+        tokenizer,
+        phase=args.phase,
+        seed=args.seed,
+        config_name=args.unsupervised_dataset_config_name,
+    )
+    blocks = TextBlocks(rows, tokenizer, args.max_prompt_seq_len + args.max_answer_seq_len, args.cache)
+    needed = args.rows_per_rank // args.mini_batches * distributed.world_size()
+    if len(blocks) < needed:
+        raise UserError(
+            f"--unsupervised_dataset_name {args.unsupervised_dataset_name}: {len(blocks)} blocks of text "
+            f"are fewer than the {needed} of an optimizer step. Give more text, or lower the batch sizes."
+        )
+    return blocks, [rows.fingerprint]
+
+
+def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
+    """What each server says of one text, asked from each node, whose ranks will all ask it; by URL.
+
+    Raises: UserError where data lack a column that is to be sent, and where a server cannot be reached or gives no
+    score.
+    """
+    settings = args.reward_server()
+    if settings is None or distributed.local_rank() != 0:
+        return {}
+    for where, part in by_part(plan.prompts, plan.held_out).items():
+        part.refuse_unread(settings.columns, f"--reward_url_columns {' '.join(settings.columns)} asks {where} for")
+        row = part.rows[0]
+        missing = [name for name in settings.columns if row.get(name) is None]
+        if missing:
+            raise UserError(
+                f"--reward_url_columns {' '.join(settings.columns)}: {where} lack {missing[0]}: they have "
+                f"{', '.join(row)}. Add the column, or name those that are there."
+            )
+    special_tokens = FORMS[settings.form].special_tokens
+    prompt = plan.tokenizer.decode(plan.prompts[0], skip_special_tokens=not special_tokens)
+    return probe(settings, prompt, plan.prompts.rows[0])
+
+
+def server_lines(args: RLHFFlags) -> list[str]:
+    """Who gives the scores, as a run's first lines have it; none without a server."""
+    if not args.reward_url:
+        return []
+    columns = f", with {', '.join(args.reward_url_columns)}" if args.reward_url_columns else ""
+    return [f"scores from {' and '.join(map(without_query, args.reward_url))} (form {args.reward_url_form}{columns})"]
+
+
+def check_files(args: RLHFFlags, dialect: Dialect, point: ResumePoint | None) -> None:
+    """What can be wrong with files, models and machine, looked at by one process; point: what is gone on from."""
+    check_run(args, resumed=point is not None and point.in_output_dir)
+    check_hub(args)
+    check_engines(args, dialect)
+    check_vllm(args)
+    load_functions(args)
+    check_dialect(args, dialect)
+    check_models(args, dialect)
+    adapted_roles(args, dialect)
+    check_trunk_shared(args, dialect)
+
+
+def check_engines(args: RLHFFlags, dialect: Dialect) -> None:
+    """Whether DeepSpeed can make engines of these configurations, all in one process and on this machine."""
+    configs = args.engine_configs(dialect)
+    for choice in args.engine_spec(dialect).engine_configs if not args.dry_run else ():  # which may be for other ones
+        refuse_missing(configs[choice.role], choice.path)
+
+
+def check_vllm(args: RLHFFlags) -> None:
+    """Whether vLLM is there where it is to draw, and can compute the actor."""
+    if args.rollout_backend != "vllm":
+        return
+    vllm_version()
+    path, on_cpu = args.actor_model_name_or_path, not (args.dry_run or on_gpu())  # a dry run may be for other machines
+    if args.looks_at(path):
+        config = read_config(path, "--actor_model_name_or_path", args.trust_remote_code)
+        check_heads(config, f"--actor_model_name_or_path {path}", args.vllm_tensor_parallel_size, on_cpu)
+
+
+def check_trunk_shared(args: RLHFFlags, dialect: Dialect) -> None:
+    """Whether models that are to share a trunk have one."""
+    flags = [f"--{role}_model_name_or_path" for role in ("actor", "critic", "reward")]
+    paths = [getattr(args, flag.removeprefix("--")) for flag in flags]
+    if args.share_trunk and all(path is None or args.looks_at(path) for path in paths):
+        scoring_roles(args.engine_spec(dialect), *flags)
+
+
+def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
+    """Whether the dialect's choices go together with the run's sizes and the actor."""
+    layers, path = None, args.actor_model_name_or_path
+    if args.looks_at(path):
+        config = read_config(path, "--actor_model_name_or_path", args.trust_remote_code)
+        layers = config.get_text_config().num_hidden_layers
+    check(
+        dialect,
+        rows_per_rank=args.rows_per_rank,
+        mini_batches=max(dialect.mini_batches, dialect.critic_passes[1]),
+        micro_batch_size=args.per_device_training_batch_size,
+        ranks=distributed.world_size(),
+        layers=layers,
+        given=args.given_fields(),
+    )
+
+
+def check_models(args: RLHFFlags, dialect: Dialect) -> None:
+    """Whether the models are what the flags say, and fit each other."""
+    names = [
+        name
+        for name in ("actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path")
+        if getattr(args, name) is not None and args.looks_at(getattr(args, name))
+    ]
+    tokenizer, trusted = None, args.trust_remote_code
+    for name in names:
+        path = getattr(args, name)
+        if name == "actor_model_name_or_path":
+            tokenizer = args.read_tokenizer(path, f"--{name}", dialect.pad_token)
+            check_rows(tokenizer, check_policy(path, f"--{name}", trusted), path, f"--{name}")
+            check_attention(path, f"--{name}", trusted)
+            generation_stops(path, tokenizer, trusted)
+            if dialect.hydra_layers:
+                check_hydra(path, dialect.hydra_layers, f"--{name}", trusted)
+            starts_anew = dialect.critic_start == "zero_head" or args.critic_model_name_or_path is None
+            if dialect.has_critic and starts_anew:
+                check_trunk(path, f"--{name}", trusted)
+        else:
+            check_scorer(path, f"--{name}", trusted)
+            if path == args.reward_path and is_pretrained_critic(path):
+                raise UserError(
+                    f"--{name} {path}: that is a pretrained critic, whose numbers say what is still to come of a text; "
+                    "it gives no scores. Name the reward model with --reward_model_name_or_path."
+                )
+            if tokenizer is not None:
+                check_vocabularies(tokenizer, path, f"--{name}", trusted)
+        args.check_attention(path, LANGUAGE_MODEL if name.startswith("actor") else CLASSIFIER, f"--{name}")
+        check_positions(
+            read_config(path, f"--{name}", trusted),
+            f"--{name} {path}",
+            max_prompt_seq_len=args.max_prompt_seq_len,
+            max_answer_seq_len=args.max_answer_seq_len,
+        )
