@@ -32,7 +32,7 @@ from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.reporting import profiling
 from training.reporting.evaluation import Evaluator
 from training.reporting.guards import rounding_bound
-from training.reporting.reward_change import without_scores
+from training.reporting.standard_errors import without_scores
 from training.runtime import dry_run, stopping
 from training.runtime.agreement import agreed, checked
 from training.runtime.first_lines import first_lines

@@ -15,7 +15,7 @@ from tests.engine.meters import LiveBytes
 from training.data.examples import collate_prompts
 from training.ppo_trainer import PPOConfig, PPOTrainer
 from training.reporting import step_metrics
-from training.reporting.phase_memory import PhaseMemory
+from training.reporting.step_metrics import PhaseMemory
 from training.runtime import model_folders
 
 EOS = 2

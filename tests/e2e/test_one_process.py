@@ -4,7 +4,7 @@ import json
 
 from scripts.harness.programs import metric_lines, run_here
 from tests.e2e.chain import EVALUATION, EVERY_STEP, assert_finite
-from training.reporting.phase_memory import phase_memory
+from training.reporting.step_metrics import phase_memory
 from training.supervised import SupervisedTrainer
 
 

@@ -19,9 +19,8 @@ from engine.json_objects import parsed
 from training.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table
 from training.reporting.health import health
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
-from training.reporting.reward_change import scored_otherwise
 from training.reporting.run_record import RUN_FILE, read_run_record
-from training.reporting.standard_errors import with_error, within_noise
+from training.reporting.standard_errors import scored_otherwise, with_error, within_noise
 from training.reporting.views import PPO, REWARD, SFT, View, averaged
 
 NUMBER = int | float

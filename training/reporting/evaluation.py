@@ -18,8 +18,7 @@ from engine.reward.base import decoded
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.whole_files import write_whole
 from training.data.examples import Prompts, collate_prompts
-from training.reporting.reward_change import paired
-from training.reporting.standard_errors import Estimate, Units, with_errors
+from training.reporting.standard_errors import Estimate, Units, paired, with_errors
 from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words
 
 EVAL_SEED = 0x5EED  # mixed into the run's seed: held-out samples share no random numbers with training

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from training.reporting.reward_change import of_one_reward
-from training.reporting.standard_errors import NOISE
+from training.reporting.standard_errors import NOISE, of_one_reward
 
 ALARM, LOOK, FINE = "alarm", "look", "fine"
 """The run is probably spoilt; it may be well, but look; nothing stood out."""

@@ -26,8 +26,7 @@ from enum import StrEnum
 from engine import distributed
 from engine.errors import RunStopped
 from training.reporting.health import ALARM, KL_FAR, at_end, column, score_unmoved
-from training.reporting.reward_change import of_one_reward, scored_otherwise
-from training.reporting.standard_errors import NOISE
+from training.reporting.standard_errors import NOISE, of_one_reward, scored_otherwise
 
 LOSS_TOLERANCE = 0.02
 """Nats a token: 2 % of perplexity, less than fine-tuning on other texts costs."""

@@ -20,7 +20,7 @@ from engine.zero.accelerator import on_gpu, ranks_of_this_machine
 from training.config.flags import RunFlags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SupervisedFlags
-from training.reporting.phase_memory import phase_memory
+from training.reporting.step_metrics import phase_memory
 
 
 def workload(args: RLHFFlags, dialect: Dialect) -> Workload:

@@ -24,8 +24,8 @@ from training.reporting.evaluation import Evaluator, sample_rows, write_rows
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
 from training.reporting.model_card import renew_cards
 from training.reporting.plot import plot_curves
-from training.reporting.reward_change import comparable_scores
 from training.reporting.run_record import RUN_FILE, write_run_record
+from training.reporting.standard_errors import comparable_scores
 from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, summary_text
 from training.reporting.verdict import conclude, of_ppo

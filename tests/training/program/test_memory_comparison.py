@@ -8,7 +8,7 @@ from engine.memory import Cluster, MemoryPlan, Moment
 from engine.memory.zero_memory import Bytes
 from engine.rollout import ROLLOUT_BACKENDS
 from tests.training.config.command_lines import step3
-from training.reporting.phase_memory import PhaseMemory
+from training.reporting.step_metrics import PhaseMemory
 from training.runtime import memory_lines
 from training.runtime.memory_lines import comparison, memory_compared
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from training.reporting.phase_memory import PhaseMemory
-from training.reporting.step_metrics import StepLog, peak_memory_gb
+from training.reporting.step_metrics import PhaseMemory, StepLog, peak_memory_gb
 
 
 class Allocator:
@@ -22,7 +21,7 @@ class Allocator:
 
 def test_on_a_gpu_each_phase_has_its_own_peak_and_the_run_the_largest(monkeypatch):
     gpu, memory = Allocator(monkeypatch), PhaseMemory()
-    monkeypatch.setattr("training.reporting.phase_memory.on_gpu", lambda: True)
+    monkeypatch.setattr("training.reporting.step_metrics.on_gpu", lambda: True)
     monkeypatch.setattr("training.reporting.step_metrics.phase_memory", memory)
     monkeypatch.setattr("training.reporting.step_metrics.on_gpu", lambda: True)
     with memory.phase("before"):

@@ -6,8 +6,7 @@ import pytest
 
 from tests.training.reporting.test_verdict import GOOD, rows
 from training.reporting.health import health
-from training.reporting.reward_change import paired, without_scores
-from training.reporting.standard_errors import Estimate, with_errors
+from training.reporting.standard_errors import Estimate, paired, with_errors, without_scores
 from training.reporting.summary import RunSummary, summary_text
 from training.reporting.verdict import Kind, of_ppo
 from training.runtime.session import held_out_scores

@@ -7,7 +7,7 @@ import pytest
 
 from tests.training.reporting.metric_rows import write
 from training.reporting.sinks import MetricWriter
-from training.reporting.wall_clock import WallClock, seconds_after, seconds_by_part, time_lines
+from training.reporting.summary import WallClock, seconds_after, seconds_by_part, time_lines
 from training.runtime import phases
 from training.runtime.phases import OUTSIDE, Place, phase
 
@@ -19,7 +19,7 @@ def now(monkeypatch):
     monkeypatch.setattr("training.runtime.phases.time.monotonic", lambda: clock["now"])
     place = Place(_counted=100.0)
     monkeypatch.setattr("training.runtime.phases.place", place)
-    monkeypatch.setattr("training.reporting.wall_clock.place", place)
+    monkeypatch.setattr("training.reporting.summary.place", place)
     return lambda seconds: clock.update(now=seconds)
 
 
