@@ -11,9 +11,9 @@ from torch import Tensor
 
 from engine.algo.kl import measured_kl
 from engine.algorithms import Algorithm
+from engine.copies import together
 from engine.experience import Experience, Rollout
 from engine.packing import micro_batches
-from engine.plain_copies import together
 from engine.reference import Reference
 from engine.reward.base import RewardModel, RewardSource
 from engine.zero.engines import TrainedModel

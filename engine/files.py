@@ -1,16 +1,22 @@
-"""Files that a user names, opened only where they are files.
+"""Files that others wrote, opened only where they are files, and read with care.
 
-Opening a pipe waits for a writer, and opening a device may do anything.
+Opening a pipe waits for a writer, and opening a device may do anything. A Git LFS pointer is a small text that stands in
+a clone in the place of a large file that was not fetched. Of JSON, whatever is wrong with it is a ValueError, and no
+name of an object may stand twice, of which Python's own reading keeps the last value in silence.
 """
 
 import contextlib
 import errno
+import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from engine.errors import UserError
 
 KINDS = {
     stat.S_IFIFO: "it is a pipe, which can be read once only",
@@ -56,3 +62,53 @@ def os_errors() -> Iterator[None]:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+
+
+BEGINNING = b"version https://git-lfs.github.com/spec/v1"
+
+
+def refuse_pointers(files: Iterable[Path], what: str) -> None:
+    """Raise UserError, naming `what` (a flag), if one of the files is a pointer."""
+    for file in files:
+        problem = lfs_problem(file)
+        if problem is not None:
+            raise UserError(f"{what}: {problem}")
+
+
+def lfs_problem(path: str | Path) -> str | None:
+    """What the file is and what to do, if it is a pointer; None for any other file, and where none can be read."""
+    try:
+        with open_file(path) as file:
+            beginning = file.read(len(BEGINNING))
+    except OSError:
+        return None
+    if beginning != BEGINNING:
+        return None
+    return (
+        f"{path} is a Git LFS pointer: it stands for a file that was not fetched. Run `git lfs pull` in "
+        f"{Path(path).absolute().parent}."
+    )
+
+
+class RepeatedName(ValueError):
+    """fields: the object as Python reads it. name: what stands in it `count` times."""
+
+    def __init__(self, fields: dict[str, object], name: str, count: int):
+        super().__init__(f"{name} stands there {count} times")
+        self.fields, self.name, self.count = fields, name, count
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """The value of a JSON text; raises ValueError for what is none, or too deep to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets within brackets, too deep") from None
+
+
+def unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The object of these names and values; raises RepeatedName."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise RepeatedName(dict(pairs), name, count)
+    return dict(pairs)

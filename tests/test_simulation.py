@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.errors import UserError
 from engine.memory import Cluster
 from engine.memory.copies import Copies
-from engine.memory.data_sheets import DataSheet, Link, data_sheet
+from engine.memory.gpus import DataSheet, Link, data_sheet
 from engine.zero.long_batch import Kept
 from scripts.simulation import scaling
 from scripts.simulation.scaling import DEEPSPEED_CHAT, OPENRLHF, ROLES, ROWS_OF_DEEPSPEED_CHAT, Point, Task, fitting

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from engine.copies import architecture
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.models.adapter_folders import AdapterFolder, read_adapter
@@ -19,8 +20,7 @@ from engine.models.lora import LoraSpec, adapt, decoder_stack
 from engine.models.policy import Backbone, Policy, Scorer
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, model_class, read_config
 from engine.models.trunk import make_trunk
-from engine.shared_trunk import scoring_roles
-from engine.whole_copies import architecture
+from engine.rlhf_engine import scoring_roles
 
 
 @dataclass(frozen=True)

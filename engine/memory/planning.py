@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from engine.copies import divided_bytes, group_sizes, why_no_group
 from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.memory.blueprint import Blueprint, blueprints, built
 from engine.memory.copies import UNPLANNED, Copies, CopyNeed, copies_bytes, place_copies
@@ -19,7 +20,6 @@ from engine.models.lora import LoraSpec
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL
 from engine.rollout.cache import cache_bytes
 from engine.rollout.decode import slots_of_a_row
-from engine.tensor_parallel_copies import divided_bytes, group_sizes, why_no_group
 from engine.zero.config import EngineConfig, build_ds_config, with_fitting_sizes, zero_settings
 from engine.zero.long_batch import NOTHING_KEPT, Kept
 

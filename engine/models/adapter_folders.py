@@ -27,8 +27,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from engine.errors import UserError, shortened
-from engine.git_lfs import refuse_pointers
-from engine.json_objects import parsed
+from engine.files import parsed_json, refuse_pointers
 from engine.models.adapters import inject
 from engine.models.places import ADAPTER_CONFIG, base_of, is_adapter, one_line
 from engine.models.weight_files import Header, Misfit, file_headers, listed
@@ -115,7 +114,7 @@ class AdapterFolder:
         if not file.is_file():
             return {}
         try:
-            found = parsed(file.read_text(encoding="utf-8"))
+            found = parsed_json(file.read_text(encoding="utf-8"))
             settings = {name: found[name] for name in SCORE_SETTINGS}
             check_score(settings)
         except (OSError, ValueError, KeyError, TypeError) as error:

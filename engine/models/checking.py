@@ -14,7 +14,7 @@ import torch
 from transformers import MODEL_MAPPING, PreTrainedTokenizerBase
 
 from engine.errors import UserError
-from engine.json_objects import parsed
+from engine.files import parsed_json
 from engine.models.adapter_folders import BASE, SCORE, AdapterFolder, read_adapter
 from engine.models.places import ADAPTER_CONFIG, base_of
 from engine.models.reading import (
@@ -301,7 +301,7 @@ def check_base(adapter: AdapterFolder) -> None:
     if not file.is_file():
         return
     try:
-        found = parsed(file.read_text(encoding="utf-8"))
+        found = parsed_json(file.read_text(encoding="utf-8"))
         model, known = found["model"], found["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{adapter.what}: {file} is broken ({type(error).__name__}: {error}). Copy it again.") from None

@@ -9,8 +9,7 @@ from pathlib import Path
 import huggingface_hub
 
 from engine.errors import UserError
-from engine.git_lfs import refuse_pointers
-from engine.json_objects import parsed
+from engine.files import parsed_json, refuse_pointers
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MODELS = ("config.json", ADAPTER_CONFIG)  # what says that a folder is a model's
@@ -52,7 +51,7 @@ def base_of(path: str, what: str) -> str:
         )
     refuse_pointers([file], what)
     try:
-        base = parsed(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = parsed_json(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{what}: {file} is broken ({type(error).__name__}: {error}). Copy it again.") from None
     if not isinstance(base, str) or not base.strip():

@@ -21,7 +21,7 @@ from engine.models.adapter_folders import HEAD, PREFIX, WEIGHTS, AdapterFolder, 
 from engine.models.adapters import Adapters, update
 from engine.models.policy import Backbone, Policy, Scorer
 from engine.optim import is_factor
-from engine.safetensors_files import file_order, write_safetensors
+from engine.whole_files import file_order, write_safetensors
 from engine.zero.gathering import gathered_params, set_parameter, whole_weights
 
 

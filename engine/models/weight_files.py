@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 
-from engine import safetensors_files
+from engine import whole_files
 from engine.errors import UserError, shortened
-from engine.git_lfs import refuse_pointers
-from engine.json_objects import parsed
+from engine.files import parsed_json, refuse_pointers
 from engine.lazy import Lazy
 from engine.models.places import WEIGHT_FILES, one_line
 
@@ -153,7 +152,7 @@ def _index(folder: Path) -> Path | None:
 def _weight_map(index: Path, what: str) -> dict[str, str]:
     """Each tensor's file, by an index."""
     try:
-        by_name = parsed(index.read_text(encoding="utf-8"))["weight_map"]
+        by_name = parsed_json(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: str(file) for name, file in by_name.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -206,7 +205,7 @@ def _of_pickle(file: Path, what: str) -> dict[str, Header]:
 
 PIECE = 1 << 24  # bytes read at a time
 # Those of weights, by safetensors' names; tensors of others are left to the libraries.
-DTYPES = {name: dtype for dtype, name in safetensors_files.DTYPES.items() if dtype.is_floating_point}
+DTYPES = {name: dtype for dtype, name in whole_files.DTYPES.items() if dtype.is_floating_point}
 
 
 @contextlib.contextmanager

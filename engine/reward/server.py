@@ -51,7 +51,7 @@ from torch import Tensor
 from engine import distributed, trace
 from engine.errors import UserError, shortened, without_query
 from engine.experience import Rollout
-from engine.json_objects import RepeatedName, unique
+from engine.files import RepeatedName, unique_names
 from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, stop_together
 from engine.trace import traced
 
@@ -304,7 +304,7 @@ def decoded_scores(form: str, body: bytes, items: Sequence[Item]) -> list[float]
 def parsed(body: bytes) -> object:
     """What the JSON says. Raises: WrongAnswer where it is none, or says a thing twice."""
     try:
-        return json.loads(body, object_pairs_hook=unique)
+        return json.loads(body, object_pairs_hook=unique_names)
     except RepeatedName as error:
         what = f"{shortened(error.fields)}, in which {shortened(error.name)} stood {error.count} times"
         raise WrongAnswer(f"answered {what}") from None

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from engine import distributed
+from engine.copies import Model, PlainCopies, WholeCopies
 from engine.experience import PromptBatch, Rollout
 from engine.models.policy import Backbone
-from engine.plain_copies import Model, PlainCopies
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from engine.rollout.decode import Sampler
-from engine.whole_copies import WholeCopies
 
 
 class ReplicaRollouts(RolloutBackend):

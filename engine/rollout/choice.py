@@ -4,8 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine import distributed
+from engine.copies import (
+    Model,
+    PlainCopies,
+    TensorParallelCopies,
+    WholeCopies,
+    architecture,
+    divided_bytes,
+    group_sizes,
+    why_no_group,
+)
 from engine.memory.copies import CopyNeed, place_copies
-from engine.plain_copies import Model, PlainCopies
 from engine.rollout.backends import ReplicaRollouts, Zero3Rollouts
 from engine.rollout.base import RolloutBackend
 from engine.rollout.cache import cache_bytes
@@ -13,8 +22,6 @@ from engine.rollout.decode import slots_of_a_row
 from engine.rollout.passes import resolved_decoding
 from engine.rollout.vllm_backend import VLLMRollouts
 from engine.rollout.vllm_engine import vllm_version
-from engine.tensor_parallel_copies import TensorParallelCopies, divided_bytes, group_sizes, why_no_group
-from engine.whole_copies import WholeCopies, architecture
 from engine.zero import accelerator
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from engine import distributed
+from engine.copies import first_sentence
 from engine.distributed import RankGroup
 from engine.experience import PromptBatch, Rollout
-from engine.plain_copies import first_sentence
 from engine.rollout.base import SamplingConfig
 from engine.rollout.cache import Batch, SlotCache
 from engine.rollout.draws import Draws

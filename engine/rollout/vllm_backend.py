@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from engine.algo.sampling import keyed_uniforms
+from engine.copies import Model
 from engine.distributed import RankGroup
 from engine.experience import PromptBatch, Rollout
 from engine.models.saving import merged_weights
@@ -13,7 +14,6 @@ from engine.rollout.joined import prompts_of_group
 from engine.rollout.request import Ends, Request, requests_of
 from engine.rollout.vllm_engine import VLLMEngine
 from engine.trace import traced
-from engine.whole_copies import Model
 from engine.zero.gathering import full_numel
 
 SAMPLERS = ("keyed", "own")  # what draws: our own random numbers, or vLLM's sampler

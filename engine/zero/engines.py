@@ -15,8 +15,7 @@ from engine.errors import RunStopped
 from engine.trace import traced
 from engine.zero.config import decoder_layers, with_fitting_bucket, with_fitting_sizes
 from engine.zero.extensions import nothing_compiled
-from engine.zero.gathering import fill_parameters
-from engine.zero.hpz import own_hpz_groups
+from engine.zero.gathering import fill_parameters, own_hpz_groups
 from engine.zero.long_batch import LongBatch
 from engine.zero.shards import Shard, ShardSource, TrainingState
 from engine.zero.stages import stage_of
@@ -28,7 +27,7 @@ DeepSpeed's hysteresis the first few lower nothing; after these the model does n
 
 
 class Copies(Protocol):
-    """Plain modules that compute what models (a TrainedModel, a FrozenModel) do; `engine.plain_copies.PlainCopies`."""
+    """Plain modules that compute what models (a TrainedModel, a FrozenModel) do; `engine.copies.PlainCopies`."""
 
     def inferred(self, model: Any, *args, **kwargs) -> Any:
         """The forward pass without gradients or hooks; None for lack of memory. All ranks call this together."""

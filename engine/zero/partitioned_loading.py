@@ -9,8 +9,7 @@ from torch import nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from engine.zero.extensions import load_for
-from engine.zero.gathering import is_partitioned
-from engine.zero.hpz import own_hpz_groups
+from engine.zero.gathering import is_partitioned, own_hpz_groups
 
 _TORCH_LINEAR = nn.functional.linear
 

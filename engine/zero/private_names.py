@@ -48,7 +48,7 @@ PRIVATE_NAMES = (
         "GatheredParameters, which has all ranks compare notes on each parameter first",
     ),
     PrivateName(f"{_PARTITIONS}.ZeroParamStatus", "AVAILABLE", "the status of what is gathered", "as for ds_status"),
-    # engine/zero/hpz.py
+    # engine/zero/gathering.py
     PrivateName(
         "deepspeed.utils.groups",
         "_ZERO_PARAM_INTRA_PARALLEL_GROUP",

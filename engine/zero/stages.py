@@ -17,8 +17,7 @@ from torch import Tensor
 
 from engine import distributed
 from engine.zero.adam_state import without_gradients
-from engine.zero.gathering import own_run
-from engine.zero.hpz import forget_second_copies
+from engine.zero.gathering import forget_second_copies, own_run
 from engine.zero.shards import Master, Span
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from engine.memory.data_sheets import DataSheet, data_sheet
+from engine.memory.gpus import DataSheet, data_sheet
 from engine.zero.communication import init
 from scripts.benchmark_step3 import main, parse_arguments
 from scripts.gpu_checks import decoding

@@ -22,8 +22,7 @@ from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.memory import Cluster, Workload, plan
 from engine.memory.blueprint import blueprints
-from engine.memory.data_sheets import DataSheet, Link, data_sheet
-from engine.memory.gpus import gpu_bytes
+from engine.memory.gpus import DataSheet, Link, data_sheet, gpu_bytes
 from engine.zero.config import EngineConfig
 from scripts.simulation.step import INFINIBAND_8X200G, LINKS, Decoder, Machines, Part, Rates, Step, assumed
 
@@ -371,7 +370,7 @@ def sheet_of(gpu: str) -> DataSheet:
     """The data sheet of a GPU that the planner calls so. Raises: UserError where there is none."""
     sheet = data_sheet(re.sub(r"(\d+)g$", r"\1GB", gpu))
     if sheet is None:
-        raise UserError(f"--gpu {gpu}: no data sheet of it is known (engine/memory/data_sheets.py).")
+        raise UserError(f"--gpu {gpu}: no data sheet of it is known (engine/memory/gpus.py).")
     return sheet
 
 

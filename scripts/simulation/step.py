@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.memory.blueprint import Blueprint
-from engine.memory.data_sheets import DataSheet, Link
+from engine.memory.gpus import DataSheet, Link
 from engine.rollout.cache import cache_bytes
 from engine.zero.config import AHEAD, LIVE
 from engine.zero.gathering import GATHER_BUCKET

@@ -16,5 +16,5 @@ def counted_fills() -> Iterator[list]:
         fills.append(None)
         copy_weights(*args, **kwargs)
 
-    with mock.patch("engine.whole_copies.copy_weights", copy):
+    with mock.patch("engine.copies.copy_weights", copy):
         yield fills

@@ -6,14 +6,14 @@ import torch
 from tests.distributed.harness import run_ranks
 from tests.distributed.work_out_of_memory import Case
 
-MADE, FILLED = "engine.whole_copies.empty_like", "engine.whole_copies.try_bucket"
-DRAWN, JUDGED = "engine.rollout.decode.Draws.draw", "engine.plain_copies._inferred"
+MADE, FILLED = "engine.copies.empty_like", "engine.copies.try_bucket"
+DRAWN, JUDGED = "engine.rollout.decode.Draws.draw", "engine.copies._inferred"
 SHARED = "models of one shape take turns in one"
 DIVIDED = "2 ranks hold one together"
 PARTITIONS = "it computes through its partitions"
 # Three times: four rows at once, two, and one, before the copy is given up.
 CASES = {
-    "own, moved back": Case("engine.whole_copies.WholeCopies._move", shared=False, away=True),
+    "own, moved back": Case("engine.copies.WholeCopies._move", shared=False, away=True),
     "own, filled twice": Case(FILLED, 2, shared=False),
     "made": Case(MADE),
     "filled": Case(FILLED, divided=False),

@@ -104,7 +104,7 @@ def _failing(case: Case) -> Iterator[None]:
         if case.target:
             stack.enter_context(_without_memory(case.target, case.times))
         if not case.divided:
-            stack.enter_context(_without_memory("engine.tensor_parallel_copies._Part", 1))
+            stack.enter_context(_without_memory("engine.copies._Part", 1))
         yield
 
 
@@ -132,5 +132,5 @@ def _whole_copies(made: list) -> Iterator[None]:
 
         return call
 
-    with mock.patch("engine.whole_copies.empty_like", counted(pkgutil.resolve_name("engine.whole_copies.empty_like"))):
+    with mock.patch("engine.copies.empty_like", counted(pkgutil.resolve_name("engine.copies.empty_like"))):
         yield

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import torch
 
 from engine import distributed
-from engine.ema import EMA
 from engine.experience import position_ids
 from engine.models.hydra import load_hydra
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec
+from engine.reference import EMA
 from engine.rlhf_engine import EngineSpec, OptimizerSpec, trained_model
 from engine.zero.config import EngineConfig
 from engine.zero.engines import TrainedModel

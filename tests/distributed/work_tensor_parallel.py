@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 from engine import distributed
+from engine.copies import TensorParallelCopies
 from engine.experience import Rollout
 from engine.memory.passes import LiveBytes
 from engine.models.loading import empty_like, load_policy, load_scorer
@@ -15,7 +16,6 @@ from engine.models.tensor_parallel import bare_model
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout import ReplicaRollouts, build_rollouts
 from engine.rollout.base import SamplingConfig
-from engine.tensor_parallel_copies import TensorParallelCopies
 from engine.zero.gathering import full_numel, whole_weights
 from scripts.harness.models import make_tokenizer
 from tests.distributed.tiny_run import DIALECT, engine_spec, prompt_batch
@@ -56,7 +56,7 @@ def partitions(folder: str, config: str, ranks: int, sampling: SamplingConfig) -
             actor.backward(-(logprobs * rollout.response_mask).sum() / 100, last=True)
             actor.step(0.05)
         with (
-            mock.patch("engine.tensor_parallel_copies.bare_model", lambda module: bare),
+            mock.patch("engine.copies.bare_model", lambda module: bare),
             mock.patch("engine.zero.gathering.GATHER_BUCKET", 1),
             LiveBytes() as live,
         ):
@@ -102,7 +102,7 @@ def _without_memory(models: RLHFEngine, sampling: SamplingConfig) -> dict:
     prompts = prompt_batch([3 + distributed.rank()])
     backends = [build_rollouts("replica", models.actor, models.tokenizer) for _ in range(2)]
     expected = dict(_by_key(backends[0].generate(prompts, sampling)))
-    with mock.patch("engine.whole_copies.empty_like", empty), warnings.catch_warnings(record=True) as told:
+    with mock.patch("engine.copies.empty_like", empty), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = [dict(_by_key(backends[1].generate(prompts, sampling))) for _ in range(2)]
     return {

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from engine.ema import EMA
+from engine.reference import EMA
 from engine.zero.engines import TrainedModel
 from tests.distributed.tiny_run import TinyPrompts, build_trainer, engine_spec, prompt_batch, timeless
 from tests.engine.zero.inspecting import masters, partitioned, weights

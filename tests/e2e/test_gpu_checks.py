@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.memory.copies import CopyNeed, place_copies
-from engine.memory.data_sheets import DataSheet, Link, data_sheet
+from engine.memory.gpus import DataSheet, Link, data_sheet
 from scripts.gpu_checks import __main__ as front
 from scripts.gpu_checks.__main__ import CHECKS
 from scripts.gpu_checks.benchmark import aims, rates

@@ -7,12 +7,12 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 
+from engine.copies import WholeCopies
 from engine.experience import position_ids
 from engine.models.adapters import Adapters
 from engine.models.loading import load_policy, load_scorer
 from engine.models.lora import LoraSpec, adapt
 from engine.rollout.backends import ReplicaRollouts
-from engine.whole_copies import WholeCopies
 from engine.zero.gathering import copy_weights
 from scripts.harness.models import make_causal_lm, make_scorer, make_tokenizer
 from tests.engine.rollout.test_decode import BATCH, SAMPLING, answers
@@ -55,7 +55,7 @@ def test_a_copy_is_merged_for_generating_and_exact_again_afterwards(tmp_path, fa
         gathered.append(names)
         copy_weights(source, target, names)
 
-    with mock.patch("engine.whole_copies.copy_weights", watched):
+    with mock.patch("engine.copies.copy_weights", watched):
         for seed, expected in ((1, None), (2, factors)):
             train(actor, seed)
             merged = copies.of(actor, merged=True)

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from engine import distributed
+from engine.copies import TensorParallelCopies, WholeCopies
 from engine.errors import RunStopped
 from engine.experience import position_ids
 from engine.models.loading import load_policy
 from engine.models.lora import LoraSpec, adapt
 from engine.rollout import Zero3Rollouts, build_rollouts
 from engine.rollout.decode import Draws, Sampler
-from engine.tensor_parallel_copies import TensorParallelCopies
-from engine.whole_copies import WholeCopies
 from scripts.harness.models import make_causal_lm, make_tokenizer
 from tests.engine.rollout.test_decode import BATCH, PROMPTS, SAMPLING, answers
 
@@ -83,12 +82,12 @@ def test_an_eighth_of_the_rows_is_the_fewest_and_ranks_that_wait_keep_theirs(pol
 def test_a_rank_that_cannot_fall_back_alone_ends_the_run_with_a_message(policy, monkeypatch):
     model, rows = engine(policy), (TOKENS, torch.ones_like(TOKENS), position_ids(torch.ones_like(TOKENS)))
     help_ = "rank 0, when {}.*other ranks wait.*--rollout_backend zero3"
-    monkeypatch.setattr("engine.whole_copies.copy_weights", fails(1))
+    monkeypatch.setattr("engine.copies.copy_weights", fails(1))
     with pytest.raises(RunStopped, match="copy of the actor does not fit.*" + help_.format("it was filled")):
         WholeCopies().of(model)
     together = TensorParallelCopies(1)
     assert together.inferred(model, *rows, response_length=3) is not None
-    monkeypatch.setattr("engine.plain_copies._inferred", fails(1))
+    monkeypatch.setattr("engine.copies._inferred", fails(1))
     with pytest.raises(RunStopped, match=help_.format("experience was made with it")):
         together.inferred(model, *rows, response_length=3)
 
@@ -100,7 +99,7 @@ def test_a_divided_copy_takes_the_place_of_an_actor_with_adapters_where_it_gener
     model = SimpleNamespace(module=adapted, stage=3, version=0, role="actor")
     together = TensorParallelCopies(1)
     whole, released = WholeCopies("free", smaller=lambda model: together), []
-    monkeypatch.setattr("engine.whole_copies._merged", fails(1))
+    monkeypatch.setattr("engine.copies._merged", fails(1))
     whole.let_go = lambda: released.append(True)
     with pytest.warns(UserWarning, match="when adapters were merged.: 1 ranks hold one together from now on"):
         copy = whole.of(model, merged=True)

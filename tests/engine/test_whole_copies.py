@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from engine.copies import architecture
 from engine.experience import position_ids
 from engine.models.hydra import load_hydra
 from engine.models.loading import empty_like, load_policy, load_scorer
-from engine.whole_copies import architecture
 from engine.zero.gathering import copy_weights
 from scripts.harness.models import make_causal_lm, make_scorer
 

@@ -29,8 +29,7 @@ from transformers.utils import logging
 from engine.errors import UserError
 from engine.models.adapter_folders import BASE, SCORE, WEIGHTS
 from engine.models.places import ADAPTER_CONFIG, is_adapter
-from engine.safetensors_files import file_order
-from engine.whole_files import sync
+from engine.whole_files import file_order, sync
 from training.checkpoints.files import CONFIG, EMA, PARTIAL, ShardFiles, write_bytes, write_tensors
 from training.checkpoints.resuming import OF_MODELS, AdapterPoint, ResumePoint
 from training.reporting.model_card import add_card

@@ -38,9 +38,9 @@ from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.errors import UserError
-from engine.json_objects import parsed
+from engine.files import parsed_json
 from engine.models.saving import adapter_files, save_model
-from engine.safetensors_files import DTYPES, write_safetensors
+from engine.whole_files import DTYPES, write_safetensors
 from engine.zero.engines import TrainedModel
 from engine.zero.shards import Shard
 from training.runtime.agreement import SharedError
@@ -183,7 +183,7 @@ class ShardFiles:
 
     def _open(self, path: Path) -> None:
         file = safe_open(str(path), framework="pt", device="cpu")
-        shapes = parsed(file.metadata()["shapes"])
+        shapes = parsed_json(file.metadata()["shapes"])
         self._shapes.update({name: tuple(shape) for name, shape in shapes.items()})
         for key in file.keys():
             name, _, start = key.rpartition("@")

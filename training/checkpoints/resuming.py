@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine import distributed
-from engine.ema import EMA
 from engine.errors import UserError
-from engine.json_objects import parsed
+from engine.files import parsed_json
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
 from engine.models.adapters import update
@@ -30,8 +29,8 @@ from engine.models.reward_formats import is_deepspeed_chat_scorer
 from engine.models.saving import BASE, merged
 from engine.models.weight_files import stored_name, tensors_of, weight_files, weights_folder
 from engine.optim import is_factor
-from engine.safetensors_files import file_order
-from engine.whole_files import remove_folder
+from engine.reference import EMA
+from engine.whole_files import file_order, remove_folder
 from engine.zero.engines import TrainedModel
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import (
@@ -157,7 +156,7 @@ def _shortened(found: list[str]) -> str:
 def _read(path: Path, with_ema: bool) -> dict:
     """The state file of a whole point."""
     try:
-        state = parsed(path.read_text())
+        state = parsed_json(path.read_text())
         missing = [name for name, kind in STATE_FIELDS.items() if not isinstance(state.get(name), kind)]
     except (ValueError, AttributeError, OSError) as error:
         raise UserError(f"--resume: {path} is broken ({error}). Use an earlier restart point.") from None

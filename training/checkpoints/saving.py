@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from engine import distributed
-from engine.ema import EMA
 from engine.errors import RunStopped, UserError
+from engine.reference import EMA
 from engine.whole_files import remove_folder, sync
 from engine.zero.engines import TrainedModel
 from engine.zero.shards import Shard

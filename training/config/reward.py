@@ -18,7 +18,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from engine.errors import UserError, shortened
-from engine.git_lfs import refuse_pointers
+from engine.files import refuse_pointers
 from engine.reward.base import OBJECTIVE, AgreedReward, RewardSource
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.function import FunctionReward, Signature

@@ -30,8 +30,7 @@ import pyarrow
 from pyarrow import parquet, types
 
 from engine.errors import UserError, shortened
-from engine.files import open_file
-from engine.git_lfs import lfs_problem
+from engine.files import lfs_problem, open_file
 from training.data.tables import decode_apart, mapped_parquet
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")

@@ -28,8 +28,7 @@ from engine.models.places import base_of, same_model
 from engine.models.reading import LANGUAGE_MODEL, model_class, read_config
 from engine.models.saving import merged, save_tokenizer
 from engine.models.weight_files import headers, listed, stored_name, tensors_of, weight_files, weights_folder
-from engine.safetensors_files import file_order
-from engine.whole_files import PARTIAL, sync_tree
+from engine.whole_files import PARTIAL, file_order, sync_tree
 from training.checkpoints.export import write_weights
 from training.reporting.model_card import add_merge_card
 

@@ -25,7 +25,7 @@ import psutil
 
 from engine import distributed
 from engine.errors import UserError
-from engine.json_objects import parsed
+from engine.files import parsed_json
 from training.config.flags import RunFlags
 from training.preflight.facts import Fact, facts_of_node
 from training.preflight.table import Node
@@ -109,7 +109,7 @@ class Exchange:
         if not self._ask(self._store.check, [key]):
             return None
         try:
-            found = parsed(self._ask(self._store.get, key))
+            found = parsed_json(self._ask(self._store.get, key))
         except ValueError:
             return None
         return found if isinstance(found, dict) else None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.algorithms import get_dialect
 from engine.errors import UserError
-from engine.json_objects import parsed
+from engine.files import parsed_json
 from training.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table
 from training.reporting.health import health
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
@@ -133,7 +133,7 @@ def _sample_rows(path: Path) -> list[dict]:
         if not line.endswith(b"\n"):
             break
         try:
-            row = parsed(line)
+            row = parsed_json(line)
             if not all(isinstance(row[name], kind) for name, kind in SHOWN.items()):
                 raise TypeError
             rows.append({name: row[name] for name in SHOWN})

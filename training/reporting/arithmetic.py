@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine import distributed
 from engine.experience import Experience, Rollout
-from engine.memory.data_sheets import data_sheet
+from engine.memory.gpus import data_sheet
 from engine.models.policy import Backbone, Policy
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.accelerator import on_gpu

@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 
 from engine.errors import UserError, shortened
-from engine.json_objects import parsed
+from engine.files import parsed_json
 from engine.whole_files import write_whole
 from training.runtime.unwritten import note, written_after_all
 
@@ -100,7 +100,7 @@ def read_lines(path: str | Path) -> list[tuple[str, dict]]:
         if not line.endswith("\n"):
             break
         try:
-            record = parsed(line)
+            record = parsed_json(line)
         except ValueError as error:
             raise UserError(f"{path}, line {number}: no JSON ({error}); remove the line") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):

@@ -22,7 +22,7 @@ import torch
 
 from engine import distributed
 from engine.errors import UserError, shortened, shown_command
-from engine.json_objects import parsed
+from engine.files import parsed_json
 from engine.whole_files import write_whole
 from engine.zero.accelerator import on_gpu
 from training.runtime.environment import is_slurm_task
@@ -91,7 +91,7 @@ def _write(path: Path, starts: list[dict]) -> None:
 def read_run_record(path: str | Path) -> list[dict]:
     """The starts of a run, oldest first; raises UserError if the file is no run record."""
     try:
-        starts = parsed(Path(path).read_text(encoding="utf-8"))["starts"]
+        starts = parsed_json(Path(path).read_text(encoding="utf-8"))["starts"]
         if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
             raise TypeError("starts is no list of objects")
         for start in starts:

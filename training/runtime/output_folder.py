@@ -38,8 +38,7 @@ from pathlib import Path
 
 from engine import distributed
 from engine.errors import RunStopped, SharedError, UserError, shown_command
-from engine.files import read_text
-from engine.json_objects import parsed
+from engine.files import parsed_json, read_text
 from engine.models.places import base_of, is_adapter
 from engine.whole_files import OLD, PARTIAL, remove_folder, restored, sync, write_whole
 from training.checkpoints.files import AUTO, CHECKPOINTS, MANIFEST, files_in, points_in
@@ -206,7 +205,7 @@ def this_process() -> dict:
 def read_lock(path: Path) -> dict:
     """What a lock file says; {} where there is none, or none that can be read."""
     try:
-        found = parsed(read_text(path))
+        found = parsed_json(read_text(path))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -518,7 +517,7 @@ class Written:
         """The folder's list; an empty one where there is none, or where it is damaged: nothing is then known to be the
         program's."""
         try:
-            found = parsed(read_text(folder / WRITTEN_FILE))
+            found = parsed_json(read_text(folder / WRITTEN_FILE))
             models = {name: [str(file) for file in files] for name, files in found["models"].items()}
             return cls(folder, [str(name) for name in found["files"]], models)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -660,7 +659,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     try:
-        names = list(parsed(read_text(path / MANIFEST))["files"])
+        names = list(parsed_json(read_text(path / MANIFEST))["files"])
     except (OSError, ValueError, KeyError, TypeError):
         shutil.rmtree(path)
         return

@@ -13,10 +13,10 @@ from engine.models.checking import check_policy, check_rows, check_scorer, check
 from engine.models.hydra import check_hydra
 from engine.models.reading import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
 from engine.reward.server import FORMS, probe
+from engine.rlhf_engine import scoring_roles
 from engine.rollout import SamplingConfig
 from engine.rollout.families import check_attention
 from engine.rollout.vllm_engine import check_heads, vllm_version
-from engine.shared_trunk import scoring_roles
 from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
 from training.checkpoints.conditions import Conditions

@@ -11,7 +11,7 @@ from engine.experience import position_ids
 from engine.models.loading import empty_like, load_policy, load_scorer
 from engine.models.lora import LoraSpec
 from engine.models.trunk import Trunk, make_trunk, owner
-from engine.shared_trunk import scoring_roles
+from engine.rlhf_engine import scoring_roles
 from engine.zero.gathering import copy_weights
 from scripts.harness.models import make_adapter, make_causal_lm, make_scorer
 

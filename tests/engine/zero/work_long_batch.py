@@ -9,8 +9,8 @@ import deepspeed
 import torch
 
 from engine import distributed
+from engine.copies import WholeCopies
 from engine.experience import TrainingBatch
-from engine.whole_copies import WholeCopies
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import is_available
 from engine.zero.long_batch import Kept

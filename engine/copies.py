@@ -1,0 +1,560 @@
+"""Copies of partitioned models, to compute with where no gradient is wanted: whole ones, and such as groups of ranks hold
+together where a whole copy does not fit on one; what becomes of them between steps, and how memory that runs out is
+survived.
+"""
+
+import contextlib
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from engine import distributed
+from engine.distributed import RankGroup
+from engine.errors import RunStopped
+from engine.models.loading import empty_like
+from engine.models.policy import Backbone, Policy, Scorer
+from engine.models.saving import merged_weights
+from engine.models.tensor_parallel import TensorParallelPlan, bare_model
+from engine.trace import traced
+from engine.zero.accelerator import on_gpu
+from engine.zero.engines import FrozenModel, TrainedModel
+from engine.zero.gathering import copy_weights, full_shape, try_bucket
+
+Model = TrainedModel | FrozenModel
+Result = TypeVar("Result")
+EXPERIENCE = "experience was made with it"
+
+
+class PlainCopies(ABC):
+    """Modules without ZeRO's hooks, which compute in place of models at stage 3.
+
+    Args:
+        between_steps: what becomes of the modules when `release_memory` is called: "keep" them, "free" them, or move
+            them to the "host".
+    """
+
+    shared = True
+
+    def __init__(self, between_steps: str = "keep"):
+        self.between_steps, self._away = between_steps, False
+        self.let_go: Callable[[], None] = lambda: None
+        """Is called before modules are freed: whoever else holds one lets go of it."""
+        self._together: Model | None = None  # whose passes are made, with one agreement for all
+
+    @abstractmethod
+    def of(self, model: Model, merged: bool = False) -> Backbone | None:
+        """A module that computes what the model's own does, in eval mode where it is a copy (all ranks call this).
+
+        At stages 0 to 2 that is the model's own. It is the caller's until the next call. None where a rank turned out
+        not to have the memory for it, which a warning tells: the model is then to compute through its partitions.
+
+        merged: a copy may hold the adapters' updates in its matrices; it then computes as the model's own role alone.
+        """
+
+    @abstractmethod
+    def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
+        """What is computed with what `of` has given; None on all ranks where one ran out of memory: `of` is then to be
+        asked again (all ranks call this).
+
+        doing: "responses were drawn", for the warning. Raises: RunStopped where a rank cannot fall back.
+        """
+
+    @abstractmethod
+    def group_of(self, model: Model) -> RankGroup | None:
+        """The ranks that compute together with the model's copy; None where each does alone."""
+
+    @abstractmethod
+    def holding(self, model: Model) -> Backbone | None:
+        """The module that holds the model's weights whole, as they are now and without updates merged into them, if one
+        does; nothing is gathered, and all ranks are told the same."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Let go of all modules."""
+
+    @abstractmethod
+    def _all(self) -> list[nn.Module]:
+        """The modules."""
+
+    def inferred(self, model: Model, *args, **kwargs) -> Any:
+        """The forward pass by the model's copy, without autograd's bookkeeping; None where there is no memory for one
+        (all ranks call this)."""
+        if self._together is model:
+            copy = self.of(model)
+            assert copy is not None, "copies are given up where ranks agree, and here they do later"
+            return _inferred(copy, *args, **kwargs)
+        while (copy := self.of(model)) is not None:
+            result = self.attempt(model, EXPERIENCE, partial(_inferred, copy, *args, **kwargs))
+            if result is not None:
+                return result
+            del copy  # before another one is made
+        return None
+
+    def together(self, model: Model, make: Callable[[], Result]) -> Result:
+        """What several passes of one model's give, with one agreement of all ranks on memory, and not one for each of
+        them, at which each would wait for the slowest (all ranks call this).
+
+        make: makes passes of this model by `inferred`, exchanges nothing else with other ranks, and can be made again.
+        """
+        while self.of(model) is not None:
+            made = self.attempt(model, EXPERIENCE, partial(self._made_together, model, make))
+            if made is not None:
+                return made
+        return make()
+
+    def _made_together(self, model: Model, make: Callable[[], Result]) -> Result:
+        self._together = model
+        try:
+            return make()
+        finally:
+            self._together = None
+
+    def release_memory(self) -> None:
+        """Nothing is computed with the modules for a while."""
+        if self.between_steps == "free":
+            self.free()
+        elif self.between_steps == "host":
+            self._move(torch.device("cpu"))
+        if self.between_steps != "keep" and on_gpu():
+            torch.cuda.empty_cache()
+
+    def _move(self, device: torch.device) -> None:
+        for module in self._all():
+            module.to(device)
+        self._away = device != distributed.device()
+
+
+def _inferred(copy: nn.Module, *args, **kwargs) -> Any:
+    with torch.inference_mode():
+        return copy(*args, **kwargs)
+
+
+def unless_out_of_memory(make: Callable[[], Result]) -> tuple[Result | None, str]:
+    """What `make` makes, and ""; None on all ranks where one ran out of memory, and what its error says.
+
+    make: exchanges nothing with other ranks.
+    """
+    made, message = None, ""
+    try:
+        made = make()
+    except torch.OutOfMemoryError as error:
+        message = f"{first_sentence(error)} on rank {distributed.rank()}"
+    if not distributed.any_rank(bool(message)):
+        return made, ""
+    del made
+    return None, next(text for text in distributed.all_gather_objects(message) if text)
+
+
+def together(model: Any, make: Callable[[], Result]) -> Result:
+    """`PlainCopies.together`, where a model computes by copies, or in the engine of one that does; else what `make`
+    makes."""
+    host = getattr(model, "host", model)
+    copies = getattr(host, "copies", None)
+    return make() if copies is None else copies.together(host, make)
+
+
+@contextlib.contextmanager
+def stopped_if_out_of_memory(model: Model, doing: str) -> Iterator[None]:
+    """Within this context ranks exchange what they compute with a model's copy, doing what: one that runs out of memory
+    cannot go another way alone.
+
+    Raises: RunStopped, with the flags that help.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunStopped(
+            f"a copy of the {model.role} does not fit ({first_sentence(error)} on rank {distributed.rank()}, when "
+            f"{doing}), and other ranks wait for that one. Set --rollout_backend zero3, which makes no copies, "
+            "--replicas_between_steps free, or a smaller --per_device_generation_batch_size."
+        ) from error
+
+
+def warn_of(model: Model, doing: str, message: str, then: str) -> None:
+    """Warn, once for all ranks, that a copy does not fit: doing what, what the error said, and what comes next."""
+    if on_gpu():
+        torch.cuda.empty_cache()
+    if distributed.is_main():
+        warnings.warn(
+            f"a copy of the {model.role} does not fit ({message}, when {doing}): {then} from now on", stacklevel=3
+        )
+
+
+def first_sentence(error: BaseException) -> str:
+    """Of an error's message."""
+    return (str(error) or type(error).__name__).split(". ")[0]
+
+
+class WholeCopies(PlainCopies):
+    """Modules without ZeRO's hooks, which hold the gathered weights of models at stage 3 and compute in their place.
+
+    A module is filled, bucket by bucket and in the compute dtype, when a model asks for it that it does not hold, or
+    whose weights have changed since; otherwise nothing is gathered. What is frozen has not changed.
+
+    A model with adapters can be asked for with its updates merged into the matrices, where it computes as its own role
+    without the factors' cost. When it is asked for as it is, those matrices are gathered anew, since subtraction would
+    not give them back exactly.
+
+    Where memory runs out on any rank, while a module is made, filled or computed with, all ranks let go of the modules
+    and do with less: models with copies of their own share them, then what `smaller` gives takes the model's place,
+    then its partitions. A module computes without its fellows on other ranks, so that all of them come to where they
+    agree.
+
+    Args:
+        between_steps: as in PlainCopies.
+        shared: models of one architecture take turns in one module, actor and reference in one, critic and reward
+            model in another; else each has its own, and frozen ones are gathered once for good.
+        smaller: of a model for which a shared copy has turned out not to fit, copies of another kind, or None for its
+            partitions. All ranks call it together.
+    """
+
+    def __init__(
+        self,
+        between_steps: str = "keep",
+        shared: bool = True,
+        smaller: Callable[[Model], PlainCopies | None] = lambda model: None,
+    ):
+        super().__init__(between_steps)
+        self.shared, self.smaller = shared, smaller
+        self._keys: dict[int, object] = {}
+        self._modules: dict[object, Backbone] = {}
+        self._held: dict[object, _Held] = {}
+        self._instead: dict[int, PlainCopies | None] = {}  # by models that have no whole copy any more
+
+    def of(self, model: Model, merged: bool = False) -> Backbone | None:
+        """As in PlainCopies."""
+        if model.stage < 3:
+            return model.module
+        while id(model) not in self._instead:
+            if (module := self._copy(model, merged)) is not None:
+                return module
+        instead = self._instead[id(model)]
+        if instead is None or (model.module.adapters is not None and not merged):
+            return None
+        return instead.of(model, merged)
+
+    def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
+        """As in PlainCopies."""
+        if model.stage < 3:
+            return compute()
+        instead = self._instead.get(id(model))
+        if instead is not None:
+            return instead.attempt(model, doing, compute)
+        made, message = unless_out_of_memory(compute)
+        if message:
+            self._do_with_less(model, doing, message)
+        return made
+
+    def group_of(self, model: Model) -> RankGroup | None:
+        """As in PlainCopies."""
+        instead = self._instead.get(id(model))
+        return None if instead is None else instead.group_of(model)
+
+    def release_memory(self) -> None:
+        """Nothing is computed with the modules for a while."""
+        super().release_memory()
+        for copies in self._instead.values():
+            if copies is not None:
+                copies.release_memory()
+
+    def free(self) -> None:
+        """Let go of all modules."""
+        self._modules.clear()
+        self._held.clear()
+        self._away = False
+
+    def _all(self) -> list[nn.Module]:
+        return list(self._modules.values())
+
+    def _copy(self, model: Model, merged: bool) -> Backbone | None:
+        """A module that holds the model's weights as they are now; None where it does not fit."""
+        if id(model) not in self._keys:
+            self._keys[id(model)] = architecture(model.module) if self.shared else id(model)
+        key = self._keys[id(model)]
+        wanted = _Held(id(model), model.version, merged and model.module.adapters is not None)
+        held = self._held.get(key)
+        if held == wanted and not self._away:
+            return self._modules[key]
+
+        def with_room() -> tuple[Backbone, frozenset[str] | None]:
+            if key not in self._modules:
+                self._modules[key] = empty_like(model.module, distributed.device())
+            if self._away:
+                self._move(distributed.device())
+            names = _missing(self._modules[key], model.module, held, wanted)
+            try_bucket(model.module, names)
+            return self._modules[key], names
+
+        ready = self.attempt(model, "it was made", with_room)
+        if ready is None or held == wanted:
+            return None if ready is None else ready[0]
+        self._held.pop(key, None)
+        with stopped_if_out_of_memory(model, "it was filled"):
+            _fill(*ready, model.module, anew=held is None or held.model != wanted.model)
+        module = self.attempt(model, "adapters were merged", lambda: _merged(ready[0])) if wanted.merged else ready[0]
+        if module is not None:
+            self._held[key] = wanted
+        return module
+
+    def holding(self, model: Model) -> Backbone | None:
+        """As in PlainCopies."""
+        key = self._keys.get(id(model))
+        held = self._held.get(key) == _Held(id(model), model.version, merged=False)
+        return self._modules[key] if held and not self._away else None
+
+    def _do_with_less(self, model: Model, doing: str, message: str) -> None:
+        """Free all modules, and settle what the model computes with from now on (all ranks call this)."""
+        self.let_go()
+        self.free()
+        if not self.shared:
+            self.shared, then = True, "models of one shape take turns in one"
+            self._keys.clear()
+        else:
+            instead = self._instead[id(model)] = self.smaller(model)
+            group = instead and instead.group_of(model)
+            then = f"{group.size} ranks hold one together" if group else "it computes through its partitions"
+        warn_of(model, doing, message, then)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a module holds: which model, at which version of its weights, and whether with its updates merged."""
+
+    model: int
+    version: int
+    merged: bool
+
+
+def _missing(module: Backbone, source: Backbone, held: _Held | None, wanted: _Held) -> frozenset[str] | None:
+    """Names of the weights that the module does not hold as they are wanted; None for all.
+
+    Where there are any, its adapters are not merged any more.
+    """
+    if held == wanted:
+        return frozenset()
+    unmerged = [f"model.{name}" for name in module.adapters.unmerge()] if module.adapters is not None else []
+    if held is None or held.model != wanted.model:
+        return None
+    changed = [name for name, parameter in source.named_parameters() if parameter.requires_grad]
+    if not changed and held.version != wanted.version:  # a frozen model that has taken other weights
+        return None
+    return frozenset(unmerged + (changed if held.version != wanted.version else []))
+
+
+def _fill(module: Backbone, names: frozenset[str] | None, source: Backbone, anew: bool) -> None:
+    """Gather weights of these names, None for all, into the module. anew: it held another model, or none."""
+    if names is None or names:
+        copy_weights(source, module, names)
+    if anew:
+        module.take_settings_of(source)
+
+
+def _merged(module: Backbone) -> Backbone:
+    assert module.adapters is not None
+    module.adapters.merge()
+    return module
+
+
+# What of a configuration changes nothing that a shared module computes: `take_settings_of` sees to the offset; the
+# dtype is the file's on some ranks, the weights' own on others.
+_NO_MATTER = ("_name_or_path", "score_offset", "score_position", "pad_token_id", "dtype")
+
+
+def architecture(module: Backbone) -> object:
+    """Equal for modules that can hold each other's weights and then compute the same."""
+    shapes = tuple((name, tuple(full_shape(p))) for name, p in module.named_parameters())
+    config = {name: value for name, value in module.model.config.to_diff_dict().items() if name not in _NO_MATTER}
+    dtype = next(module.parameters()).dtype
+    return type(module), type(module.model), getattr(module, "direct_head", None), dtype, shapes, str(config)
+
+
+class TensorParallelCopies(PlainCopies):
+    """Modules without ZeRO's hooks in place of models at stage 3, each divided among the ranks of a group.
+
+    As WholeCopies, whose place they take, and always shared by models of one architecture. A rank holds its part of
+    each matrix, filled bucket by bucket from the partitions; no rank ever holds more of the whole than a bucket.
+
+    What `of` returns makes experience of each rank's own rows: those of the group are computed together, and each rank
+    gets its own back. Its `.model` is the plain thing: it is to be called with the same rows on all ranks of the group.
+    Adapters are always merged, so that it computes as the model's own role alone.
+
+    Where a rank has no memory to make or fill its part, all ranks do without. While the ranks of a group compute, one
+    that runs out of it cannot be waited for, and the run ends with a message.
+
+    Args:
+        ranks: in a group. between_steps: as in PlainCopies.
+        cache: bytes of keys and values on each rank, without room for which no copy to generate with is made.
+    """
+
+    def __init__(self, ranks: int, between_steps: str = "keep", cache: int = 0):
+        super().__init__(between_steps)
+        self.group, self.cache = RankGroup(ranks), cache
+        self._keys: dict[int, object] = {}
+        self._parts: dict[object, _Part] = {}
+
+    def of(self, model: Model, merged: bool = False) -> Backbone | None:
+        """As in PlainCopies."""
+        assert merged or model.module.adapters is None, "a tensor-parallel copy has an adapter's updates merged"
+        if model.stage < 3:
+            return model.module
+        if id(model) not in self._keys:
+            self._keys[id(model)] = architecture(model.module)
+        key, part = self._keys[id(model)], self._parts.get(self._keys[id(model)])
+        if self._away or part is None or not part.holds(model):
+            part, message = unless_out_of_memory(lambda: self._with_room(key, model, merged))
+            if part is None:
+                self.let_go()
+                self.free()
+                warn_of(model, "it was made", message, "it computes through its partitions")
+                return None
+            with stopped_if_out_of_memory(model, "it was filled"):
+                part.hold(model)
+        return part.module
+
+    def holding(self, model: Model) -> None:
+        """As in PlainCopies: no rank holds all of a model."""
+
+    def attempt(self, model: Model, doing: str, compute: Callable[[], Result]) -> Result | None:
+        """As in PlainCopies. The ranks of a group exchange what they compute."""
+        if model.stage < 3:
+            return compute()
+        with stopped_if_out_of_memory(model, doing):
+            return compute()
+
+    def group_of(self, model: Model) -> RankGroup | None:
+        """As in PlainCopies."""
+        return self.group
+
+    def free(self) -> None:
+        """Let go of all modules."""
+        self._parts.clear()
+        self._away = False
+
+    def _all(self) -> list[nn.Module]:
+        return [part.module for part in self._parts.values()]
+
+    def _with_room(self, key: object, model: Model, generates: bool) -> "_Part":
+        """The part of a model, which stands where it computes, with room to be filled and to generate."""
+        if key not in self._parts:
+            self._parts[key] = _Part(model.module, self.group)
+            if generates:  # keys and values come later, where the ranks could not fall back together
+                torch.empty(self.cache, dtype=torch.uint8, device=distributed.device())
+        if self._away:
+            self._move(distributed.device())
+        if not self._parts[key].holds(model):
+            try_bucket(model.module, whole=True)
+        return self._parts[key]
+
+
+def group_sizes(ranks: int, asked: int | None = None) -> tuple[int, ...]:
+    """How many ranks may hold a copy together, of those of a machine: all that divide their number, or what is asked
+    for if it does."""
+    sizes = range(2, ranks + 1) if asked is None else (asked,)
+    return tuple(size for size in sizes if size > 1 and ranks % size == 0)
+
+
+def why_no_group(ranks: int, asked: int | None) -> str:
+    """What is to be said where groups were asked for that the ranks of a machine cannot be divided into; else ""."""
+    if asked is None or asked == 1 or group_sizes(ranks, asked):
+        return ""
+    return f"; no {asked} ranks hold a copy together, since that does not divide the {ranks} of a machine"
+
+
+def divided_bytes(module: Backbone, sizes: Sequence[int], generates: bool = True) -> tuple[dict[int, int], str | None]:
+    """Bytes on each rank of a tensor-parallel copy of a module, by how many ranks hold it, and why there is none.
+
+    generates: whether it is to draw responses with its adapter merged, and not to make experience alone.
+    """
+    if not sizes:
+        return {}, None
+    if type(module) not in (Policy, Scorer):
+        return {}, f"a {type(module).__name__} is several models in one"
+    if module.adapters is not None and not generates:
+        return {}, "it computes with its adapter and without it"
+    bare, width = bare_model(module), next(module.parameters()).element_size()
+    plans = [TensorParallelPlan.of(bare, size) for size in sizes]
+    found = {plan.ranks: width * plan.numbers(bare) for plan in plans if plan.obstacle is None}
+    return found, None if found else next((plan.obstacle for plan in plans), None)
+
+
+class _Part:
+    """This rank's part of models of one architecture, of which it holds one at a time.
+
+    Raises: ValueError where the model cannot be divided among the ranks of the group, and why.
+    """
+
+    def __init__(self, like: Backbone, group: RankGroup):
+        bare = bare_model(like)
+        self.plan, self.group = TensorParallelPlan.of(bare, group.size), group
+        if self.plan.obstacle is not None:
+            raise ValueError(self.plan.obstacle)
+        divided = self.plan.part(bare, group, distributed.device())
+        self.module: Any = cast(Any, type(like)(divided, like.replaced))
+        if isinstance(like, Policy):
+            self.module.direct_head = like.direct_head
+        _Rows(self.module, group)
+        self._held: tuple[int, int] | None = None  # the model and the version of its weights
+
+    def holds(self, model: Model) -> bool:
+        """Whether it has this model's weights as they are now."""
+        return self._held == (id(model), model.version)
+
+    @traced("gather of weights")
+    @torch.no_grad()
+    def hold(self, model: Model) -> None:
+        """Hold this model's weights as they are now."""
+        if self.holds(model):
+            return
+        for name, weight in merged_weights(model.module):
+            self.plan.fill(self.module.model, name, weight, self.group)
+            del weight  # before the next bucket is gathered
+        buffers = dict(self.module.model.named_buffers())
+        for name, buffer in model.module.model.named_buffers():
+            buffers[name].copy_(buffer)
+        self.module.take_settings_of(model.module)
+        self._held = id(model), model.version
+
+
+class _Rows:
+    """Has a module compute the rows of all ranks of a group at once, and return each rank its own.
+
+    Rows come with a width of their own on each rank, and are padded on the right to one.
+    """
+
+    def __init__(self, module: nn.Module, group: RankGroup):
+        self.group = group
+        self.own: tuple[slice, slice] = slice(None), slice(None)
+        module.register_forward_pre_hook(self.gathered, with_kwargs=True)
+        module.register_forward_hook(self.own_rows)
+
+    def gathered(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments, with the rows of the group for this rank's: sequences, attention_mask, position_ids (B, S)."""
+        columns, others = args[:3], dict(kwargs)
+        length = others.get("response_length", 0)
+        ranks = self.group.all_objects(([column.cpu() for column in columns], length))
+        width = max(each[0].shape[1] for each, _ in ranks)
+        behind = width - columns[0].shape[1]
+        first = sum(len(each[0]) for each, _ in ranks[: self.group.place])
+        rows, until = slice(first, first + len(columns[0])), columns[0].shape[1]
+        self.own = rows, slice(0, until)
+        if "response_length" in others:
+            # The last of the padded columns in which all ranks' responses stand.
+            others["response_length"] = most = max(length + width - each[0].shape[1] for each, length in ranks)
+            self.own = rows, slice(most - behind - length, most - behind)
+        joined = [
+            torch.cat([nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]).to(columns[0].device)
+            for parts in zip(*(each for each, _ in ranks), strict=True)
+        ]
+        return (*joined, *args[3:]), others
+
+    def own_rows(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """This rank's part of what was computed, (B, T) or (B, S) each."""
+        if isinstance(output, Tensor):
+            return output[self.own]
+        return tuple(column[self.own] for column in output)
