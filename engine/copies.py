@@ -1,6 +1,7 @@
-"""Copies of partitioned models, to compute with where no gradient is wanted: whole ones, and such as groups of ranks hold
-together where a whole copy does not fit on one; what becomes of them between steps, and how memory that runs out is
-survived.
+"""Copies of partitioned models, to compute with where no gradient is wanted: whole ones, and such as groups of ranks
+hold together where a whole copy does not fit on one.
+
+What becomes of them between steps, and how memory that runs out is survived, is the same for both (`PlainCopies`).
 """
 
 import contextlib

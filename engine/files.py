@@ -1,7 +1,7 @@
 """Files that others wrote, opened only where they are files, and read with care.
 
-Opening a pipe waits for a writer, and opening a device may do anything. A Git LFS pointer is a small text that stands in
-a clone in the place of a large file that was not fetched. Of JSON, whatever is wrong with it is a ValueError, and no
+Opening a pipe waits for a writer, and opening a device may do anything. A Git LFS pointer is a small text that stands
+in a clone in the place of a large file that was not fetched. Of JSON, whatever is wrong with it is a ValueError, and no
 name of an object may stand twice, of which Python's own reading keeps the last value in silence.
 """
 

@@ -1,5 +1,6 @@
-"""Where the reference log-probs come from: a frozen model, or a moving average of the actor's weights (`EMA`). A Protocol,
-since a reference need not be a model of its own.
+"""Where the reference log-probs come from: a frozen model, or a moving average of the actor's weights (`EMA`).
+
+`Reference` is a Protocol, since a reference need not be a model of its own.
 """
 
 import contextlib

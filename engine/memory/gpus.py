@@ -1,5 +1,5 @@
-"""GPUs by the names that torch has for them: what their data sheets promise of arithmetic, memory bandwidth and links, and
-how much of their memory tensors can have.
+"""GPUs by the names that torch has for them: what their data sheets promise of arithmetic, memory bandwidth and links,
+and how much of their memory tensors can have.
 """
 
 import re

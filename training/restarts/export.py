@@ -1,8 +1,6 @@
 """`python -m training.restarts.export` goes on working; the program is training/checkpoints/export.py."""
 
-import sys
-
-from training.checkpoints.export import main
+import runpy
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runpy.run_module("training.checkpoints.export", run_name="__main__")

@@ -96,8 +96,8 @@ def check_held() -> None:
     """Raise RunStopped where another run has taken the folder, because this one had stood still for too long."""
     if _held is not None and _held.taken_by is not None:
         raise RunStopped(
-            f"{_held.folder}: {described_lock(_held.taken_by)} has taken this folder over, since this run gave no sign of "
-            "life for five minutes. Nothing more is written there; see that only one of the two goes on."
+            f"{_held.folder}: {described_lock(_held.taken_by)} has taken this folder over, since this run gave no sign "
+            "of life for five minutes. Nothing more is written there; see that only one of the two goes on."
         )
 
 
@@ -154,8 +154,8 @@ class OutputLock:
         found = _read_soon(self.path)
         if not is_stale(found, self.path):
             raise UserError(
-                f"--output_dir {self.folder}: another run writes there, {described_lock(found)}. Wait for its end, end it, "
-                "or give another folder."
+                f"--output_dir {self.folder}: another run writes there, {described_lock(found)}. Wait for its end, end "
+                "it, or give another folder."
             )
         aside = self.path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
         try:
@@ -276,8 +276,8 @@ def check_shared(output_dir: str) -> None:
         more = f"; and {len(told) - SHOWN_HOSTS} more" if len(told) > SHOWN_HOSTS else ""
         raise SharedError(
             f"--output_dir {output_dir} is not one folder for all ranks. Rank 0 on {writer} writes in {written}; "
-            f"{'; '.join(told[:SHOWN_HOSTS])}{more}. Models and restart points need a folder that all nodes share: give one "
-            "on a network file system, mounted at the same path on all of them and writable on each."
+            f"{'; '.join(told[:SHOWN_HOSTS])}{more}. Models and restart points need a folder that all nodes share: "
+            "give one on a network file system, mounted at the same path on all of them and writable on each."
         )
 
 

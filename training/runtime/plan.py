@@ -1,5 +1,5 @@
-"""What a run of step 3 is settled to be before a model is loaded, and what can be wrong with it: files, models, machine,
-dialect, and whether its reward servers are there and give scores.
+"""What a run of step 3 is settled to be before a model is loaded, and what can be wrong with it: files, models,
+machine, dialect, and whether its reward servers are there and give scores.
 """
 
 from collections.abc import Callable, Mapping

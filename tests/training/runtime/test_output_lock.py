@@ -17,12 +17,12 @@ from training.runtime.processes import start_of
 HOLD = """
 import sys
 from pathlib import Path
-from training.program import output_lock
+from training.runtime.output_folder import take_lock
 from engine.errors import UserError
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    output_lock.take(Path(sys.argv[1]))
+    take_lock(Path(sys.argv[1]))
     print("taken", flush=True)
 except UserError as error:
     print(error, flush=True)

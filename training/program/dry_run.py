@@ -1,0 +1,6 @@
+"""`python -m training.program.dry_run` goes on working; the program is training/runtime/dry_run.py."""
+
+import runpy
+
+if __name__ == "__main__":
+    runpy.run_module("training.runtime.dry_run", run_name="__main__")
