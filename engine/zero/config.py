@@ -68,6 +68,7 @@ TAKEN_OF_ZERO = {
     "offload_optimizer",
     "offload_param",
     "overlap_comm",
+    "parameter_alignment",
     "reduce_bucket_size",
     "reduce_scatter",
     "round_robin_gradients",
