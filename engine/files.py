@@ -1,4 +1,4 @@
-"""Files that a user names, opened only where they are files.
+"""Paths that a user names: what they lead to, and files, opened only where they are files.
 
 Opening a pipe waits for a writer, and opening a device may do anything.
 """
@@ -12,12 +12,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from engine.errors import UserError
+
 KINDS = {
     stat.S_IFIFO: "it is a pipe, which can be read once only",
     stat.S_IFSOCK: "it is a socket",
     stat.S_IFCHR: "it is a device",
     stat.S_IFBLK: "it is a device",
 }
+
+
+def expanded(path: str, what: str) -> Path:
+    """The path with a user's folder for ~ or ~name; raises UserError, naming `what` (a flag), if there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(
+            f"{what} {path}: no home folder of {Path(path).parts[0]} is known on this machine. Write the folder out."
+        ) from None
+
+
+def without_links(path: str | Path) -> Path:
+    """The absolute path without links. One that leads to itself stays: Path.resolve raises RuntimeError for it, or
+    OSError, or nothing, by Python's version."""
+    return Path(os.path.realpath(path))
 
 
 def open_file(path: str | Path) -> IO[bytes]:
