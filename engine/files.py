@@ -1,4 +1,4 @@
-"""Files that others wrote, opened only where they are files, and read with care.
+"""Paths that a user names, and files that others wrote: opened only where they are files, and read with care.
 
 Opening a pipe waits for a writer, and opening a device may do anything. A Git LFS pointer is a small text that stands
 in a clone in the place of a large file that was not fetched. Of JSON, whatever is wrong with it is a ValueError, and no
@@ -24,6 +24,22 @@ KINDS = {
     stat.S_IFCHR: "it is a device",
     stat.S_IFBLK: "it is a device",
 }
+
+
+def expanded(path: str, what: str) -> Path:
+    """The path with a user's folder for ~ or ~name; raises UserError, naming `what` (a flag), if there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(
+            f"{what} {path}: no home folder of {Path(path).parts[0]} is known on this machine. Write the folder out."
+        ) from None
+
+
+def without_links(path: str | Path) -> Path:
+    """The absolute path without links. One that leads to itself stays: Path.resolve raises RuntimeError for it, or
+    OSError, or nothing, by Python's version."""
+    return Path(os.path.realpath(path))
 
 
 def open_file(path: str | Path) -> IO[bytes]:

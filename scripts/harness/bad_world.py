@@ -232,6 +232,14 @@ def _fewer_words(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def _two_labels(folder: Path) -> None:
+    """A whole classifier, whose head has two rows."""
+    _changed("config.json", num_labels=2)(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["score.weight"] = weights["score.weight"].repeat(2, 1)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def _other_words(folder: Path) -> None:
     words = folder / "tokenizer.json"
     words.write_text(words.read_text().replace("w63", "w64"))
@@ -266,8 +274,7 @@ TOKENIZER_BREAKS = {
     "no_end": _changed("tokenizer_config.json", eos_token=None, pad_token=None),
 }
 REWARD_BREAKS = {
-    "two_labels": _changed("config.json", num_labels=2),
+    "two_labels": _two_labels,
     "other_tokenizer": _other_words,
     "few_words": _fewer_words,
-    "language": _changed("config.json", architectures=["GPT2LMHeadModel"]),
 }

@@ -44,7 +44,7 @@ ODD_NAMES = (
     "-x",
     "\udcff.jsonl",
     "*",
-    "~nobody/x",
+    "~no_such_user/x",
     "%s {0}",
 )
 
@@ -502,7 +502,7 @@ def files(step: int, world: BadWorld) -> Iterator[Mistake]:
         world.folder / "loop.jsonl" / "out",
     ):
         yield Mistake("output folder", step, {"output_dir": path})
-    for path in (world.folder / "empty.jsonl", "/dev/null/boards", "/proc/boards"):
+    for path in (world.folder / "empty.jsonl", world.folder / "loop.jsonl", "/dev/null/boards", "/proc/boards"):
         yield Mistake("output folder", step, {"tensorboard_path": path})
     names = [f"{role}_ds_config" for role in ROLES] if step == 3 else ["ds_config"]
     for path, name in itertools.product(world.ds_configs, names):

@@ -12,6 +12,16 @@ from scripts.harness.programs import Result, assert_one_message, launch, run_her
 # (steps, changed flags, what the message holds). {bad} is the folder of `bad`, {tiny} that of `tiny`.
 FILES = [
     ((1, 2, 3), {"data_path": "{bad}/absent.jsonl"}, ["{bad}/absent.jsonl", "No such file", "check the path"]),
+    (
+        (1, 2, 3),
+        {"data_path": "{bad}/loop.jsonl"},
+        ["{bad}/loop.jsonl", "Too many levels of symbolic", "check the path"],
+    ),
+    (
+        (1, 2, 3),
+        {"data_path": "~no_such_user/x.jsonl"},
+        ["--data_path ~no_such_user/x.jsonl: no home folder of ~no_such_user", "Write the folder out"],
+    ),
     ((1, 2, 3), {"data_path": "{bad}/empty.jsonl"}, ["{bad}/empty.jsonl", "found no records"]),
     (
         (1, 2, 3),
@@ -33,6 +43,8 @@ FILES = [
     ((2,), {"normalization_data_path": "{bad}/other_column.jsonl"}, ["{bad}/other_column.jsonl, line 2", "question"]),
     ((1, 2, 3), {"output_dir": "{bad}/empty.jsonl"}, ["--output_dir", "{bad}/empty.jsonl is a file", "folder"]),
     ((1, 2, 3), {"output_dir": "{bad}/empty.jsonl/out"}, ["--output_dir", "{bad}/empty.jsonl is a file", "folder"]),
+    ((1, 2, 3), {"output_dir": "~no_such_user/x"}, ["--output_dir ~no_such_user/x: no home folder"]),
+    ((1, 2, 3), {"tensorboard_path": "{bad}/loop.jsonl"}, ["--tensorboard_path", "{bad}/loop.jsonl is a link that"]),
     ((1, 2, 3), {"output_dir": "{bad}"}, ["--output_dir {bad} is not empty", "--overwrite_output_dir"]),
     ((1, 2, 3), {"output_dir": "{tiny}"}, ["--output_dir {tiny}: it contains --data_path {tiny}/", "apart from it"]),
     ((3,), {"resume": "{bad}/nowhere"}, ["--resume {bad}/nowhere", "no restart point", "--save_steps"]),
@@ -61,6 +73,16 @@ MODELS = [
         ["--critic_model_name_or_path", "no reward model but GPT2LMHeadModel", "training/step2_reward.py"],
     ),
     ((3,), {"reward_model_name_or_path": "{tiny}/sft"}, ["--reward_model_name_or_path", "no reward model"]),
+    (
+        (3,),
+        {"critic_model_name_or_path": "{bad}/reward_two_labels"},
+        ["--critic_model_name_or_path", "{bad}/reward_two_labels has num_labels = 2", "which has 1"],
+    ),
+    (
+        (3,),
+        {"reward_model_name_or_path": "{bad}/loop.jsonl"},
+        ["--reward_model_name_or_path", "there is no folder {bad}/loop.jsonl"],
+    ),
     (
         (3,),
         {"reward_model_name_or_path": "{bad}/reward_few_words"},

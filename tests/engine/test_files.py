@@ -1,4 +1,4 @@
-"""What Rust libraries raise of a file system is an OSError; what else they raise is left."""
+"""Paths that lead nowhere. What Rust libraries raise of a file system is an OSError; what else they raise is left."""
 
 import errno
 
@@ -7,7 +7,25 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
-from engine.files import os_errors
+from engine.errors import UserError
+from engine.files import expanded, os_errors, without_links
+
+
+def test_a_link_to_itself_stays(tmp_path):
+    loop, link, folder = tmp_path / "loop", tmp_path / "link", tmp_path / "folder"
+    loop.symlink_to("loop")
+    folder.mkdir()
+    link.symlink_to(folder)
+    assert without_links(loop / "x") == loop / "x"
+    assert without_links(link / ".." / "link" / "x") == folder / "x"
+
+
+def test_the_folder_of_a_user_that_is_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expanded("~/x", "--output_dir") == tmp_path / "x"
+    told = "--output_dir ~no_such_user/x: no home folder of ~no_such_user is known on this machine. Write"
+    with pytest.raises(UserError, match=f"^{told}"):
+        expanded("~no_such_user/x", "--output_dir")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
 from engine.errors import UserError
+from engine.files import without_links
 from engine.models.adapter_folders import BASE, SCORE, WEIGHTS
 from engine.models.places import ADAPTER_CONFIG, is_adapter
 from engine.whole_files import file_order, sync
@@ -126,7 +127,7 @@ def export(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is there and not an empty folder. Give another one to write into.")
     found = point if isinstance(point, ResumePoint) else _found(point, folder)
-    if folder.resolve().is_relative_to(found.folder.resolve()):
+    if without_links(folder).is_relative_to(without_links(found.folder)):
         raise UserError(f"{folder} lies in the restart point {found.folder}, which would be damaged. Give another one.")
     tensors = _tensors(found, model, ema, dtype)
     source = found.folder / CONFIG / model

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from engine import distributed
 from engine.errors import UserError
-from engine.files import parsed_json
+from engine.files import parsed_json, without_links
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
 from engine.models.adapters import update
@@ -91,7 +91,7 @@ class ResumePoint:
             found = damages(folder)
             if not found:
                 state = checked(partial(_read, folder / STATE_FILE, with_ema))
-                in_output_dir = folder.resolve().parent.parent == Path(output_dir).resolve()
+                in_output_dir = without_links(folder).parent.parent == without_links(output_dir)
                 return cls(folder, state, in_output_dir, tuple(passed_over))
             passed_over.append(f"the restart point {folder} is damaged: {_shortened(found)}")
             if by_name:
@@ -141,7 +141,7 @@ def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
 
 
 def _newest_whole_before(damaged: Path) -> Path | None:
-    step, output_dir = step_of(damaged), damaged.resolve().parent.parent
+    step, output_dir = step_of(damaged), without_links(damaged).parent.parent
     if step is None:
         return None
     older = checked(lambda: [point for point in points_in(output_dir) if (step_of(point) or 0) < step])

@@ -23,6 +23,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedTokenizerBase
 
 from engine.errors import UserError, without_query
+from engine.files import expanded
 from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.places import base_of
 from engine.models.reading import read_chat_template, read_tokenizer
@@ -283,20 +284,21 @@ READ = ("_path", "_dataset_name", "config", "chat_template", "resume", "reward_f
 
 
 def make_paths_absolute(args: ProgramFlags) -> None:
-    """Replace each flag's relative path by the absolute one; links stay as they are."""
+    """Replace each flag's relative path by the absolute one; links stay as they are. Raises: UserError for
+    another user's folder (~name) if there is none."""
     for spec in dataclasses.fields(args):
         value = getattr(args, spec.name)
         if spec.name in WRITTEN and value is not None:
-            setattr(args, spec.name, _to_be_made(value))
+            setattr(args, spec.name, _to_be_made(value, spec.name))
         elif spec.name.endswith(READ) and isinstance(value, str):
             setattr(args, spec.name, _if_there(value, spec.name))
         elif spec.name.endswith(READ) and isinstance(value, list):
             setattr(args, spec.name, [_if_there(item, spec.name) for item in value])
 
 
-def _to_be_made(value: str) -> str:
+def _to_be_made(value: str, name: str) -> str:
     """The absolute path, without `..`: behind a folder that is yet to be made, that would name another place later."""
-    path = Path(value).expanduser().absolute()
+    path = expanded(value, f"--{name}").absolute()
     return os.path.realpath(path) if ".." in path.parts else str(path)
 
 
@@ -305,7 +307,7 @@ def _if_there(value: str, name: str) -> str:
     if name == "resume" and value == "auto":
         return value
     where, colon, function = value.rpartition(":") if name == "reward_function" else (value, "", "")
-    path = Path(where).expanduser()
+    path = expanded(where, f"--{name}")
     try:
         there = bool(where) and path.exists() and not (colon and path.is_dir())
     except OSError:  # a name that is too long, a folder that may not be entered

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.algorithms import get_dialect
 from engine.errors import UserError
-from engine.files import parsed_json
+from engine.files import parsed_json, without_links
 from training.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table
 from training.reporting.health import health
 from training.reporting.metrics_file import METRICS_FILE, read_metrics
@@ -70,7 +70,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
     Raises: UserError for a folder that holds no run, and for runs of different steps.
     """
-    resolved = [folder.resolve() for folder in folders]
+    resolved = [without_links(folder) for folder in folders]
     if len(set(resolved)) < len(resolved):
         twice = next(str(folder) for folder, path in zip(folders, resolved) if resolved.count(path) > 1)
         raise UserError(f"{twice} is given twice. Give each run once.")

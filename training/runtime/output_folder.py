@@ -38,7 +38,7 @@ from pathlib import Path
 
 from engine import distributed
 from engine.errors import RunStopped, SharedError, UserError, shown_command
-from engine.files import parsed_json, read_text
+from engine.files import parsed_json, read_text, without_links
 from engine.models.places import base_of, is_adapter
 from engine.whole_files import OLD, PARTIAL, remove_folder, restored, sync, write_whole
 from training.checkpoints.files import AUTO, CHECKPOINTS, MANIFEST, files_in, points_in
@@ -375,11 +375,11 @@ def _check_names(output_dir: Path) -> None:
 
 def _check_apart(args: RunFlags, output_dir: Path) -> None:
     """Raise UserError where the output folder is, contains or lies in a model or data set that the run reads."""
-    own = output_dir.resolve()
+    own = without_links(output_dir)
     for name, paths in args.read_paths().items():
         bases = [base_of(path, f"--{name}") for path in paths if is_adapter(path)]
         for given in (*paths, *bases):
-            path = Path(given).expanduser().resolve()
+            path = without_links(Path(given).expanduser())
             if path.exists() and (own.is_relative_to(path) or path.is_relative_to(own)):
                 how = "is" if own == path else "lies in" if own.is_relative_to(path) else "contains"
                 raise UserError(
@@ -405,11 +405,11 @@ def tensorboard_dir(args: RunFlags) -> Path:
 
     OUTPUT_DIR/tensorboard, or in --tensorboard_path one with the output folder's name.
     """
-    output_dir = Path(args.output_dir)
-    if args.tensorboard_path is None or Path(args.tensorboard_path).resolve() == output_dir.resolve():
+    output_dir, own = Path(args.output_dir), without_links(args.output_dir)
+    if args.tensorboard_path is None or without_links(args.tensorboard_path) == own:
         return output_dir / "tensorboard"
-    shared = Path(args.tensorboard_path) / f"{output_dir.resolve().parent.name}_{output_dir.resolve().name}"
-    return output_dir / "tensorboard" if shared.resolve() == output_dir.resolve() else shared
+    shared = Path(args.tensorboard_path) / f"{own.parent.name}_{own.name}"
+    return output_dir / "tensorboard" if without_links(shared) == own else shared
 
 
 def begin_output_dir(args: RunFlags, resumed: bool = False) -> None:

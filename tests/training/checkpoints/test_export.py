@@ -112,6 +112,13 @@ def test_a_point_is_not_exported_into_itself(run, capsys):
     assert damages(run.point) == []
 
 
+def test_a_link_to_itself_is_no_folder_to_export_into(run, tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    assert exported(run.point, tmp_path / "loop") == 2
+    assert f"error: {tmp_path}/loop cannot be written (" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loop", "out"]
+
+
 def test_an_adapter_is_asked_for_where_there_is_none_and_a_base_that_has_moved(run, tmp_path, capsys):
     assert exported(run.point, tmp_path / "hf", "--adapter") == 2
     assert "has no adapter of the actor. Leave --adapter out." in capsys.readouterr().err

@@ -214,6 +214,12 @@ def test_starts_that_say_little_have_a_page(tmp_path):
     assert "not known" in report(run, tmp_path / "report.html")
 
 
+def test_a_link_to_itself_is_no_run(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    assert main([str(tmp_path / "loop")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
 def test_departures_are_of_fields_that_the_dialect_has():
     usual = get_dialect("default")
     resolved = {"name": "default", "lam": usual.lam, "gamma": 0.5, "betas": list(usual.betas), "gone": 1}
