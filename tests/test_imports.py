@@ -13,31 +13,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module may import from its own layer, if no circle closes, and from those above it in this list.
 LAYERS = [
-    [
-        "engine.files",
-        "engine.files",
-        "engine.host_memory",
-        "engine.files",
-        "engine.lazy",
-        "engine.whole_files",
-        "engine.whole_files",
-    ],
+    ["engine.files", "engine.host_memory", "engine.lazy", "engine.whole_files"],
     ["engine.algo"],
     ["engine.algorithms", "engine.experience"],
     ["engine.trace", "engine.zero.accelerator"],
     ["engine.distributed"],
     ["engine.optim", "engine.zero"],
     ["engine.models", "engine.packing"],
-    ["engine.copies", "engine.copies", "engine.copies"],
-    ["engine.engine_spec", "engine.rlhf_engine"],
-    [
-        "engine.reference",
-        "engine.memory",
-        "engine.reference",
-        "engine.reward",
-        "engine.rlhf_engine",
-        "engine.rollout",
-    ],
+    ["engine.copies"],
+    ["engine.engine_spec"],
+    ["engine.memory", "engine.reference", "engine.reward", "engine.rlhf_engine", "engine.rollout"],
     ["engine.experience_maker"],
     ["training"],
 ]

@@ -30,8 +30,8 @@ from training.reporting.model_card import renew_cards
 from training.reporting.run_record import RUN_FILE, write_run_record
 from training.reporting.standard_errors import Units, gathered, metrics_told
 from training.reporting.step_metrics import peak_memory_gb, phase_memory
-from training.reporting.summary import seconds_by_part, time_lines
 from training.reporting.views import View
+from training.reporting.wall_clock import seconds_by_part, time_lines
 from training.runtime import model_folders, output_folder, stopping
 from training.runtime.output_folder import begin_output_dir, open_writer
 from training.runtime.phases import phase, place

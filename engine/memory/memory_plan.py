@@ -91,12 +91,6 @@ class MemoryPlan:
         """The most bytes on a node's host."""
         return max(self._on_node(moment).total for moment in self.moments)
 
-    def of_main_rank(self, phase: str) -> int:
-        """The most bytes of all tensors of the main rank in a phase, wherever they are: what a CPU's memory holds."""
-        return max(
-            one.device.total + one.host.total + one.host_once.total for one in self.moments if one.phase == phase
-        )
-
     @property
     def fragments(self) -> int:
         """Bytes that the allocator is expected to hold beyond the peak."""

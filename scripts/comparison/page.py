@@ -81,7 +81,7 @@ def main_table(task: Task, entries: Sequence[Compared]) -> str:
     return "\n".join(lines)
 
 
-def search_table(entries: Sequence[Compared], rates: Sequence[float], kl: float) -> str:
+def search_table(entries: Sequence[Compared], rates: Sequence[float]) -> str:
     """What the search found: the best score under its KL at each rate, the chosen one in bold."""
     lines = [_line(["", *(f"rate {rate:g}" for rate in rates), "CPU s"]), "| --- " * (len(rates) + 2) + "|"]
     for compared in entries:
@@ -146,7 +146,7 @@ def section(task: Task, entries: Sequence[Compared], picture: str) -> str:
         "",
         f"The search: the best score at a KL of at most {task.search_kl:g}, with a seed of its own.",
         "",
-        search_table(entries, task.rates, task.search_kl),
+        search_table(entries, task.rates),
     ]
     return "\n".join(lines)
 

@@ -1,7 +1,7 @@
 """Every dialect through PPOTrainer on one and on two ranks: its gradients are those of a straight-line version.
 
 The versions compute in loops, in float64, with Hugging Face models and no engine, by each system's own order of work.
-What the systems do to single rows (`row_of`) is what tests/engine/test_systems.py has.
+What the systems do to single rows (`row_of`) is what tests/engine/algorithms/test_systems.py has.
 """
 
 import pytest

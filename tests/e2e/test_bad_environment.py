@@ -26,7 +26,7 @@ def test_an_environment_that_cannot_be_a_launchers(tiny, tmp_path, capfd, monkey
 
 
 def test_a_task_of_srun_that_is_told_too_little(tiny, tmp_path, capfd):
-    """What it is told when that suffices: tests/training/runtime/test_slurm.py."""
+    """What it is told when that suffices: tests/training/runtime/test_environment.py."""
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     own = {name: value for name, value in os.environ.items() if name not in launched and "SLURM" not in name}
     task = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}

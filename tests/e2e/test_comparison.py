@@ -154,9 +154,7 @@ def test_tables_exactly():
     assert (
         on_line[2] == "| `first+line` | 0.0015 | 64 | 30 | 0.50 | 1.00 | 1.25 | - | 1.25 | 4.0 | 1.25 | 0.250 | 0.900 |"
     )
-    assert (
-        search_table([second], (5e-4, 1.5e-3, 4.5e-3), 4.0).splitlines()[2] == "| `second` | 0.50 | **1.25** | - | 60 |"
-    )
+    assert search_table([second], (5e-4, 1.5e-3, 4.5e-3)).splitlines()[2] == "| `second` | 0.50 | **1.25** | - | 60 |"
 
 
 def test_the_command_of_a_section_has_another_budget():

@@ -26,8 +26,9 @@ import psutil
 from engine import distributed
 from engine.errors import UserError
 from engine.files import parsed_json
+from engine.zero.accelerator import on_gpu
 from training.config.flags import RunFlags
-from training.preflight.facts import Fact, facts_of_node
+from training.preflight.facts import Fact, facts_of_node, own_gpu
 from training.preflight.table import Node
 from training.runtime.environment import slurm_hosts
 from training.runtime.joining import open_store, start_key
@@ -74,15 +75,18 @@ class Exchange:
     def post(self, own: dict) -> None:
         """Tell rank 0 the facts of this rank; raises UserError where it has gone or is cut off."""
         self._ask(self._store.set, f"{self._name}/{self._environment['RANK']}", json.dumps(own))
+        self._ask(self._store.add, f"{self._name}/posted", 1)
 
     def facts(self, own: dict, world: int, seconds: float, over: Callable[[], bool] = lambda: False) -> dict[int, dict]:
         """By rank 0: the facts of all ranks, with its own; or of those that have posted them when for so many seconds
         no other has, or when `over` says that the others need not be waited for."""
-        found, deadline = {0: own}, time.monotonic() + seconds
+        found, deadline, counted = {0: own}, time.monotonic() + seconds, 0
         while len(found) < world and time.monotonic() < deadline and not over():
-            for rank in set(range(world)) - set(found):
+            posted = self._ask(self._store.add, f"{self._name}/posted", 0)
+            for rank in set(range(world)) - set(found) if posted != counted else ():
                 if (text := self._read(str(rank))) is not None:
                     found[rank], deadline = text, time.monotonic() + seconds
+            counted = posted
             time.sleep(BETWEEN)
         return found
 
@@ -140,8 +144,11 @@ def _place(environment: Mapping[str, str]) -> str:
 
 
 def facts_of_rank(args: RunFlags, thorough: bool = True) -> dict:
-    """What this rank posts: its host, and by the first rank of each host the facts of the node."""
+    """What this rank posts: its host, its GPU where facts are `thorough`, and by the first rank of each host the facts
+    of the node."""
     own: dict = {"host": socket.gethostname()}
+    if thorough and on_gpu():
+        own["gpu"] = asdict(own_gpu(distributed.local_rank()))
     if distributed.local_rank() == 0:
         own["facts"] = {row: asdict(fact) for row, fact in facts_of_node(args, thorough).items()}
     return own
@@ -164,14 +171,13 @@ def nodes_of(posted: Mapping[int, dict]) -> list[Node]:
                 latest[host], ranks[rank] = rank, []
             if host in latest:
                 ranks[latest[host]].append(rank)
-        return [
-            Node(
-                str(posted[first]["host"]),
-                tuple(own),
-                {row: Fact(**fact) for row, fact in posted[first]["facts"].items()},
-            )
-            for first, own in ranks.items()
-        ]
+        nodes = []
+        for first, own in ranks.items():
+            facts = {row: Fact(**fact) for row, fact in posted[first]["facts"].items()}
+            if found := [Fact(**posted[rank]["gpu"]) for rank in own if "gpu" in posted[rank]]:  # the worst is shown
+                facts["GPU memory"] = min(found, key=lambda gpu: (not gpu.problem, gpu.warning, gpu.amount or 0))
+            nodes.append(Node(str(posted[first]["host"]), tuple(own), facts))
+        return nodes
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"the facts that ranks have posted cannot be read ({type(error).__name__}: {error}). Another version of "

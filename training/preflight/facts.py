@@ -74,10 +74,10 @@ Facts = dict[str, Fact]  # by row
 def facts_of_node(args: RunFlags, thorough: bool = True) -> Facts:
     """This host's facts, by one of its ranks.
 
-    thorough: GPUs compute, disks are written to, and models and data are read; else what takes no time is looked at
+    thorough: disks are written to, and models and data are read; else what takes no time is looked at
     that all nodes have to agree on.
     """
-    found = all_versions() | gpus(ranks_of_this_machine(), thorough)
+    found = all_versions() | gpus(ranks_of_this_machine())
     if thorough:
         found |= tools(args) | memory() | disks(args) | inputs_of(args)
     return found | variables(os.environ)
@@ -102,12 +102,8 @@ def all_versions() -> Facts:
     return rows
 
 
-def gpus(ranks: int, thorough: bool) -> Facts:
-    """What this host's ranks compute on, and its GPUs: how many torch sees, of what kind, of what use, and how much of
-    their memory is free.
-
-    thorough: free memory is asked for and a product computed, for which CUDA takes some hundred megabytes.
-    """
+def gpus(ranks: int) -> Facts:
+    """What this host's ranks compute on, and its GPUs: how many torch sees, and of what kind."""
     device = "cuda" if on_gpu() else "cpu"
     rows = {"device": Fact(shown=device, same=device)}
     if not on_gpu():
@@ -115,32 +111,39 @@ def gpus(ranks: int, thorough: bool) -> Facts:
     seen, usable = torch.cuda.device_count(), 0
     problems = [f"torch sees {seen} GPUs for {ranks} ranks"] if seen < ranks else []
     kinds: Counter[str] = Counter()
-    free: list[tuple[int, int, int]] = []  # bytes, of how many, of which GPU
     for index in range(min(seen, ranks)):
         try:
             card = torch.cuda.get_device_properties(index)
             kinds[f"{card.name} ({card.major}.{card.minor})"] += 1
-            if thorough:
-                free.append((*torch.cuda.mem_get_info(index), index))
-                ones = torch.ones(2, 2, device=f"cuda:{index}")
-                if float((ones @ ones).sum()) != 8.0:
-                    raise RuntimeError("it computes wrong numbers")
             usable += 1
         except (RuntimeError, AssertionError) as error:
             problems.append(f"torch cannot use GPU {index}: {str(error).splitlines()[0]}")
     kind = ", ".join(f"{count} x {name}" for name, count in kinds.items()) or "none"
     rows["GPUs"] = Fact(shown=kind, same=kind, warning=True)
     rows["GPUs for ranks"] = Fact(shown=f"{usable} of {ranks}", problem="; ".join(problems))
-    if free:
-        least, total, index = min(free)
-        whole, taken = bytes_in_short(total), bytes_in_short(total - least)
-        rows["GPU memory"] = Fact(
-            shown=f"{bytes_in_short(least)} of {whole} free",
-            problem=f"{taken} of {whole} of GPU {index} are taken: look who runs there" if least < FREE * total else "",
-            warning=True,
-            amount=least,
-        )
     return rows
+
+
+def own_gpu(index: int) -> Fact:
+    """How much memory of a rank's own GPU is free, if torch can compute there.
+
+    Each rank asks for its own alone: CUDA takes some hundred megabytes of a GPU that is asked, and where a GPU is for
+    one process at a time, another one keeps its rank out.
+    """
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+        ones = torch.ones(2, 2, device=f"cuda:{index}")
+        if float((ones @ ones).sum()) != 8.0:
+            raise RuntimeError("it computes wrong numbers")
+    except (RuntimeError, AssertionError) as error:
+        return Fact(shown="none", problem=f"torch cannot use GPU {index}: {str(error).splitlines()[0]}")
+    whole, taken = bytes_in_short(total), bytes_in_short(total - free)
+    return Fact(
+        shown=f"{bytes_in_short(free)} of {whole} free",
+        problem=f"{taken} of {whole} of GPU {index} are taken: look who runs there" if free < FREE * total else "",
+        warning=True,
+        amount=free,
+    )
 
 
 def variables(environment: Mapping[str, str]) -> Facts:
@@ -324,7 +327,7 @@ def looked_at(name: str, value: str) -> Fact:
             base_of(value, f"--{name}")
             found = fingerprint(value, f"--{name}") or ""  # of a name on the Hub that is yet to be fetched
         elif name.endswith(("data_path", "dataset_name")):
-            found = _data(name, value)
+            found = _data(value)
         elif name == "reward_function":
             where = value.rpartition(":")[0]
             found = content(Path(where)) if names_file(where) else ""
@@ -338,7 +341,7 @@ def looked_at(name: str, value: str) -> Fact:
     return Fact(shown=found.rpartition(" ")[2][:8] or "-", same=found, remedy="Copy it again")
 
 
-def _data(name: str, value: str) -> str:
+def _data(value: str) -> str:
     if value == DEEPSPEED_CHAT_FILES:
         return content(Path("data"))
     path = Path(value).expanduser()

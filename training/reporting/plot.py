@@ -35,7 +35,7 @@ class Curve:
     right: bool = False
 
 
-BLUE, ORANGE, GREEN, RED, PURPLE = "#2f6db5", "#e07b1a", "#2e9257", "#c23b3b", "#7d55b0"
+BLUE, ORANGE, GREEN, PURPLE = "#2f6db5", "#e07b1a", "#2e9257", "#7d55b0"
 
 PANELS: tuple[tuple[str, tuple[Curve, ...]], ...] = (
     (

@@ -28,8 +28,8 @@ from training.reporting.metrics_file import METRICS_FILE, JsonlSink
 from training.reporting.progress import ProgressBar
 from training.reporting.sample_tables import MIN_WIDTH, samples_markdown, samples_table
 from training.reporting.standard_errors import NOISE
-from training.reporting.summary import WallClock, seconds_after
 from training.reporting.views import PPO, View
+from training.reporting.wall_clock import WallClock, seconds_after
 from training.runtime.unwritten import note
 
 

@@ -111,7 +111,7 @@ class Connection:
 
 def lost_by(error: OSError | ValueError) -> str:
     """What became of a rank whose connection ended so."""
-    died = isinstance(error, (ConnectionResetError, BrokenPipeError))
+    died = isinstance(error, (ConnectionResetError, BrokenPipeError, ValueError))
     return "has died" if died else f"is cut off ({getattr(error, 'strerror', None) or error})"
 
 

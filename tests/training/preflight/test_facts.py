@@ -15,7 +15,7 @@ from scripts.harness.programs import Tiny
 from tests.reward_server import serving
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
-from training.preflight import facts
+from training.preflight import exchange, facts
 from training.preflight.facts import Fact, bytes_in_short, content, disk, inputs_of, looked_at
 
 
@@ -64,8 +64,9 @@ def test_a_disk_is_written_to_and_nothing_is_left(tmp_path):
     ("cards", "ranks", "problem", "memory"),
     [
         ([80, 80], 2, "", ""),
-        ([80], 2, "torch sees 1 GPUs for 2 ranks", ""),
-        ([80, None], 2, "torch cannot use GPU 1: no kernel image", ""),
+        ([80], 2, "torch sees 1 GPUs for 2 ranks", "torch cannot use GPU 1: invalid device ordinal"),
+        ([80, None], 2, "", "torch cannot use GPU 1: no kernel image"),
+        ([None, 55], 2, "", "torch cannot use GPU 0: no kernel image"),  # worse than memory that is taken
         ([80, 55], 2, "", "25 GB of 80 GB of GPU 1 are taken: look who runs there"),
         ([80, 75], 2, "", ""),
     ],
@@ -74,21 +75,31 @@ def test_gpus_are_counted_tried_and_asked_for_their_memory(monkeypatch, cards, r
     """cards: the free memory of each in GB, None for one with which torch cannot compute."""
 
     def ask(index: int) -> tuple[int, int]:
+        if index >= len(cards):
+            raise RuntimeError("invalid device ordinal")
         if cards[index] is None:
             raise RuntimeError("no kernel image\nmore of it")
         return cards[index] * 10**9, 80 * 10**9
 
     card = SimpleNamespace(name="NVIDIA A100", major=8, minor=0)
     monkeypatch.setattr(facts, "on_gpu", lambda: True)
+    monkeypatch.setattr(exchange, "on_gpu", lambda: True)
     monkeypatch.setattr(facts.torch.cuda, "device_count", lambda: len(cards))
     monkeypatch.setattr(facts.torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(facts.torch.cuda, "mem_get_info", ask)
     ones = facts.torch.ones
     monkeypatch.setattr(facts.torch, "ones", lambda *shape, device: ones(*shape))
-    found = facts.gpus(ranks, thorough=True)
+    found = facts.gpus(ranks)
     assert found["GPUs"].shown == found["GPUs"].same == f"{len(cards)} x NVIDIA A100 (8.0)"
-    assert (found["GPUs for ranks"].problem, found["GPU memory"].problem) == (problem, memory)
-    assert "GPU memory" not in facts.gpus(ranks, thorough=False)
+    assert found["GPUs for ranks"].problem == problem
+    posted = {}
+    for rank in range(ranks):
+        monkeypatch.setattr(exchange.distributed, "local_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(exchange, "facts_of_node", lambda args, thorough: found)
+        posted[rank] = exchange.facts_of_rank(None)
+    (node,) = exchange.nodes_of(posted)
+    assert node.facts["GPU memory"].problem == memory
+    assert "gpu" not in exchange.facts_of_rank(None, thorough=False)
 
 
 def test_a_node_without_ninja(monkeypatch):

@@ -51,7 +51,7 @@ READERS = {
     "reporting/views.py",
     "reporting/plot.py",
     "reporting/summary.py",
-    "reporting/reward_change.py",
+    "reporting/standard_errors.py",
     "reporting/verdict.py",
     "measuring.py",
     "report/page.py",

@@ -7,7 +7,7 @@ import pytest
 
 from tests.training.reporting.metric_rows import write
 from training.reporting.sinks import MetricWriter
-from training.reporting.summary import WallClock, seconds_after, seconds_by_part, time_lines
+from training.reporting.wall_clock import WallClock, seconds_after, seconds_by_part, time_lines
 from training.runtime import phases
 from training.runtime.phases import OUTSIDE, Place, phase
 
