@@ -19,7 +19,7 @@ def now(monkeypatch):
     monkeypatch.setattr("training.runtime.phases.time.monotonic", lambda: clock["now"])
     place = Place(_counted=100.0)
     monkeypatch.setattr("training.runtime.phases.place", place)
-    monkeypatch.setattr("training.reporting.summary.place", place)
+    monkeypatch.setattr("training.reporting.wall_clock.place", place)
     return lambda seconds: clock.update(now=seconds)
 
 
