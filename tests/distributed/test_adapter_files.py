@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.experience import position_ids
 from engine.models.loading import load_scorer
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.work_adapter_files import SEQUENCES
 from tests.engine.models.test_adapter_folders import peft_logprobs, write_adapter
 

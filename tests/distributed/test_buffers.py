@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from scripts.harness.models import make_family
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 FAMILIES = ("llama", "gemma3_text", "gptj")  # frequencies, scales, tables of positions
 

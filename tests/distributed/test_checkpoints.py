@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.distributed.tiny_run import SAMPLING, prompt_tokens
 from tests.distributed.work_copies import MODES
 from tests.plain_sampling import plain_answer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 RUNS = {"2": {"stage": 2, "config": "stage2.json"}, "3": {"stage": 3, "config": "stage3.json"}}
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.harness.models import make_causal_lm
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 STAGES = (0, 3)
 TIED = ("opt", "gpt2", "bloom")

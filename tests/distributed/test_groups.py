@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.distributed.harness import TIMEOUT, run_ranks
+from scripts.harness.ranks import TIMEOUT, run_ranks
 
 
 def test_every_group_waits_as_long_as_the_worlds(folder):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 
 def test_results_come_in_rank_order():

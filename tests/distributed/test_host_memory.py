@@ -1,6 +1,6 @@
 """One copy of a model on a machine: host memory over both ranks while it is loaded, and while it is saved."""
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.work_host_memory import make_llama
 
 SLACK = 24e6  # pieces of files that are read, and what the libraries take for themselves

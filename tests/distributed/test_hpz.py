@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 SIZES = {"actor": 2, "critic": 4, "reference": 2, "reward": None}
 

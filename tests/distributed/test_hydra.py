@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.distributed.tiny_run import DIALECT
 from tests.distributed.work_hydra import EMA_DECAY, SAVED_AFTER, STEPS
 

@@ -11,8 +11,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.distributed.work_gradients import LEARNING_RATE, MOVING, TEMPERATURE
 from tests.distributed.work_lora import ALPHA, DIM, LORA_RATE, factors
 

@@ -9,8 +9,8 @@ import pytest
 from engine.algorithms import DIALECTS
 from engine.zero.config import CONFIG_DIR
 from scripts.harness.models import make_adapter, make_causal_lm
+from scripts.harness.ranks import run_ranks
 from tests.distributed.conftest import ALWAYS_PARTITIONED
-from tests.distributed.harness import run_ranks
 
 TESTED = ("openai", "trl_rloo")  # a critic with a new head, and Adam's other form; no critic
 WAYS = ("two trunks", "one trunk")

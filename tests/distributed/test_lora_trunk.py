@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from engine.models.loading import load_policy, load_scorer
 from scripts.harness.models import make_adapter
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 RUNS = {
     "two": {"stage": 0, "share": False},

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.memory_cases import CASES
 
 PHASES = ("load", "generate", "experience", "train", "save")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from scripts.harness.models import make_causal_lm
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.distributed.work_merge import reward, write_prompts
 
 SCALES, RUNS, TEMPERATURE = [0.0, 0.5, 1.5], ["run1", "run2"], 0.8

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.distributed.work_moving_reference import SAVED_AFTER, STEPS
 
 DECAY, ALPHA, LORA = 0.5, 0.25, {"dim": 2, "alpha": 8.0}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.work_not_finite import EXPERIENCE
 
 STAGES = {"stage 0": 0, "stage 3": 3}

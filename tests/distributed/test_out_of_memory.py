@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.work_out_of_memory import Case
 
 MADE, FILLED = "engine.copies.empty_like", "engine.copies.try_bucket"

@@ -11,7 +11,7 @@ from engine.engine_spec import EngineSpec
 from engine.experience import TrainingBatch
 from engine.zero.communication import init
 from scripts.harness.models import BOS, EOS, PAD, UNK
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.work_own_reward import A_TOKEN, HELD_OUT, PENALTY, PER_STEP, run
 
 KINDS = ("stage 0", "stage 3")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.distributed.work_precision import ROUNDS, STEADY
 
 STAGES = (0, 2, 3)

@@ -3,7 +3,7 @@
 import re
 
 from scripts.harness.programs import Tiny, command_line
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 
 def test_two_hosts_are_compared_and_measured(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from engine.zero.shards import SCALER_COUNTERS
 from scripts.harness.models import make_causal_lm
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 RANKS, BEFORE = (2, 1, 3), (3, 1, 0)  # of each hop: ranks, and steps trained before it is left
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scripts.harness.programs import snapshot
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.work_restart import SAVED_AFTER, STEPS
 from training.checkpoints import resuming
 from training.checkpoints.export import export

@@ -2,7 +2,7 @@
 
 import socket
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 
 def test_a_rank_that_does_not_share_the_folder_is_named_on_all(tmp_path):

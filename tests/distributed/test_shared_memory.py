@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.zero.communication import BUFFERS, SHARED_MEMORY, clear_dead_buffers
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 MAP = """
 import mmap, os, sys

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 RUNS = {
     "score": {"stage": 3, "dtype": "fp32", "spoil": "score"},

@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 from scripts.harness.programs import Tiny, metric_lines
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.harness import run_ranks
 from tests.distributed.work_supervised_long_batch import CASES, PASSES, STEPS
 
 ROUNDING = 1e-6  # of sums that are taken in another order

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from scripts.harness.programs import Tiny, lasting_metrics, metric_lines, run_here
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.work_supervised_restart import flags_of
 
 STAGES = (0, 3)

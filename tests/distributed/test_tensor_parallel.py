@@ -15,7 +15,7 @@ from transformers import (
 
 from engine.rollout.base import SamplingConfig
 from scripts.harness.models import EOS, PAD, make_causal_lm, make_config, make_scorer, save_random
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 
 RANKS, LAYERS = 2, 20
 SAMPLING = SamplingConfig(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.work_tensorflow_adam import BETAS, EPS
 
 FLOAT32 = {

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from scripts.harness.models import VOCABULARY
+from scripts.harness.ranks import run_ranks
 from tests.distributed import plain, test_gradients
-from tests.distributed.harness import run_ranks
 from tests.distributed.test_gradients import CLOSE, losses
 from tests.distributed.work_unsup import BLOCKS, COEFFICIENT
 

@@ -1,4 +1,4 @@
-"""Steps 1, 2 and 3 as users run them: two ranks, ZeRO-3, each starting from what the ones before it wrote."""
+"""Steps 1, 2 and 3 on two ranks, ZeRO-3, each starting from what the ones before it wrote."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.harness.programs import Result, Tiny, launch
+from scripts.harness.programs import Result, Tiny, forked
 from training.reporting.standard_errors import ENDINGS
 
 STEPS, EVALUATED = 4, 8
@@ -50,7 +50,7 @@ def run_chain(tiny: Tiny, folder: Path) -> Chain:
     results = {}
 
     def started(name: str, step: int, **flags) -> None:
-        results[name] = launch(step, tiny.flags(step, output_dir=folder / name, **flags))
+        results[name] = forked(step, tiny.flags(step, output_dir=folder / name, **flags))
         assert results[name].code == 0, results[name].stdout + results[name].stderr
 
     started("sft", 1, zero_stage=3, learning_rate=1e-3)

@@ -7,7 +7,7 @@ import pytest
 
 from engine.zero.accelerator import device, why_not
 from scripts.harness.mistakes import cases
-from scripts.harness.programs import Result, assert_one_message, launch, run_here, run_words, snapshot
+from scripts.harness.programs import Result, assert_one_message, forked, launch, run_here, run_words, snapshot
 
 # (steps, changed flags, what the message holds). {bad} is the folder of `bad`, {tiny} that of `tiny`.
 FILES = [
@@ -289,19 +289,20 @@ def test_fp16_where_the_machine_has_none(step, tiny, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(
-    "step, change, expected",
+    "started, step, change, expected",
     [
-        (3, {"acter_zero_stage": 3}, "unknown flag --acter_zero_stage. Did you mean --actor_zero_stage?"),
-        (2, {"data_path": "{bad}/broken.jsonl"}, "{bad}/broken.jsonl, line 3"),
+        (launch, 3, {"acter_zero_stage": 3}, "unknown flag --acter_zero_stage. Did you mean --actor_zero_stage?"),
+        (forked, 2, {"data_path": "{bad}/broken.jsonl"}, "{bad}/broken.jsonl, line 3"),
         (
+            forked,
             3,
             {"per_device_generation_batch_size": 17, "per_device_training_batch_size": 17},
             "which takes 34 over 2 ranks",
         ),
     ],
 )
-def test_two_ranks_say_it_once(step, change, expected, tiny, bad, tmp_path):
+def test_two_ranks_say_it_once(started, step, change, expected, tiny, bad, tmp_path):
     change = {name: value.format(bad=bad) if isinstance(value, str) else value for name, value in change.items()}
-    result = launch(step, tiny.flags(step, output_dir=tmp_path / "out", **change))
+    result = started(step, tiny.flags(step, output_dir=tmp_path / "out", **change))
     assert_one_message(result, [expected.format(bad=bad)])
     assert not (tmp_path / "out").exists()

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from scripts.harness.programs import Result, Tiny, launch, metric_lines, run_here
+from scripts.harness.programs import Result, Tiny, forked, metric_lines, run_here
 
 # The 8 held-out prompts are scored by fours before the first step and after the last, and 4 responses in both steps.
 REWARD = """
@@ -70,7 +70,7 @@ def test_two_ranks(tiny: Tiny, tmp_path):
     out = tmp_path / "out"
     reward = write_reward(tmp_path, FAILURES["nan"][0], ranks=2)
     flags = tiny.flags(3, output_dir=out, reward_function=reward, actor_zero_stage=3, critic_zero_stage=3)
-    check_kept(out, launch(3, flags), FAILURES["nan"][1])
+    check_kept(out, forked(3, flags), FAILURES["nan"][1])
 
 
 def test_a_reward_function_that_changes_the_working_directory(tiny: Tiny, tmp_path, capfd, monkeypatch):

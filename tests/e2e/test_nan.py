@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from scripts.harness.programs import launch, metric_lines, run_here, snapshot
+from scripts.harness.programs import forked, metric_lines, run_here, snapshot
 
 WHAT_TO_LOOK_AT = ("reward model's score", "learning rates", "gradient norms", "restart point")
 
@@ -149,8 +149,7 @@ def test_steps_1_and_2_stop_too(step, tiny, tmp_path, capfd):
 
 
 def test_two_ranks_stop_together_and_say_it_once(tiny, poisoned, tmp_path):
-    result = launch(
-        3,
+    result = forked(
         tiny.flags(
             3,
             output_dir=tmp_path / "out",

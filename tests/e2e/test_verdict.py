@@ -2,7 +2,7 @@
 
 import json
 
-from scripts.harness.programs import Tiny, launch, metric_lines, run_here
+from scripts.harness.programs import Tiny, forked, metric_lines, run_here
 
 
 def ended(result, code: int, *parts: str) -> None:
@@ -31,7 +31,7 @@ def test_step_1_that_learned_says_done(tiny, tmp_path, capfd):
 
 def test_step_2_on_two_ranks(tiny, tmp_path):
     """Both ranks end alike, with the loss over that of a coin."""
-    result = launch(2, tiny.flags(2, output_dir=tmp_path / "out", learning_rate=1e3, max_steps=3, zero_stage=3))
+    result = forked(2, tiny.flags(2, output_dir=tmp_path / "out", learning_rate=1e3, max_steps=3, zero_stage=3))
     lines = metric_lines(tmp_path / "out")
     assert lines[-1]["eval/pair_loss"] > 100 > lines[0]["eval/pair_loss"]
     words = ["WARNING: "] if result.code == 0 else ["broken the model"]  # as the eight pairs fall

@@ -37,7 +37,7 @@ from scripts.harness.models import (
     make_scorer,
     save_random,
 )
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.distributed.work_families import INDICES, LEARNING_RATE, PROMPTS, SEED, one_step
 
 FAMILIES = ("llama", "opt", "gpt2", "gpt_neox", "bloom", "mistral", "qwen2")

@@ -14,7 +14,7 @@ from engine.models.loading import load_policy, load_scorer, new_scorer
 from scripts.harness import model_damages as damages
 from scripts.harness.model_damages import edit_config, edit_weights
 from scripts.harness.models import make_causal_lm, make_scorer, save_random
-from tests.distributed.harness import run_ranks
+from scripts.harness.ranks import run_ranks
 from tests.engine.models.deepspeed_chat_models import deepspeed_chat_actor, deepspeed_chat_reward
 from tests.engine.models.test_families import FAMILIES, odd_config
 

@@ -14,8 +14,8 @@ from engine.models.reading import LANGUAGE_MODEL, read_config, read_tokenizer
 from engine.models.saving import save_model
 from engine.zero.gathering import full_state
 from scripts.harness.models import make_causal_lm
+from scripts.harness.ranks import run_ranks
 from tests.distributed.conftest import write_stage_files
-from tests.distributed.harness import run_ranks
 
 
 def make_folder(parent: Path, family: str = "llama", **settings) -> Path:
