@@ -131,6 +131,7 @@ def _context() -> multiprocessing.context.BaseContext:
 def _killed(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         process.kill()
+    for process in processes:
         process.join()
 
 

@@ -13,7 +13,7 @@ LOOP = re.search(r"```bash\n(for try .*?)```", (ROOT / "docs" / "faults.md").rea
 
 
 def test_a_run_comes_to_its_end_though_a_rank_failed_and_a_rank_died(tiny, tmp_path):
-    loop = re.sub(r"deepspeed .* --resume auto", '"$@" --resume auto', LOOP).replace("sleep 60", "sleep 5")
+    loop = re.sub(r"deepspeed .* --resume auto", '"$@" --resume auto', LOOP).replace("sleep 60", "sleep 1")
     run = FaultyRun(
         tmp_path / "run", tiny, lambda program, words: ["bash", "-c", loop, "bash", *by_deepspeed(program, words)]
     )

@@ -150,6 +150,7 @@ def test_steps_1_and_2_stop_too(step, tiny, tmp_path, capfd):
 
 def test_two_ranks_stop_together_and_say_it_once(tiny, poisoned, tmp_path):
     result = forked(
+        3,
         tiny.flags(
             3,
             output_dir=tmp_path / "out",
