@@ -1,15 +1,25 @@
-"""What the plan says of weights, gradients, optimizer states, caches and copies, against arithmetic by hand."""
+"""What the plan says of weights, gradients, optimizer states, caches, copies and adapters, of three steps, against
+arithmetic by hand.
+
+Nothing but configurations stands in the models' folders: no weights, no tokenizer.
+"""
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
+from engine.engine_spec import EngineSpec, OptimizerSpec
 from engine.errors import UserError
 from engine.memory import PHASES, Cluster, plan
+from engine.memory.blueprint import blueprints
 from engine.memory.gpus import reserved
+from engine.memory.planning import OneModel, plan_one_model
+from engine.memory.zero_memory import Bytes, bucket_numbers
 from engine.models.lora import LoraSpec
 from engine.zero.config import EngineConfig
+from engine.zero.gathering import GATHER_BUCKET
 from tests.engine.memory.configurations import (
     CACHE_NUMBERS,
     LAYER_MATRICES,
@@ -263,3 +273,126 @@ def test_a_reference_that_moves_is_a_shard_in_place_of_a_model(path, stage):
     average = plan(spec_of(path, stage, ema_decay=0.9, reference_is_ema=True), WORKLOAD, Cluster(gpus=2))
     assert of_role(average, "train", "ema") == {"average": pytest.approx(shard, rel=0.001)}
     assert "reference" not in average.phases["train"]
+
+
+LORA = LoraSpec(dim=2, only=True)
+QUERIES = LAYERS * 2 * (WIDTH + WIDTH)  # of rank 2, in q_proj alone
+
+
+def adapter(folder: Path, base: str, kind: str = "CAUSAL_LM", modules=("q_proj",)) -> str:
+    """An adapter's folder with its configuration and nothing else."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "task_type": kind, "r": 2, "target_modules": list(modules)}
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
+    return str(folder)
+
+
+@pytest.fixture
+def base(tmp_path) -> str:
+    (tmp_path / "base").mkdir()
+    return llama(tmp_path / "base")
+
+
+def test_an_adapter_that_is_gone_on_with_is_there_twice(base, tmp_path):
+    """Its layers count, not those that a new one would have; the frozen copy is the reference's or reward model's."""
+    actor, critic = adapter(tmp_path / "actor", base), adapter(tmp_path / "critic", base, "SEQ_CLS")
+    spec = dataclasses.replace(spec_of(actor, 0, actor_lora=LORA, critic_lora=LORA), critic_path=critic)
+    rest = plan(spec, WORKLOAD, Cluster()).phases["generate"]
+    assert set(rest) == {"actor", "critic"}
+    assert rest["actor"]["weights"] == 2 * (POLICY + 2 * QUERIES)
+    assert rest["actor"]["optimizer"] == 12 * QUERIES
+    assert rest["critic"]["weights"] == 2 * (SCORER + WIDTH + 2 * QUERIES)
+    assert rest["critic"]["optimizer"] == 12 * (QUERIES + WIDTH)
+
+
+def test_an_adapter_without_lora_is_part_of_the_model(base, tmp_path):
+    found = blueprints(spec_of(adapter(tmp_path / "actor", base), 0))
+    assert {role: model.numbers for role, model in found.items()} == {
+        "actor": POLICY,
+        "critic": SCORER,
+        "reference": POLICY,
+        "reward": SCORER,
+    }
+
+
+@pytest.mark.parametrize(("modules", "numbers"), [(("q_proj",), POLICY - VOCABULARY * WIDTH), (("lm_head",), POLICY)])
+def test_a_tied_head_with_an_adapter_in_it_is_a_matrix_of_its_own(base, tmp_path, modules, numbers):
+    config = Path(base) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    found = blueprints(spec_of(adapter(tmp_path / "actor", base, modules=modules), 0))
+    assert (found["actor"].numbers, found["reference"].numbers) == (numbers, numbers)
+
+
+def shared(actor: str, critic: str | None) -> EngineSpec:
+    return EngineSpec(
+        actor_path=actor,
+        critic_path=critic,
+        with_reward_model=critic is not None,
+        share_trunk=True,
+        actor_lora=LORA,
+        critic_lora=LORA,
+        dtype="bf16",
+        actor=EngineConfig("actor", 0),
+    )
+
+
+def test_one_trunk_serves_all_roles(base):
+    planned = plan(shared(base, None), WORKLOAD, Cluster())
+    assert planned.phases["generate"].keys() == {"actor"}
+    assert planned.phases["generate"]["actor"]["weights"] == 2 * (POLICY + WIDTH + 2 * FACTORS)
+    assert planned.phases["generate"]["actor"]["optimizer"] == 12 * (2 * FACTORS + WIDTH)
+    assert {moment.name for moment in planned.moments} >= {"critic computes", "critic's backward pass"}
+    assert "critic's optimizer step" not in {moment.name for moment in planned.moments}
+
+
+def test_one_trunk_has_the_adapters_that_its_roles_start_from(base, tmp_path):
+    """Actor and reference, critic and reward model: four adapters and two heads; half of them train."""
+    spec = shared(adapter(tmp_path / "actor", base), adapter(tmp_path / "judge", base, "SEQ_CLS"))
+    actor = plan(spec, WORKLOAD, Cluster()).phases["generate"]["actor"]
+    assert actor["weights"] == 2 * (POLICY + 2 * WIDTH + 4 * QUERIES)
+    assert actor["optimizer"] == 12 * (2 * QUERIES + WIDTH)
+
+
+WHOLE = {False: 2 * POLICY, True: 2 * SCORER}  # bytes in 16 bits
+
+
+def training(path: str, scorer: bool, passes: int, gpu: int | None = None) -> dict[str, Bytes]:
+    """The device's bytes at the moments of training, on two GPUs."""
+    one = OneModel(
+        path=path,
+        scorer=scorer,
+        engine=EngineConfig("model", 3),
+        optimizer=OptimizerSpec(lr=1e-5),
+        dtype="bf16",
+        rows=2,
+        length=24,
+        passes=passes,
+    )
+    planned = plan_one_model(one, Cluster(gpus=2, gpu=gpu))
+    return {moment.name: moment.device for moment in planned.moments if moment.phase == "train"}
+
+
+@pytest.mark.parametrize("scorer", [False, True])
+def test_one_model_over_several_passes_has_whole_weights_and_gradients(path, scorer):
+    once, several = training(path, scorer, 1), training(path, scorer, 4)
+    share, whole = WHOLE[scorer] / 2, WHOLE[scorer]
+    assert several["the backward pass"].of_kind("gathered") == several["gradients are reduced"].of_kind("gathered")
+    assert several["the backward pass"].of_kind("gathered") == whole
+    assert several["the backward pass"].of_kind("gradients") == pytest.approx(share + whole, rel=0.001)
+    assert several["gradients are reduced"].of_kind("gradients") == pytest.approx(share, rel=0.001)
+    assert several["the first pass"].by_role == once["the backward pass"].by_role
+    assert once["gradients are reduced"].of_kind("gathered") == 0 and "the first pass" not in once
+
+
+def test_nothing_of_one_model_is_kept_whole_where_memory_does_not_allow_it(path):
+    """The GPU has what would be needed, less weights and gradients."""
+    needed = max(device.total for device in training(path, False, 4).values())
+    assert training(path, False, 4, reserved(2) + needed - 2 * WHOLE[False]).keys() == training(path, False, 1).keys()
+
+
+def test_what_is_received_and_sent():
+    assert bucket_numbers(80, 10, world=4) == 80 + 20
+
+
+def test_at_most_a_bucket_and_a_weight_that_no_longer_fits_into_it():
+    assert bucket_numbers(10**10, 6, world=2) == 1.5 * (GATHER_BUCKET + 6)
