@@ -1,15 +1,21 @@
-"""What a run does around the steps of the critic's pretraining, seen by stand-ins that take notes."""
+"""What a run does around the steps of the critic's pretraining, seen by stand-ins that take notes; and responses that
+vLLM cannot draw, refused before data are read and models loaded.
+"""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 
 from engine.errors import EndedEarly, UserError
-from tests.training.config.command_lines import step3
+from scripts.harness.models import make_causal_lm
+from tests import fake_vllm
+from tests.training.config.command_lines import parse, step3
+from training.config.step3 import RLHFFlags
 from training.runtime import model_folders, output_folder, stopping
 from training.runtime.models import PRETRAINING_RECORD, is_pretrained_critic
-from training.runtime.plan import check_models
+from training.runtime.plan import check_files, check_models, check_vllm
 from training.runtime.session import pretrain
 
 
@@ -130,3 +136,30 @@ def test_a_critic_is_no_reward_model(tmp_path, monkeypatch):
         check_models(args, args.resolved_dialect()[0])
     args = step3(critic_model_name_or_path=str(tmp_path), reward_model_name_or_path="reward")
     check_models(args, args.resolved_dialect()[0])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    """A model with 4 attention heads of 8 numbers."""
+    return make_causal_lm(tmp_path_factory.mktemp("model"), "llama")
+
+
+def with_vllm(path: str, *words: str) -> RLHFFlags:
+    return parse("--actor_model_name_or_path", path, "--rollout_backend", "vllm", *words, flags_class=RLHFFlags)
+
+
+def test_a_missing_vllm_is_told_with_the_files(path, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.rollout.vllm_engine.metadata.version", fake_vllm.version(None))
+    args = with_vllm(path, "--output_dir", str(tmp_path / "out"), "--data_path", "no.jsonl", "--dtype", "fp32")
+    with pytest.raises(UserError, match="vLLM is not installed here"):
+        check_files(args, args.resolved_dialect()[0], None)
+
+
+def test_heads_that_it_cannot_compute_or_divide_are_told(path, monkeypatch):
+    monkeypatch.setattr("engine.rollout.vllm_engine.metadata.version", fake_vllm.version("0.32.1"))
+    with pytest.raises(UserError, match=f"{re.escape(path)} has attention heads of 8 numbers; on CPUs"):
+        check_vllm(with_vllm(path))
+    monkeypatch.delenv("RANK", raising=False)  # of a group that other tests joined
+    with pytest.raises(UserError, match="--vllm_tensor_parallel_size 3: .* has 4 attention heads.* divides 4"):
+        check_vllm(with_vllm(path, "--vllm_tensor_parallel_size", "3"))
+    check_vllm(with_vllm(path, "--dry_run"))  # for other machines, it may be

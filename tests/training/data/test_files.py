@@ -1,10 +1,14 @@
-"""Data files of each kind, and that whatever is broken in them is told with file, place and reason."""
+"""Data files of each kind, from file to rows: what is accepted, and one message with file, place and remedy for
+whatever is broken, changes while it is read, is too large or too deep, or is no file.
+"""
 
 import gzip
 import hashlib
 import json
+import os
 import random
 import re
+import socket
 from datetime import datetime
 from decimal import Decimal
 
@@ -13,9 +17,13 @@ import pytest
 from pyarrow import parquet
 
 from engine.errors import UserError
+from engine.files import open_file
+from engine.zero.config import stage_of_file
 from tests.training.data.reading import rows_of
-from training.data.files import Unread, read_records
-from training.data.forms import PAIRS, SFT
+from training.config.parsing import read_yaml
+from training.data.files import DataFile, Unread, read_records
+from training.data.forms import PAIRS, PROMPTS, SFT
+from training.data.sources import open_source
 
 
 @pytest.fixture
@@ -279,3 +287,232 @@ def test_huge_broken_lines_make_short_messages(write, megabytes):
         with pytest.raises(UserError, match=f"{re.escape(str(path))}, {place}") as caught:
             rows_of(path, PAIRS)
         assert len(str(caught.value)) < len(str(path)) + 700
+
+
+SFT_NEEDS = (
+    r"messages, or prompt \+ chosen, or prompt \+ response, or prompt \+ completion, or chosen \+ rejected, or text\."
+)
+PROMPTS_NEED = r"messages, or prompt, or chosen \+ rejected\."
+GOOD_LINE = b'{"prompt": "a"}\n'
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    def write(content: bytes | str, name: str = "rows.jsonl"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+def test_lines_are_read_in_order_and_blank_ones_passed_over(write_rows):
+    content = '\ufeff{"prompt": "a b"}\r\n\n   \n{"prompt": "\u2028 \u00e9 \\ud83d\\ude00"}'  # no newline at the end
+    assert rows_of(write_rows(content), PROMPTS) == [{"prompt": "a b"}, {"prompt": "\u2028 \u00e9 \U0001f600"}]
+
+
+def test_a_json_file_is_a_list(write_rows):
+    rows = [{"prompt": "p", "chosen": "c", "rejected": "r"}]
+    assert rows_of(write_rows(json.dumps(rows, indent=2), "rows.json"), PAIRS) == rows
+    line = json.dumps(rows[0])  # or one object a line
+    assert rows_of(write_rows(f"\n {line}\n\n{line}\n", "rows.json"), PAIRS) == rows * 2
+    spread = json.dumps(rows[0], indent=2)  # or objects spread over lines
+    assert rows_of(write_rows(f"\ufeff{spread}\n{spread}{line}", "rows.json"), PAIRS) == rows * 3
+
+
+def test_the_first_alternative_that_a_record_has_is_taken_and_prompts_keep_their_extra_columns(write_rows):
+    lines = [
+        '{"prompt": "p", "response": "r", "text": "t", "stars": 5}',
+        '{"prompt": "p", "response": null, "text": "t"}',
+    ]
+    assert rows_of(write_rows("\n".join(lines)), SFT) == [{"prompt": "p", "response": "r"}, {"text": "t"}]
+    assert rows_of(write_rows(lines[0]), PROMPTS) == [{"prompt": "p", "response": "r", "text": "t", "stars": 5}]
+
+
+def test_a_prompt_may_be_empty_only_where_something_follows_it(write_rows):
+    assert rows_of(write_rows('{"prompt": "", "response": "r"}'), SFT) == [{"prompt": "", "response": "r"}]
+    with pytest.raises(UserError, match="line 1, column prompt: found ''; needed a text that is not blank"):
+        rows_of(write_rows('{"prompt": ""}'), PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "content, form, message",
+    [
+        (b"", PROMPTS, r"rows.jsonl: found no records; it needs at least one with " + PROMPTS_NEED),
+        (b"\n \n", SFT, r"found no records; it needs at least one with " + SFT_NEEDS),
+        (
+            GOOD_LINE + b"\n{'prompt': 'a'}",
+            PROMPTS,
+            r"rows.jsonl, line 3: found .*'prompt'.*no JSON .*column 2.*one JSON object a line",
+        ),
+        (
+            GOOD_LINE + b'{"prompt": "' + b"x" * 999,
+            PROMPTS,
+            r"line 2: found '\{\"prompt\": \"x{48}\.\.\.', which is no JSON",
+        ),
+        (
+            GOOD_LINE + b'["a"]',
+            PROMPTS,
+            r"line 2: found a list \('\[\"a\"\]'\); a record is an object with " + PROMPTS_NEED,
+        ),
+        (GOOD_LINE + b'"a"', PROMPTS, r"line 2: found a string"),
+        (b"{}", PROMPTS, r"line 1: found the columns: none; needed: " + PROMPTS_NEED),
+        (
+            b'{"prompt": "a", "answer": "b", "response": null}',
+            SFT,
+            r"line 1: found the columns: prompt, answer, response \(null\); "
+            rf"needed: {SFT_NEEDS} Rename",
+        ),
+        (b'{"text": 5}', SFT, r"line 1, column text: found a number \('5'\); needed a string"),
+        (b'{"text": ["a"]}', SFT, r"line 1, column text: found a list"),
+        (b'{"text": " \\n"}', SFT, r"line 1, column text: found ' \\n'; needed a text that is not blank"),
+        (b'{"prompt": "a", "chosen": "b", "rejected": ""}', PAIRS, r"line 1, column rejected: found ''"),
+        (b'{"prompt": "a", "chosen": " ", "rejected": "b"}', PAIRS, r"line 1, column chosen: found ' '"),
+        (GOOD_LINE + b'{"prompt": "\xff"}', PROMPTS, r"line 2: found the byte 0xff, which is not UTF-8"),
+        (b"\xef\xbb\xbf" + GOOD_LINE + b'{"prompt": "\xfe"}', PROMPTS, r"line 2: found the byte 0xfe"),
+        (GOOD_LINE + b"\0" * 8, PROMPTS, r"line 2: found a NUL character"),
+        (
+            GOOD_LINE + b'{\n"prompt": "a"}',
+            PROMPTS,
+            r"line 2: found '{'.* a line, or call the file .json if its JSON is spread",
+        ),
+        (b'{"prompt": "a\\u0000b"}', PROMPTS, r"line 1, column prompt: found a NUL character in 'a\\x00b'"),
+        (b'{"prompt": "a\\ud800b"}', PROMPTS, r"line 1, column prompt: found half a surrogate pair"),
+    ],
+)
+def test_mistakes_in_lines(write_rows, content, form, message):
+    with pytest.raises(UserError, match=message):
+        rows_of(write_rows(content), form)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b" ", r"rows.json: found no records"),
+        (b"[]", r"rows.json: found no records"),
+        (b'"prompt"', r"rows.json, line 1: found a string .*Put the records into \[ \]"),
+        (b'[{"prompt": "a"}]\n[]', r"rows.json, line 2: found '\[\]', which is no JSON here .*or one object a line"),
+        (GOOD_LINE + b'{\n"prompt": "a"}', r"rows.json, line 2: found '\{', which is no JSON .*one JSON object a line"),
+        (b'{"prompt": \n"a"}\noops', r"rows.json, line 3: found 'oops', which is no JSON here"),
+        (b'[{"prompt": "a"},\n\n oops]', r"rows.json, line 3: found ' oops\]'"),
+        (
+            b'[{"prompt": "a"}, 7]',
+            r"rows.json, record 2: found a number \('7'\); a record is an object with " + PROMPTS_NEED,
+        ),
+        (
+            b'[{"prompt": "a"}, {"promt": "b"}]',
+            r"rows.json, record 2: found the columns: promt; needed: " + PROMPTS_NEED,
+        ),
+    ],
+)
+def test_mistakes_in_a_list(write_rows, content, message):
+    with pytest.raises(UserError, match=message):
+        rows_of(write_rows(content, "rows.json"), PROMPTS)
+
+
+def test_mistakes_in_the_path(write_rows, tmp_path):
+    with pytest.raises(UserError, match=r"absent.jsonl: cannot be read \(No such file or directory\); check the path"):
+        rows_of(tmp_path / "absent.jsonl", PROMPTS)
+    with pytest.raises(UserError, match="found a directory; name one file in it"):
+        read_records(tmp_path)
+    with pytest.raises(UserError, match=r"rows.txt: found the ending '\.txt'"):
+        rows_of(write_rows(GOOD_LINE, "rows.txt"), PROMPTS)
+
+
+@pytest.fixture
+def odd(tmp_path):
+    """A folder with a pipe, a socket and a link to a device, all named like data files."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(tmp_path / "socket.jsonl"))
+        (tmp_path / "device.jsonl").symlink_to("/dev/zero")
+        yield tmp_path
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("pipe", "a pipe, which can be read once only"), ("socket", "a socket"), ("device", "a device")]
+)
+def test_what_is_no_file_is_refused_and_never_opened(odd, name, kind):
+    path = odd / f"{name}.jsonl"
+    with pytest.raises(UserError, match=rf"{name}.jsonl: cannot be read \(it is {kind}\); check the path"):
+        open_source(str(path))
+    with pytest.raises(UserError, match=rf"--config .*{name}.jsonl: cannot be read \(it is {kind}\)"):
+        read_yaml(str(path))
+    with pytest.raises(OSError, match=kind):
+        open_file(path)
+    assert stage_of_file(str(path), "actor") is None
+
+
+def test_a_folder_with_a_pipe_or_a_circle_of_links_is_refused(odd, tmp_path):
+    with pytest.raises(UserError, match=r"\.jsonl: is a pipe, a socket or a device\. Take it out"):
+        open_source(str(odd))
+    folder = tmp_path / "folder"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "train.jsonl").write_text('{"text": "a"}\n')
+    (folder / "more").symlink_to("inner")  # which is no circle
+    assert len(open_source(str(folder)).training[0]) == 1
+    for number in range(3):  # a walk that follows these goes 3 ** 40 ways
+        (folder / f"inner/up{number}").symlink_to("..")
+    with pytest.raises(UserError, match=r"up\d: is a link to a folder that it stands in"):
+        open_source(str(folder))
+
+
+@pytest.mark.parametrize("change", ["appended", "cut", "written again"])
+def test_a_file_that_changes_while_it_is_read(tmp_path, change):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"a{number}"}) + "\n" for number in range(2000)))
+    records = read_records(path)
+    assert records[1999][1] == {"text": "a1999"}
+    content = path.read_bytes()
+    os.utime(path, ns=(0, 0))  # so that the new time is another one, however coarse the file system's clock
+    records = read_records(path)
+    if change == "appended":
+        path.write_bytes(content + b"{}\n")
+    elif change == "cut":
+        os.truncate(path, 10)  # reading a mapped file behind this would kill the process
+    else:
+        path.write_bytes(content.replace(b"a1", b"b1"))
+    with pytest.raises(UserError, match=r"rows.jsonl: was changed while it was read\. Start again"):
+        records[1999]
+
+
+def test_a_file_that_is_replaced_is_read_to_its_end_as_it_was(tmp_path):
+    path, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    path.write_text('{"text": "old"}\n' * 2)
+    other.write_text('{"text": "new"}\n')
+    records = read_records(path)
+    other.replace(path)
+    assert [records[0][1], records[1][1]] == [{"text": "old"}] * 2
+
+
+def test_parts_of_a_file(tmp_path):
+    (tmp_path / "rows.csv").write_bytes(b"abc\ndef")
+    file = DataFile(tmp_path / "rows.csv")
+    assert list(file.chunks()) == [b"abc\ndef"]
+    assert (file.read(), file.read(2, 5), file.read(5), file.read(9, 12)) == (b"abc\ndef", b"c\nd", b"ef", b"")
+    assert file.hash() == hashlib.sha256(b"abc\ndef").hexdigest()
+
+
+def test_a_text_of_a_hundred_megabytes_is_refused_by_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        file.write('{"text": "a"}\n{"text": "' + "word " * 20_000_000 + '"}\n')
+    with pytest.raises(
+        UserError, match=r"line 2, column text: found 100,000,000 characters; needed at most 10,000,000"
+    ):
+        rows_of(path, SFT)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_lists_within_lists(tmp_path, name):
+    def write(depth: int):
+        record = '{"prompt": "a", "more": ' + "[" * depth + "]" * depth + "}"
+        (tmp_path / name).write_text(f"[{record}]" if name == "rows.json" else record)
+        return tmp_path / name
+
+    assert list(rows_of(write(90), PROMPTS)[0]) == ["prompt", "more"]
+    with pytest.raises(UserError, match=re.escape(": found more than 100 lists within lists. Mend")):
+        rows_of(write(150), PROMPTS)
+    for depth in (850, 900, 950, 1000, 10_000):
+        with pytest.raises(UserError, match="lists within lists|too deep"):
+            rows_of(write(depth), PROMPTS)

@@ -1,17 +1,76 @@
-"""What a run says of its data: how much was cut and dropped, what to do about it, and what the model is shown."""
+"""What a run says before it starts: its steps, evaluations and checkpoints; its data, how much was cut and dropped, and
+what the model is shown; its dialect, its score, and settings of a config.json that it takes otherwise.
+"""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from scripts.harness.models import POSITIONS, make_causal_lm
+from engine.algorithms import DIALECTS, NOTES, get_dialect
+from scripts.harness.models import POSITIONS, make_causal_lm, make_config
+from tests.training.config.command_lines import parse
 from tests.training.data.tiny_tokenizers import word_tokenizer
+from training.checkpoints.files import Schedule
+from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.data.examples import PairExamples, Prompts, SFTExamples
 from training.reporting.shown_rows import shown_rows
 from training.runtime import dry_run
-from training.runtime.first_lines import counted, supervised_lines, too_long
+from training.runtime.first_lines import Course, counted, dialect_lines, score_lines, supervised_lines, too_long
+from training.runtime.models import model_notes
 from training.step2_reward import first_lines
+
+
+def said_of_course(count: int, epochs: float = 1.0, evaluates=None, **schedule) -> list[str]:
+    return Course(count, epochs, Schedule(**schedule), evaluates).lines()
+
+
+def test_steps_evaluations_and_points_are_counted():
+    told = said_of_course(59, 0.9904, lambda step: step % 20 == 0 or step == 59, steps=10)
+    # Before the first step, after 20, 40 and 59; points after 10, 20, 30, 40 and 50.
+    assert told == ["the run: 59 steps, 0.99 epochs; 4 evaluations; 5 restart points before the end, every 10 steps"]
+
+
+def test_a_point_of_the_last_step_is_none_before_the_end():
+    assert Course(40, 2, Schedule(steps=20)).points == 1
+    assert Course(40, 2, Schedule(steps=40)).points == 0
+    assert Course(41, 2, Schedule(steps=20)).points == 2
+
+
+def test_points_that_are_asked_for_and_never_come_are_warned_of():
+    _, warning = said_of_course(59, steps=100)
+    assert warning == (
+        "warning: no restart point before the last step (--save_steps 100, and the run has 59): a run that dies begins "
+        "anew. Give --save_steps 14, or --save_minutes."
+    )
+    assert Course(59, 1, Schedule(steps=14)).points == 4
+
+
+def test_a_run_without_points_says_so_in_its_line():
+    (line,) = said_of_course(59)
+    assert line.endswith("; no restart points: a run that dies begins anew (--save_steps, --save_minutes)")
+
+
+@pytest.mark.parametrize(
+    "schedule, said",
+    [
+        ({"minutes": 30.0}, "a restart point every 30 minutes"),
+        ({"keep": 1, "keep_best": True}, "one wherever an evaluation finds a better score"),
+        ({"steps": 9, "minutes": 0.5}, "1 restart point before the end, every 9 steps and a restart point every 0.5"),
+    ],
+)
+def test_points_by_the_clock_or_by_scores_are_told(schedule, said):
+    (line,) = said_of_course(10, 1, **schedule)
+    assert said in line
+
+
+def test_one_is_not_a_number_of_many():
+    told = said_of_course(1, 1, lambda step: step == 1, steps=1)
+    assert told[0] == "the run: 1 step, 1 epoch; 2 evaluations; no restart points before the end, every step"
+    assert told[1].endswith("Give --save_minutes.")
+    assert "no evaluations" in said_of_course(3)[0]
+
 
 WORDS = "Human: Assistant:"
 TOKENIZER = word_tokenizer("<s>", words=WORDS)
@@ -217,3 +276,96 @@ def test_a_dry_run_shows_three_rows_of_each_kind(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "30 of 70 texts (0 cut, 40 dropped: 57.1 %), 10 held out" in printed and printed.count("  dropped, ") == 3
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_system_is_told_from_what_is_otherwise_here(name):
+    lines = dialect_lines(get_dialect(name), {}).splitlines()
+    assert lines[0] == f"dialect {name}" and len(lines) == (2 if name in NOTES else 1)
+    one_trunk = "value head on the policy's trunk" in lines[-1] and "actor and critic are two engines" in lines[-1]
+    assert one_trunk == (name in ("openai", "trlx"))
+    assert ("two layers, drawn at random" in lines[-1]) == (name == "trlx")
+    assert ("its learning rate falls to a tenth" in lines[-1]) == name.startswith("reinforce_pp")
+
+
+def test_what_flags_have_changed_stands_behind_it():
+    lines = dialect_lines(get_dialect("openai"), {"kl_coef": (0.15, 0.2)}).splitlines()
+    assert lines[-1] == "  kl_coef = 0.2 (given; the dialect's is 0.15)" and len(lines) == 3
+
+
+REWARD = ("--reward_model_name_or_path", "reward")
+SCALED = ("score_scaling=running", "score_order=clip_scale", "missing_end=replace", "missing_end_value=-1")
+
+
+def said_of_score(*words: str) -> list[str]:
+    args = parse(*words, flags_class=RLHFFlags)
+    return score_lines(args, args.resolved_dialect()[0])
+
+
+@pytest.mark.parametrize(
+    "words, formula",
+    [
+        ((), "reward model, clipped at 5"),
+        (("--reward_model_weight", "2", "--dialect", "grpo"), "2 reward model"),
+        (
+            (*REWARD, "--reward_model_weight", "0.5", "--reward_function", "rules.py:has_number")
+            + ("--reward_weights", "0.5", "--length_penalty", "0.01"),
+            "0.5 reward model + 0.5 has_number - 0.01 a token, clipped at 5",
+        ),
+        (
+            (*REWARD, "--reward_function", "a.py:f", "b.py:f", "--reward_weights", "1", "-0.2"),
+            "1 reward model + 1 f - 0.2 f_2 (b.py:f), clipped at 5",
+        ),
+        (
+            (*REWARD, "--reward_url", "http://judge:80/a?key=secret", "http://b/?key=c")
+            + ("--missing_eos_penalty", "1"),
+            "1 reward model + 1 reward server judge:80 and b, less 1 where a response has no end, clipped at 5",
+        ),
+        (
+            ("--set", *SCALED, "overlong_buffer=0.25", "--max_answer_seq_len", "64"),
+            "reward model, clipped at 5, divided by the standard deviation of all scores so far, replaced by -1 "
+            "where a response has no end, less up to 1 in the last 25% of 64 tokens",
+        ),
+    ],
+)
+def test_the_score_is_told_as_a_formula(words, formula):
+    assert said_of_score(*words) == [f"score = {formula}"]
+
+
+def test_a_reward_model_that_only_the_critic_starts_from_is_told():
+    formula, warning = said_of_score("--reward_function", "rules.py:right", "--reward_weights", "2")
+    assert formula == "score = 2 right, clipped at 5"
+    assert warning.startswith("WARNING: the score does not use the reward model reward, from which the critic starts.")
+    assert warning.endswith("--reward_model_name_or_path reward --reward_model_weight 0.5 --reward_weights 0.5")
+
+
+def test_a_pretrained_critic_could_not_score(tmp_path):
+    (tmp_path / "critic_pretraining.json").write_text("{}")
+    given = ("--critic_model_name_or_path", str(tmp_path), "--reward_function", "rules.py:right")
+    assert said_of_score(*given) == ["score = right, clipped at 5"]
+
+
+def test_the_flags_that_are_told_mix_half_and_half():
+    words = ("--reward_function", "rules.py:right", "format")
+    told = said_of_score(*words)[-1].partition("give ")[2].split()
+    assert said_of_score(*words, *told) == ["score = 0.5 reward model + 0.25 right + 0.25 format, clipped at 5"]
+    dialect = get_dialect("default")
+    assert parse(*words, *told, flags_class=RLHFFlags).engine_spec(dialect).reward_path == "reward"
+
+
+def test_one_line_for_each_setting_names_the_flags(tmp_path):
+    scores = {"mean": 0.5, "std": 2.0, "normalize_reward": False}
+    for name, settings in (("actor", {}), ("critic", scores), ("reward", scores | {"normalize_reward": True})):
+        make_config("llama").save_pretrained(tmp_path / name)
+        path = tmp_path / name / "config.json"
+        routed = {"output_router_logits": name != "reward"}
+        path.write_text(json.dumps(json.loads(path.read_text()) | routed | settings))
+    paths = {name: str(tmp_path / name) for name in ("actor", "critic", "reward")}
+    args = SimpleNamespace(**paths, none=None, looks_at=lambda path: True, trust_remote_code=False)
+    assert model_notes(args, "none", *paths) == [
+        "--actor, --critic: no balancing loss is trained with, which config.json asks for (output_router_logits)",
+        "--critic: scores stay without mean and std of config.json (OpenRLHF's normalize_reward is false)",
+        "--reward: scores are (score - mean) / std of config.json (OpenRLHF's normalize_reward is true)",
+    ]
+    args.looks_at = lambda path: False
+    assert model_notes(args, *paths) == []
