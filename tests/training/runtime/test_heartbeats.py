@@ -282,7 +282,8 @@ leave(int(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("code, said", [(0, "said\nclosed what was open\n"), (1, "said\n"), (75, "said\n")])
+@pytest.mark.slow
+@pytest.mark.parametrize("code, said", [(0, "said\nclosed what was open\n"), (75, "said\n")])
 def test_no_destructor_changes_the_exit_code(code, said):
     ended = subprocess.run([sys.executable, "-c", PROGRAM, str(code)], capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
