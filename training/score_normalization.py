@@ -17,9 +17,9 @@ from training.data.examples import Prompts, collate_prompts
 from training.data.forms import PROMPTS
 from training.data.order import epoch_permutation
 from training.data.rows import load_rows
-from training.reporting.progress import ProgressBar
+from training.reporting.sinks import ProgressBar
 from training.runtime.models import generation_stops
-from training.runtime.phases import phase
+from training.runtime.processes import phase
 
 
 def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id: int | None) -> float:

@@ -30,11 +30,11 @@ from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import RewardFlags
 from training.data.examples import PairBatch, PairExamples, Prompts, collate_pairs, pair_fit
 from training.data.forms import PAIRS
-from training.reporting import views
+from training.reporting import sinks
+from training.reporting.guards import conclude, of_reward
 from training.reporting.metrics import Accumulator
-from training.reporting.metrics_file import read_metrics
+from training.reporting.records import read_metrics
 from training.reporting.standard_errors import Estimate, Units, chance_told, change_told, value_told, with_errors
-from training.reporting.verdict import conclude, of_reward
 from training.runtime import dry_run
 from training.runtime.agreement import agreed, checked
 from training.runtime.first_lines import supervised_lines, warnings
@@ -138,7 +138,7 @@ class RewardTrainer(SupervisedTrainer):
             summarize=held_out_pairs,
             collate=lambda pairs: collate_pairs(pairs, tokenizer.pad_token_id),
             count=lambda batch: len(batch.first_difference),
-            view=views.REWARD,
+            view=sinks.REWARD_VIEW,
             tokenizer=tokenizer,
             conditions=conditions,
             point=point,

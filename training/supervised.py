@@ -22,20 +22,18 @@ from training.checkpoints.saving import Checkpoints, last_good_named
 from training.config.supervised import SupervisedFlags
 from training.data.order import EpochBatches, epoch_batches
 from training.learner import accumulate_gradients
-from training.reporting.arithmetic import TrainingArithmetic
 from training.reporting.guards import stop_unless_weights_finite
 from training.reporting.metrics import Accumulator
-from training.reporting.metrics_file import METRICS_FILE, read_metrics
-from training.reporting.model_card import renew_cards
-from training.reporting.run_record import RUN_FILE, write_run_record
+from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
+from training.reporting.sinks import View
 from training.reporting.standard_errors import Units, gathered, metrics_told
-from training.reporting.step_metrics import peak_memory_gb, phase_memory
-from training.reporting.views import View
-from training.reporting.wall_clock import seconds_by_part, time_lines
+from training.reporting.step_metrics import TrainingArithmetic, peak_memory_gb, phase_memory
+from training.reporting.summary import seconds_by_part, time_lines
 from training.runtime import model_folders, output_folder, stopping
+from training.runtime.hub import renew_cards
 from training.runtime.output_folder import begin_output_dir, open_writer
-from training.runtime.phases import phase, place
-from training.runtime.unwritten import check_all_written, going_on
+from training.runtime.processes import phase, place
+from training.runtime.stopping import check_all_written, going_on
 
 
 class SupervisedTrainer:

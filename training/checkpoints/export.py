@@ -33,7 +33,7 @@ from engine.models.places import ADAPTER_CONFIG, is_adapter
 from engine.whole_files import file_order, sync
 from training.checkpoints.files import CONFIG, EMA, PARTIAL, ShardFiles, write_bytes, write_tensors
 from training.checkpoints.resuming import OF_MODELS, AdapterPoint, ResumePoint
-from training.reporting.model_card import add_card
+from training.runtime.hub import add_card
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 INDEX = "model.safetensors.index.json"

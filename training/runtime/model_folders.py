@@ -25,10 +25,10 @@ from engine.models.saving import adapter_holds_all, adapter_state, merged_state,
 from engine.whole_files import PARTIAL, exchange, remove_folder, sync_tree
 from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_numel, lent_state
-from training.reporting.model_card import CARD, add_card, is_edited
-from training.reporting.run_record import RUN_FILE, record_models
+from training.reporting.records import RUN_FILE, record_models
 from training.runtime import output_folder
-from training.runtime.unwritten import going_on, note, reason_of
+from training.runtime.hub import CARD, add_card, is_edited
+from training.runtime.stopping import going_on, note, reason_of
 
 ROOM = 1.1  # of the disk's free space to the size of merged models that are to be written without being asked for
 PATIENCE, INTERVAL = 600.0, 10.0  # seconds that a save waits for space, and between two tries

@@ -43,14 +43,12 @@ from engine.models.places import base_of, is_adapter
 from engine.whole_files import OLD, PARTIAL, remove_folder, restored, sync, write_whole
 from training.checkpoints.files import AUTO, CHECKPOINTS, MANIFEST, files_in, points_in
 from training.config.flags import RunFlags
-from training.reporting.metrics_file import METRICS_FILE
-from training.reporting.profiling import PROFILE
-from training.reporting.run_record import RUN_FILE
-from training.reporting.sinks import MetricWriter
-from training.reporting.views import View
+from training.reporting.records import METRICS_FILE, RUN_FILE
+from training.reporting.sinks import MetricWriter, View
+from training.reporting.step_metrics import PROFILE
 from training.runtime.agreement import checked
 from training.runtime.processes import start_of, this_machine
-from training.runtime.unwritten import reason_of
+from training.runtime.stopping import reason_of
 
 LOCK_FILE = "run.lock"
 REFRESHED, STALE = 15.0, 300.0  # seconds

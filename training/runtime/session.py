@@ -19,23 +19,20 @@ from training.config.step3 import RLHFFlags
 from training.critic_pretraining import CriticPretraining
 from training.group_sampling import PromptFeed
 from training.ppo_trainer import PPOTrainer, StepReport
-from training.reporting import views
+from training.reporting import sinks
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
-from training.reporting.metrics_file import METRICS_FILE, read_metrics
-from training.reporting.model_card import renew_cards
-from training.reporting.plot import plot_curves
-from training.reporting.run_record import RUN_FILE, write_run_record
+from training.reporting.guards import conclude, of_ppo
+from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
 from training.reporting.standard_errors import comparable_scores
 from training.reporting.step_metrics import distributions
-from training.reporting.summary import RunSummary, summary_text
-from training.reporting.verdict import conclude, of_ppo
+from training.reporting.summary import RunSummary, plot_curves, summary_text
 from training.runtime import model_folders, output_folder, stopping
-from training.runtime.hub import push
+from training.runtime.hub import push, renew_cards
 from training.runtime.models import PRETRAINING_RECORD
 from training.runtime.output_folder import open_writer
-from training.runtime.phases import phase, place
 from training.runtime.plan import Plan
-from training.runtime.unwritten import check_all_written, going_on
+from training.runtime.processes import phase, place
+from training.runtime.stopping import check_all_written, going_on
 
 SCORE = "eval/score"
 
@@ -50,7 +47,7 @@ class Session:
         self.own_tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
         self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
         logged = trainer.steps_done - (self.owed is not None)
-        self.view = views.averaged(views.PPO) if self.models.ema is not None else views.PPO
+        self.view = sinks.averaged_view(sinks.PPO_VIEW) if self.models.ema is not None else sinks.PPO_VIEW
         self.writer = open_writer(
             args,
             total_steps=plan.last_step,

@@ -26,11 +26,11 @@ from training.config.flags import RunFlags, make_paths_absolute
 from training.config.parsing import parse_flags
 from training.reporting.sample_tables import visible
 from training.reporting.sinks import check_wandb
-from training.runtime import environment, output_folder, stopping, unwritten
-from training.runtime.joining import USER_ERROR, MeetingPoint, from_here
+from training.runtime import environment, output_folder, stopping
+from training.runtime.agreement import USER_ERROR, MeetingPoint, from_here
+from training.runtime.environment import flush_all, keep_printing, print_line, write_error_file
 from training.runtime.output_folder import check_output_dirs
-from training.runtime.phases import phase
-from training.runtime.terminal import flush_all, keep_printing, print_line, write_error_file
+from training.runtime.processes import phase
 from training.runtime.watch import ENDED_EARLY, JOINING, STOPPED, Watch, watching
 
 COLLECTIVES = 7 * 24 * 60.0  # minutes, of a collective call: those that hang are ended by the watch, which knows more
@@ -43,7 +43,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
     once: by rank 0, or by the rank that it befell alone.
     """
     try:
-        unwritten.forget()
+        stopping.forget()
         _leave_stdin()
         keep_printing()
         quiet_libraries()

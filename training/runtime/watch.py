@@ -17,12 +17,11 @@ from collections.abc import Iterator
 
 from engine import distributed
 from training.runtime import output_folder
+from training.runtime.agreement import USER_ERROR, MeetingPoint, from_here
+from training.runtime.environment import print_line, write_error_file
 from training.runtime.heartbeats import EVERYWHERE, Monitor, Reporter, Verdict, meeting_address
-from training.runtime.joining import USER_ERROR, MeetingPoint, from_here
-from training.runtime.phases import place
-from training.runtime.processes import Launchers, is_another_rank
+from training.runtime.processes import Launchers, is_another_rank, place
 from training.runtime.stopping import SIGNALS, Followed, Reason, StopRequest, listening
-from training.runtime.terminal import print_line, write_error_file
 
 SECONDS = 1.0  # between looks
 LAST_LOOK = 3.0  # seconds that a request waits before the first step: another rank's end may be what brought it

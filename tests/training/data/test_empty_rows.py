@@ -9,8 +9,7 @@ from training.data.examples import PairExamples, Prompts, SFTExamples, prompt_ba
 from training.data.forms import PROMPTS
 from training.data.rows import load_rows
 from training.data.tokens import EMPTY
-from training.reporting.shown_rows import shown_rows
-from training.runtime.first_lines import counted
+from training.runtime.first_lines import counted, shown_rows
 
 UNSEEN = "\u200b"  # a space of no width, which is not blank to Python, and which the tokenizer below takes out
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from training.reporting.progress import ProgressBar, short
+from training.reporting.sinks import ProgressBar, short
 
 SHOWN = {"score": "objective/scores", "lr": "policy/lr"}
 METRICS = {"objective/scores": 1.25, "policy/lr": 3e-4}

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tests.training.reporting.test_verdict import GOOD, rows
+from training.reporting.guards import Kind, of_ppo
 from training.reporting.health import health
 from training.reporting.standard_errors import Estimate, paired, with_errors, without_scores
 from training.reporting.summary import RunSummary, summary_text
-from training.reporting.verdict import Kind, of_ppo
 from training.runtime.session import held_out_scores
 
 BEFORE = {"score": [1.0, 3.0], "length": [1.0, 2.0], "bonus": [0.0, 1.0], "kl": [0.0, 2.0], "new_words": [0.0, 0.0]}

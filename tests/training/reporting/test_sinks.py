@@ -11,9 +11,9 @@ import torch
 
 from engine.errors import UserError
 from tests.training.reporting.test_tensorboard_sink import events_in
-from training.reporting import metrics_file, sinks
-from training.reporting.metrics_file import JsonlSink, read_lines, truncate_after
-from training.reporting.sinks import MetricWriter, check_wandb
+from training.reporting import records, sinks
+from training.reporting.records import read_lines
+from training.reporting.sinks import JsonlSink, MetricWriter, check_wandb, truncate_after
 
 
 def test_jsonl_lines_are_valid_json_and_there_at_once(tmp_path):
@@ -56,7 +56,7 @@ def test_a_failed_truncation_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(metrics_file.os, "fsync", fail)
+    monkeypatch.setattr(records.os, "fsync", fail)
     with pytest.raises(OSError):
         truncate_after(path, 1)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -7,7 +7,7 @@ import pytest
 from engine.errors import UserError
 from tests.training.reporting.metric_rows import ROWS, write
 from training.reporting.health import Finding
-from training.reporting.metrics_file import read_metrics
+from training.reporting.records import read_metrics
 from training.reporting.summary import RunSummary, summary_text
 
 

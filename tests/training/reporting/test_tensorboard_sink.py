@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from training.reporting import views
+from training.reporting import sinks
 from training.reporting.sinks import TensorBoardSink, flattened
 
 
@@ -19,7 +19,7 @@ def events_in(log_dir):
 
 
 def _sink(log_dir, **options) -> TensorBoardSink:
-    return TensorBoardSink(log_dir, **{"name": "ppo (out)", "view": views.PPO, **options})
+    return TensorBoardSink(log_dir, **{"name": "ppo (out)", "view": sinks.PPO_VIEW, **options})
 
 
 def test_what_came_after_the_restart_step_is_hidden(tmp_path):
@@ -76,7 +76,7 @@ def _sections(log_dir) -> dict[str, dict[str, object]]:
 def test_curves_are_grouped_by_exact_names(tmp_path):
     _sink(tmp_path).close()
     sections = _sections(tmp_path)
-    assert list(sections) == [*views.PPO.held_out, *views.PPO.charts]
+    assert list(sections) == [*sinks.PPO_VIEW.held_out, *sinks.PPO_VIEW.charts]
     (kl,) = (chart for title, chart in sections["score and KL"].items() if title.startswith("KL to the reference"))
     names = ("objective/kl", "objective/kl_coef", "objective/kl_per_token", "eval/kl", "eval/ema_kl")
     # the plugin asks re.match for each tag, as here
@@ -85,7 +85,7 @@ def test_curves_are_grouped_by_exact_names(tmp_path):
 
 def test_held_out_metrics_have_margins_of_two_standard_errors(tmp_path):
     """Such charts are not smoothed. One needs a value and both bounds at the same steps, or it shows an error."""
-    sink = _sink(tmp_path, view=views.averaged(views.PPO))
+    sink = _sink(tmp_path, view=sinks.averaged_view(sinks.PPO_VIEW))
     sink.log(0, 0, {"eval/score": 1.0, "eval/score_se": 0.25, "eval/distinct_bigrams": 700.0})
     sink.log(1, 8, {"objective/scores": 1.0})
     sink.log(2, 16, {"eval/score": 2.0, "eval/score_se": 0.5, "eval/ema_score": 1.5, "eval/distinct_bigrams": 600.0})
@@ -110,7 +110,7 @@ def test_charts_of_one_step_draw_nothing_of_another(tmp_path):
     drawn = [
         {name for charts in view.charts.values() for names in charts.values() for name in names}
         | {name for charts in view.held_out.values() for name in charts.values()}
-        for view in (views.SFT, views.REWARD)
+        for view in (sinks.SFT_VIEW, sinks.REWARD_VIEW)
     ]
     shared = {name for name in drawn[0] & drawn[1] if not name.startswith("time/")}
     assert shared == {"train/lr", "train/grad_norm", "memory/peak_gb"}
@@ -160,7 +160,7 @@ def test_settings_become_one_flat_row():
     assert flattened(settings) == {"a": 1, "b/c/d": False, "f": "(1, 2)"}
 
 
-@pytest.mark.parametrize("view", [views.PPO, views.SFT, views.REWARD])
+@pytest.mark.parametrize("view", [sinks.PPO_VIEW, sinks.SFT_VIEW, sinks.REWARD_VIEW])
 def test_no_curve_stands_in_two_charts_of_a_view(view):
     names = [name for charts in view.charts.values() for names in charts.values() for name in names]
     names += [name for charts in view.held_out.values() for name in charts.values()]

@@ -8,17 +8,16 @@ import pytest
 from engine.errors import RunStopped
 from scripts.harness.programs import metric_lines
 from training.reporting import sinks
-from training.reporting.metrics_file import JsonlSink
-from training.reporting.sinks import MetricWriter
-from training.runtime import unwritten
-from training.runtime.unwritten import check_all_written
+from training.reporting.sinks import JsonlSink, MetricWriter
+from training.runtime import stopping
+from training.runtime.stopping import check_all_written
 
 
 @pytest.fixture(autouse=True)
 def nothing_noted():
-    unwritten.forget()
+    stopping.forget()
     yield
-    unwritten.forget()
+    stopping.forget()
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import random
 
-from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words
+from training.reporting.evaluation import compressed_bytes, distinct_bigrams, new_words
 
 
 def test_distinct_bigrams_counted_by_hand():

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from engine.errors import RunStopped
-from training.reporting.verdict import Kind, Verdict, conclude, of_ppo, of_reward, of_sft
+from training.reporting.guards import Kind, Verdict, conclude, of_ppo, of_reward, of_sft
 
 VOCABULARY = 1000  # a uniform guess has ln 1000 = 6.908 nats
 

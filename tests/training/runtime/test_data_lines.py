@@ -8,9 +8,8 @@ from scripts.harness.models import POSITIONS, make_causal_lm
 from tests.training.data.tiny_tokenizers import word_tokenizer
 from training.config.supervised import RewardFlags, SFTFlags
 from training.data.examples import PairExamples, Prompts, SFTExamples
-from training.reporting.shown_rows import shown_rows
 from training.runtime import dry_run
-from training.runtime.first_lines import counted, supervised_lines, too_long
+from training.runtime.first_lines import counted, shown_rows, supervised_lines, too_long
 from training.step2_reward import first_lines
 
 WORDS = "Human: Assistant:"

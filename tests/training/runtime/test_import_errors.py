@@ -14,15 +14,15 @@ import pytest
 import training
 from engine import distributed
 from scripts.harness import free_port
-from training.runtime import import_errors, joining
-from training.runtime.joining import MeetingPoint
+from training.runtime import agreement, import_errors
+from training.runtime.agreement import MeetingPoint
 
 
 @pytest.fixture
 def second_of_two_hosts(monkeypatch) -> dict[str, str]:
     """Has this process be rank 1; gives its environment."""
-    monkeypatch.setattr(joining, "LOOK_EVERY", 0.0)
-    monkeypatch.setattr(joining, "PATIENCE", 1.0)
+    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(agreement, "PATIENCE", 1.0)
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu2")
     monkeypatch.setattr(os, "_exit", sys.exit)
     told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -46,7 +46,7 @@ EXPECTED = (
 
 
 def test_the_rank_that_waits_is_told(second_of_two_hosts, capfd, monkeypatch):
-    monkeypatch.setattr(joining, "PATIENCE", 60.0)
+    monkeypatch.setattr(agreement, "PATIENCE", 60.0)
     served = distributed.key_value_store("127.0.0.1", int(second_of_two_hosts["MASTER_PORT"]), serve=True)
     first = MeetingPoint({**second_of_two_hosts, "RANK": "0"})
     with ThreadPoolExecutor() as pool:

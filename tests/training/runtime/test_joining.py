@@ -9,9 +9,9 @@ import pytest
 
 from engine import distributed
 from scripts.harness import free_port
-from training.runtime import joining, watch
-from training.runtime.joining import MeetingPoint
-from training.runtime.phases import phase
+from training.runtime import agreement, watch
+from training.runtime.agreement import MeetingPoint
+from training.runtime.processes import phase
 from training.runtime.watch import JOINING, Watch
 
 ERROR = ("error: on gpu2: rank 1 sees no GPU", 2)
@@ -20,7 +20,7 @@ ERROR = ("error: on gpu2: rank 1 sees no GPU", 2)
 @pytest.fixture
 def ranks(monkeypatch) -> list[MeetingPoint]:
     """Two that are to meet, and look at each call."""
-    monkeypatch.setattr(joining, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [MeetingPoint({**place, "RANK": rank}) for rank in ("0", "1")]
 
@@ -56,7 +56,7 @@ def test_rank_0_hears_of_another_that_fails(ranks, beside, monkeypatch):
     announced = beside(one.announce, *ERROR)
     assert heard(zero) == ERROR
     assert not announced.done()  # it waits for rank 0 to print
-    monkeypatch.setattr(joining, "LOOK_EVERY", 30.0)
+    monkeypatch.setattr(agreement, "LOOK_EVERY", 30.0)
     began = time.monotonic()
     zero.let_others_hear()
     assert time.monotonic() - began < 30.0  # both have heard
@@ -92,13 +92,13 @@ def test_what_failed_before_torchrun_started_the_ranks_anew_is_over(ranks, besid
 
 
 def test_where_nobody_is(ranks, monkeypatch):
-    monkeypatch.setattr(joining, "PATIENCE", 0.5)
+    monkeypatch.setattr(agreement, "PATIENCE", 0.5)
     assert ranks[1].failure() is None
     assert ranks[1].announce(*ERROR) is False
 
 
 def test_a_process_alone_meets_nobody(monkeypatch):
-    monkeypatch.setattr(joining, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
     assert MeetingPoint({}).failure() is None
     assert MeetingPoint({}).announce(*ERROR) is False
 

@@ -12,8 +12,8 @@ from scripts.harness import free_port
 from scripts.harness.programs import Tiny, command_line
 from training import step3_rlhf
 from training.config.step3 import RLHFFlags
-from training.runtime import joining, startup, watch
-from training.runtime.joining import MeetingPoint
+from training.runtime import agreement, startup, watch
+from training.runtime.agreement import MeetingPoint
 from training.tools.preflight import preflight
 
 
@@ -22,7 +22,7 @@ def test_a_file_that_one_host_lacks_is_told_where_the_others_wait(tmp_path, monk
     for name, value in {**place, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu02")
-    monkeypatch.setattr(joining, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(agreement, "LOOK_EVERY", 0.0)
     served = distributed.key_value_store("127.0.0.1", int(os.environ["MASTER_PORT"]), serve=True)
     first, missing = MeetingPoint({**os.environ, "RANK": "0"}), tmp_path / "none.yaml"
     flags = Tiny(tmp_path).flags(3, output_dir=tmp_path / "out", config=missing)

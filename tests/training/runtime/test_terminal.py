@@ -11,13 +11,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from engine.errors import SharedError
 from scripts.harness import ROOT
 from training.runtime import watch
+from training.runtime.environment import ERROR_FILE, print_line, write_error_file
 from training.runtime.heartbeats import Reporter, Verdict
 from training.runtime.startup import _told
-from training.runtime.terminal import ERROR_FILE, print_line, write_error_file
 
 PRINTS = """
 import sys
-from training.runtime.terminal import flush_all, keep_printing
+from training.runtime.environment import flush_all, keep_printing
 keep_printing()
 for number in range(1000):
     print("x" * 100, flush=number % 2 == 0)
