@@ -19,10 +19,10 @@ from training.checkpoints.resuming import ResumePoint
 from training.config.supervised import SFTFlags
 from training.data.examples import SFTBatch, SFTExamples, collate_sft, sft_fit
 from training.data.forms import SFT
-from training.reporting import sinks
 from training.reporting.guards import conclude, of_sft
 from training.reporting.metrics import Accumulator
 from training.reporting.records import read_metrics
+from training.reporting.sinks import SFT_VIEW
 from training.reporting.standard_errors import Estimate, Units, change_told, value_told, with_errors
 from training.runtime import dry_run
 from training.runtime.agreement import agreed, checked
@@ -89,7 +89,7 @@ def main(args: SFTFlags) -> None:
         summarize=held_out_loss,
         collate=lambda rows: collate_sft(rows, tokenizer.pad_token_id),
         count=lambda batch: int(batch.loss_mask.sum()),
-        view=sinks.SFT_VIEW,
+        view=SFT_VIEW,
         tokenizer=tokenizer,
         conditions=conditions,
         point=point,

@@ -19,10 +19,10 @@ from training.config.step3 import RLHFFlags
 from training.critic_pretraining import CriticPretraining
 from training.group_sampling import PromptFeed
 from training.ppo_trainer import PPOTrainer, StepReport
-from training.reporting import sinks
 from training.reporting.evaluation import Evaluator, sample_rows, write_rows
 from training.reporting.guards import conclude, of_ppo
 from training.reporting.records import METRICS_FILE, RUN_FILE, read_metrics, write_run_record
+from training.reporting.sinks import PPO_VIEW, averaged_view
 from training.reporting.standard_errors import comparable_scores
 from training.reporting.step_metrics import distributions
 from training.reporting.summary import RunSummary, plot_curves, summary_text
@@ -47,7 +47,7 @@ class Session:
         self.own_tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path")
         self.owed: dict | None = plan.resume.state.get(OWED) if plan.resume else None
         logged = trainer.steps_done - (self.owed is not None)
-        self.view = sinks.averaged_view(sinks.PPO_VIEW) if self.models.ema is not None else sinks.PPO_VIEW
+        self.view = averaged_view(PPO_VIEW) if self.models.ema is not None else PPO_VIEW
         self.writer = open_writer(
             args,
             total_steps=plan.last_step,

@@ -86,11 +86,14 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
 def _in_group(main: Callable, args: RunFlags, watch: Watch) -> int:
     """Join the process group and call `main(args)`; no end but the run's own passes for success."""
     from engine.zero.communication import init
-    from training.tools.preflight import preflight
 
+    exchange = None
     try:
         with phase(JOINING):
-            exchange = preflight.agree(args)
+            if environment.on_several_hosts():
+                from training.tools.preflight import preflight
+
+                exchange = preflight.agree(args)
             init(COLLECTIVES)
             watch.join()
             del exchange  # which served the others until all have joined

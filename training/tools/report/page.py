@@ -229,7 +229,7 @@ def _change(first: Mapping, last: Mapping, metric: str) -> str:
 
 
 def _health(runs: Sequence[Run]) -> str:
-    """What the curves of a PPO_VIEW run say in words, and what to try."""
+    """What the curves of a PPO run say in words, and what to try."""
     if runs[0].kind != "step 3":
         return ""
     lines = [
