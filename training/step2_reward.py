@@ -41,7 +41,7 @@ from training.reporting.guards import conclude, of_reward
 from training.reporting.metrics import Accumulator
 from training.reporting.records import read_metrics
 from training.reporting.sinks import REWARD_VIEW, ProgressBar
-from training.reporting.standard_errors import Estimate, Units, chance_told, change_told, value_told, with_errors
+from training.reporting.standard_errors import Estimate, Units, chance_text, change_text, value_text, with_errors
 from training.runtime import dry_run
 from training.runtime.agreement import agreed, checked
 from training.runtime.first_lines import supervised_lines, warnings
@@ -50,7 +50,7 @@ from training.runtime.models import adapted_lines, adapted_model, check_position
 from training.runtime.output_folder import check_shared
 from training.runtime.processes import phase
 from training.runtime.startup import check_run, leave, run
-from training.runtime.stopping import models_told
+from training.runtime.stopping import saved_models_named
 from training.supervised import SupervisedTrainer
 
 
@@ -87,12 +87,12 @@ def main(args: RewardFlags) -> None:
     if distributed.is_main():
         print(*first_lines(args, tokenizer, examples, held_out, prompts), sep="\n", flush=True)
     module.model.config.score_offset = 0.0
-    with models_told(trainer.saved):  # what was trained is kept whatever becomes of its normalisation
+    with saved_models_named(trainer.saved):  # what was trained is kept whatever becomes of its normalisation
         found = trainer.fit()
         normalize(args, trainer, prompts)
         trainer.end(
-            f"held-out pair accuracy {value_told(found, 'eval/accuracy')}{change_told(found, 'eval/accuracy')}; "
-            f"margin {value_told(found, 'eval/margin')} before normalisation{_chance_told(found)}"
+            f"held-out pair accuracy {value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}; "
+            f"margin {value_text(found, 'eval/margin')} before normalisation{_chance_told(found)}"
         )
     conclude(lambda: of_reward(read_metrics(trainer.metrics_path)), args.output_dir)
     push(args, trainer.saved)
@@ -100,7 +100,7 @@ def main(args: RewardFlags) -> None:
 
 def _chance_told(found: Mapping[str, float]) -> str:
     """What to do about held-out pairs that are told apart no better than by a coin; else nothing."""
-    told = chance_told(found, "eval/accuracy", 0.5)
+    told = chance_text(found, "eval/accuracy", 0.5)
     return told and f"{told}: step 3 would follow noise; more pairs or epochs, or see docs/metrics.md"
 
 

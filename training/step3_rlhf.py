@@ -42,7 +42,7 @@ from training.runtime.plan import Plan, check_files, check_server, make_plan
 from training.runtime.processes import phase, place
 from training.runtime.session import Session, pretrain
 from training.runtime.startup import leave, run
-from training.runtime.stopping import models_told
+from training.runtime.stopping import saved_models_named
 
 
 def main(args: RLHFFlags) -> None:
@@ -205,7 +205,7 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
     counters = trainer.counters
     profiler = step_metrics.Profiler(args.profile_steps, Path(args.output_dir), say=session.writer.write)
     with (
-        models_told(session.saved),
+        saved_models_named(session.saved),
         contextlib.closing(session.writer),  # of a run that stops, too: its last steps are written out, its bar ends
         last_good_named(session.checkpoints, lambda: counters.steps_done if counters.weights_are_whole else None),
     ):
@@ -226,7 +226,7 @@ def train(args: RLHFFlags, plan: Plan, trainer: PPOTrainer, session: Session) ->
                 first_step = contextlib.nullcontext()
                 session.after_step(report)
         session.checkpoints.wait()
-    with models_told(session.saved):
+    with saved_models_named(session.saved):
         session.end()
     session.judge()
 

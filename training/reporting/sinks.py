@@ -41,7 +41,7 @@ from training.reporting.records import METRICS_FILE, read_lines, read_metrics
 from training.reporting.sample_tables import MIN_WIDTH, samples_markdown, samples_table
 from training.reporting.standard_errors import NOISE
 from training.runtime.processes import place
-from training.runtime.stopping import note, written_after_all
+from training.runtime.stopping import note_unwritten, note_written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ class MetricWriter:
                     self._tensorboard_dir, view=view, name=name, resume_step=resume_step
                 )
             except Exception as error:
-                note(self._tensorboard_dir, error)
+                note_unwritten(self._tensorboard_dir, error)
         self.count(total_steps, shown=view.bar, first_step=max(0, resume_step or 0))
 
     def log(self, step: int, samples: int, metrics: Mapping[str, float]) -> None:
@@ -285,7 +285,7 @@ class MetricWriter:
                 write(self._tensorboard)
             except Exception as error:  # of the library's thread, too, whichever kind that raises
                 self._tensorboard = None
-                note(self._tensorboard_dir, error)
+                note_unwritten(self._tensorboard_dir, error)
 
 
 def run_name(output_dir: Path) -> str:
@@ -355,9 +355,9 @@ class JsonlSink:
                 file.truncate(before)  # no half a line may stand there
                 raise
         except OSError as error:
-            note(self._path, error)
+            note_unwritten(self._path, error)
         else:
-            written_after_all(self._path)
+            note_written(self._path)
 
     def _at_its_place(self) -> FileIO:
         """The open file, which stands under the path."""

@@ -40,7 +40,7 @@ from engine.zero.engines import TrainedModel
 from engine.zero.gathering import full_shape
 from training.reporting.metrics import Accumulator
 from training.runtime import processes
-from training.runtime.stopping import going_on
+from training.runtime.stopping import unwritten_noted
 
 
 class PhaseMemory:
@@ -445,7 +445,7 @@ class Profiler:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu()
         with torch.profiler.profile(activities=activities) as profile:
             yield
-        with going_on(self.folder):
+        with unwritten_noted(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"step_{step:06d}_rank{distributed.rank()}.json.gz"
             path.unlink(missing_ok=True)  # a link would be written through

@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from engine import distributed
 from engine.errors import SharedError, UserError
-from training.data.tables import Found, recorded, repeated
 from training.runtime.environment import AGENTS_STORE, on_several_hosts
 
 LOOK_EVERY = 5.0  # seconds; with a connection of its own each time, which rank 0 need not hold for every rank
@@ -139,18 +138,16 @@ def checked(check: Callable[[], Result]) -> Result:
     For checks that read files: one process looks, and none goes on before the verdict is known. With several hosts the
     message says on which it looked.
     """
-    from engine import distributed  # here, so that a program can quiet libraries before they are imported
-
     result = message = None
     if distributed.is_main():
         try:
             result = check()
         except UserError as error:
             message = from_here(str(error))
-    message = distributed.broadcast_object(message)
+    message, result = distributed.broadcast_object((message, result))
     if message is not None:
         raise SharedError(message)
-    return distributed.broadcast_object(result)
+    return result
 
 
 def agreed(load: Callable[[], Result]) -> Result:
@@ -160,10 +157,10 @@ def agreed(load: Callable[[], Result]) -> Result:
     name. One rank of each node goes first; the others take over what it has found of data sets, with the tables that it
     has put into the cache. They wait for as long as it takes: a rank that dies meanwhile ends the run (heartbeats.py).
     """
-    from engine import distributed
+    from training.data.tables import recorded, repeated  # not before: a host without its packages has to say so
 
     host, result = socket.gethostname(), None
-    found: dict[str, Found | None] = {}
+    found: dict = {}
     for turn in (True, False):
         message = noted = None
         if (distributed.local_rank() == 0) == turn:

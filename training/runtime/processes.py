@@ -31,12 +31,12 @@ ALONE = (
 
 @dataclass
 class Place:
-    """step: the one that is being trained, from 1; 0 before. since: by time.time(). told: called at each new phase."""
+    """step: the one being trained, from 1; 0 before. since: by time.time(). changed: called with each new phase."""
 
     phase: str = OUTSIDE
     step: int = 0
     since: float = field(default_factory=time.time)
-    told: Callable[[], None] = field(default=lambda: None)
+    changed: Callable[[], None] = field(default=lambda: None)
     _seconds: dict[str, float] = field(default_factory=dict)
     _counted: float = field(default_factory=time.monotonic)
 
@@ -44,7 +44,7 @@ class Place:
         """Go on with a phase."""
         self._count()
         self.phase, self.since = phase, time.time()
-        self.told()
+        self.changed()
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds of each phase since the last call, or since the process began; they add up to all that have passed.

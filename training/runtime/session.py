@@ -32,7 +32,7 @@ from training.runtime.models import PRETRAINING_RECORD
 from training.runtime.output_folder import open_writer
 from training.runtime.plan import Plan
 from training.runtime.processes import phase, place
-from training.runtime.stopping import check_all_written, going_on
+from training.runtime.stopping import check_all_written, unwritten_noted
 
 SCORE = "eval/score"
 
@@ -81,7 +81,7 @@ class Session:
     def begin(self) -> None:
         """Settings into run.json and TensorBoard."""
         flags, dialect = self.args.as_dict(), dataclasses.asdict(self.plan.dialect)
-        with going_on(self.output_dir / RUN_FILE):
+        with unwritten_noted(self.output_dir / RUN_FILE):
             write_run_record(
                 self.output_dir,
                 flags=flags,
@@ -170,7 +170,7 @@ class Session:
     def write_samples(self, name: str, rows: list[dict]) -> None:
         """Write held-out samples into a file of this name; a run goes on where that cannot be done."""
         path = f"samples/{name}.jsonl"
-        with going_on(self.output_dir / path):
+        with unwritten_noted(self.output_dir / path):
             if distributed.is_main():
                 output_folder.announce(self.output_dir, path)
                 write_rows(self.output_dir / path, rows)
@@ -212,9 +212,9 @@ class Session:
             self.saved |= self.save_models()
         if distributed.is_main():
             metrics, curves = self.output_dir / METRICS_FILE, self.output_dir / "curves.png"
-            with going_on(curves):
+            with unwritten_noted(curves):
                 plot_curves(metrics, curves)
-            with going_on("the summary"):
+            with unwritten_noted("the summary"):
                 summary = RunSummary.from_metrics(
                     read_metrics(metrics),
                     since=self.writer.take_time(),
@@ -304,7 +304,7 @@ def _save(session: Session, pretraining: CriticPretraining, metrics: dict[str, f
         **metrics,
     }
     for name, folder in saved.items():
-        with going_on(folder / PRETRAINING_RECORD):
+        with unwritten_noted(folder / PRETRAINING_RECORD):
             output_folder.list_model(output_dir, name, [PRETRAINING_RECORD])
             write_whole(folder / PRETRAINING_RECORD, json.dumps(record, indent=2) + "\n")
     explained = metrics.get("critic_pretrain/explained_variance")

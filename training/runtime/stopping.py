@@ -166,7 +166,7 @@ def end_early(reason: Reason, step: int, last_step: int, point: Path | None) -> 
 
 
 @contextlib.contextmanager
-def models_told(saved: Mapping[str, Path]) -> Iterator[None]:
+def saved_models_named(saved: Mapping[str, Path]) -> Iterator[None]:
     """Have what goes wrong in this block say where the trained models are, where `saved` holds any by then.
 
     Raises: RunStopped for a stop, for an error of the system (a full disk) and for an exit from within; another
@@ -198,7 +198,7 @@ def reason_of(error: BaseException) -> str:
     return f"{words}: free some space" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else words
 
 
-def note(what: str | Path, error: BaseException) -> None:
+def note_unwritten(what: str | Path, error: BaseException) -> None:
     """Print, once for each `what`, that it cannot be written and that the run goes on."""
     if str(what) not in _noted:
         _noted[str(what)] = reason_of(error)
@@ -206,21 +206,21 @@ def note(what: str | Path, error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def going_on(what: str | Path) -> Iterator[None]:
+def unwritten_noted(what: str | Path) -> Iterator[None]:
     """Note what cannot be written in this block, or read back, and go on behind it."""
     try:
         yield
     except (OSError, UserError) as error:
-        note(what, error)
+        note_unwritten(what, error)
 
 
-def written_after_all(what: str | Path) -> None:
+def note_written(what: str | Path) -> None:
     """Take back a note: what was missing stands there by now."""
     if _noted.pop(str(what), None) is not None:
         print(f"{what} could be written again; nothing of it is missing.", file=sys.stderr, flush=True)
 
 
-def forget() -> None:
+def forget_unwritten() -> None:
     """Begin a run in which everything could be written so far."""
     _noted.clear()
 

@@ -82,7 +82,7 @@ class Watch:
         if host == EVERYWHERE:
             host = "127.0.0.1" if distributed.is_main() else own
         self.reporter = Reporter(distributed.rank(), (host, port), key)
-        place.told = self._say_place
+        place.changed = self._say_place
 
     def _say_place(self) -> None:
         """Say where this rank is at once, and not with the next look."""
@@ -117,7 +117,7 @@ class Watch:
     def stop(self) -> None:
         """End the thread."""
         self._stopped.set()
-        place.told = lambda: None
+        place.changed = lambda: None
         if threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(self._wakeup_before)
         self._wake.send(b"\0")

@@ -15,9 +15,9 @@ from training.runtime.stopping import check_all_written
 
 @pytest.fixture(autouse=True)
 def nothing_noted():
-    stopping.forget()
+    stopping.forget_unwritten()
     yield
-    stopping.forget()
+    stopping.forget_unwritten()
 
 
 @contextlib.contextmanager

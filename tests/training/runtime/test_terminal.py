@@ -13,7 +13,7 @@ from scripts.harness import ROOT
 from training.runtime import watch
 from training.runtime.environment import ERROR_FILE, print_line, write_error_file
 from training.runtime.heartbeats import Reporter, Verdict
-from training.runtime.startup import _told
+from training.runtime.startup import _print_error
 
 PRINTS = """
 import sys
@@ -71,7 +71,7 @@ def test_the_report_ends_with_our_message(monkeypatch, tmp_path, capsys):
     file = tmp_path / "error.json"
     monkeypatch.setenv(ERROR_FILE, str(file))
     assert "To enable traceback" in report_of(file)
-    assert _told(SharedError("--max_steps -3: must be at least 1.")) == 2
+    assert _print_error(SharedError("--max_steps -3: must be at least 1.")) == 2
     assert capsys.readouterr().err == "error: --max_steps -3: must be at least 1.\n"
     assert "  traceback : error: --max_steps -3: must be at least 1.\n" in report_of(file)
     assert "To enable traceback" not in report_of(file)
