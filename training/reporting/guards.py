@@ -89,8 +89,20 @@ class Guards:
             stop_unless_at_reference(step, experience, self.first_kl_bound)
 
     def check_kl(self, step: int, kl: float) -> None:
-        """Before the first update. kl: objective/kl. Raises: RunStopped where the policy has gone too far."""
-        stop_if_too_far(step, kl, self.max_kl, moved=bool(self.models.reference.moves(step - 1)))
+        """Before the first update. kl: objective/kl, which is that of the policy after `step` - 1 steps.
+
+        Raises: RunStopped where the policy has gone too far.
+        """
+        if self.max_kl is None or not kl > self.max_kl:
+            return
+        moved = self.models.reference.moves(step - 1)
+        since = " (to the reference as it has moved, not to the first one)" if moved else ""
+        raise RunStopped(
+            f"step {step}: objective/kl is {kl:.4g} nats a response{since}, over --max_kl {self.max_kl:g}, so the run "
+            "ends before an update goes on from there. Raise --kl_coef or lower --actor_learning_rate; or raise "
+            "--max_kl if such a distance is meant.",
+            good_until=step - 2,
+        )
 
     def check_weights(self, step: int) -> None:
         """After the last update. Raises: RunStopped where a weight is not finite."""
@@ -189,22 +201,6 @@ def stop_unless_weights_finite(step: int, models: Mapping[str, TrainedModel]) ->
             "this step was saved. Lower the learning rates; look at --max_grad_norm and at the gradient norms of the "
             "steps before.",
             good_until=step - 1,
-        )
-
-
-def stop_if_too_far(step: int, kl: float, limit: float | None, moved: bool = False) -> None:
-    """Stop, before the first update of `step`, where the KL of its responses is over --max_kl.
-
-    kl: objective/kl, nats a response over all ranks, the same on each. It is that of the policy after `step` - 1 steps.
-    moved: whether the reference is another one than at the start.
-    """
-    if limit is not None and kl > limit:
-        since = " (to the reference as it has moved, not to the first one)" if moved else ""
-        raise RunStopped(
-            f"step {step}: objective/kl is {kl:.4g} nats a response{since}, over --max_kl {limit:g}, so the run ends "
-            "before an update goes on from there. Raise --kl_coef or lower --actor_learning_rate; or raise --max_kl if "
-            "such a distance is meant.",
-            good_until=step - 2,
         )
 
 

@@ -370,11 +370,11 @@ class Arithmetic:
         """Put the speed of each phase into the metrics; arguments as for `of_step`, seconds by phase."""
         tokens = experience.rollout.attention_mask.sum()
         for phase, times in (("make_experience", 1), ("train", epochs or critic_epochs)):
-            _add_speed(metrics, phase, times * tokens, seconds[phase])
+            metrics.add(f"speed/{phase}", distributed.world_size() * times * tokens, seconds[phase])
         if self.peak is None:
             return
         for phase, flops in self.of_step(drawn, experience, epochs, critic_epochs).items():
-            _add_use(metrics, phase, flops, seconds[phase], self.peak)
+            metrics.add(f"mfu/{phase}", flops / self.peak, seconds[phase])
 
 
 class TrainingArithmetic:
@@ -399,9 +399,9 @@ class TrainingArithmetic:
         masks: (B, S) int64 each, attention masks of its micro-batches. predicted: (), how many log-probs are taken.
         """
         lengths = torch.cat([mask.sum(-1) for mask in masks])
-        _add_speed(metrics, "train", lengths.sum(), seconds)
+        metrics.add("speed/train", distributed.world_size() * lengths.sum(), seconds)
         if self.peak is not None and self.cost is not None:
-            _add_use(metrics, "train", self.cost.training(lengths, predicted), seconds, self.peak)
+            metrics.add("mfu/train", self.cost.training(lengths, predicted) / self.peak, seconds)
 
 
 def peak_flops(model: TrainedModel) -> float | None:
@@ -410,15 +410,6 @@ def peak_flops(model: TrainedModel) -> float | None:
         return None
     sheet = data_sheet(torch.cuda.get_device_name())
     return sheet.flops if sheet is not None else None
-
-
-def _add_speed(metrics: Accumulator, phase: str, tokens: Tensor, seconds: float) -> None:
-    """The tokens a second of all ranks; `tokens` are this rank's."""
-    metrics.add(f"speed/{phase}", distributed.world_size() * tokens, seconds)
-
-
-def _add_use(metrics: Accumulator, phase: str, flops: Tensor, seconds: float, peak: float) -> None:
-    metrics.add(f"mfu/{phase}", flops / peak, seconds)
 
 
 _NOTHING = Cost(matrices=0, trained=0, passed=0, attention=0, head=0, head_trained=0)

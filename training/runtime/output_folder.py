@@ -41,7 +41,7 @@ from engine.errors import RunStopped, SharedError, UserError, shown_command
 from engine.files import parsed_json, read_text, without_links
 from engine.models.places import base_of, is_adapter
 from engine.whole_files import OLD, PARTIAL, remove_folder, restored, sync, write_whole
-from training.checkpoints.files import AUTO, CHECKPOINTS, MANIFEST, files_in, points_in
+from training.checkpoints.files import AUTO, CHECKPOINTS, MANIFEST, files_in, holds_point, points_in
 from training.config.flags import RunFlags
 from training.reporting.records import METRICS_FILE, RUN_FILE
 from training.reporting.sinks import MetricWriter, View
@@ -302,7 +302,7 @@ def _told(host: str, folder: str, problem: str, ranks: list[int]) -> str:
 WRITTEN_FILE = "written.json"
 POINTS = "checkpoints/step_*"
 """Restart points are known by what they hold, since they are renamed when they are set aside."""
-OWN_FILES = (WRITTEN_FILE, "run.lock")
+OWN_FILES = (WRITTEN_FILE, LOCK_FILE)
 COMPLETE = "model.complete"  # a whole model on its way to the output folder itself; see model_folders.py
 KEPT = ".kept"  # the ending that a user's file gets which has a name that the run writes
 PRETRAINED = ("critic_pretrained", "critic_pretrained_adapter")
@@ -548,7 +548,7 @@ def is_point(path: Path) -> bool:
         return False
     if re.fullmatch(r"step_-?\d+(\.\w+)?", path.name) is None:
         return False
-    return path.suffix == PARTIAL or any((path / name).is_file() for name in ("trainer_state.json", MANIFEST))
+    return path.suffix == PARTIAL or holds_point(path)
 
 
 def kept_place(path: Path) -> Path:
