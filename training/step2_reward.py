@@ -8,8 +8,6 @@ mean 0 and variance 1 on responses that the SFT model samples. What is saved ope
 AutoModelForSequenceClassification; its score plus `score_offset` of config.json is ours.
 """
 
-from collections.abc import Mapping
-
 import training.runtime.import_errors  # noqa: F401  before what may not be there
 
 # isort: split
@@ -90,18 +88,14 @@ def main(args: RewardFlags) -> None:
     with saved_models_named(trainer.saved):  # what was trained is kept whatever becomes of its normalisation
         found = trainer.fit()
         normalize(args, trainer, prompts)
+        chance = chance_text(found, "eval/accuracy", 0.5)
+        advice = f"{chance}: step 3 would follow noise; more pairs or epochs, or see docs/metrics.md" if chance else ""
         trainer.end(
             f"held-out pair accuracy {value_text(found, 'eval/accuracy')}{change_text(found, 'eval/accuracy')}; "
-            f"margin {value_text(found, 'eval/margin')} before normalisation{_chance_told(found)}"
+            f"margin {value_text(found, 'eval/margin')} before normalisation{advice}"
         )
     conclude(lambda: of_reward(read_metrics(trainer.metrics_path)), args.output_dir)
     push(args, trainer.saved)
-
-
-def _chance_told(found: Mapping[str, float]) -> str:
-    """What to do about held-out pairs that are told apart no better than by a coin; else nothing."""
-    told = chance_text(found, "eval/accuracy", 0.5)
-    return told and f"{told}: step 3 would follow noise; more pairs or epochs, or see docs/metrics.md"
 
 
 class RewardTrainer(SupervisedTrainer):

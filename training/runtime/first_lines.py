@@ -73,37 +73,30 @@ class RunSchedule:
     def lines(self) -> list[str]:
         """All of it in one line; and a warning where restart points are asked for and none comes before the end."""
         schedule = self.schedule
-        when = [f"{_counted(self.points, 'restart point')} before the end, {_every(schedule.steps)}"]
-        when = when if schedule.steps else []
+        when = []
+        if schedule.steps:
+            often = "every step" if schedule.steps == 1 else f"every {schedule.steps} steps"
+            when.append(f"{_counted(self.points, 'restart point')} before the end, {often}")
         if schedule.minutes:
             when.append(f"a restart point every {schedule.minutes:g} minutes")
         if schedule.keep_best:
             when.append("one wherever an evaluation finds a better score")
         said = f"{_counted(self.evaluations, 'evaluation')}; {' and '.join(when) or NO_POINTS}"
-        told = [f"the run: {_counted(self.steps, 'step')}, {_epochs(self.epochs)}; {said}"]
+        epochs = f"{self.epochs:.2f}".rstrip("0").rstrip(".")
+        line = f"the run: {_counted(self.steps, 'step')}, {epochs} epoch{'' if epochs == '1' else 's'}; {said}"
         if self.points or schedule.minutes or schedule.keep_best or not schedule.steps:
-            return told
+            return [line]
         why = f"--save_steps {schedule.steps}, and the run has {self.steps}"
         often = max(1, self.steps // (POINTS + 1))
         advice = f"Give --save_steps {often}, or --save_minutes" if self.steps > 1 else "Give --save_minutes"
         return [
-            *told,
+            line,
             f"warning: no restart point before the last step ({why}): a run that dies begins anew. {advice}.",
         ]
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count or 'no'} {noun}{'' if count == 1 else 's'}"
-
-
-def _every(steps: int) -> str:
-    return "every step" if steps == 1 else f"every {steps} steps"
-
-
-def _epochs(epochs: float) -> str:
-    """ "1 epoch", "0.37 epochs"; a run's last rows that are too few for a step do not count against it."""
-    told = f"{epochs:.2f}".rstrip("0").rstrip(".")
-    return f"{told} epoch{'' if told == '1' else 's'}"
 
 
 ARROW = {"texts": "what is learned begins", "pairs": "an answer begins", "prompts": "the actor goes on"}

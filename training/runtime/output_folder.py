@@ -270,7 +270,11 @@ def check_shared(output_dir: str) -> None:
         if problem:
             ranks.setdefault((host, own, problem), []).append(rank)
     if ranks:
-        (writer, written, _), told = found[0], [_told(*where, numbers) for where, numbers in ranks.items()]
+        writer, written, _ = found[0]
+        told = []  # "node-b (8 ranks, 8 to 15), which looks in /out, does not see that"
+        for (host, own, problem), having in ranks.items():
+            numbers = f"rank {having[0]}" if len(having) == 1 else f"{len(having)} ranks, {having[0]} to {having[-1]}"
+            told.append(f"{host} ({numbers}), which looks in {own}, {problem}")
         more = f"; and {len(told) - SHOWN_HOSTS} more" if len(told) > SHOWN_HOSTS else ""
         raise SharedError(
             f"--output_dir {output_dir} is not one folder for all ranks. Rank 0 on {writer} writes in {written}; "
@@ -291,12 +295,6 @@ def _problem(folder: Path, token: str) -> str:
     except OSError as error:
         return f"cannot write there ({reason_of(error)})"
     return ""
-
-
-def _told(host: str, folder: str, problem: str, ranks: list[int]) -> str:
-    """ "node-b (ranks 8 to 15), which looks in /out, does not see that"."""
-    numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
-    return f"{host} ({numbers}), which looks in {folder}, {problem}"
 
 
 WRITTEN_FILE = "written.json"

@@ -61,12 +61,8 @@ class Place:
         self._counted = now
 
 
-def _began() -> float:
-    """When this process began, by time.monotonic(): its imports are part of the run."""
-    return time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())
-
-
-place = Place(_counted=_began())
+# Counted from when this process began, by time.monotonic(): its imports are part of the run.
+place = Place(_counted=time.monotonic() - max(0.0, time.time() - psutil.Process().create_time()))
 """This process's."""
 
 
