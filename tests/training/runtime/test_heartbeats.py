@@ -16,7 +16,7 @@ import pytest
 from engine import trace
 from training.runtime import heartbeats, watch
 from training.runtime.heartbeats import Connection, Monitor, Reporter, Verdict
-from training.runtime.phases import Place
+from training.runtime.processes import Place
 from training.runtime.stopping import Reason, StopRequest
 from training.runtime.watch import Watch
 
@@ -113,7 +113,7 @@ def test_silence_of_a_stopped_process_is_an_end(two_ranks, monkeypatch):
 def test_ranks_that_all_stand_still_are_ended_and_one_is_named(two_ranks, monkeypatch):
     monitor, reporters = two_ranks
     monitor.timeout = 30
-    monkeypatch.setattr("training.runtime.phases.place.phase", "generate")
+    monkeypatch.setattr("training.runtime.processes.place.phase", "generate")
     trace.moved("vLLM takes weights")
     found = verdict(reporters)
     assert "no rank has moved for" in found.message and "--timeout_minutes" in found.message

@@ -14,7 +14,7 @@ import pytest
 
 from engine.errors import RunStopped, UserError
 from training.checkpoints.files import point_folder
-from training.runtime import model_folders, output_folder, unwritten
+from training.runtime import model_folders, output_folder, stopping
 from training.runtime.output_folder import COMPLETE, LOCK_FILE, POINTS, STALE, Written, finish_interrupted
 from training.runtime.processes import start_of
 
@@ -300,8 +300,8 @@ def test_a_model_whose_place_cannot_be_written_goes_elsewhere_and_is_told(tmp_pa
     said = capsys.readouterr().err
     assert f"WARNING: {tmp_path}/actor (2.5 MB) cannot be written (File exists)" in said and str(place) in said
     with pytest.raises(RunStopped, match=r"not all of it is on the disk: .*actor \(2.5 MB\)"):
-        unwritten.check_all_written()
-    unwritten.forget()
+        stopping.check_all_written()
+    stopping.forget_unwritten()
 
 
 def test_with_no_place_at_all_it_is_tried_again_and_then_given_up(tmp_path, monkeypatch):
@@ -316,7 +316,7 @@ def test_with_no_place_at_all_it_is_tried_again_and_then_given_up(tmp_path, monk
     with pytest.raises(OSError, match="No space left"):
         model_folders._save_somewhere(full, tmp_path, "actor", 1)
     assert tries.count(tmp_path / "actor.partial") > 1
-    unwritten.forget()
+    stopping.forget_unwritten()
 
 
 def begun(folder) -> None:
