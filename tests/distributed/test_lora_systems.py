@@ -7,10 +7,41 @@ from pathlib import Path
 import pytest
 
 from engine.algorithms import DIALECTS
+from engine.rlhf_engine import RLHFEngine
+from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import CONFIG_DIR
 from scripts.harness.models import make_adapter, make_causal_lm
 from scripts.harness.ranks import run_ranks
 from tests.distributed.conftest import ALWAYS_PARTITIONED
+from tests.distributed.tiny_run import SAMPLING, TinyPrompts, timeless
+from training.config.parsing import parse_flags
+from training.config.step3 import RLHFFlags
+from training.ppo_trainer import PPOConfig, PPOTrainer
+
+STEPS = 2
+
+
+def all_runs(runs: dict[str, list[str]]) -> dict[str, list[dict[str, float]]]:
+    """`metrics_of` each of these flags, by the same names."""
+    return {name: metrics_of(words) for name, words in runs.items()}
+
+
+def metrics_of(words: list[str]) -> list[dict[str, float]]:
+    """The metrics of each step that step 3's flags ask for, with the engines that they ask for."""
+    args = parse_flags(RLHFFlags, words, "")
+    dialect, _ = args.resolved_dialect()
+    models = RLHFEngine.from_pretrained(args.engine_spec(dialect))
+    stops, pad = SAMPLING.stop_token_ids, models.tokenizer.pad_token_id
+    trainer = PPOTrainer(
+        models=models,
+        rollouts=build_rollouts("replica", models.actor, models.tokenizer, others=models.engines),
+        dialect=dialect,
+        config=PPOConfig(total_steps=STEPS, micro_batch_size=args.per_device_training_batch_size),
+        sampling=SamplingConfig.of(dialect, stops, args.dtype, max_new_tokens=8, seed=3, pad_token_id=pad),
+    )
+    feed = TinyPrompts(8)
+    return [timeless(trainer.step(feed.prompts(step)).metrics) for step in range(STEPS)]
+
 
 TESTED = ("openai", "trl_rloo")  # a critic with a new head, and Adam's other form; no critic
 WAYS = ("two trunks", "one trunk")
@@ -61,7 +92,7 @@ def difference(two: list[dict[str, float]], one: list[dict[str, float]]) -> floa
 def ranks(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("models")
     make_models(folder)
-    return run_ranks("tests.distributed.work_lora_systems:all_runs", runs=runs_of(TESTED, str(folder)))
+    return run_ranks("tests.distributed.test_lora_systems:all_runs", runs=runs_of(TESTED, str(folder)))
 
 
 @pytest.mark.parametrize("dialect", TESTED)

@@ -16,8 +16,6 @@ RUNS = {
     f"{dtype}_{stage}{suffix}": {"stage": stage, "config": f"stage{stage}{suffix}.json", "dtype": dtype}
     for dtype, stage, suffix in (
         ("fp32", 0, ""),
-        ("fp32", 2, ""),
-        ("fp32", 3, ""),
         ("fp32", 3, "_persistent"),
         ("bf16", 0, ""),
         ("bf16", 3, ""),

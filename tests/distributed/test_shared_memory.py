@@ -1,14 +1,32 @@
 """Runs leave nothing in shared memory, however they end, and remove what dead processes have left there and no more."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from engine import distributed
 from engine.zero.communication import BUFFERS, SHARED_MEMORY, clear_dead_buffers
 from scripts.harness.ranks import run_ranks
+
+
+def buffers_and_sums(end: str) -> dict:
+    """The run's own buffers and a sum over the ranks; `end` is "normal", or "kill" for SIGKILL to itself."""
+    port = os.environ["MASTER_PORT"]
+    found = {
+        "buffers": [path.name for path in SHARED_MEMORY.glob(f"{BUFFERS}_*_{port}_*")],
+        "sum": distributed.all_reduce_sum(torch.tensor(distributed.rank() + 1)).item(),
+    }
+    distributed.barrier()
+    if end == "kill":
+        Path(os.environ["SEEN"], str(distributed.rank())).write_text(port)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
 
 MAP = """
 import mmap, os, sys
@@ -33,12 +51,12 @@ def left(port: str = "*") -> list[str]:
 def test_nothing_is_left_after_a_normal_end_or_sigkill_and_a_dead_processs_buffer_goes(launched, tmp_path, monkeypatch):
     dead = SHARED_MEMORY / f"{BUFFERS}_{os.getuid()}_127.0.0.1_{os.getpid()}_0"
     dead.write_bytes(bytes(4096))
-    for rank in run_ranks("tests.distributed.work_shared_memory:buffers_and_sums", end="normal"):
+    for rank in run_ranks("tests.distributed.test_shared_memory:buffers_and_sums", end="normal"):
         assert rank == {"buffers": [], "sum": 3}
     assert not dead.exists()
     monkeypatch.setenv("SEEN", str(tmp_path))
     with pytest.raises(RuntimeError, match="failed on rank"):
-        run_ranks("tests.distributed.work_shared_memory:buffers_and_sums", end="kill")
+        run_ranks("tests.distributed.test_shared_memory:buffers_and_sums", end="kill")
     assert left(port=(tmp_path / "0").read_text()) == []
 
 

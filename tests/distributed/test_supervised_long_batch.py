@@ -1,14 +1,43 @@
 """What is kept whole over the micro-batches of steps 1 and 2 saves calls, and changes no weight but by rounding."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
 
+from engine.zero.long_batch import LongBatch
 from scripts.harness.programs import Tiny, metric_lines
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.work_supervised_long_batch import CASES, PASSES, STEPS
+from tests.distributed.work_supervised_restart import run
+from tests.engine.zero.work_long_batch import WAYS, counted
+
+PASSES, STEPS = 3, 2
+CASES = {1: ("nothing", "weights", "both"), 2: ("nothing", "both")}  # of WAYS
+
+
+def all_ways(folder: str, models: str, tiny: Tiny) -> dict[str, dict]:
+    """By STEP_WAY what `counted` counts; the runs write into `folder`/STEP_WAY. models: the folder of `actor`."""
+    found = {}
+    for step, names in CASES.items():
+        flags = tiny.flags(
+            step,
+            model_name_or_path=Path(models) / "actor",
+            ds_config=Path(models) / "stage3.json",
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=PASSES,
+            max_steps=STEPS,
+            learning_rate=3e-3,
+            enable_tensorboard="false",
+            **({"normalization_samples": 0} if step == 2 else {}),
+        )
+        for name in names:
+            with mock.patch.object(LongBatch, "_decided", lambda batch, name=name: WAYS[name]), counted() as calls:
+                assert run(step, flags, Path(folder) / f"{step}_{name}")
+            found[f"{step}_{name}"] = dict(calls)
+    return found
+
 
 ROUNDING = 1e-6  # of sums that are taken in another order
 
@@ -16,7 +45,7 @@ ROUNDING = 1e-6  # of sums that are taken in another order
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory, folder, output) -> list[dict]:
     tiny = Tiny(tmp_path_factory.mktemp("tiny"))
-    return run_ranks("tests.distributed.work_supervised_long_batch:all_ways", folder=output, models=folder, tiny=tiny)
+    return run_ranks("tests.distributed.test_supervised_long_batch:all_ways", folder=output, models=folder, tiny=tiny)
 
 
 @pytest.mark.parametrize("step", CASES)
