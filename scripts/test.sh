@@ -12,4 +12,4 @@ if [ "${1:-}" = --quick ]; then
     shift
     set -- -m "not slow" "$@"
 fi
-exec python -m pytest -n 2 --no-loadscope-reorder "$@"  # in the order of files: many short ones come last
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"  # in the order of files: many short ones come last

@@ -16,11 +16,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(HERE).parts[0] in SLOW:
             item.add_marker(pytest.mark.slow)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """Called by pytest-xdist; what comes back takes the place of what --dist names."""
-    from tests.scheduling import ByFile  # here, because pytest goes without pytest-xdist as well
-
-    return ByFile(config, log)

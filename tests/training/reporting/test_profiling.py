@@ -1,6 +1,6 @@
 """Recordings of single steps: which are made, what is named in them, and that other steps name nothing.
 
-What stands in a recording of a real run is looked at in tests/e2e/test_recordings.py.
+What stands in a recording of a real run is looked at in tests/e2e/test_programs.py.
 """
 
 import contextlib
