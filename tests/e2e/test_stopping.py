@@ -12,14 +12,13 @@ import pytest
 
 from scripts.harness.programs import (
     begin,
-    command_line,
     differences,
+    forked,
     lasting_metrics,
     launch,
     metric_lines,
     run_here,
     snapshot,
-    start_words,
 )
 
 FUNCTION = """
@@ -71,7 +70,7 @@ def whole(tiny, tmp_path_factory):
     """The output folder of a run that nobody asked."""
     folder = tmp_path_factory.mktemp("whole")
     flags = run_flags(tiny, folder, call=99, signal="SIGUSR1")
-    assert start_words(3, command_line(flags)).code == 0
+    assert forked(3, flags, ranks=1).code == 0
     return folder / "out"
 
 
@@ -117,7 +116,7 @@ def test_a_run_that_is_asked_ends_after_its_step_and_goes_on(tiny, tmp_path, who
 
 
 def test_before_the_first_step_it_ends_at_once(tiny, tmp_path):
-    result = start_words(3, command_line(run_flags(tiny, tmp_path, call=0, signal="SIGTERM")))
+    result = forked(3, run_flags(tiny, tmp_path, call=0, signal="SIGTERM"), ranks=1)
     assert result.code == 75, result.stderr
     assert "ended before the first step; there was nothing to save" in result.stderr
     assert not (tmp_path / "out" / "checkpoints").exists()

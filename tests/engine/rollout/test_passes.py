@@ -264,6 +264,7 @@ def test_graphs_answer_alike(graphed_models, family, rows_at_once):
     assert capture.count == captured and len(calls) < sampler.row_steps / 3  # the model itself reads prompts alone
 
 
+@pytest.mark.slow
 def test_weights_that_are_written_to_are_used_and_those_that_move_are_noticed(graphed_models):
     model = graphed_models["llama"]
     sampler = sampler_with(model, Captured())
@@ -291,6 +292,7 @@ def prompts(rows: int, width: int) -> PromptBatch:
     return PromptBatch(ids, torch.ones_like(ids), torch.arange(rows), torch.zeros(rows, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_evaluations_have_fewer_rows_and_prompts_grow(graphed_models):
     """4 rows, 24 of which 8 wait, 4; of a run whose lengths are known each shape is captured once."""
     model, capture = graphed_models["llama"], Captured()
@@ -307,6 +309,7 @@ def test_evaluations_have_fewer_rows_and_prompts_grow(graphed_models):
     assert 2 <= capture.count <= 2 * 4  # 16 and 8 rows, quarters of the slots
 
 
+@pytest.mark.slow
 def test_a_cache_that_grows_where_it_stood_is_noticed(graphed_models, monkeypatch):
     """A freed block of a GPU's memory is given again, whole, to what is a little larger."""
     sampler, plain = sampler_with(graphed_models["llama"], Captured()), Sampler(make_tokenizer())
@@ -421,6 +424,7 @@ def test_heads_that_share_keys_do_not_have_them_copied():
     assert meter.numbers < rows * 2 * 208 * 4  # of one layer's keys: 2 heads, 4 numbers each
 
 
+@pytest.mark.slow
 def test_more_rows_than_before_are_captured_anew(graphed_models):
     model, capture = graphed_models["llama"], Captured()
     sampler = sampler_with(model, capture)

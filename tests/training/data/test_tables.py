@@ -398,6 +398,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert [file.suffix for file in tmp_path.iterdir()] == [".arrow"]
 
 
+@pytest.mark.slow
 def test_a_large_table_without_room_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "LARGE", 2**19)
     told = rf"{tmp_path} cannot be written \(File too large\), behind 1 MB of \w+\.arrow\. Make room"
