@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from scripts.harness.ranks import run_ranks
-from tests.distributed.tiny_points import load_point, save_point
-from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
+from tests.distributed.tiny_run import (
+    DIALECT,
+    TinyPrompts,
+    build_trainer,
+    engine_spec,
+    load_point,
+    save_point,
+    timeless,
+)
 from tests.engine.zero.inspecting import masters
 from training.critic_pretraining import CriticPretraining
 from training.ppo_trainer import PPOTrainer

@@ -7,8 +7,16 @@ from engine import distributed
 from engine.experience import PromptBatch, Rollout
 from engine.reward.base import RewardSource
 from scripts.harness.ranks import run_ranks
-from tests.distributed.tiny_points import load_point, save_point
-from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, prompt_batch, timeless
+from tests.distributed.tiny_run import (
+    DIALECT,
+    TinyPrompts,
+    build_trainer,
+    engine_spec,
+    load_point,
+    prompt_batch,
+    save_point,
+    timeless,
+)
 from tests.engine.zero.inspecting import masters
 from training.ppo_trainer import PPOTrainer, StepReport
 

@@ -18,8 +18,7 @@ from engine.rollout.decode import slots_of_a_row
 from scripts.harness.models import make_causal_lm
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.fills import counted_fills
-from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, engine_spec, prompt_tokens
+from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, counted_fills, engine_spec, prompt_tokens
 from tests.distributed.work_rollouts import _by_key
 from tests.engine.zero.inspecting import masters
 from tests.plain_sampling import plain_answer

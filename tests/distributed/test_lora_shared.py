@@ -16,9 +16,16 @@ from engine.rlhf_engine import RLHFEngine, frozen_model
 from engine.rollout import SamplingConfig, build_rollouts
 from engine.zero.config import EngineConfig
 from scripts.harness.ranks import run_ranks
-from tests.distributed.fills import counted_fills
-from tests.distributed.tiny_points import load_point, save_point
-from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, engine_spec, timeless
+from tests.distributed.tiny_run import (
+    DIALECT,
+    SAMPLING,
+    TinyPrompts,
+    counted_fills,
+    engine_spec,
+    load_point,
+    save_point,
+    timeless,
+)
 from tests.engine.zero.inspecting import parameter_bytes, weights
 from training.ppo_trainer import PPOConfig, PPOTrainer
 

@@ -15,8 +15,7 @@ from engine.rollout import build_rollouts
 from engine.zero.config import EngineConfig
 from scripts.harness.models import make_adapter
 from scripts.harness.ranks import run_ranks
-from tests.distributed.tiny_points import load_point, save_point
-from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, timeless
+from tests.distributed.tiny_run import DIALECT, SAMPLING, TinyPrompts, load_point, save_point, timeless
 from tests.engine.zero.inspecting import parameter_bytes, pretend_cpus_have_fp16, weights
 from training.critic_pretraining import CriticPretraining
 from training.ppo_trainer import PPOConfig, PPOTrainer

@@ -7,8 +7,15 @@ from engine.models.lora import LoraSpec
 from engine.rlhf_engine import RLHFEngine
 from scripts.harness.ranks import run_ranks
 from tests.distributed import plain
-from tests.distributed.tiny_points import load_point, save_point
-from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
+from tests.distributed.tiny_run import (
+    DIALECT,
+    TinyPrompts,
+    build_trainer,
+    engine_spec,
+    load_point,
+    save_point,
+    timeless,
+)
 from tests.engine.zero.inspecting import masters
 from training.ppo_trainer import PPOTrainer
 

@@ -9,8 +9,15 @@ import torch
 from engine.models.lora import LoraSpec
 from scripts.harness.programs import snapshot
 from scripts.harness.ranks import run_ranks
-from tests.distributed.tiny_points import load_point, save_point
-from tests.distributed.tiny_run import DIALECT, TinyPrompts, build_trainer, engine_spec, timeless
+from tests.distributed.tiny_run import (
+    DIALECT,
+    TinyPrompts,
+    build_trainer,
+    engine_spec,
+    load_point,
+    save_point,
+    timeless,
+)
 from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16, weights
 from training.checkpoints import resuming
 from training.checkpoints.export import export

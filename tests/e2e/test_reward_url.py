@@ -6,8 +6,7 @@ import pytest
 
 from scripts.harness import free_port
 from scripts.harness.programs import Tiny, assert_one_message, differences, forked, metric_lines, run_here
-from tests.reward_server import score, serving
-from tests.reward_server_process import process_serving
+from tests.reward_server import process_serving, score, serving
 
 STEPS, PER_STEP, HELD_OUT = 3, 8, 8
 
