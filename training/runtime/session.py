@@ -153,8 +153,10 @@ class Session:
 
     @phase("evaluating")
     def evaluate(self, name: str) -> dict[str, float]:
-        """Answer the held-out prompts, with the averaged weights too if there are any; samples go to a file of this name,
-        without its ending."""
+        """Answer the held-out prompts, with the averaged weights too if there are any; samples go to a file.
+
+        name: the file's, without its ending.
+        """
         metrics, rows = self.evaluator.run(self.trainer.steps_done)
         self.write_samples(name, rows)
         if self.models.ema is not None:
