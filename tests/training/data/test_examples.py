@@ -181,11 +181,6 @@ def test_pair_batch():
     assert batch.first_difference.dtype == batch.sequences.dtype == torch.int64
 
 
-def test_an_unknown_way_with_long_prompts_is_refused():
-    with pytest.raises(UserError, match="overlong is 'cut'; choose 'cut_prompt', 'cut_answer', 'drop'"):
-        Prompts([{"prompt": "a"}], word_tokenizer(), 4, overlong="cut")
-
-
 def test_long_prompts_are_cut_on_the_left_behind_the_bos():
     rows = [{"prompt": "a b c d"}, {"prompt": "a b c", "stars": 5}]
     prompts = Prompts(rows, word_tokenizer("<s>"), max_prompt_length=4, overlong="cut_prompt")
