@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -192,7 +193,7 @@ def test_a_damaged_file_is_made_again(tmp_path, damage):
 
 
 def test_one_that_was_quicker_is_kept(tmp_path):
-    """While a table is being built, another process, which sees no locks, puts the same one in its place."""
+    """While a table is being built, another process puts the same one in its place."""
     path, others = tmp_path / f"{cache_key([], word_tokenizer())}.arrow", {}
 
     def examples(counts):
@@ -250,6 +251,20 @@ def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(os, "fsync", full)
     assert cached_table(made(), tmp_path, [], word_tokenizer()).equals(table())
     assert "No space left on device" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_without_room_for_a_table_anywhere(tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(
+            UserError, match=r"a temporary file of data cannot be written \(File too large\)\. Set TMPDIR"
+        ):
+            cached_table(made(200_000), tmp_path, [], word_tokenizer())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{tmp_path} cannot be written (File too large)" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_killed_runs_left_half_written_is_removed_after_a_day(tmp_path):

@@ -1,54 +1,40 @@
 """What keeps memory flat and time short with millions of rows gives what a passage row by row gives."""
 
 import json
-import tempfile
-from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, EOS, merging_tokenizer, word_tokenizer
-from training.data import files, tables, tokens
+from training.data import tokens
 from training.data.examples import PairExamples, Prompts, SFTExamples, _enough
-from training.data.files import DataFile, LineIndex, read_records
+from training.data.files import read_records
 from training.data.forms import PROMPTS
 from training.data.rows import load_rows
 from training.data.tables import KnownRows, NotHandedOver, Progress, recorded, repeated
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 2**20])
 @pytest.mark.parametrize(
-    "content, lines",
+    "content, numbers",
     [
         (b"", []),
         (b"\n", []),
-        (b"ab\ncd\n", [(0, 3, 1), (3, 6, 2)]),
-        (b"ab\n\n \t\r\n c\nd", [(0, 3, 1), (8, 11, 4), (11, 12, 5)]),  # lines 2 and 3 are blank
-        (b"\r\n  \n a", [(5, 7, 3)]),
+        (b"5\n6\n", [("line 1", 5), ("line 2", 6)]),
+        (b"5\n\n \t\r\n 6\n7", [("line 1", 5), ("line 4", 6), ("line 5", 7)]),  # lines 2 and 3 are blank
+        (b"\r\n  \n 5", [("line 3", 5)]),
     ],
 )
-def test_lines_are_found_whatever_pieces_a_file_is_read_in(tmp_path, monkeypatch, chunk, content, lines):
-    monkeypatch.setattr(files, "CHUNK", chunk)
-    monkeypatch.setattr(files, "SMALL_INDEX", 2**20 if chunk == 1 else 0)
-    (tmp_path / "rows.jsonl").write_bytes(content)
-    index = LineIndex(DataFile(tmp_path / "rows.jsonl"))
-    assert [index[number] for number in range(len(index))] == lines
+def test_blank_lines_are_passed_over_and_counted(tmp_path, content, numbers):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    records = read_records(path)
+    assert [records[number] for number in range(len(records))] == [(f"{path}, {line}", n) for line, n in numbers]
     with pytest.raises(IndexError):
-        index[len(lines)]
+        records[len(numbers)]
 
 
-def test_no_room_for_an_index(tmp_path, monkeypatch):
-    (tmp_path / "rows.jsonl").write_text("{}\n")
-    full = Path("/dev/full").open("wb")  # noqa: SIM115
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda: full)
-    with pytest.raises(UserError, match=r"rows.jsonl: its lines cannot be noted .*\(No space left .*Set TMPDIR"):
-        read_records(tmp_path / "rows.jsonl")
-
-
-def test_parquet_is_read_a_batch_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "BATCH", 2)
+def test_a_column_of_dictionary_codes_in_parquet(tmp_path):
     kinds = pyarrow.array(["x", "y", "x", "z", "z"]).dictionary_encode()
     parquet.write_table(pyarrow.table({"text": list("abcde"), "kind": kinds}), tmp_path / "rows.parquet")
     records = read_records(tmp_path / "rows.parquet")
@@ -94,11 +80,10 @@ def test_the_length_that_fits_most():
 
 
 def test_a_line_says_how_far_it_is(capsys):
-    times, told = iter([0.0, *[5.0] * 3, 20.0, 20.0, 20.0, 21.0]), []
-    progress = Progress(10_000, "tokenising", told=told.append, clock=lambda: next(times))
+    times = iter([0.0, *[5.0] * 3, 20.0, 20.0, 20.0, 21.0])
+    progress = Progress(10_000, "tokenising", clock=lambda: next(times))
     assert sum(progress.over(range(5_000))) == 12_497_500
-    line = "tokenising: 4,000 of 10,000 rows (40%), 200 rows/s, 0:00:30 left"
-    assert told == [line] and capsys.readouterr().err == line + "\n"
+    assert capsys.readouterr().err == "tokenising: 4,000 of 10,000 rows (40%), 200 rows/s, 0:00:30 left\n"
 
 
 def test_other_ranks_of_a_node_read_nothing_but_the_cache(tmp_path):
