@@ -506,8 +506,3 @@ class TextBlocks(Sequence):
 
     def __getitem__(self, index: int) -> list[int]:
         return ids_at(self.table, "ids", index)
-
-
-def collate_blocks(blocks: list[list[int]]) -> Tensor:
-    """(B, L) int64."""
-    return torch.tensor(blocks)

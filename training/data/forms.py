@@ -12,11 +12,9 @@ import functools
 import json
 import os.path
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from engine.errors import UserError
@@ -379,12 +377,6 @@ def _checked(where: str, column: str, messages: object) -> list[dict]:
 Columns = tuple[tuple[str, ...], ...]  # alternatives, each the columns that a record needs to have
 
 TURN = "\n\nAssistant:"  # with which an answer begins in dialogues that are written as one text, like Anthropic/hh-rlhf
-# A record `r` with alpaca's columns, or dolly's, as one with our own: in Python, for a command that a message shows.
-ALPACA = (
-    r'{**r, "prompt": [{"role": "user", "content": "\n\n".join(filter(None, [r["instruction"], r.get("input"), '
-    'r.get("context")]))}], "response": r.get("output") or r.get("response")}'
-)
-DEEPEST = 100  # lists within lists; Python reads some 900, and fewer where it is in the middle of something
 
 
 class Row(dict):
@@ -416,7 +408,6 @@ class Form:
         Raises UserError, with the place and the column, for a record that has none of the alternatives, or whose texts
         are none that a tokenizer takes.
         """
-        _check_depth(where, record)
         record = messages_on_both_sides(_from_share_gpt(record)) if isinstance(record, dict) else record
         names = matching_columns(where, record, self.columns)
         if "completion" in names and isinstance(record.get("label"), bool):
@@ -478,7 +469,7 @@ def matching_columns(where: str, record: object, columns: Columns) -> tuple[str,
         found = ", ".join(name if name in present else f"{name} (null)" for name in record) or "none"
         raise UserError(
             f"{where}: found the columns: {quoted(found, 400)[1:-1]}; needed: {alternatives(columns)}. "
-            f"{_remedy(where, record, columns)}"
+            f"{_remedy(record, columns)}"
         )
     return wanted
 
@@ -488,47 +479,23 @@ def alternatives(columns: Columns) -> str:
     return ", or ".join(" + ".join(names) for names in columns)
 
 
-def _remedy(where: str, record: dict, columns: Columns = (), otherwise: str = "Rename or add them.") -> str:
-    """What to do with a record whose columns have other names: for two well-known forms a command that does it."""
+def _remedy(record: dict, columns: Columns = (), otherwise: str = "Rename or add them.") -> str:
+    """What to do with a record whose columns have other names, two well-known forms among them."""
     if record.get("instruction") is not None:
         if all("rejected" in names for names in columns) and record.get("rejected") is None:
             return "It has an answer and none that is worse: from such records step 1 learns."
         return (
-            "How an instruction becomes a prompt is yours to choose. As a user's message, with its input below it, for "
-            f"which a model without a chat template needs --chat_template FILE: {_conversion(where, ALPACA)}"
+            "How an instruction becomes a prompt is yours to choose. docs/data.md has a command that writes it as a "
+            "user's message, with its input below it; a model without a chat template then needs --chat_template FILE."
         )
-    lists = (name for name, value in record.items() if isinstance(value, list) and value and _may_be_record(value[0]))
-    name = next(lists, None)
-    if name is None:
-        return otherwise
-    command = _conversion(where, "record", " for record in r[sys.argv[2]]", name)
-    return f"{otherwise} If the records are those in {name}, write one a line: {command}"
-
-
-def _may_be_record(value: object) -> bool:
-    return isinstance(value, dict) and "role" not in value and not _is_turn(value)
-
-
-def _conversion(where: str, row: str, each: str = "", *arguments: str) -> str:
-    """A shell command that writes a new .jsonl file: `row`, in Python, of each record `r` of the file or data set."""
-    source = re.sub(r"(, split [^,]+)?, (line|record) \d+$", "", where)
-    program = (
-        "import json, sys; from training.data.sources import open_source; "
-        f"[print(json.dumps({row}, default=str)) for part in open_source(sys.argv[1]).training for _, r in part{each}]"
-    )
-    new = Path(source).name.split(".")[0] + "-converted.jsonl"
-    return " ".join(["python -c", *map(shlex.quote, (program, source, *arguments)), ">", shlex.quote(new)])
-
-
-def _check_depth(where: str, record: object) -> None:
-    """Raise UserError for JSON that would later be too deep to be written into a message or read from the cache."""
-    level = [record] if isinstance(record, (dict, list)) else []
-    for _ in range(DEEPEST):
-        values = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
-        level = [value for value in values if isinstance(value, (dict, list))]
-        if not level:
-            return
-    raise UserError(f"{where}: found more than {DEEPEST} lists within lists. Mend the record or take it out.")
+    for name, value in record.items():
+        inner = value[0] if isinstance(value, list) and value else None
+        if isinstance(inner, dict) and "role" not in inner and not _is_turn(inner):
+            return (
+                f"{otherwise} If the records are those in {name}, write one a line: "
+                f"jq -c '.[\"{name}\"][]' OLD.json > NEW.jsonl"
+            )
+    return otherwise
 
 
 def _split_dialogues(where: str, record: dict) -> dict[str, str]:
@@ -544,7 +511,7 @@ def _split_dialogues(where: str, record: dict) -> dict[str, str]:
         raise UserError(
             f"{where}, columns chosen and rejected: found no {TURN!r} in what both begin with; without a "
             f"column prompt they are dialogues with the same beginning, which ends with {TURN!r}. "
-            + _remedy(where, record, otherwise="Add a column prompt, or take the record out.")
+            + _remedy(record, otherwise="Add a column prompt, or take the record out.")
         )
     return {"prompt": shared[:end], "chosen": record["chosen"][end:], "rejected": record["rejected"][end:]}
 

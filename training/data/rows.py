@@ -98,7 +98,6 @@ def limited(places: np.ndarray, limit: int | None, seed: int, kept: Callable[[np
 
 PLACE = np.int32  # eight bytes a row: of tens of millions each rank has a list
 EMPTY = np.empty((0, 2), PLACE)  # no places
-MOST = 2**31 - 1  # records of one file
 HASHED = 100_000  # rows at once
 DIVIDE, DRAW = 1, 2  # what the seed is used for, so that no two draws are the same; LIMIT of held_out.py is 3
 
@@ -311,11 +310,6 @@ def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> li
 
 def _opened(path: str, form: Form, config_name: str | None = None) -> Source:
     source = open_source(path, config_name)
-    for records in (*source.training, *source.held_out):
-        if len(records) > MOST:
-            raise UserError(
-                f"{path}: found {len(records):,} records in one file or split; at most {MOST:,} can be read."
-            )
     if not sum(map(len, source.training)):
         raise UserError(f"{path}: found no records; it needs at least one with {alternatives(form.columns)}.")
     return source

@@ -1,11 +1,10 @@
 """Texts cut into blocks; "a" is 10, "b" 11, ... and BOS 1."""
 
 import pytest
-import torch
 
 from engine.errors import UserError
 from tests.training.data.tiny_tokenizers import BOS, word_tokenizer
-from training.data.examples import TextBlocks, collate_blocks
+from training.data.examples import TextBlocks
 
 ROWS = [{"text": "a b c"}, {"text": ""}, {"text": "d e f g h"}, {"text": " \n"}, {"text": "i"}]
 
@@ -25,8 +24,3 @@ def test_each_text_begins_with_its_opening_tokens():
 def test_too_little_text():
     with pytest.raises(UserError, match="the 5 texts for pretraining make no block of 10 tokens; give more text"):
         TextBlocks(ROWS, word_tokenizer(), block_length=10)
-
-
-def test_a_batch_of_blocks():
-    batch = collate_blocks([[1, 2, 3], [4, 5, 6]])
-    assert batch.tolist() == [[1, 2, 3], [4, 5, 6]] and batch.dtype == torch.int64
