@@ -7,8 +7,8 @@ import pytest
 
 from training.tools.compare.flags import CompareFlags
 from training.tools.compare.measures import Sample
-from training.tools.compare.models import Model
 from training.tools.compare.report import Comparison, content, page, table, verdict
+from training.tools.models import Model
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
@@ -31,7 +31,7 @@ def comparison(scores: dict[str, list[float]], each: int = 1, **texts: str) -> C
         ]
         for name, column in scores.items()
     }
-    models = [Model(name, f"owner/{place}", f"owner/{place}") for place, name in enumerate(scores)]
+    models = [Model(name, "", f"owner/{place}", f"owner/{place}") for place, name in enumerate(scores)]
     prompts = [f"prompt <{place}>" for place in range(len(next(iter(scores.values()))) // each)]
     return Comparison(args, models, ["good", "bad"], prompts, samples)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import UserError
-from training.tools.compare.models import config_of, located, named
+from training.tools.models import config_of, located, named
 
 
 def make(folder: Path, file: str = "config.json") -> Path:
@@ -51,7 +51,7 @@ def test_two_of_one_name_are_refused():
 def test_where_the_model_of_a_run_stands(tmp_path):
     def found(path: Path) -> tuple[str, bool]:
         model = located("it", str(path))
-        return model.path, model.is_point
+        return model.path, model.is_checkpoint
 
     sft, run, adapters = make(tmp_path / "sft"), tmp_path / "run", tmp_path / "adapters"
     assert found(sft) == (str(sft), False)
@@ -59,7 +59,7 @@ def test_where_the_model_of_a_run_stands(tmp_path):
     assert found(run) == (str(run / "actor"), False)
     point = run / "checkpoints" / "step_000004"
     assert found(point) == (str(point), True)
-    with pytest.raises(UserError, match="--models it .*no policy's configuration is in this restart point"):
+    with pytest.raises(UserError, match="--models it .*no policy's configuration is in this checkpoint"):
         config_of(located("it", str(point)))
     make(point / "config" / "actor")
     assert config_of(located("it", str(point))) == str(point / "config" / "actor")
